@@ -90,6 +90,18 @@ class PageMajorBackend:
             page = torch.tensor(list(pages), dtype=torch.long)[at // self.page_size]
             self._pages[layer][page, :, at % self.page_size] = torch.cat([k, v], -1).transpose(0, 1)
 
+    @property
+    def page_nbytes(self) -> int:
+        return self.nbytes // (self.padding_page + 1)
+
+    def read_pages(self, pages: Sequence[int], into: Tensor) -> None:
+        into.copy_(torch.cat([x[list(pages)].flatten(1).view(torch.uint8) for x in self._own], 1))
+
+    def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
+        parts = data.split([x[0].nbytes for x in self._own], 1)
+        for x, part in zip(self._own, parts, strict=True):
+            x.flatten(1).view(torch.uint8)[list(pages)] = part
+
     def build(self, common: CommonAttentionMetadata) -> PageMajorMetadata:
         query_lens, seq_lens = torch.tensor(common.query_lens), torch.tensor(common.seq_lens)
         sequence = torch.arange(len(query_lens)).repeat_interleave(query_lens)

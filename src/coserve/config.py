@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from coserve.core.size import read_memory
+from coserve.core.size import read_memory, read_size
 from coserve.errors import ConfigError
 
 
@@ -20,6 +20,9 @@ class EngineConfig:
     page_size: int = 16  # tokens in a page of that cache; smaller wastes less, larger gathers faster
     cache_dtype: str = "auto"  # that of the model, or int8: half of bfloat16's bytes, a little less exact
     max_running: int = 64  # sequences that run at once; more wait
+    # For keys and values of sequences that lose their pages, where reading them takes less than computing
+    # them again: a file on a CPU, the host's memory on a GPU. 0: none.
+    swap_space: str | int = "4GiB"
     prefix_sharing: bool = True  # what prompts have in common is computed once; never across scopes
     memory: str | int | float = "auto"  # for everything: "6GiB", a share (0.5), or most of what is free
     # Of it, for the base's weights: a base that needs more is read from disk for each pass, but for the part
@@ -41,6 +44,7 @@ class EngineConfig:
         for name in ("cache_tokens", "page_size", "max_running"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
+        _ = self.swap_nbytes
         read_memory(self.memory)
         read_memory(self.adapter_memory, "adapter_memory")
         read_memory(self.base_memory, "base_memory")
@@ -73,6 +77,14 @@ class EngineConfig:
         """Tells whether the next step is planned while one runs. On the device's own processor that gains
         nothing: planning takes the time of computing."""
         return self.executor == "remote" if self.async_scheduling is None else self.async_scheduling
+
+    @property
+    def swap_nbytes(self) -> int:
+        """Bytes of the second tier of keys and values. Raises ConfigError."""
+        try:
+            return read_size(str(self.swap_space))
+        except ConfigError as error:
+            raise ConfigError(f"engine.swap_space: {error}") from error
 
     @property
     def pages(self) -> int:

@@ -132,7 +132,23 @@ class Metrics:
             self._counter("engine_fused_steps", "Steps that answered and trained.")
         )
         self.num_preemptions = MirroredCounter(
-            self._counter("num_preemptions", "Sequences computed again for want of pages.")
+            self._counter("num_preemptions", "Sequences that lost their pages for want of some.")
+        )
+        self._make_swaps()
+
+    def _make_swaps(self) -> None:
+        self.swapped_out_pages = MirroredCounter(
+            self._counter("swapped_out_pages", "Pages of such sequences written to the second tier.")
+        )
+        self.swapped_in_pages = MirroredCounter(
+            self._counter("swapped_in_pages", "Pages read from there instead of computed again.")
+        )
+        self.swap_failures = MirroredCounter(
+            self._counter("swap_failures", "Copies of pages that could not be written or read.")
+        )
+        self.swap_usage = self._gauge("swap_usage_perc", "Part of the second tier in use; 1 is all.")
+        self.recomputed_tokens = MirroredCounter(
+            self._counter("recomputed_tokens", "Tokens that passed the model again after a preemption.")
         )
 
     def _make_adapters(self) -> None:

@@ -1,6 +1,7 @@
 """Whatever happens in whatever order: nothing leaks, nothing is lost, and the answers are the same."""
 
 from collections import Counter
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import POLICIES, make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.swapping import Swapping
 from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
 
 DEPTH, PAGE, VOCABULARY, EOS = 3, 3, 13, 2
@@ -97,8 +99,17 @@ class World:
     """One run: does what it is told, follows every job for a few optimizer steps, and remembers."""
 
     def __init__(
-        self, policy: str, pages: int, max_running: int, quantum: float, sharing: bool = True
+        self,
+        policy: str,
+        pages: int,
+        max_running: int,
+        quantum: float,
+        sharing: bool = True,
+        swap_pages: int = 0,
+        loses: int = 0,
     ) -> None:
+        """The second tier has `swap_pages`, costs nothing (or its copies would never pay), and fails each
+        `loses`-th move."""
         config = SchedulerConfig(
             layers=DEPTH,
             max_positions=27,
@@ -112,8 +123,12 @@ class World:
             prefix_sharing=sharing,
         )
         self.pool = PagePool(pages, PAGE)
-        self.it = Scheduler(config, self.pool, CostModel(), make_policy(policy))
-        self.executor = AcrossBytes(PAGE, vocabulary=VOCABULARY)
+        cost, moves = CostModel(), count(1)
+        self.it = Scheduler(config, self.pool, cost, make_policy(policy), Swapping(cost, swap_pages))
+        self.executor = AcrossBytes(
+            PAGE, vocabulary=VOCABULARY, swap_pages=swap_pages, swap_seconds=(1e-9, 1e-9),
+            loses=lambda move: loses > 0 and next(moves) % loses == 0,
+        )  # fmt: skip
         self.sequences: list[Sequence] = []
         self.events: dict[int, list[Event]] = {}
         self.jobs: dict[str, list[list[int]]] = {}
@@ -208,7 +223,14 @@ class World:
             read.update(owned)
             mine = sequence.pages[(sequence.virtual + sequence.computed) // PAGE :]
             assert not any(self.pool.is_named(page) or self.pool.readers(page) > 1 for page in mine)
-        assert len(self.pool.owners) == len(running)
+        for owner, owned in self.pool.owners.items():
+            if not isinstance(owner, int):  # beginnings that are held for swapped sequences
+                read.update(owned)
+                holder = next(s for s in self.sequences if s.key == owner.key)  # type: ignore[attr-defined]
+                assert holder.swapped is not None and not holder.pages
+        assert sum(isinstance(owner, int) for owner in self.pool.owners) == len(running)
+        copies = [s.swapped.pages for s in self.sequences if s.swapped is not None]
+        assert self.it.swapping.used == sum(copies) <= self.it.swapping.pages
         assert [self.pool.readers(page) for page in range(self.pool.pages)] == [
             read[page] for page in range(self.pool.pages)
         ]
@@ -234,9 +256,11 @@ anything = given(
     max_running=st.integers(2, 5),
     quantum=st.sampled_from([1e-3, 0.025, 1.0]),
     sharing=st.sampled_from([True, True, False]),
+    swap=st.sampled_from([(0, 0), (3, 0), (30, 0), (30, 0), (30, 2), (30, 3)]),
     burst=bursts,
     script=st.lists(actions, max_size=25),
 )
+Swap = tuple[int, int]
 
 
 @pytest.mark.sample(3)
@@ -244,9 +268,16 @@ anything = given(
 @settings(max_examples=60, deadline=None)
 @anything
 def test_any_interleaving(
-    policy: str, pages: int, max_running: int, quantum: float, sharing: bool, burst: Script, script: Script
+    policy: str,
+    pages: int,
+    max_running: int,
+    quantum: float,
+    sharing: bool,
+    swap: Swap,
+    burst: Script,
+    script: Script,
 ) -> None:
-    check(policy, pages, max_running, quantum, sharing, burst, script)
+    check(policy, pages, max_running, quantum, sharing, swap, burst, script)
 
 
 @pytest.mark.slow
@@ -254,21 +285,35 @@ def test_any_interleaving(
 @settings(max_examples=1000, deadline=None)
 @anything
 def test_a_great_many_interleavings(
-    policy: str, pages: int, max_running: int, quantum: float, sharing: bool, burst: Script, script: Script
+    policy: str,
+    pages: int,
+    max_running: int,
+    quantum: float,
+    sharing: bool,
+    swap: Swap,
+    burst: Script,
+    script: Script,
 ) -> None:
-    check(policy, pages, max_running, quantum, sharing, burst, script)
+    check(policy, pages, max_running, quantum, sharing, swap, burst, script)
 
 
 def check(
-    policy: str, pages: int, max_running: int, quantum: float, sharing: bool, burst: Script, script: Script
+    policy: str,
+    pages: int,
+    max_running: int,
+    quantum: float,
+    sharing: bool,
+    swap: Swap,
+    burst: Script,
+    script: Script,
 ) -> None:
     """Plays a script to its end; every answer is the one that its request gets alone."""
-    world = World(policy, pages, max_running, quantum, sharing)
+    world = World(policy, pages, max_running, quantum, sharing, *swap)
     for name, argument in burst + script:
         getattr(world, name)(argument)
     world.drain()
 
-    assert world.pool.free_count == pages
+    assert world.pool.free_count == pages and not world.executor._copies and world.it.swapping.used == 0
     for sequence in world.sequences:
         events = world.events[sequence.key]
         reasons = [event.finish_reason for event in events]  # type: ignore[union-attr]

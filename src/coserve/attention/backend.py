@@ -73,6 +73,11 @@ class AttentionBackend(Protocol[Metadata]):
         """Bytes of all pages."""
         ...
 
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page, in all layers."""
+        ...
+
     def clean(self, pages: Sequence[int]) -> None:
         """Makes the old contents of pages for a new owner harmless, NaN included."""
         ...
@@ -83,6 +88,14 @@ class AttentionBackend(Protocol[Metadata]):
 
     def fill(self, layer: int, pages: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Writes k [groups, n, dk] and v [groups, n, dv] as the first n positions of `pages`."""
+        ...
+
+    def read_pages(self, pages: Sequence[int], into: Tensor) -> None:
+        """Copies the bytes of pages, all layers', to `into` uint8 [len(pages), page_nbytes]."""
+        ...
+
+    def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
+        """Makes pages what others were when `read_pages` copied their bytes to `data`."""
         ...
 
     def build(self, common: CommonAttentionMetadata) -> Metadata:

@@ -54,6 +54,23 @@ class PlainBackend:
         for position in range(k.shape[1]):
             self._write(layer, pages, position, k[:, position], v[:, position])
 
+    @property
+    def page_nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return self.nbytes // self.padding_page
+
+    def read_pages(self, pages: Sequence[int], into: Tensor) -> None:
+        """See `AttentionBackend`."""
+        for row, page in zip(into, pages, strict=True):
+            row.copy_(torch.cat([x[page].flatten().view(torch.uint8) for x in self._own]))
+
+    def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
+        """See `AttentionBackend`."""
+        for row, page in zip(data, pages, strict=True):
+            parts = row.split([x[page].nbytes for x in self._own])
+            for x, part in zip(self._own, parts, strict=True):
+                x[page].view(-1).view(torch.uint8).copy_(part)
+
     def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """See `AttentionBackend`."""
         return common

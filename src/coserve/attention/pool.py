@@ -82,6 +82,32 @@ class KVPool:
         slots = (first + torch.arange(self.page_size, device=self._device)).flatten()
         self.write(layer, slots[: k.shape[1]], k, v)
 
+    @property
+    def page_nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return self.nbytes // (self.padding_page + 1)
+
+    def read_pages(self, pages: Sequence[int], into: Tensor) -> None:
+        """See `AttentionBackend`."""
+        index = self._tensor(pages)
+        for part, place in self._page_bytes(into):
+            place.copy_(part.index_select(1, index).transpose(0, 1))
+
+    def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
+        """See `AttentionBackend`."""
+        index = self._tensor(pages)
+        for part, place in self._page_bytes(data):
+            part.index_copy_(1, index, place.transpose(0, 1))
+
+    def _page_bytes(self, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The bytes [groups, pages, n] of each tensor, and their place [rows, groups, n] in pages' bytes."""
+        start = 0
+        for store in self._stores:
+            for part in store.page_bytes(self.page_size):
+                nbytes = part.shape[0] * part.shape[2]
+                yield part, data[:, start : start + nbytes].view(len(data), part.shape[0], -1)
+                start += nbytes
+
     def slot_mapping(self, common: CommonAttentionMetadata) -> Tensor:
         """Slots [rows] of the rows' tokens."""
         positions, sequences = common.positions, torch.arange(len(common.query_lens), device=self._device)

@@ -70,6 +70,13 @@ class KVStore:
         for tensor in self._tensors:
             tensor.view(self.groups, -1, page_size, tensor.shape[-1]).index_fill_(1, pages, 0)
 
+    def page_bytes(self, page_size: int) -> Sequence[Tensor]:
+        """The bytes [groups, pages, n] of each tensor, page by page of `page_size` slots."""
+        return [
+            tensor.view(self.groups, -1, page_size * tensor.shape[-1]).view(torch.uint8)
+            for tensor in self._tensors
+        ]
+
     @staticmethod
     def _layout(width: int, dtype: torch.dtype) -> Sequence[tuple[int, torch.dtype]]:
         """Columns and type of each tensor that stores a row."""

@@ -15,7 +15,8 @@ class SequenceStart:
     `output` are the answer's known tokens. The block table begins with `shared` read-only pages; they and the
     beginning of its first own page hold the `virtual` tokens of its adapter version and the first `computed`
     of its own. That beginning is to be copied from page `template`, unless that is the page itself. Only
-    sequences of one `scope` share pages with own tokens.
+    sequences of one `scope` share pages with own tokens. The `swapped` pages after the shared ones were
+    filled by an earlier `SwapIn`.
     """
 
     key: int
@@ -28,6 +29,7 @@ class SequenceStart:
     shared: int = 0
     template: int | None = None
     scope: str | None = ""
+    swapped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,23 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Copies `pages` to the second tier under the number `copy`, before anything is written into them."""
+
+    copy: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Fills `pages` with the pages of a copy from its `first` on; the copy is dropped."""
+
+    copy: int
+    pages: tuple[int, ...]
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Lane:
     """Work that runs on a `share` (up to 1) of the machine, in one pass over the weights."""
 
@@ -137,6 +156,9 @@ class Plan:
     training at the next boundary between layers. `pauses` counts the results with such a stop when this plan
     was made: an executor skips the training of plans made before the last stop, as their positions are not
     reached.
+
+    Before all else pages move to and from the second tier (host memory beside a GPU, a file beside a CPU):
+    the copies `swap_dropped` are dropped, `swap_out` is written, then `swap_in` read.
     """
 
     inference: tuple[InferenceSegment, ...] = ()
@@ -151,6 +173,9 @@ class Plan:
     pauses: int = 0
     sequences: tuple[SequenceStart, ...] = ()
     micro_batches: tuple[MicroBatchStart, ...] = ()
+    swap_out: tuple[SwapOut, ...] = ()
+    swap_in: tuple[SwapIn, ...] = ()
+    swap_dropped: tuple[int, ...] = ()
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -161,7 +186,8 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.inference or self.training or self.updates or self.released)
+        moves = self.swap_out or self.swap_in or self.swap_dropped
+        return not (self.inference or self.training or self.updates or self.released or moves)
 
     def without_training(self, jobs: Container[str] | None = None) -> "Plan":
         """The plan without the training of these jobs, or of all jobs."""
@@ -240,6 +266,9 @@ class StepResult:
     segments stopped by `pause_training` have fewer than planned or are missing, and the step is `paused`.
     `lanes` are the seconds of inference and of training in split lanes, 0 for none or unfinished. `reads` is
     what was read of a streamed base's weights meanwhile.
+    `swap_failed` are copies that could not be written, or were not as they had been when they were read: they
+    are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
+    that writing and reading copies took.
     """
 
     seconds: float
@@ -250,3 +279,5 @@ class StepResult:
     paused: bool = False
     lanes: tuple[float, float] = (0.0, 0.0)
     reads: WeightReads = WeightReads()
+    swap_failed: tuple[int, ...] = ()
+    swap_seconds: tuple[float, float] = (0.0, 0.0)

@@ -56,6 +56,17 @@ class Span:
         return self.last - self.first
 
 
+@dataclass(frozen=True, slots=True)
+class SwapCopy:
+    """Pages of a preempted sequence in the second tier, as copy `number`: `pages` of its block table from
+    `first` on. With those before them they hold its first `tokens` tokens."""
+
+    number: int
+    first: int
+    pages: int
+    tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request being answered. `key` is unique in the engine's life; `pages` are in the order of positions.
@@ -66,6 +77,9 @@ class Sequence:
     cached tokens (`schedule.prefixes`). The cached beginning may end within a page: the first own page then
     begins with a copy of page `template`, or is that page if it has no other reader. For a waiting sequence,
     `computed` are the tokens found in the cache.
+
+    A preempted sequence may be `swapped` to the second tier. While it is `loading`, it has pages again and no
+    rows; afterwards `filled` of them, after the shared ones, are as they were.
 
     Plans under way count as done: their rows are `computed`, and the tokens that they will sample are counted
     in `length` and `unsampled`.
@@ -86,6 +100,10 @@ class Sequence:
     names: list[bytes] = field(default_factory=list)  # of full pages with tokens of its own, if worked out
     cached: int | None = None  # tokens of the prompt that were found when it first ran
     preemptions: int = 0
+    swapped: SwapCopy | None = None
+    loading: SwapCopy | None = None
+    filled: int = 0
+    reached: int = 0  # tokens computed before it was last preempted: those below are computed again
     deferred: float = 0.0  # seconds that training has delayed this request so far
     deferred_first: float = 0.0  # the same when its first token came
     admitted_at: float | None = None
@@ -125,7 +143,9 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens to pass through the model before the next one can be sampled; 0 where none follows the
-        unsampled ones."""
+        unsampled ones, and while its pages are read from the second tier."""
+        if self.loading is not None:
+            return 0
         is_last = self.unsampled and len(self.output) + self.unsampled >= self.request.sampling.max_tokens
         return 0 if is_last else self.length - self.computed
 

@@ -47,6 +47,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import Policy, make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.swapping import GUESS, Swapping
 from coserve.text import Text
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
@@ -396,7 +397,9 @@ class Engine:
         except TypeError as error:
             raise ConfigError(f"engine.scheduler: {error}") from error
         self._pages = PagePool(config.pages, config.page_size)
-        return Scheduler(settings, self._pages, CostModel(), policy)
+        cost, spec = CostModel(), self.executor.spec
+        swapping = Swapping(cost, spec.swap_pages, GUESS * spec.cache_nbytes / config.pages)
+        return Scheduler(settings, self._pages, cost, policy, swapping)
 
     def _request(
         self,

@@ -32,7 +32,8 @@ class ExecutorSpec:
     `cache_nbytes` are the bytes of keys and values, `grown` those that loading took and keeps beside the
     weights, `host_room` those for host copies of adapters. `fingerprint` is the base's content hash, `dtype`
     its type's name, `row_buckets` the row counts of the device's steps, `sites` the base's sites for
-    adapters, `streaming` how the base is streamed (None for one that was loaded as a whole)."""
+    adapters, `streaming` how the base is streamed (None for one that was loaded as a whole). `swap_pages` are
+    those that the second tier has room for."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -45,6 +46,7 @@ class ExecutorSpec:
     row_buckets: RowBuckets
     sites: tuple[Site, ...]
     streaming: Streaming | None = None
+    swap_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

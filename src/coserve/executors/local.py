@@ -45,6 +45,7 @@ from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_
 from coserve.executors.lanes import LaneRunner
 from coserve.executors.sampler import Sampler
 from coserve.executors.sequence_table import SequenceTable
+from coserve.executors.swap_space import SwapSpace
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
@@ -79,9 +80,10 @@ class LocalExecutor(Executor):
         make_offload: MakeOffload | None = None,
         grown: int = 0,
         streaming: Streaming | None = None,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         """`grown` are the bytes that loading the base took, and keeps, beside its weights; `streaming` says
-        how it is streamed."""
+        how it is streamed, `swap_space` where pages move to as plans say."""
         self.base, self.attention, self.table = base, attention, table
         self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
@@ -91,7 +93,8 @@ class LocalExecutor(Executor):
         self._launched: deque[Plan] = deque()
         self._begun: Plan | None = None  # the first of these, where weights that it needs could not be read
         self._results: deque[StepResult] = deque()  # not collected yet
-        self._grown, self._streaming = grown, streaming
+        self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
+        self._swapped: StepResult | None = None  # what came of moving the pages of the oldest plan
         self._lanes = LaneRunner(base.device)
         self._short = Shortages(self.held.drop_activations)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
@@ -117,6 +120,7 @@ class LocalExecutor(Executor):
             row_buckets=self.base.row_buckets,
             sites=tuple(self.base.sites.values()),
             streaming=self._streaming,
+            swap_pages=0 if self._swap_space is None else self._swap_space.pages,
         )
 
     def launch(self, plan: Plan) -> None:
@@ -148,10 +152,21 @@ class LocalExecutor(Executor):
         """Runs the oldest plan. Where weights of the base cannot be read it stays the oldest, and runs again
         next time: what of it has run computes the same once more."""
         if self._launched:
+            moved = self._swapped = self._swapped or self._swap(self._launched[0])
             result = self._run(self._launched[0])
             self._launched.popleft()
-            self._begun = None
-            self._results.append(result)
+            self._begun = self._swapped = None
+            seconds = result.seconds + moved.seconds
+            failed, moving = moved.swap_failed, moved.swap_seconds
+            self._results.append(replace(result, seconds=seconds, swap_failed=failed, swap_seconds=moving))
+
+    @torch.no_grad()
+    def _swap(self, plan: Plan) -> StepResult:
+        """Moves the pages of a plan; once, as what runs again may have written into them."""
+        if self._swap_space is None:
+            return StepResult(0.0)
+        failed, seconds = self._swap_space.run(plan)
+        return StepResult(sum(seconds), swap_failed=failed, swap_seconds=seconds)
 
     @torch.no_grad()
     def _run(self, plan: Plan) -> StepResult:

@@ -21,6 +21,7 @@ from coserve.executors.executor import Executor
 from coserve.executors.local import LocalExecutor
 from coserve.executors.remote import RemoteExecutor
 from coserve.executors.sequence_table import SequenceTable
+from coserve.executors.swap_space import SwapSpace
 from coserve.memory.budget import budget_of, process_capacity
 from coserve.memory.fake_tensors import fake_tensors, is_fake
 from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
@@ -170,4 +171,5 @@ def _make(
     sampling = SamplingTable(config.max_running, base.vocabulary, eos_ids(base), base.device, grammars)
     table = SequenceTable(config.max_running, most, attention, sampling)
     offload = offload_for(base.device, config.scratch) if config.offload else None
-    return kind(base, attention, table, offload, grown, streaming)
+    swap_space = SwapSpace(attention, config, base.device)
+    return kind(base, attention, table, offload, grown, streaming, swap_space)

@@ -19,6 +19,8 @@ from coserve.core.plan import (
     Sampled,
     SequenceStart,
     StepResult,
+    SwapIn,
+    SwapOut,
     TokenLogprobs,
     TrainingSegment,
     Updated,
@@ -53,7 +55,8 @@ class ScriptedExecutor(Executor):
     beside it until its result is applied. A job in `failures` fails as
     soon as it has something to run. `skip` advances the clock between steps. A call of `pause_training` stops
     training of the next pausable plan after `layers_before_pause` layers. Without `checks_pages` nothing is
-    written into pages or read from them, for loads of many steps.
+    written into pages or read from them, for loads of many steps. The second tier has room for `swap_pages`;
+    writing and reading one there takes `swap_seconds`, and fails for copies of which `loses` is true.
     """
 
     def __init__(
@@ -65,6 +68,9 @@ class ScriptedExecutor(Executor):
         plans_ahead: int = 0,
         host: Callable[[], float] = float,
         checks_pages: bool = True,
+        swap_pages: int = 0,
+        swap_seconds: tuple[float, float] = (1e-4, 1e-4),
+        loses: Callable[[SwapOut | SwapIn], bool] = lambda move: False,
     ) -> None:
         self.now = 0.0
         self.plans: list[Plan] = []
@@ -74,6 +80,8 @@ class ScriptedExecutor(Executor):
         self._page_size = page_size
         self._seconds, self._host = seconds or CostModel().predict, host
         self._checks_pages = checks_pages
+        self._swap_pages, self._swap_seconds, self._loses = swap_pages, swap_seconds, loses
+        self._copies: dict[int, list[list[int | None]]] = {}  # pasts of each page's slots
         self._vocabulary = vocabulary
         self._failures = dict(failures or {})
         self._cache: dict[tuple[int, int], int] = {}  # page, slot -> past
@@ -108,7 +116,7 @@ class ScriptedExecutor(Executor):
     @property
     def spec(self) -> ExecutorSpec:
         """See `Executor`. There is no model, and no bound on sequences."""
-        return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, ())
+        return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), swap_pages=self._swap_pages)
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`. The plan runs, and the clock advances, when its result is collected."""
@@ -133,6 +141,7 @@ class ScriptedExecutor(Executor):
         keys = [s.key for s in plan.inference] + [s.key for s in plan.training]
         assert len(keys) == len(set(keys)), "one segment for each sequence and micro-batch"
         assert self._ended.isdisjoint(keys), "released keys stay released"
+        lost, moving = self._swap(plan)
         for prefix in plan.prefixes:
             self._fill(prefix)
         self._begin(plan)
@@ -149,10 +158,54 @@ class ScriptedExecutor(Executor):
         for window in plan.training:
             self._travel(window)
         updated = {step.job: self._update(step.job) for step in plan.updates if step.job not in failed}
+        seconds += sum(moving)
         self.now += seconds + plan.idle + (0.0 if plan.is_empty else self._host())
         self.plans.append(plan)
-        self.results.append(StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes))
+        self.results.append(
+            StepResult(
+                seconds,
+                sampled,
+                updated,
+                failed,
+                trained,
+                is_paused,
+                lanes,
+                swap_failed=lost,
+                swap_seconds=moving,
+            )
+        )
         return self.results[-1]
+
+    def _swap(self, plan: Plan) -> tuple[tuple[int, ...], tuple[float, float]]:
+        """Moves pages; returns the copies that failed, and the seconds of writing and reading."""
+        lost = list[int]()
+        for number in plan.swap_dropped:
+            self._copies.pop(number, None)  # one that could not be written is not there
+        for out in plan.swap_out:
+            assert out.copy not in self._copies and out.pages, "a number is used once"
+            content = [
+                [self._cache.get((page, slot)) for slot in range(self._page_size)] for page in out.pages
+            ]
+            if self._loses(out):
+                lost.append(out.copy)
+            else:
+                self._copies[out.copy] = content
+        held = sum(map(len, self._copies.values()))
+        assert held <= self._swap_pages, "more pages than the second tier has"
+        for back in plan.swap_in:
+            copy = self._copies.pop(back.copy, None)
+            assert not any(self._readers.get(page) for page in back.pages), (
+                "a page is read while it is filled"
+            )
+            if copy is None or self._loses(back):
+                lost.append(back.copy)
+                continue
+            assert len(copy) == back.first + len(back.pages), "a copy is read to its end"
+            for page, slots in zip(back.pages, copy[back.first :], strict=True):
+                self._cache |= {(page, slot): past for slot, past in enumerate(slots) if past is not None}
+        pages = (sum(len(move.pages) for move in moves) for moves in (plan.swap_out, plan.swap_in))
+        writing, reading = (count * each for count, each in zip(pages, self._swap_seconds, strict=True))
+        return tuple(lost), (writing, reading)
 
     def _time(self, plan: Plan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
         """Seconds of a plan, the training done after it, and the seconds of its lanes.
@@ -230,12 +283,22 @@ class ScriptedExecutor(Executor):
         assert segment.context == start.virtual + segment.start and segment.adapter == start.adapter
         assert end <= len(sequence.tokens), "rows that are not known yet"
         begins = not sequence.pages
+        if self._checks_pages:
+            self._clean(sequence, segment.new_pages)
         sequence.pages += segment.new_pages
         assert start.virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
         for page in sequence.pages:
             self._readers.setdefault(page, set()).add(segment.key)
         if begins and start.template is not None:
             self._copy(sequence, start.template)
+
+    def _clean(self, sequence: "_Sequence", new_pages: tuple[int, ...]) -> None:
+        """Empties new pages that neither others have filled nor the second tier, as real executors do."""
+        start = sequence.start
+        for page in new_pages[max(start.shared + start.swapped - len(sequence.pages), 0) :]:
+            if page != start.template:
+                for slot in range(self._page_size):
+                    self._cache.pop((page, slot), None)
 
     def _copy(self, sequence: "_Sequence", template: int) -> None:
         """Copies the part of a template page that begins a sequence."""

@@ -77,7 +77,7 @@ class SequenceTable:
             start, known, end = state.start, state.pages, state.pages + len(segment.new_pages)
             self._block_table[state.row, known:end] = self._tensor(segment.new_pages)
             state.pages = end
-            own = segment.new_pages[max(start.shared - known, 0) :]
+            own = segment.new_pages[max(start.shared + start.swapped - known, 0) :]
             fresh += [page for page in own if page != start.template]
             if not known and start.template is not None and own[0] != start.template:
                 begun = (start.virtual + start.computed) % self._attention.page_size

@@ -10,12 +10,14 @@ from coserve.schedule.segments import inference_segment
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """The segments chosen so far and their features; `now` is when planning began, seconds.
+    """The segments chosen so far and their features; `now` is when their rows begin, `moving` seconds after
+    planning began: the time of swaps.
 
     `split` gives training a lane of its own, with its features in `beside`; None puts all in one pass.
     """
 
     now: float
+    moving: float = 0.0
     features: Features = field(default_factory=Features)
     answering: list[Sequence] = field(default_factory=list)  # whose segments are in `inference`, in its order
     inference: list[InferenceSegment] = field(default_factory=list)

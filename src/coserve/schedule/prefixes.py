@@ -14,11 +14,20 @@ Version keys must never be reused for other weights (`AdapterBank.next_version` 
 with them can be found until they are reused.
 """
 
+from dataclasses import dataclass
+
 from coserve.core.plan import Prefix
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.naming import page_name, root, virtual_names
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The owner of pages that are held for a swapped sequence."""
+
+    key: int
 
 
 class Prefixes:
@@ -28,6 +37,7 @@ class Prefixes:
         self._pages = pages
         self._sharing = sharing
         self._unfilled: list[Prefix] = []
+        self._held: set[int] = set()  # keys of sequences
 
     def pages_for(self, virtual: int, tokens: int) -> int:
         """Pages that `tokens` tokens need after the full pages of `virtual` virtual ones."""
@@ -41,8 +51,11 @@ class Prefixes:
         """Counts the tokens found in the cache for a waiting sequence as computed.
 
         Continues where the last call stopped, so each page is looked up once; pages evicted since then are
-        noticed only when the sequence enters.
+        noticed only when the sequence enters. With a swapped copy all its tokens count.
         """
+        if sequence.swapped is not None:
+            sequence.computed = sequence.swapped.tokens
+            return
         if not self._takes_part(sequence) or self._most(sequence) <= 0:
             return
         at = sequence.virtual % self._pages.page_size
@@ -56,7 +69,8 @@ class Prefixes:
     def enter(self, sequence: Sequence, tokens: int) -> bool:
         """Gives a sequence pages for `tokens` tokens after its version's virtual ones; all or nothing.
 
-        Tokens found in the cache count as computed.
+        Tokens found in the cache count as computed, and so do those of a swapped copy that reaches further:
+        its pages are to be read into the `filled` ones.
         """
         request, pages = sequence.request, self._pages
         first = request.virtual // pages.page_size  # page with a token of its own
@@ -64,6 +78,10 @@ class Prefixes:
         computed = self._usable(sequence, len(found))
         full, rest = divmod(request.virtual + computed, pages.page_size)
         read, begun = found[: full - first], found[full - first :][: rest > 0]
+        swapped, filled = sequence.swapped, 0
+        if swapped is not None and swapped.first <= first + len(found) and computed < swapped.tokens:
+            computed, full, rest, begun = swapped.tokens, first + len(read), 0, []
+            filled = swapped.first + swapped.pages - full
         own = [page for page in begun if not pages.readers(page)]  # it loses its name and is written on
         virtual = self._virtual_pages(request)
         missing = pages.pages_for(request.virtual) if virtual is None else 0
@@ -79,13 +97,52 @@ class Prefixes:
         sequence.pages = [*virtual[:first], *read, *own, *taken]
         sequence.shared = sequence.named = full
         sequence.template = (begun or virtual[-1:])[0] if rest else None
-        sequence.computed = computed
+        sequence.computed, sequence.filled = computed, filled
         return True
 
     def leave(self, sequence: Sequence) -> None:
         """Frees all pages of a sequence; named ones can be found until they are reused."""
         self._pages.free(sequence.key)
         sequence.pages, sequence.shared, sequence.named, sequence.template = [], 0, 0, None
+        sequence.filled = 0
+
+    # Beginnings of swapped sequences
+
+    def common(self, sequence: Sequence) -> int:
+        """Number of a running sequence's first pages that others read, too, or that any sequence of its
+        adapter fills: its copy needs none of these."""
+        count = sequence.virtual // self._pages.page_size
+        while count < len(sequence.pages) and self._pages.readers(sequence.pages[count]) > 1:
+            count += 1
+        return count
+
+    def hold(self, sequence: Sequence, count: int) -> None:
+        """Keeps the first `count` pages of a sequence with tokens of its own while it has none."""
+        held = sequence.pages[sequence.virtual // self._pages.page_size : count]
+        if held:
+            self._pages.allocate(_Held(sequence.key), 0, held)
+            self._held.add(sequence.key)
+
+    def let_go(self, key: int) -> None:
+        """Frees pages that were held for a sequence; they can be found until they are reused."""
+        if key in self._held:
+            self._held.remove(key)
+            self._pages.free(_Held(key))
+
+    def let_all_go(self) -> bool:
+        """Frees all pages that were held; tells whether there were any."""
+        held = sorted(self._held)
+        for key in held:
+            self.let_go(key)
+        return bool(held)
+
+    def reaches_copy(self, sequence: Sequence) -> bool:
+        """Tells whether all pages before a sequence's copy are there."""
+        assert sequence.swapped is not None, "it has a copy"
+        before = sequence.swapped.first - sequence.virtual // self._pages.page_size
+        return sequence.key in self._held or all(
+            self._found(sequence, index) is not None for index in range(before)
+        )
 
     def record(self, sequence: Sequence) -> None:
         """Names the pages of a running sequence that are full of known, computed tokens."""

@@ -9,8 +9,10 @@ from coserve.core.sequence import Sequence
 from coserve.errors import EmptyPrompt, OutOfPages, PromptTooLong
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
 from coserve.schedule.newcomers import is_new
 from coserve.schedule.prefixes import Prefixes
+from coserve.schedule.swapping import Swapping
 
 
 def _age(sequence: Sequence) -> tuple[float, int]:
@@ -20,12 +22,14 @@ def _age(sequence: Sequence) -> tuple[float, int]:
 class RequestQueues:
     """The waiting line, the running sequences with their pages, and the blocked ones."""
 
-    def __init__(self, config: SchedulerConfig, pages: PagePool) -> None:
+    def __init__(self, config: SchedulerConfig, pages: PagePool, swapping: Swapping | None = None) -> None:
         self.blocked_on_adapter: list[Sequence] = []  # waiting for their adapters; most urgent first
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.released: list[int] = []  # keys whose device state the next plan drops
         self.prefixes = Prefixes(pages, config.prefix_sharing)
+        self.swapping = swapping or Swapping(CostModel())
+        self.swapping.on_failure = self._lose_copy
         self._config = config
         self._pages = pages
 
@@ -91,8 +95,7 @@ class RequestQueues:
         """Starts a waiting sequence if there are pages for its tokens and the next one."""
         if len(self.running) >= self._config.max_running:
             return False
-        tokens = min(sequence.length + 1, sequence.longest - 1)
-        if not self.prefixes.enter(sequence, tokens):
+        if not self._give_pages(sequence):
             return False
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_age)
@@ -100,6 +103,20 @@ class RequestQueues:
             sequence.admitted_at = now
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, len(sequence.request.prompt))
+        return True
+
+    def _give_pages(self, sequence: Sequence) -> bool:
+        """Allocates the pages of a sequence that enters, and has its copy read if it has one. What is held
+        for others is no reason for nobody to run."""
+        tokens = min(sequence.length + 1, sequence.longest - 1)
+        while not self.prefixes.enter(sequence, tokens):
+            if self.running or not self.prefixes.let_all_go():
+                return False
+        if sequence.filled:
+            self.swapping.read(sequence)
+            self.prefixes.let_go(sequence.key)
+        else:
+            self._drop_copy(sequence)
         return True
 
     def make_way(self, now: float) -> list[Sequence]:
@@ -114,17 +131,20 @@ class RequestQueues:
             if needed > self._pages.free_count + sum(len(one.pages) - one.shared for one in others):
                 continue
             while not (is_in := self.enter(sequence, now)) and others:
-                self.preempt(others.pop())
+                self.preempt(others.pop(), now)
             if is_in:
                 entered.append(sequence)
         return entered
 
-    def look_up(self) -> None:
-        """Counts cached tokens of the next sequences in the waiting line as computed."""
-        for sequence in self.waiting[: self._config.max_running]:
+    def look_up(self, *sequences: Sequence, copies: bool = True) -> None:
+        """Counts cached and swapped tokens of waiting sequences, by default the next in line, as computed;
+        without `copies` swapped ones are dropped."""
+        for sequence in sequences or self.waiting[: self._config.max_running]:
+            if sequence.swapped is not None and not (copies and self.prefixes.reaches_copy(sequence)):
+                self._drop_copy(sequence)
             self.prefixes.look_up(sequence)
 
-    def grow(self, sequence: Sequence) -> bool:
+    def grow(self, sequence: Sequence, now: float) -> bool:
         """Allocates pages for all tokens of a running sequence, preempting the latest others, newcomers last.
 
         False if the sequence itself was preempted. The first newcomer, or else the earliest sequence, always
@@ -136,22 +156,57 @@ class RequestQueues:
             if taken is not None:
                 sequence.pages.extend(taken)
                 return True
+            if len(self.running) == 1 and self.prefixes.let_all_go():
+                continue
             last = max(self.running, key=lambda one: (not one.request.newcomer, *_age(one)))
-            self.preempt(last)
+            self.preempt(last, now)
             if last is sequence:
                 return False
         return True
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages; its tokens will be computed again."""
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Takes a running sequence's pages; its tokens are swapped out or will be computed again."""
+        sequence.reached = max(sequence.reached, sequence.computed)
+        if sequence.loading is not None:
+            self.swapping.withdraw(sequence)
+        elif sequence.told is not None or sequence.filled:  # else it has nothing but what others have
+            self._swap_out(sequence, now)
+        sequence.preemptions += 1
+        self._wait_again(sequence)
+
+    def _swap_out(self, sequence: Sequence, now: float) -> None:
+        """Has a sequence's pages copied to the second tier if that is worth it."""
+        first, size = self.prefixes.common(sequence), self._pages.page_size
+        end = self._pages.pages_for(sequence.virtual + sequence.computed)
+        start = max(first * size - sequence.virtual, 0)
+        if self.swapping.is_worth(sequence, start, end - first, now):
+            self.swapping.write(sequence, first, end)
+            self.prefixes.hold(sequence, first)
+
+    def _wait_again(self, sequence: Sequence) -> None:
         self._leave(sequence)
         sequence.computed = 0
-        sequence.preemptions += 1
         self.join(sequence)
+
+    def _lose_copy(self, sequence: Sequence) -> None:
+        """Has a sequence computed again whose copy is damaged or could not be made."""
+        if sequence.pages:
+            self._wait_again(sequence)
+        else:
+            self._drop_copy(sequence)
+
+    def _drop_copy(self, sequence: Sequence) -> None:
+        if sequence.swapped is not None:
+            self.swapping.drop(sequence)
+            self.prefixes.let_go(sequence.key)
+            sequence.computed = sequence.computed if sequence.pages else 0
 
     def retire(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a waiting, running or blocked sequence."""
         sequence.finish_reason = reason
+        self._drop_copy(sequence)
+        if sequence.loading is not None:
+            self.swapping.withdraw(sequence)
         if sequence.pages:
             self._leave(sequence)
         for line in (self.waiting, self.blocked_on_adapter):

@@ -29,6 +29,7 @@ from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.segments import announce, announce_batches, note_planned
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
+from coserve.schedule.swapping import Swapping, longest_moves
 from coserve.schedule.training_packer import TrainingPacker, in_order
 from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_through
 from coserve.schedule.utilization import Utilization
@@ -56,14 +57,23 @@ class Scheduler:
     Times (`now`, `arrival`) are seconds on one clock of the caller's choice.
     """
 
-    def __init__(self, config: SchedulerConfig, pages: PagePool, cost: CostModel, policy: Policy) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pages: PagePool,
+        cost: CostModel,
+        policy: Policy,
+        swapping: Swapping | None = None,
+    ) -> None:
+        """`swapping` is the second tier of pages; without it preempted sequences are computed again."""
         self.config = config
         self.cost = cost
         self.policy = policy
         self.stats = Stats()
         self.interruptible = config.interruptible  # whether arrivals stop the training of the next step
         self.window_rows = config.reserved_rows  # of a window alone in the next step, that memory bears
-        self._requests = RequestQueues(config, pages)
+        self.swapping = swapping or Swapping(cost)
+        self._requests = RequestQueues(config, pages, self.swapping)
         self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
         self._sequences: dict[int, Sequence] = {}  # that have not ended
@@ -157,7 +167,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Tells whether a step would do anything: run rows, release keys, or deliver events."""
-        unreleased = self._requests.released or self.training.released
+        unreleased = self._requests.released or self.training.released or self.swapping.moves
         under_way = any(not launched.plan.is_empty for launched in self._launched)
         return bool(self._sequences or self._events or unreleased or under_way) or self.training.has_work
 
@@ -205,6 +215,8 @@ class Scheduler:
 
     def _plan(self, now: float) -> Plan:
         builder = PlanBuilder(now)
+        if self.swapping.pages:
+            self.swapping.limit = longest_moves(self.running, now, self.cost, self.config)
         self._requests.look_up()
         jobs, starving = self.training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
@@ -234,6 +246,10 @@ class Scheduler:
         self._account(plan, result, now, now - max(launched.planned, self._applied))
         self._applied = now
         events, self._events = self._events, []
+        written, read = self.swapping.apply(plan, result, now)
+        self.stats.swapped_out_pages += written
+        self.stats.swapped_in_pages += read
+        self.stats.swap_failures += len(result.swap_failed)
         for job, error in result.failed.items():
             self.training.remove(job)
             events.append(JobFailed(job, error))
@@ -275,13 +291,13 @@ class Scheduler:
         before = self.stats.preemptions
         ready = decoding(self.running, self.cost, self.config)
         for sequence in ready:
-            if sequence.pages and self._grow(sequence):  # without any it was preempted meanwhile
+            if sequence.pages and self._grow(sequence, builder.now):  # without any it was preempted meanwhile
                 builder.add(sequence, 1)
         return self.stats.preemptions > before
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: Sequence, now: float) -> bool:
         before = len(self._requests.running)
-        grown = self._requests.grow(sequence)
+        grown = self._requests.grow(sequence, now)
         self.stats.preemptions += before - len(self._requests.running)
         return grown
 
@@ -291,6 +307,7 @@ class Scheduler:
         No sequence enters where it is `closed`, as the step preempted one: pages would only change hands
         again.
         """
+        self._count_moves(builder)
         left = self._prompt_rows(builder)
         begun = [sequence for sequence in self._requests.running if sequence.remaining > 1]
         line = sorted([*begun, *self.policy.admit(view)], key=self._requests.urgency)
@@ -298,7 +315,17 @@ class Scheduler:
         limit = min(limit, step_limit(self._requests.running, self.cost, self.config))
         for sequence in line:
             if not sequence.pages:  # sequences before it may have taken its cached pages
-                self._requests.prefixes.look_up(sequence)
+                self._requests.look_up(sequence)
+            if sequence.swapped is not None and not self.swapping.has_time(sequence.swapped, builder.now):
+                if self.swapping.moves.back:  # it may be next
+                    continue
+                self._requests.look_up(sequence, copies=False)  # rows pass in as many steps as they need
+            if sequence.swapped is not None:
+                closed = closed or not self._requests.enter(sequence, builder.now)
+                if not closed:
+                    self.stats.count_entered(sequence)
+                if closed or sequence.loading is not None:
+                    continue
             filled = self._requests.prefixes.rows(sequence.request)
             rows = self._chunk(builder, sequence, filled, left, limit)
             if rows <= 0:
@@ -310,6 +337,12 @@ class Scheduler:
                 self.stats.count_entered(sequence)
             builder.add(sequence, rows, filled)
             left -= filled + rows
+
+    def _count_moves(self, builder: PlanBuilder) -> None:
+        """Lets the step's rows begin when its swaps are predicted to be done."""
+        moving = self.swapping.seconds(builder.now)
+        builder.now += moving - builder.moving
+        builder.moving = moving
 
     def _prompt_rows(self, builder: PlanBuilder) -> int:
         """Most prompt rows of the step: as configured, and those that would pad its decode rows.
@@ -357,6 +390,7 @@ class Scheduler:
 
     def _train(self, builder: PlanBuilder, view: View, jobs: list[QueueEntry]) -> None:
         """Adds, job by job, an optimizer step that is due or the next windows of micro-batches."""
+        self._count_moves(builder)
         self.stats.fused_possible += bool(builder.inference)
         slack = measure(
             builder, self._requests, self.cost, self.config, self._utilization.share, self._places
@@ -395,6 +429,7 @@ class Scheduler:
         self._requests.released.clear()
         self.training.released.clear()
         sequences, inference = announce(builder.inference, self._sequences)
+        moves = self.swapping.take(builder.now)
         named = [batch for segment in builder.training if (batch := self.training.find(segment)) is not None]
         return Plan(
             sequences=sequences,
@@ -408,11 +443,14 @@ class Scheduler:
             split=builder.split,
             pausable=self.policy.pausable and builder.split is None,
             pauses=self._pauses,
+            swap_out=tuple(moves.out.values()),
+            swap_in=tuple(moves.back.values()),
+            swap_dropped=tuple(moves.dropped),
         )
 
     def _launch(self, plan: Plan, now: float, begins: float) -> None:
         """Records a plan as under way, and its work as done."""
-        ends = begins + plan.predicted + plan.idle
+        ends = begins + self.swapping.planned + plan.predicted + plan.idle
         for segment in plan.inference:
             note_planned(self._sequences[segment.key], segment, ends)
         batches = [self.training.find(segment) for segment in plan.training]
@@ -428,14 +466,14 @@ class Scheduler:
         if not (plan.inference or plan.training or plan.updates or result.trained):
             return
         plan = self._as_run(plan, result)
-        host = max(seconds - result.seconds, 0.0)
-        training = self._training_seconds(plan, result.seconds + host)
-        self._utilization.observe(now, self._rows_seconds(plan, result.seconds + host - training))
+        executed, host = result.seconds - sum(result.swap_seconds), max(seconds - result.seconds, 0.0)
+        training = self._training_seconds(plan, executed + host)
+        self._utilization.observe(now, self._rows_seconds(plan, executed + host - training))
         for sequence in self._requests:
             sequence.deferred += training
         self._last_training = (now, training)
         if plan.split is None:
-            self.cost.observe(plan, result.seconds, host, result.reads)
+            self.cost.observe(plan, executed, host, result.reads)
         else:
             self.cost.observe_lanes(plan, result, host)
         self.stats.steps += 1
@@ -478,6 +516,9 @@ class Scheduler:
                 self.stats.decode_tokens += 1
             else:
                 self.stats.prefill_tokens += segment.length
+            self.stats.recomputed_tokens += max(
+                min(segment.start + segment.length, sequence.reached) - segment.start, 0
+            )
             event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
             if sequence.pages:  # a later plan may have preempted it
                 self._requests.prefixes.record(sequence)

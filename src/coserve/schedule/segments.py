@@ -76,6 +76,7 @@ def _start(sequence: Sequence) -> SequenceStart:
         shared=sequence.shared,
         template=sequence.template,
         scope=request.scope,
+        swapped=sequence.filled,
     )
 
 

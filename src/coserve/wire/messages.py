@@ -335,6 +335,12 @@ class EngineStats(WireMessage, frozen=True):
     asked_tokens: int = 0  # of prompts that began to run
     found_tokens: int = 0  # of these, how many were in the cache
     paging: Paging = Paging()
+    swapped_out_pages: int = 0  # of preempted sequences, to the second tier
+    swapped_in_pages: int = 0
+    swap_failures: int = 0  # copies that could not be written or read
+    swap_pages: int = 0  # that the second tier has room for
+    swap_pages_used: int = 0
+    recomputed_tokens: int = 0  # that passed the model again after a preemption
 
 
 class Report(WireMessage, frozen=True):

@@ -79,12 +79,36 @@ class Pair:
 
     def leave(self) -> None:
         pages, _ = self.sequences.pop(self.random.randrange(len(self.sequences)))
-        own = [page for page in pages if page not in self.prefix]
-        for layer, c in enumerate(CACHES):  # a NaN of a sequence that went astray
-            nan = torch.full((c.groups, len(own) * SIZE, max(c.key, c.value)), torch.nan, dtype=self.dtype)
+        self.spoil([page for page in pages if page not in self.prefix])
+
+    def spoil(self, pages: list[int]) -> None:
+        """Frees pages with the NaN of a sequence that went astray."""
+        for layer, c in enumerate(CACHES):
+            nan = torch.full((c.groups, len(pages) * SIZE, max(c.key, c.value)), torch.nan, dtype=self.dtype)
             for backend in self.both:
-                backend.fill(layer, own, nan[..., : c.key], nan[..., : c.value])
-        self.free += own
+                backend.fill(layer, pages, nan[..., : c.key], nan[..., : c.value])
+        self.free += pages
+
+    def move(self) -> None:
+        """A sequence's own pages go elsewhere as bytes, and come back into others, in another order."""
+        place = self.random.randrange(len(self.sequences))
+        pages, length = self.sequences[place]
+        own = [page for page in pages if page not in self.prefix]
+        if not own:
+            return
+        copies = []
+        for backend in self.both:
+            copies.append(torch.full((len(own), backend.page_nbytes + 8), 7, dtype=torch.uint8))
+            backend.read_pages(own, copies[-1][:, :-8])  # rows may lie further apart than they are long
+        self.spoil(own)
+        order = self.random.sample(range(len(own)), len(own))
+        fresh = self.take(len(own))
+        for backend, copy in zip(self.both, copies, strict=True):
+            backend.write_pages([fresh[i] for i in order], copy[order, :-8])
+            again = torch.empty(len(own), backend.page_nbytes, dtype=torch.uint8)
+            backend.read_pages(fresh, again)
+            assert torch.equal(again, copy[:, :-8]) and bool((copy[:, -8:] == 7).all())
+        self.sequences[place] = [page for page in pages if page in self.prefix] + fresh, length
 
     def step(self) -> None:
         """Some sequences decode, others read a chunk; every layer is compared, padding rows included."""
@@ -131,6 +155,8 @@ def test_every_backend_attends_as_the_plain_one(make: Make, dtype: torch.dtype) 
         for step in range(24):
             if step % 5 == 4:
                 pair.leave()
+            if step % 3 == 2:
+                pair.move()
             while len(pair.free) < 16:  # as many as one round takes at most
                 pair.leave()
             while len(pair.sequences) < 4:

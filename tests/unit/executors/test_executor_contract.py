@@ -14,7 +14,7 @@ import torch
 from coserve import EngineConfig
 from coserve.adapters.bypass import Bypass
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.core.plan import OptimStep, Plan, StepResult, TrainingSegment
+from coserve.core.plan import OptimStep, Plan, StepResult, SwapIn, SwapOut, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import AdapterNotFound
@@ -78,7 +78,7 @@ def opened(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Iterato
 @pytest.fixture(scope="module", params=["scripted", *OPENS])
 def executor(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Iterator[Executor]:
     if request.param == "scripted":
-        yield ScriptedExecutor(PAGE)
+        yield ScriptedExecutor(PAGE, swap_pages=40)
         return
     yield (executor := OPENS[request.param](tiny(MODEL), CONFIG).executor)
     if request.param == "remote":
@@ -149,6 +149,37 @@ def test_a_prompt_in_parts_is_answered_once_it_is_through(executor: Executor, dr
     executor.run(Plan(released=(one.key,)))
     whole = replace(one, key=next(KEYS), output=[], told=None)
     assert answer(executor, whole, 1) == [token]
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_pages_go_to_the_second_tier_and_come_back(executor: Executor, draws: Random, shared: int) -> None:
+    """In the middle of an answer, while another sequence uses its pages; a page that stayed is not read."""
+    one, other = sequence(draws, PAGE + 3), sequence(draws, PAGE + 3)
+    whole = replace(one, key=next(KEYS), output=[], told=None, pages=[*one.pages])
+    wanted = answer(executor, whole, 5)
+    plan = inference_plan([(one, 0, one.length)])
+    for _ in range(3):
+        one.output.append(executor.run(plan).sampled[one.key].token or 0)
+        plan = inference_plan([(one, one.length - 1, 1)])
+    copy, computed = next(KEYS), one.length - 1
+    taken = [*one.pages] if not shared else [other.pages[0], one.pages[1]]
+    other.pages = taken
+    out = SwapOut(copy, tuple(one.pages))
+    plan = inference_plan([(other, 0, other.length)])
+    result = executor.run(replace(plan, swap_out=(out,), released=(one.key,)))
+    assert not result.swap_failed and result.swap_seconds[0] > 0 and result.seconds > result.swap_seconds[0]
+    stayed = one.pages[:shared]
+    again = replace(one, told=None, pages=[*stayed, 39, 38][:2], computed=computed, shared=shared)
+    again.filled = 2 - shared
+    back = SwapIn(copy, tuple(again.pages[shared:]), shared)
+    result = executor.run(Plan(swap_in=(back,), released=(other.key,)))
+    assert not result.swap_failed and result.swap_seconds[1] > 0
+    for _ in range(2):
+        plan = inference_plan([(again, again.length - 1, 1)])
+        again.output.append(executor.run(plan).sampled[again.key].token or 0)
+    assert again.output == wanted
+    gone = Plan(swap_in=(back,), swap_dropped=(copy,), released=(again.key,))
+    assert executor.run(gone).swap_failed == (copy,), "a copy is read once"
 
 
 # Training

@@ -17,6 +17,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.swapping import Swapping
 
 DEPTH, PAGE, VOCABULARY = 3, 4, 50
 POLICIES = ["hybrid", "adaptive", "temporal:n=3", "enhanced-temporal", "spatial"]
@@ -32,9 +33,15 @@ class World:
             max_training_rows=16, min_training_rows=2, prefix_sharing=draws.random() < 0.7,
             micro_batches_in_flight=draws.choice((1, 2)),
         )  # fmt: skip
-        self.it = Scheduler(config, PagePool(draws.choice((30, 60)), PAGE), CostModel(), make_policy(policy))
+        cost, swap_pages = CostModel(), draws.choice((0, 10, 100))
+        pages = PagePool(draws.choice((16, 30, 60)), PAGE)
+        self.it = Scheduler(config, pages, cost, make_policy(policy), Swapping(cost, swap_pages))
         failures = {"bad": LossNotFinite("nan")}
-        self.executor = ScriptedExecutor(PAGE, None, VOCABULARY, failures, ahead)
+        lost = draws.choice((0.0, 0.0, 0.2))
+        self.executor = ScriptedExecutor(
+            PAGE, None, VOCABULARY, failures, ahead, swap_pages=swap_pages, swap_seconds=(1e-9, 1e-9),
+            loses=lambda move: draws.random() < lost,
+        )  # fmt: skip
         self.asked: dict[int, Sequence] = {}
         self.got: dict[int, list[int]] = {}
         self.ended: dict[int, FinishReason] = {}
@@ -140,3 +147,4 @@ def check(world: World) -> None:
     rows = sum(s.length * len(s.span) for s in done if s.direction is Direction.BACKWARD and s.job != "bad")
     assert rows == DEPTH * sum(world.executor.trained.values()), "nothing runs twice"
     assert not world.it.running and not world.it.waiting
+    assert world.it.swapping.used == 0 and not world.executor._copies

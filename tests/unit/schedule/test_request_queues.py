@@ -82,7 +82,7 @@ def test_growth_takes_from_whoever_came_last() -> None:
         assert it.enter(sequence, 0.0)
         sequence.computed, sequence.told = 7, 2
     first.output = [1, 1]
-    assert it.grow(first)
+    assert it.grow(first, 0.0)
     assert (len(first.pages), second.pages, second.computed, second.preemptions) == (3, [], 0, 1)
     assert (it.running, it.waiting, it.released) == ([first], [second], [2])
     assert pool.free_count == 1
@@ -95,7 +95,7 @@ def test_the_last_to_come_gives_up_itself() -> None:
         it.join(sequence)
         it.enter(sequence, 0.0)
     second.output = [1, 1]
-    assert not it.grow(second)
+    assert not it.grow(second, 0.0)
     assert it.running == [first] and it.waiting == [second]
 
 
@@ -105,7 +105,7 @@ def test_who_was_preempted_goes_to_the_front() -> None:
     it.join(victim)
     it.enter(victim, 9.0)
     it.join(urgent)
-    it.preempt(victim)
+    it.preempt(victim, 0.0)
     assert it.waiting == [victim, urgent]
 
 

@@ -134,7 +134,7 @@ def test_growth_may_take_the_pages_of_somebody_else_s_virtual_tokens() -> None:
         assert it.enter(sequence, 0.0)
     assert pool.free_count == 1
     first.output = [1] * 10
-    assert it.grow(first)
+    assert it.grow(first, 0.0)
     assert (len(first.pages), second.pages, it.waiting) == (5, [], [second])
     assert {*pool.owners} == {1}
     it.retire(first, FinishReason.STOP)

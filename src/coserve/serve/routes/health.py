@@ -125,3 +125,8 @@ def _gauge(state: State) -> None:
     metrics.engine_steps.reach(stats.steps)
     metrics.engine_fused_steps.reach(stats.fused_steps)
     metrics.num_preemptions.reach(stats.preemptions)
+    metrics.swapped_out_pages.reach(stats.swapped_out_pages)
+    metrics.swapped_in_pages.reach(stats.swapped_in_pages)
+    metrics.swap_failures.reach(stats.swap_failures)
+    metrics.swap_usage.set(stats.swap_pages_used / max(stats.swap_pages, 1))
+    metrics.recomputed_tokens.reach(stats.recomputed_tokens)

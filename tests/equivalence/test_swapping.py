@@ -1,0 +1,181 @@
+"""Sequences whose pages went to the second tier and back answer as if they had never lost them."""
+
+import logging
+import os
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
+from coserve.executors import swap_space
+from coserve.executors.swap_space import FileTier
+from coserve.train.example import Example
+from coserve.train.fresh import fresh_adapter
+from models import prompts, tiny
+
+PAGE = 4
+Answer = tuple[list[int], list[float], list[float]]  # tokens, their log-probabilities, the prompt's
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request and the step at which it comes; and after how many of its tokens it is cancelled, if so."""
+
+    prompt: list[int]
+    adapter: str | None
+    sampling: SamplingParams
+    at: int
+    stops: int | None
+
+
+def draw(draws: random.Random, count: int = 10) -> list[Asked]:
+    """Requests with beginnings in common, with and without adapters and scores."""
+    common = prompts(draws, [13])[0]
+    asked, at = [], 0
+    for prompt in prompts(draws, [draws.randint(1, 24) for _ in range(count)]):
+        sampling = SamplingParams(
+            max_tokens=draws.randint(4, 24), ignore_eos=True, logprobs=0,
+            prompt_logprobs=draws.choice((None, 0)), temperature=draws.choice((0.0, 1.0)),
+            seed=draws.randrange(1000),
+        )  # fmt: skip
+        prompt = draws.choice((prompt, common + prompt[:5]))
+        adapter = draws.choice((None, "lora", "prefix"))
+        asked.append(Asked(prompt, adapter, sampling, at, draws.choice((None, None, None, 3))))
+        at += draws.randint(0, 3)
+    return asked
+
+
+def run(asked: list[Asked], tokens: int, swap: str, **settings: Any) -> tuple[list[Answer], Engine]:
+    """Answers of an engine with so many cached tokens, while a job trains."""
+    config = EngineConfig(
+        calibrate=False, page_size=PAGE, cache_tokens=tokens, max_running=6, swap_space=swap,
+        scheduler={"max_prefill_rows": 16}, dtype="float32", **settings,
+    )  # fmt: skip
+    engine = Engine(tiny("llama"), config)
+    engine.add_adapter(fresh_adapter(engine.base, "lora", LoRAConfig(rank=2), 1))
+    engine.add_adapter(fresh_adapter(engine.base, "prefix", PrefixTuningConfig(6), 2))
+    examples = [Example(tuple(x), (*x[1:], -100)) for x in prompts(random.Random(0), [11, 19])]
+    engine.finetune(examples, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, epochs=2))
+    answers = []
+    for step in range(asked[-1].at + 1):
+        for one in asked:
+            if one.at == step:
+                answers.append(engine.generate(one.prompt, one.adapter, one.sampling))
+        engine.step()
+    while engine.has_work:
+        for one, answer in zip(asked, answers, strict=True):
+            if one.stops is not None and len(answer.tokens) >= one.stops:
+                answer.cancel()
+        engine.step()
+    found = [
+        (
+            a.tokens[: o.stops],
+            [p.chosen for p in a.logprobs][: o.stops],
+            [p.chosen for p in a.prompt_logprobs],
+        )
+        for a, o in zip(answers, asked, strict=True)
+    ]
+    assert engine._pages.free_count == engine._pages.pages and engine.scheduler.swapping.used == 0
+    return found, engine
+
+
+@pytest.mark.parametrize(("sharing", "store"), [(True, "auto"), (False, "auto"), (True, "int8")])
+def test_answers_are_the_same_bits_however_pages_were_lost(sharing: bool, store: str) -> None:
+    """In the deterministic mode, in which computing again gives the same bits too."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    asked = draw(random.Random(seed))
+    settings = {"deterministic": True, "prefix_sharing": sharing, "cache_dtype": store}
+    whole, alone = run(asked, 1200, "1GiB", **settings)
+    swapped, one = run(asked, 72, "1GiB", **settings)
+    again, other = run(asked, 72, "0", **settings)
+    assert alone.stats().preemptions == 0
+    assert one.stats().swapped_in_pages > 0 and other.stats().swapped_in_pages == 0
+    assert other.stats().recomputed_tokens > one.stats().recomputed_tokens
+    assert swapped == whole and again == whole
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_tokens_are_the_same_beside_any_other_rows(ahead: bool) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    asked = draw(random.Random(seed))
+    whole, _ = run(asked, 1200, "0", async_scheduling=ahead)
+    swapped, engine = run(asked, 72, "1GiB", async_scheduling=ahead)
+    assert engine.stats().swapped_in_pages > 0
+    assert [tokens for tokens, *_ in swapped] == [tokens for tokens, *_ in whole]
+    for (_, *found), (_, *wanted) in zip(swapped, whole, strict=True):
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+# Failures
+
+
+def flip(descriptor: int) -> None:
+    """One bit of every page that is written, somewhere."""
+    for start in range(0, os.fstat(descriptor).st_size, 4096):
+        place = start + secrets.randbelow(64)
+        byte = os.pread(descriptor, 1, place)
+        os.pwrite(descriptor, bytes([byte[0] ^ (1 << secrets.randbelow(8))]), place)
+
+
+def shorten(descriptor: int) -> None:
+    os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+
+
+def empty(descriptor: int) -> None:
+    size = os.fstat(descriptor).st_size
+    os.ftruncate(descriptor, 0)
+    os.ftruncate(descriptor, size)
+
+
+@pytest.mark.parametrize("how", [flip, shorten, empty])
+def test_what_a_disk_loses_is_computed_again(
+    how: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = draw(random.Random(f"damaged {secrets.randbits(32)}"))
+    whole, _ = run(asked, 1200, "0", deterministic=True)
+    write = FileTier.write
+
+    def then_damage(tier: FileTier, pages: list[int]) -> Any:
+        copy = write(tier, pages)
+        how(tier._file._descriptor)
+        return copy
+
+    monkeypatch.setattr(FileTier, "write", then_damage)
+    with caplog.at_level(logging.WARNING, swap_space.__name__):
+        found, engine = run(asked, 72, "1GiB", deterministic=True)
+    assert found == whole
+    stats = engine.stats()
+    assert stats.swapped_out_pages > 0 and stats.swap_failures > 0 and stats.swapped_in_pages == 0
+    assert len([r for r in caplog.records if "computed again" in r.getMessage()]) == 1
+
+
+def test_a_full_disk_costs_nobody_an_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = draw(random.Random(f"full {secrets.randbits(32)}"))
+    whole, _ = run(asked, 1200, "0", deterministic=True)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with caplog.at_level(logging.WARNING, swap_space.__name__):
+        found, engine = run(asked, 72, "1GiB", deterministic=True)
+    assert found == whole
+    assert engine.stats().swap_failures > 0 and engine.stats().swapped_out_pages == 0
+    assert len([r for r in caplog.records if "No space left" in r.getMessage()]) == 1
+
+
+def test_without_a_folder_pages_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, swap_space.__name__):
+        engine = Engine(tiny("llama"), EngineConfig(calibrate=False, scratch=str(tmp_path / "nowhere")))
+    assert engine.stats().swap_pages == 0 and "nowhere" in caplog.text

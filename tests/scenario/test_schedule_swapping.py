@@ -1,0 +1,249 @@
+"""What the scheduler does with a second tier: moves what is cheaper to move, and computes the rest again."""
+
+from dataclasses import replace
+
+from coserve.core.plan import SwapIn, SwapOut
+from coserve.core.request import SLO, Request, SamplingParams
+from coserve.core.sequence import Sequence
+from coserve.executors.scripted import ScriptedExecutor, next_token
+from coserve.memory.pages import PagePool
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
+from coserve.schedule.policies import make_policy
+from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.swapping import Swapping
+
+SLOW_ROWS = {**DEFAULT_WEIGHTS, "forward_rows": 5e-4}
+PAGE, FAST, SLOW = 4, 1e-6, 1e-1  # seconds a page; a row takes 1e-4
+
+
+class World:
+    """Requests on few pages, beside a tier of `room` pages; each takes `seconds` there, of which `guess` was
+    thought before."""
+
+    def __init__(
+        self, pages: int = 10, room: int = 100, seconds: float = FAST, guess: float | None = None,
+        sharing: bool = False,
+    ) -> None:  # fmt: skip
+        self.pool, cost = PagePool(pages, PAGE), CostModel()
+        config = SchedulerConfig(2, 96, prefix_sharing=sharing)
+        self.swapping = Swapping(cost, room, seconds if guess is None else guess)
+        self.it = Scheduler(config, self.pool, cost, make_policy("hybrid"), self.swapping)
+        self.executor = ScriptedExecutor(PAGE, swap_pages=room, swap_seconds=(seconds, seconds))
+
+    def ask(
+        self, prompt: int = 12, answer: int = 16, first: int = 0, newcomer: bool = False,
+        bound: float | None = None,
+    ) -> Sequence:  # fmt: skip
+        """Prompts with the same `first` are alike as far as both go."""
+        tokens, now = tuple(range(first, first + prompt)), self.executor.now
+        sampling = SamplingParams(max_tokens=answer)
+        slo = SLO(between_tokens=bound)
+        return self.it.submit(Request("r", tokens, sampling, slo=slo, arrival=now, newcomer=newcomer), now)
+
+    def until_preempted(self, sequence: Sequence) -> None:
+        while not sequence.preemptions:
+            self.executor.step(self.it)
+
+    def finish(self, *asked: Sequence) -> None:
+        """Steps to the end; every answer is what it would be alone."""
+        for _ in range(1000):
+            if not self.it.has_work:
+                break
+            self.executor.step(self.it)
+        for sequence in asked:
+            tokens = [*sequence.request.prompt]
+            for _ in range(sequence.request.sampling.max_tokens):
+                tokens.append(next_token(tokens, 1000))
+            assert [*sequence.request.prompt, *sequence.output] == tokens
+        assert self.pool.free_count == self.pool.pages
+        assert not self.executor._copies and self.swapping.used == 0
+
+    @property
+    def outs(self) -> list[SwapOut]:
+        return [move for plan in self.executor.plans for move in plan.swap_out]
+
+    @property
+    def backs(self) -> list[SwapIn]:
+        return [move for plan in self.executor.plans for move in plan.swap_in]
+
+    def pair(self) -> tuple[Sequence, Sequence]:
+        """Two that grow beyond ten pages together: the second is preempted."""
+        first, second = self.ask(first=100), self.ask(first=200)
+        self.until_preempted(second)
+        return first, second
+
+
+def test_a_fast_tier_saves_computing_again() -> None:
+    world = World()
+    world.finish(*world.pair())
+    stats = world.it.stats
+    assert stats.preemptions == len(world.outs) == len(world.backs) > 0 and stats.recomputed_tokens == 0
+    assert stats.swapped_out_pages == stats.swapped_in_pages == sum(len(move.pages) for move in world.outs)
+    plain = World(room=0)
+    plain.finish(*plain.pair())
+    assert plain.it.stats.recomputed_tokens > 0 and not plain.outs
+    assert world.executor.now < plain.executor.now
+
+
+def test_a_slow_tier_is_left_alone() -> None:
+    world = World(seconds=SLOW)
+    world.finish(*world.pair())
+    assert world.it.stats.preemptions > 0 and not world.outs and world.it.stats.recomputed_tokens > 0
+
+
+def test_the_cheaper_way_by_the_predicted_seconds() -> None:
+    """Just below and just above what computing the tokens again is predicted to take."""
+    for factor in (0.95, 1.05):
+        world = World(room=0)
+        _, second = world.pair()
+        computed, pages = second.reached, -(-second.reached // PAGE)
+        weights = world.it.cost.weights
+        again = weights["forward_rows"] * computed
+        again += weights["forward_attention"] * computed * (computed + 1) / 2
+        chosen = World(guess=factor * again / (2 * pages))
+        chosen.pair()
+        assert bool(chosen.outs) is (factor < 1)
+
+
+def test_a_tier_that_turns_out_slow_is_left_alone_for_a_while() -> None:
+    world = World(seconds=SLOW, guess=FAST)
+    tries = []
+    for _ in range(12):
+        before = len(world.outs)
+        world.finish(*world.pair())
+        tries.append(len(world.outs) - before)
+    assert tries[0] > 0 and tries[-1] == 0
+    world.executor.skip(3600)
+    world.finish(*world.pair())
+    assert world.it.stats.swap_failures == 0 and len(world.outs) > sum(tries), "it may be faster by now"
+
+
+def test_the_predicted_end_of_a_step_has_its_swaps() -> None:
+    world = World(seconds=1e-4)
+    world.pair()
+    it = world.executor
+    while not (plan := world.it.plan(it.now)).swap_in:
+        it.launch(plan)
+        result = it.collect()
+        assert result is not None
+        world.it.apply(result, it.now)
+    ends = world.it._launched[-1].ends
+    assert ends - it.now > plan.predicted + 0.9e-4 * len(plan.swap_in[0].pages)
+
+
+def test_a_full_tier_takes_no_more() -> None:
+    world = World(pages=17, room=5)
+    asked = [world.ask(first=100 * n) for n in range(1, 6)]
+    world.finish(*asked)
+    assert world.it.stats.preemptions > len(world.outs) > 0 and world.it.stats.recomputed_tokens > 0
+
+
+def test_who_is_cancelled_leaves_nothing_behind() -> None:
+    for at in ("swapped", "loading", "leaving"):
+        world = World()
+        first, second = world.pair()
+        assert second.swapped is not None and world.swapping.used > 0
+        if at == "loading":  # a plan that reads is under way
+            while second.swapped is not None:
+                plan = world.it.plan(world.executor.now)
+                world.executor.launch(plan)
+                if second.loading is None:
+                    result = world.executor.collect()
+                    assert result is not None
+                    world.it.apply(result, world.executor.now)
+            world.it.cancel(second.key)
+            result = world.executor.collect()
+            assert result is not None
+            world.it.apply(result, world.executor.now)
+        else:
+            world.it.cancel(second.key)
+        world.executor.step(world.it)
+        assert not world.executor._copies and world.swapping.used == 0
+        world.finish(first)
+
+
+def test_swaps_break_no_bound_between_tokens() -> None:
+    """A copy of four pages or more takes 2 ms there and 2 back; a step of one row 11."""
+    for bound, swaps in ((0.012, False), (0.1, True), (None, True)):
+        world = World(seconds=5e-4)
+        world.it.cost.recall(replace(world.it.cost.learned, weights=SLOW_ROWS, measured=SLOW_ROWS))
+        first, second = world.ask(first=100, bound=bound), world.ask(first=200)
+        world.until_preempted(second)
+        assert bool(world.outs) is swaps
+        world.finish(first, second)
+
+
+def test_a_copy_without_time_to_be_read_is_computed_again() -> None:
+    """In some steps, while somebody with a bound decodes; the tier was faster when it was written."""
+    world = World(pages=17)
+    first, between = world.ask(answer=30, first=100, bound=0.05), world.ask(answer=30, first=300)
+    second = world.ask(answer=30, first=200)
+    world.until_preempted(second)
+    assert second.swapped is not None
+    world.it.cancel(between.key)
+    world.swapping.reading.guess = 0.1
+    world.finish(first, second)
+    assert world.it.stats.recomputed_tokens > 0 and not world.backs
+
+
+# Shared beginnings
+
+
+def test_what_others_read_is_neither_copied_nor_lost() -> None:
+    """Twelve tokens in common: three pages that the first one reads as well. When it has ended they stay,
+    while others come and go through all other pages."""
+    world = World(pages=10, sharing=True)
+    first = world.ask(14, 18, first=100)
+    world.executor.step(world.it)
+    second = world.ask(13, 18, first=100)
+    world.until_preempted(second)
+    (out,) = world.outs
+    assert second.swapped is not None and second.swapped.first == 3
+    assert len(out.pages) == -(-second.swapped.tokens // PAGE) - 3
+    world.it.cancel(first.key)
+    others = [world.ask(24, 4, first=500 * n, newcomer=True) for n in (1, 2)]
+    world.finish(second, *others)
+    (back,) = world.backs
+    assert back.copy == out.copy and back.first == 0 and len(back.pages) == len(out.pages)
+    assert world.it.stats.recomputed_tokens == 0
+
+
+def test_held_beginnings_do_not_keep_others_from_running() -> None:
+    """Who runs alone may have all pages: the beginning of a swapped sequence goes, and is computed again."""
+    world = World(pages=9, sharing=True)
+    first = world.ask(14, 23, first=100)
+    world.executor.step(world.it)
+    second = world.ask(13, 18, first=100)
+    world.until_preempted(second)
+    assert second.swapped is not None and second.swapped.first == 3
+    world.it.cancel(first.key)
+    third = world.ask(20, 17, first=500, newcomer=True)
+    world.finish(second, third)
+    assert world.it.stats.recomputed_tokens > 0 and not world.backs
+
+
+def test_pages_that_are_still_there_are_not_read() -> None:
+    """Its own full pages have names, and the pages that it needs go to nobody while it waits."""
+    world = World(pages=10, sharing=True)
+    first, second = world.pair()
+    world.it.cancel(first.key)
+    world.finish(second)
+    (out,), backs = world.outs, world.backs
+    assert sum(len(back.pages) for back in backs) < len(out.pages)
+    assert world.it.stats.recomputed_tokens == 0
+
+
+def test_a_failure_is_answered_by_computing_and_by_a_pause() -> None:
+    world = World()
+    failing = [True]
+    world.executor._loses = lambda move: failing[0]
+    world.finish(*world.pair())
+    stats = world.it.stats
+    assert (len(world.outs), stats.swap_failures) == (1, 1) and stats.recomputed_tokens > 0
+    failing[0] = False
+    world.finish(*world.pair())
+    assert len(world.outs) == 1, "the disk may still be full"
+    world.executor.skip(61)
+    world.finish(*world.pair())
+    assert len(world.outs) > 1 and world.it.stats.swapped_in_pages > 0
