@@ -24,7 +24,7 @@ from coserve.executors.sequence_table import SequenceTable
 from coserve.executors.swap_space import SwapSpace
 from coserve.memory.budget import budget_of, process_capacity
 from coserve.memory.fake_tensors import fake_tensors, is_fake
-from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
+from coserve.memory.malloc import keep_freed_memory, private_bytes, resident_bytes, return_freed_memory
 from coserve.model.base import Base
 from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
@@ -67,11 +67,13 @@ def open_local(
     does not fit into memory."""
     if config.device == "cpu":
         keep_freed_memory()
-    before = resident_bytes()
+    before, private = resident_bytes(), private_bytes()
     base, streaming = _load(model, config)
     prove_training(base)
     return_freed_memory()
-    grown = max(resident_bytes() - before - base.nbytes, 0)
+    # A base that stays may lie in pages of its files, one that is streamed does not.
+    taken = resident_bytes() - before if streaming is None else private_bytes() - private
+    grown = max(taken - base.nbytes, 0)
     tokenizer = read_tokenizer()
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
     executor = _make(base, config, grammars, grown, streaming)

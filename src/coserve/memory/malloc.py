@@ -49,6 +49,16 @@ def return_freed_memory() -> bool:
     return bool(trim(0))
 
 
+def private_bytes() -> int:
+    """Resident bytes of this process that no file holds: without mapped libraries and weights, whose pages
+    the system drops where memory is short. All resident bytes where the system does not tell."""
+    try:
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    except OSError:
+        return resident_bytes()
+    return (resident - shared) * resource.getpagesize()
+
+
 def resident_bytes(pid: int | None = None) -> int:
     """Resident bytes of this process (the peak where the system reports no more), or of process `pid` (0
     where unknown or gone)."""
