@@ -8,22 +8,24 @@ never written.
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from heapq import heappop, heappush
 from types import MappingProxyType
 
 
 class PagePool:
-    """Hands out `pages` pages of `page_size` tokens each; every operation is O(1) per page.
+    """Hands out `pages` pages of `page_size` tokens each; every operation is O(log n) per page.
 
     A page without readers is free; with a name it can be found until it is handed out again. Unnamed pages
-    are handed out first (last freed first, to stay warm in the device's caches), then named ones, least
-    recently found first. The pool holds page numbers only; the tensors live elsewhere.
+    are handed out first (the lowest number first, so that a sequence's pages tend to lie side by side: a CPU
+    reads them up to three times as fast as scattered ones), then named ones, least recently found first. The
+    pool holds page numbers only; the tensors live elsewhere.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
         assert pages >= 0 and page_size >= 1, "a pool holds whole pages of at least one token"
         self.pages = pages
         self.page_size = page_size
-        self._blank = list(range(pages - 1, -1, -1))  # free, with nothing in them that could be found
+        self._blank = list(range(pages))  # free, with nothing in them that could be found; a heap
         self._idle: OrderedDict[int, None] = OrderedDict()  # free and findable, least recently used first
         self._readers = [0] * pages
         self._owned: dict[Hashable, list[int]] = {}
@@ -56,7 +58,8 @@ class PagePool:
     def allocate(self, owner: Hashable, count: int, shared: Sequence[int] = ()) -> list[int] | None:
         """Allocates `count` pages for `owner`, and makes it a reader of those in `shared`.
 
-        None, with nothing changed, when fewer are free. Allocated pages hold arbitrary data.
+        None, with nothing changed, when fewer are free. Allocated pages hold arbitrary data; they come in
+        ascending order.
         """
         assert owner is not None and count >= 0, "pages are given to somebody, and not taken back here"
         if count > self.free_count - sum(not self._readers[page] for page in shared):
@@ -64,7 +67,7 @@ class PagePool:
         for page in shared:
             self._idle.pop(page, None)
             self._readers[page] += 1
-        taken = [self._take() for _ in range(count)]
+        taken = sorted(self._take() for _ in range(count))
         if shared or taken:
             self._owned.setdefault(owner, []).extend((*shared, *taken))
         return taken
@@ -109,11 +112,11 @@ class PagePool:
         if page in self._names:
             self._idle[page] = None
         else:
-            self._blank.append(page)
+            heappush(self._blank, page)
 
     def _take(self) -> int:
         if self._blank:
-            page = self._blank.pop()
+            page = heappop(self._blank)
         else:
             page, _ = self._idle.popitem(last=False)
             del self._found[self._names.pop(page)]

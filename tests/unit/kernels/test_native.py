@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -86,30 +87,92 @@ def test_rows_are_written_into_their_slots_alone() -> None:
         assert torch.equal(pool, want)
 
 
-def test_decode_rows_attend_to_their_pages_alone() -> None:
-    for _ in range(10):
-        groups, share, width, size = DRAWS.randint(1, 4), DRAWS.randint(1, 4), DRAWS.randint(1, 80), 4
-        batch, window = DRAWS.randint(1, 6), DRAWS.choice([None, 1, 7])
-        lengths = [DRAWS.randint(1, 90) for _ in range(batch)]
-        pages = [-(-length // size) for length in lengths]
-        keys, values = drawn(groups, 200 * size, width), drawn(groups, 200 * size, width + 1)
-        q = drawn(groups * share, batch, width).transpose(0, 1)
-        order = DRAWS.sample(range(200), sum(pages))
-        table = torch.zeros(batch, max(pages), dtype=torch.long)
-        unused = torch.ones(200 * size, dtype=torch.bool)
-        slots = []
-        for row, (count, length) in enumerate(zip(pages, lengths, strict=True)):
-            own, order = order[:count], order[count:]
-            table[row, :count] = torch.tensor(own)
-            slots.append(torch.tensor([page * size + slot for page in own for slot in range(size)][:length]))
-            unused[slots[-1]] = False
-        keys[:, unused] = values[:, unused] = torch.nan
-        got = ops.attend_pages(q, keys, values, table, torch.tensor(lengths), size, width**-0.5, window)
-        for row, own in enumerate(slots):
-            k, v = keys[None, :, own].double(), values[None, :, own].double()
-            seen = causal_mask(1, len(own), window, q.device)
-            want = reference.attention(q[row][None, :, None].double(), k, v, width**-0.5, seen)[0, :, 0]
-            torch.testing.assert_close(got[row].double(), want, rtol=ATTENTION, atol=ATTENTION)
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Queries of sequences whose pages lie anywhere in pools with NaN elsewhere; `slots` are of each row."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    lengths: Tensor
+    page_size: int
+    window: int | None
+    slots: list[Tensor]
+
+    def attend(self, rows: slice = slice(None)) -> Tensor:
+        q, table, lengths, scale = (
+            self.q[rows],
+            self.table[rows],
+            self.lengths[rows],
+            self.q.shape[-1] ** -0.5,
+        )
+        return ops.attend_pages(
+            q, self.keys, self.values, table, lengths, self.page_size, scale, self.window
+        )  # fmt: skip
+
+    def exact(self, row: int) -> Tensor:
+        """What a row is in float64."""
+        own = self.slots[row]
+        k, v = self.keys[None, :, own].double(), self.values[None, :, own].double()
+        seen = causal_mask(1, len(own), self.window, self.q.device)
+        query = self.q[row][None, :, None].double()
+        return reference.attention(query, k, v, query.shape[-1] ** -0.5, seen)[0, :, 0]
+
+
+def drawn_decoding(size: int, width: int, value_width: int, share: int) -> Decoding:
+    groups, batch, window = DRAWS.randint(1, 4), DRAWS.randint(1, 6), DRAWS.choice([None, 1, 7, 40])
+    lengths = [DRAWS.randint(1, 90) for _ in range(batch)]
+    pages = [-(-length // size) for length in lengths]
+    keys, values = drawn(groups, 200 * size, width), drawn(groups, 200 * size, value_width)
+    q = drawn(groups * share, batch, width).transpose(0, 1)
+    order = DRAWS.sample(range(200), sum(pages))
+    table = torch.zeros(batch, max(pages), dtype=torch.long)
+    unused = torch.ones(200 * size, dtype=torch.bool)
+    slots = []
+    for row, (count, length) in enumerate(zip(pages, lengths, strict=True)):
+        own, order = order[:count], order[count:]
+        table[row, :count] = torch.tensor(own)
+        slots.append(torch.tensor([page * size + slot for page in own for slot in range(size)][:length]))
+        unused[slots[-1]] = False
+    keys[:, unused] = values[:, unused] = torch.nan
+    return Decoding(q, keys, values, table, torch.tensor(lengths), size, window, slots)
+
+
+def drawn_shape(whole: bool) -> tuple[int, int, int, int]:
+    """Page size, widths of keys and values, and queries of a group; `whole`: in whole blocks and vectors."""
+    if whole:
+        widths = DRAWS.choice([32, 64, 96, 128]), DRAWS.choice([32, 64, 96, 128])
+        return DRAWS.choice([16, 32, 48]), *widths, DRAWS.randint(1, 9)
+    width = DRAWS.randint(1, 80)
+    return 4, width, width + 1, DRAWS.randint(1, 4)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_decode_rows_attend_to_their_pages_alone(whole: bool) -> None:
+    for _ in range(20):
+        decoding = drawn_decoding(*drawn_shape(whole))
+        got = decoding.attend()
+        for row in range(len(got)):
+            torch.testing.assert_close(got[row].double(), decoding.exact(row), rtol=ATTENTION, atol=ATTENTION)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_decode_row_has_the_same_bits_alone(whole: bool) -> None:
+    for _ in range(5):
+        decoding = drawn_decoding(*drawn_shape(whole))
+        got = decoding.attend()
+        for row in range(len(got)):
+            assert torch.equal(decoding.attend(slice(row, row + 1))[0], got[row])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_nan_is_its_own_rows_alone(whole: bool) -> None:
+    decoding = drawn_decoding(*drawn_shape(whole))
+    decoding.q[0, 0, 0] = torch.nan
+    got = decoding.attend()
+    assert got[0, 0].isnan().all()
+    assert not got[1:].isnan().any() and not got[0, 1:].isnan().any()
 
 
 def test_a_chunk_attends_to_what_came_before() -> None:

@@ -26,6 +26,24 @@ def test_pages_grow_in_order_and_return_together() -> None:
     assert pool.allocate(3, 3) == [0, 2, 3]
 
 
+def test_pages_that_came_back_in_any_order_lie_side_by_side_again() -> None:
+    pool = PagePool(12, 16)
+    for _ in range(3):
+        assert [pool.allocate(owner, 2) for owner in "abc"] == [[0, 1], [2, 3], [4, 5]]
+        for owner in "abc" * 2:
+            pool.allocate(owner, 1)
+        for owner in "bca":
+            pool.free(owner)
+
+
+def test_pages_taken_together_ascend_also_where_the_last_of_a_sequence_goes_first() -> None:
+    pool = PagePool(3, 16)
+    for page in pool.allocate("a", 3) or []:
+        pool.name(page, page)
+    pool.free("a")
+    assert pool.allocate("b", 3) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2), (32, 2)])
 def test_pages_for(tokens: int, pages: int) -> None:
     assert PagePool(4, 16).pages_for(tokens) == pages
@@ -40,7 +58,7 @@ def test_nothing_asked_leaves_no_owner() -> None:
 def test_a_page_that_is_read_is_not_handed_out() -> None:
     pool = PagePool(2, 16)
     pool.allocate("a", 1)
-    pool._blank.append(0)
+    pool._blank.insert(0, 0)
     with pytest.raises(AssertionError, match="page 0 is handed out, and somebody reads it"):
         pool.allocate("b", 1)
 

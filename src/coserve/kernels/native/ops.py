@@ -1,4 +1,4 @@
-"""The kernels of `kernels.c` on tensors in bfloat16 on a CPU, without a graph.
+"""The kernels of `kernels.c`, `attention.c` and `linear.c` on tensors in bfloat16 on a CPU, without a graph.
 
 Each has a plain twin in torch: the model's own norms, rotary embedding and activations, and `attend_decode`
 over gathered pages. Kernels do not round what torch writes to memory between two of its operations, such as
