@@ -20,7 +20,7 @@ from coserve.memory.malloc import keep_freed_memory
 from coserve.schedule.policies import make_policy
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
-from coserve_benchmarks.drive import LoadResult, serve
+from coserve_benchmarks.drive import EngineTarget, LoadResult, replay
 from coserve_benchmarks.ours import greedy, start_job
 from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport
 
@@ -100,6 +100,14 @@ def _config(order: StreamedOrder) -> EngineConfig:
     )
 
 
+class _LeanTarget(EngineTarget):
+    """An engine whose jobs keep layers' inputs only."""
+
+    def start(self, job: TimedJob) -> Callable[[], None]:
+        """See `LoadTarget`."""
+        return start_job(self._engine, job, SavePolicy.INPUTS).cancel
+
+
 class _Ours:
     """Rounds of an engine."""
 
@@ -164,7 +172,7 @@ class _Ours:
 
     def _load(self, policy: str, workload: Workload) -> LoadResult:
         self._engine.scheduler.policy = make_policy(policy)
-        return serve(self._engine, workload, _PATIENCE)
+        return replay(_LeanTarget(self._engine), workload, _PATIENCE)
 
     def _bounded(self, turn: int) -> Workload:
         """Requests at random gaps, as FineInfer's (4.1: evenly up to a greatest one), with equal bounds."""
