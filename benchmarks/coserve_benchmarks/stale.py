@@ -81,6 +81,10 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_bench("client.py", "firstbyte.py", "overhead.py", "restart.py", "served.py", "streams.py"),
         ),
     ),
+    "streamed.json": Presented(
+        "docs/results/streamed.md",
+        (*_ENGINE, "src/coserve/streamed", *_MEASURING, *_LOADS, *_bench("streamed", "folder.py")),
+    ),
     "tiny.json": Presented("docs/tiny.md", ("src/coserve/tiny", *_bench("tiny"))),
     "trains.json": Presented(
         "docs/results/methods.md",

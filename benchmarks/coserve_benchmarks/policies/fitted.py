@@ -101,7 +101,7 @@ class FittedTraffic(ABC):
     def tiers(self) -> Contest:
         """Our own service tiers, with two jobs of different weight."""
         workload = self._tiers(traffic.SHARES, deferral=3.0)
-        return self.own(workload, "enhanced-temporal:16,0.5", "deferred:0.5", "deferred:0.5,together=1")
+        return self.own(workload, "enhanced-temporal:16,0.5", *pushed_out(0.5))
 
     def flex(self) -> Contest:
         """Mostly patient requests, as in batch tiers; rounds are twice as long."""
@@ -200,4 +200,5 @@ def pushed_out(seconds: float) -> tuple[str, ...]:
         f"enhanced-temporal:16,{seconds:.3f}",
         f"deferred:{seconds:.3f}",
         f"deferred:{seconds:.3f},together=1",
+        f"heterogeneous:{seconds:.3f}",
     )

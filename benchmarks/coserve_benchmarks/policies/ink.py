@@ -12,6 +12,7 @@ _KNOWN: Final[Mapping[str, str]] = MappingProxyType(
         "adaptive": "#d1205f",
         "hybrid": "#7a3fc4",
         "deferred": "#0b62a8",
+        "heterogeneous": "#2b7a8c",
         "continuous": "#38a3dc",
         "postpone-all": "#12856a",
         "idle-only": "#6fb04a",

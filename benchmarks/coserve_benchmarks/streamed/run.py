@@ -99,7 +99,7 @@ class _Rows:
         results.figure("pass.bytes", found.pass_nbytes, "bytes")
         results.figure("pass.seconds", found.pass_seconds, "s")
         results.figure("pass.free_rows", found.free_rows, "rows to break even")
-        results.figure("disk", max(found.disk), "bytes/s, direct reads in order")
+        results.figure("disk", max(found.disk), "bytes/s read in order, the faster way")
         results.note("plan", found.described)
         note = (
             f"{show_size(ended.peak)} of {show_size(self._limit)}, enforced by {ended.how}; a plain load was "

@@ -11,11 +11,11 @@ from coserve.executors.local import LocalExecutor
 _MEASURED: dict[Hashable, list[Sample]] = {}
 
 
-def _measure_once(executor: LocalExecutor, *room: int) -> list[Sample]:
+def _measure_once(executor: LocalExecutor, *room: int, lean: bool) -> list[Sample]:
     base = executor.base
     key = base.fingerprint, str(base.dtype), room
     if key not in _MEASURED:
-        _MEASURED[key] = measure(executor, *room)
+        _MEASURED[key] = measure(executor, *room, lean=lean)
     return _MEASURED[key]
 
 

@@ -11,7 +11,7 @@ from coserve.cli.bench import add_bench
 from coserve.errors import ConfigError
 from coserve_benchmarks import cli
 
-COMMANDS = {"engine", "server", "adapters", "memory", "methods", "policies", "draw", "stale"}
+COMMANDS = {"engine", "server", "adapters", "memory", "methods", "policies", "streamed", "draw", "stale"}
 
 
 def bench_of() -> typer.Typer:

@@ -124,7 +124,7 @@ def test_circumstances_are_those_of_one_model_machine_and_setting(tmp_path: Path
 def test_a_second_start_does_not_measure(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
 
-    def measure(*_: object) -> list[tuple[Features, float]]:
+    def measure(*_: object, lean: bool) -> list[tuple[Features, float]]:
         measured.append("measured")
         return [(Features.of(step()), 0.5)]
 

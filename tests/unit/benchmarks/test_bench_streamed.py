@@ -1,0 +1,60 @@
+"""Processes under a limit that the system enforces, and the bench that runs its contestants so."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from coserve.errors import ServerError
+from coserve_benchmarks.streamed import limit
+from coserve_benchmarks.streamed.limit import run_limited
+from coserve_benchmarks.streamed.run import BARS, run_streamed
+
+LIMIT = 80 << 20
+TAKES = 'import sys; held = b"x" * int(sys.stdin.read()); import time; time.sleep(0.2); print(len(held))'
+
+
+@pytest.fixture(params=["enforced", "watched"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By a control group where the machine has them, and without."""
+    if request.param == "watched":
+        monkeypatch.setattr(limit, "_GROUPS", ())
+    return str(request.param)
+
+
+def take(nbytes: int) -> limit.Limited:
+    return run_limited([sys.executable, "-c", TAKES], str(nbytes), LIMIT, 60.0)
+
+
+def test_who_stays_below_lives_and_who_does_not_is_killed(how: str) -> None:
+    below = take(LIMIT // 2)
+    assert (below.returncode, below.stdout) == (0, f"{LIMIT // 2}\n") and not below.was_killed
+    assert LIMIT // 2 <= below.peak <= LIMIT and (how == "enforced" or "watched" in below.how)
+    above = take(4 * LIMIT)
+    assert above.was_killed and not above.stdout
+
+
+def test_no_group_is_left_behind() -> None:
+    take(1)
+    assert not [group for root, *_ in limit._GROUPS for group in root.glob(f"coserve-bench-{os.getpid()}")]
+
+
+def test_who_takes_too_long_is_ended(how: str) -> None:
+    with pytest.raises(ServerError, match="took over 0 s"):
+        run_limited([sys.executable, "-c", "import time; time.sleep(60)"], "", LIMIT, 0.3)
+
+
+def test_settings_are_in_its_environment() -> None:
+    command = [sys.executable, "-c", "import os; print(os.environ['COLOUR'])"]
+    assert run_limited(command, "", LIMIT, 60.0, {"COLOUR": "blue"}).stdout == "blue\n"
+
+
+@pytest.mark.slow
+def test_a_quick_run_fills_the_table(tmp_path: Path) -> None:
+    found = run_streamed("19m", quick=True, json_path=tmp_path / "streamed.json")
+    assert json.loads((tmp_path / "streamed.json").read_text())["figures"]
+    assert {key for key in BARS if key in found} >= BARS.keys() - {"vs_peer"}
+    assert found["resident.peak"] <= 1.0 and found["read.share"] > 0
+    assert "tokens/s" in found["notes"]["vs_peer"]
