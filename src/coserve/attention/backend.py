@@ -122,7 +122,7 @@ class InferenceRows:
 
     def __init__(self, backend: AttentionBackend[Any], common: CommonAttentionMetadata, count: int) -> None:
         self.count = count
-        self._backend, self._metadata = backend, backend.build(common)
+        self.backend, self.metadata = backend, backend.build(common)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        return self._backend.attend(layer, q, k, v, self._metadata, spec)
+        return self.backend.attend(layer, q, k, v, self.metadata, spec)

@@ -10,6 +10,7 @@ from coserve.attention.backend import CommonAttentionMetadata
 from coserve.attention.pool import KVPool
 from coserve.kernels.attention import AttentionSpec, attend, attend_decode
 from coserve.kernels.native import ops as native
+from coserve.kernels.native.layer import DecodePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,16 @@ class BatchedBackend(KVPool):
         if padding := q.shape[2] - count:
             outputs.append(v.new_zeros(1, padding, q.shape[1], v.shape[-1]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def decode_pages(self, layer: int, metadata: BatchedMetadata) -> DecodePages | None:
+        """The layer's pages of a pass's decode rows; None where it has other rows, or the layer has no pages
+        that kernels read."""
+        if metadata.decode is None or metadata.prefills or self.rounds or not self._owns[layer]:
+            return None
+        lengths = metadata.decode.lengths
+        table = metadata.decode.pages.view(len(lengths), -1)
+        keys, values = self._keys[layer].whole, self._values[layer].whole
+        return DecodePages(keys, values, metadata.slot_mapping, table, lengths, self.page_size)
 
     def _attend_decode(
         self, layer: int, q: Tensor, metadata: BatchedMetadata, rows: DecodeRows, spec: AttentionSpec

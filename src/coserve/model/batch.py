@@ -16,7 +16,10 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.adapters.lora_batch import LoraBatch
+from coserve.attention.backend import InferenceRows
+from coserve.attention.batched import BatchedBackend
 from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.native.layer import DecodePages
 from coserve.model.group import GroupRows, Prepared
 from coserve.model.placement import Placement
 
@@ -165,6 +168,16 @@ class FusedRows(GroupRows):
     def _add(self, bypass: Bypass, rows: slice, x: Tensor, y: Tensor) -> None:
         """Applies a bypass to a range of rows, in place."""
         bypass.add_(x[rows], y[rows])
+
+    def decode_pages(self, layer: int) -> DecodePages | None:
+        """The layer's pages where all rows are decode rows of the bare base, whose backend has them as
+        `DecodePages`."""
+        if len(self._parts) != 1 or self._adapters or self._lora is not None:
+            return None
+        part = self._parts[0][1]
+        if not isinstance(part, InferenceRows) or not isinstance(part.backend, BatchedBackend):
+            return None
+        return part.backend.decode_pages(layer, part.metadata)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if len(self._parts) == 1:

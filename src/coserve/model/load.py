@@ -26,6 +26,7 @@ from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound,
 from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
+from coserve.model.decode_layer import find_decode_layers
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
@@ -109,6 +110,7 @@ def complete(base: Base, place: Callable[[], None]) -> Base:
     for block in base.chain:
         block.returns_tuple = own.returns_tuple
     _fit(base, masks, place)
+    find_decode_layers(base)
     prove(base, own, masks)
     _refuse_shorter_cache(base)
     join_siblings(base)

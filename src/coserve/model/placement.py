@@ -13,9 +13,10 @@ from coserve.adapters.bypass import exact_type
 from coserve.errors import NotOffered
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.kernels.native import ops as native
+from coserve.kernels.native.layer import PackedLinear
 from coserve.model.group import Group
 
-_MOST_ROWS: Final = 64  # of a native product; with more oneDNN's is as fast
+MOST_ROWS: Final = 64  # of a native product; with more oneDNN's is as fast
 
 
 class Offer(Enum):
@@ -127,7 +128,7 @@ class PackedPlacement(Placement):
         self._nbytes = self.nbytes_to_train = weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._address is not None and x.numel() <= _MOST_ROWS * x.shape[-1] and native.takes(x):
+        if self._address is not None and x.numel() <= MOST_ROWS * x.shape[-1] and native.takes(x):
             return native.linear(x, self._address, self._outputs, self.bias)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y
@@ -138,6 +139,13 @@ class PackedPlacement(Placement):
             self.nbytes_to_train = 0
         gx: Tensor = torch.ops.mkldnn._linear_pointwise(grad, self._transposed, None, "none", [], "")
         return gx
+
+    @property
+    def native(self) -> PackedLinear | None:
+        """The weight as kernels read it, where there are any for it."""
+        if self._address is None:
+            return None
+        return PackedLinear(self._address, self._outputs, self.bias)
 
     def release_backward(self) -> None:
         self._transposed = None

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "bfloat16.h"
+#include "kernels.h"
 #include "exponential.h"
 
 // Sixteen numbers; the compiler makes of them what the processor has.

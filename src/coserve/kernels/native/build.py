@@ -42,6 +42,7 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "write_slots": "pllpplllli",
     "attend_pages": "pllpplpllpllllllfpi",
     "linear": "plpppllli",
+    "decode_layer": "pppppplli",
     "multiplies": "",
 }
 

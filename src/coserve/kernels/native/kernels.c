@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "bfloat16.h"
+#include "kernels.h"
 #include "exponential.h"
 
 // y = w * rounded(x / rms(x)), or x / rms(x) * (1 + w) rounded once where `centred`.

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "bfloat16.h"
+#include "kernels.h"
 
 // Not on processors with tile registers (AMX): oneDNN's products are faster there.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coserve.kernels.native.build import kernels
 
-_GRAIN: Final = 32768  # numbers: fewer are not worth a second thread
+GRAIN: Final = 32768  # numbers: fewer are not worth a second thread
 _PANEL: Final = 64  # outputs of a packed weight that lie together
 _SAME: Final = 1e-2  # relative difference of two products with the same weight; each rounds to 8 bits
 
@@ -141,4 +141,4 @@ def loaded() -> CDLL:
 
 def threads(numbers: int) -> int:
     """Threads for a pass over so many numbers."""
-    return torch.get_num_threads() if numbers >= _GRAIN else 1
+    return torch.get_num_threads() if numbers >= GRAIN else 1

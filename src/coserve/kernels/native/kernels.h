@@ -1,0 +1,24 @@
+#ifndef COSERVE_KERNELS_H
+#define COSERVE_KERNELS_H
+
+#include "bfloat16.h"
+
+void rms_norm(const bf16 *x, const bf16 *w, bf16 *y, i64 rows, i64 width, float eps, int centred, int threads);
+
+void rotate(const bf16 *x, i64 row_stride, i64 head_stride, const bf16 *cosine, const bf16 *sine, bf16 *y,
+            i64 rows, i64 heads, i64 width, int threads);
+
+void silu_mul(const bf16 *gate, const bf16 *up, bf16 *y, i64 count, int threads);
+
+void write_slots(const bf16 *x, i64 group_stride, i64 row_stride, const i64 *slots, bf16 *pool, i64 places,
+                 i64 groups, i64 rows, i64 width, int threads);
+
+void attend_pages(const bf16 *q, i64 row_stride, i64 head_stride, const bf16 *keys, const bf16 *values,
+                  i64 slots, const i64 *tables, i64 pages, i64 page_size, const i64 *lengths, i64 window,
+                  i64 batch, i64 heads, i64 groups, i64 key_width, i64 value_width, float scale, bf16 *out,
+                  int threads);
+
+void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
+            int threads);
+
+#endif

@@ -1,0 +1,166 @@
+"""Decoder layers that a decode step computes in one call: which are recognised, and that they give what the
+layer's own modules give, bit for bit."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
+from coserve.attention.batched import BatchedBackend
+from coserve.attention.store import Int8KVStore
+from coserve.core.sequence import Direction
+from coserve.kernels.native.build import library, torch_only
+from coserve.model.base import Base
+from coserve.model.batch import FusedRows
+from coserve.model.decode_layer import find_decode_layers
+from coserve.model.load import load_base
+from models import tiny
+
+pytestmark = pytest.mark.skipif(
+    library() is None or not library().multiplies(),  # type: ignore[union-attr]
+    reason="there is no C compiler, or no kernel of products",
+)
+
+DRAWS = random.Random()
+SHAPE: dict[str, Any] = {  # all of its linears have whole panels of 64 outputs
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
+PAGES = 100
+
+
+def base_of(name: str = "llama", **changes: Any) -> Base:
+    return load_base(tiny(name, torch.bfloat16, **{**SHAPE, **changes}))
+
+
+class Step:
+    """A pass's rows, and pages of random keys and values; the same seed draws the same."""
+
+    def __init__(self, base: Base, seed: int, chunk: int = 0, store: Any = None) -> None:
+        draws, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        size, batch = draws.choice([4, 16, 32]), draws.randint(1, 20)
+        more = {} if store is None else {"store": store}
+        device = torch.device("cpu")
+        self.base = base
+        self.backend = BatchedBackend(base.caches, PAGES, size, torch.bfloat16, device, **more)
+        for layer, cache in enumerate(base.caches):
+            for page in range(PAGES):
+                shape = cache.groups, size, cache.key
+                k, v = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+                self.backend.fill(layer, [page], k, v)
+        most = draws.choice([size, 4 * size])
+        lengths = [draws.randint(1, most) for _ in range(batch)] + [chunk] * bool(chunk)
+        rows = [1] * batch + [chunk] * bool(chunk)
+        positions = [length - 1 for length in lengths[:batch]] + [*range(chunk)]
+        order = draws.sample(range(PAGES), 4 * len(lengths))
+        table = torch.tensor(order).view(len(lengths), 4)
+        padding = draws.randint(0, 6)
+        self.positions = torch.tensor(positions + [0] * padding)
+        common = CommonAttentionMetadata(table, self.positions[: len(positions)], rows, lengths, batch)
+        self.part = InferenceRows(self.backend, common, len(self.positions))
+        self.hidden = torch.randn(1, len(self.positions), base.hidden_size, generator=generator).bfloat16()
+
+    @torch.no_grad()
+    def run(self, layer: int, shortcut: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Output, keys and values, by the layer's modules or by its shortcut; None where there is no way."""
+        block = self.base.chain.blocks[layer]
+        _, calls = self.base.prologue(torch.zeros_like(self.positions), self.positions)
+        kept, block.shortcut = block.shortcut, None
+        try:
+            with self.base.cell.set(FusedRows([self.part], [])), block.visit(Direction.INFER):
+                run = kept if shortcut and kept is not None else block.run
+                out = run(self.hidden, calls[layer])
+        finally:
+            block.shortcut = kept
+        return None if out is None else (out, *self.backend.gather(layer, torch.arange(PAGES)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"head_dim": 64, "attention_bias": True}),
+        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+        ("mistral", {"sliding_window": 9}),
+        ("qwen2", {}),
+    ],
+)
+def test_a_layer_gives_what_its_modules_give(name: str, changes: dict[str, Any]) -> None:
+    base = base_of(name, **changes)
+    for layer, block in enumerate(base.chain):
+        assert block.shortcut is not None
+        for _ in range(4):
+            seed = DRAWS.randrange(1 << 30)
+            own, short = (Step(base, seed).run(layer, shortcut) for shortcut in (False, True))
+            assert own is not None and short is not None
+            assert all(map(torch.equal, own, short))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3", {}),  # its queries and keys are normalised
+        ("gemma", {}),  # another activation
+        ("llama", {"hidden_size": 96}),  # no whole panels
+        ("llama", {"head_dim": 16, "num_attention_heads": 2}),
+    ],
+)
+def test_other_layers_have_no_shortcut(name: str, changes: dict[str, Any]) -> None:
+    assert all(block.shortcut is None for block in base_of(name, **changes).chain)
+
+
+def test_other_types_have_no_shortcut() -> None:
+    base = load_base(tiny("llama", torch.float32, **SHAPE))
+    assert all(block.shortcut is None for block in base.chain)
+
+
+@pytest.mark.parametrize("change", ["attention", "eps", "residual"])
+def test_a_layer_that_does_something_else_is_not_recognised(change: str) -> None:
+    base = base_of()
+    block = base.chain.blocks[0]
+    layer: Any = block.module
+    if change == "attention":
+        attention = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, **kwargs: (attention(*args, **kwargs)[0] / 2, None)
+    elif change == "eps":
+        layer.post_attention_layernorm.variance_epsilon = 1.0  # not what its kernel has
+    else:
+        own = block._forward
+        block._forward = lambda hidden, *args, **kwargs: own(hidden, *args, **kwargs) + hidden
+    find_decode_layers(base)
+    assert block.shortcut is None
+    assert base.chain.blocks[1].shortcut is not None
+
+
+def test_other_rows_take_no_shortcut() -> None:
+    base = base_of()
+    shortcut = base.chain.blocks[0].shortcut
+    assert shortcut is not None
+    seed = DRAWS.randrange(1 << 30)
+    assert Step(base, seed).run(0, True) is not None
+    assert Step(base, seed, chunk=3).run(0, True) is None
+    assert Step(base, seed, store=Int8KVStore).run(0, True) is None
+    with torch_only():
+        assert Step(base, seed).run(0, True) is None
+    step = Step(base, seed)
+    _, calls = base.prologue(torch.zeros_like(step.positions), step.positions)
+    assert shortcut(step.hidden, calls[0]) is None, "nobody's rows are in the cell"
+    lora: Any = [(slice(0, 1), None)]
+    with torch.no_grad(), base.cell.set(FusedRows([step.part], lora)):
+        assert shortcut(step.hidden, calls[0]) is None
+    with torch.enable_grad(), base.cell.set(FusedRows([step.part], [])):
+        assert shortcut(step.hidden, calls[0]) is None
+    two = FusedRows([step.part, Step(base, seed).part], [])
+    with torch.no_grad(), base.cell.set(two):
+        assert shortcut(step.hidden, calls[0]) is None
+    with torch.no_grad(), base.cell.set(FusedRows([step.part], [])):
+        assert shortcut(step.hidden, calls[0]) is not None
+        assert shortcut(step.hidden.float(), calls[0]) is None
+        assert shortcut(step.hidden.repeat(1, 65, 1), calls[0]) is None
