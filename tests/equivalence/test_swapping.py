@@ -85,12 +85,21 @@ def run(asked: list[Asked], tokens: int, swap: str, **settings: Any) -> tuple[li
     return found, engine
 
 
+def draw_pressed(seed: object) -> list[Asked]:
+    """Requests that do not all fit: sequences with some pages are preempted."""
+    for attempt in range(20):
+        asked = draw(random.Random(f"{seed} {attempt}"))
+        if run(asked, 72, "0", deterministic=True)[1].stats().recomputed_tokens > 20:
+            return asked
+    raise AssertionError("requests for 72 pages fit in 20 of 20 draws")
+
+
 @pytest.mark.parametrize(("sharing", "store"), [(True, "auto"), (False, "auto"), (True, "int8")])
 def test_answers_are_the_same_bits_however_pages_were_lost(sharing: bool, store: str) -> None:
     """In the deterministic mode, in which computing again gives the same bits too."""
     seed = secrets.randbits(32)
     print(f"seed {seed}")
-    asked = draw(random.Random(seed))
+    asked = draw_pressed(seed)
     settings = {"deterministic": True, "prefix_sharing": sharing, "cache_dtype": store}
     whole, alone = run(asked, 1200, "1GiB", **settings)
     swapped, one = run(asked, 72, "1GiB", **settings)
@@ -105,7 +114,7 @@ def test_answers_are_the_same_bits_however_pages_were_lost(sharing: bool, store:
 def test_tokens_are_the_same_beside_any_other_rows(ahead: bool) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
-    asked = draw(random.Random(seed))
+    asked = draw_pressed(seed)
     whole, _ = run(asked, 1200, "0", async_scheduling=ahead)
     swapped, engine = run(asked, 72, "1GiB", async_scheduling=ahead)
     assert engine.stats().swapped_in_pages > 0
@@ -140,7 +149,7 @@ def empty(descriptor: int) -> None:
 def test_what_a_disk_loses_is_computed_again(
     how: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = draw(random.Random(f"damaged {secrets.randbits(32)}"))
+    asked = draw_pressed(f"damaged {secrets.randbits(32)}")
     whole, _ = run(asked, 1200, "0", deterministic=True)
     write = FileTier.write
 
@@ -161,7 +170,7 @@ def test_what_a_disk_loses_is_computed_again(
 def test_a_full_disk_costs_nobody_an_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = draw(random.Random(f"full {secrets.randbits(32)}"))
+    asked = draw_pressed(f"full {secrets.randbits(32)}")
     whole, _ = run(asked, 1200, "0", deterministic=True)
 
     def full(*_: object) -> None:
