@@ -49,6 +49,8 @@ def _place(found: Mapping[str, Any], kind: str) -> tuple[str, str] | None:
         return ours + "adapters.drawing", "draw"
     if {"rows", "dtype"} <= found.keys():
         return "coserve.plan.picture", "draw"
+    if "share.share" in series:
+        return ours + "streamed.drawing", "draw"
     if any(name.startswith("trains[") for name in series):
         return ours + "methods.curves", "draw"
     if any(name.startswith(("blocking.", "coserve.")) for name in series):

@@ -22,7 +22,7 @@ from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
 from coserve_benchmarks.drive import EngineTarget, LoadResult, replay
 from coserve_benchmarks.ours import greedy, start_job
-from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport
+from coserve_benchmarks.streamed.orders import Act, Rates, Round, StreamedOrder, StreamedReport
 
 _TARGETS: Final = ("q_proj", "v_proj")  # the adapters' linears: PEFT's default
 _PIECE: Final = 8 << 20  # bytes of one read of the disk's trial
@@ -55,12 +55,9 @@ def _control(order: StreamedOrder) -> StreamedReport:
 
 
 def _coserve(order: StreamedOrder) -> StreamedReport:
-    keep_freed_memory()
     before = _disk_rate(order.folder)
     began = time.perf_counter()
-    engine = Engine(order.folder, _config(order))
-    engine.memory.count_process()
-    engine.calibrate()
+    engine = _open(order)
     loading = time.perf_counter() - began
     streaming = engine.streaming
     assert streaming is not None and streaming.plan.read_nbytes, "the base is streamed"
@@ -85,12 +82,32 @@ def _coserve(order: StreamedOrder) -> StreamedReport:
     )
 
 
+def _share(order: StreamedOrder) -> StreamedReport:
+    """Rates of a base of which `base_memory` bytes stay or pass through at a time."""
+    engine = _open(order)
+    _warm(engine, order)
+    ours, streaming = _Ours(engine, order), engine.streaming
+    assert streaming is not None
+    return StreamedReport(
+        pass_nbytes=streaming.plan.read_nbytes, rates=tuple(ours.rates(turn) for turn in range(order.rounds))
+    )
+
+
+def _open(order: StreamedOrder) -> Engine:
+    """A calibrated engine."""
+    keep_freed_memory()
+    engine = Engine(order.folder, _config(order))
+    engine.memory.count_process()
+    engine.calibrate()
+    return engine
+
+
 def _config(order: StreamedOrder) -> EngineConfig:
-    """What is left of the limit: a quarter for the weights, pages for requests of a round and some more."""
+    """What is left of the limit: a part for the weights, pages for requests of a round and some more."""
     tokens = (order.prompts + 2) * (order.prompt + order.answer + 16)
     return EngineConfig(
         memory=order.memory,
-        base_memory=order.memory // 4,
+        base_memory=order.base_memory,
         cache_tokens=tokens,
         max_running=2 * order.prompts,
         prefix_sharing=False,
@@ -141,17 +158,34 @@ class _Ours:
         shared, apart = seconds if turn % 2 else seconds[::-1]
         return Round(ours=shared, theirs=apart)
 
-    def _round(self, policy: str, turn: int) -> float:
+    def rates(self, turn: int) -> Rates:
+        """Tokens a second of answers, of training, and of both in shared passes, one after the other."""
+        order = self._order
+        answered, trained = order.prompts * order.answer, order.steps * order.batch * order.length
+        shared = f"heterogeneous:{_UNBOUNDED}"
+        return Rates(
+            answered / self._round(shared, turn, steps=0),
+            trained / self._round(shared, turn, prompts=0),
+            (answered + trained) / self._round(shared, turn),
+        )
+
+    def _round(self, policy: str, turn: int, prompts: int | None = None, steps: int | None = None) -> float:
+        """Seconds of `prompts` requests at once and a job of `steps` optimizer steps; the order's, where they
+        are not given."""
         engine, order = self._engine, self._order
+        count, steps = order.prompts if prompts is None else prompts, order.steps if steps is None else steps
         engine.scheduler.policy = make_policy(policy)
-        prompts = fixed_prompts(order.prompts, order.prompt, order.vocabulary, order.seed + turn)
+        asked = fixed_prompts(count, order.prompt, order.vocabulary, order.seed + turn)
         began = time.perf_counter()
-        job = start_job(engine, _job(order, f"{policy}-{turn}", order.steps), SavePolicy.INPUTS)
-        answers = [engine.generate(prompt, sampling=greedy(order.answer)) for prompt in prompts]
-        while job.is_under_way or any(answer.finish_reason is None for answer in answers):
+        jobs = []
+        if steps:
+            job = _job(order, f"{policy}-{turn}-{count}", steps)
+            jobs.append(start_job(engine, job, SavePolicy.INPUTS))
+        answers = [engine.generate(prompt, sampling=greedy(order.answer)) for prompt in asked]
+        while any(job.is_under_way for job in jobs) or any(one.finish_reason is None for one in answers):
             engine.step()
         seconds = time.perf_counter() - began
-        assert len(job.history) == order.steps
+        assert all(len(job.history) == steps for job in jobs)
         return seconds
 
     def deferral(self) -> tuple[tuple[Round, ...], tuple[Round, ...], int]:
@@ -284,6 +318,7 @@ _ACTS: Final[dict[Act, Callable[[StreamedOrder], StreamedReport]]] = {
     "size": _size,
     "control": _control,
     "coserve": _coserve,
+    "share": _share,
     "accelerate": _accelerate,
     "mapped": _mapped,
 }

@@ -4,13 +4,13 @@ from typing import Literal
 
 import msgspec
 
-Act = Literal["size", "control", "coserve", "accelerate", "mapped"]
+Act = Literal["size", "control", "coserve", "share", "accelerate", "mapped"]
 
 
 class StreamedOrder(msgspec.Struct, frozen=True):
     """`size` says how much memory the imports take; `control` loads the model as a whole; `coserve` measures
-    all of ours; `accelerate` and `mapped` are peers. Bytes, seconds and tokens; `memory` is what is left of
-    the limit for the engine."""
+    all of ours, `share` its rates alone; `accelerate` and `mapped` are peers. Bytes, seconds and tokens;
+    `memory` is what is left of the limit for the engine, `base_memory` what of it weights may take."""
 
     act: Act
     folder: str
@@ -19,6 +19,7 @@ class StreamedOrder(msgspec.Struct, frozen=True):
     seed: int
     vocabulary: int
     memory: int = 0
+    base_memory: int = 0
     prompts: int = 4  # of a round, at once
     prompt: int = 32
     answer: int = 5
@@ -40,10 +41,19 @@ class Round(msgspec.Struct, frozen=True):
     theirs: float
 
 
+class Rates(msgspec.Struct, frozen=True):
+    """Tokens a second of one round: of answers alone, of training alone, and of both in shared passes."""
+
+    answers: float
+    training: float
+    both: float
+
+
 class StreamedReport(msgspec.Struct, frozen=True):
     """`imports` in bytes. Rates are bytes a second: `disk` before and after, `decoding` of each round of
     answers alone. `deferral` has the fine-tuning tokens a second of algorithm 2 and of algorithm 1, `turns`
-    the seconds of a round in turns and shared; `peer` the seconds of a round of a peer's, of `tokens`."""
+    the seconds of a round in turns and shared, of `tokens`; `rates` those of `share`; `peer` the seconds of a
+    round of a peer's."""
 
     imports: int = 0
     loading: float = 0.0
@@ -59,3 +69,4 @@ class StreamedReport(msgspec.Struct, frozen=True):
     turns: tuple[Round, ...] = ()
     tokens: int = 0  # trained and answered in a round of `turns`, or of a peer
     peer: tuple[float, ...] = ()
+    rates: tuple[Rates, ...] = ()

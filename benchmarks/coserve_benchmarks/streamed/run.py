@@ -22,7 +22,7 @@ from coserve_benchmarks.streamed.limit import Limited, run_limited
 from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport
 from coserve_benchmarks.timing import ratio_of
 
-GROUPS: Final = ("coserve", "peers")
+GROUPS: Final = ("coserve", "peers", "shares")
 BARS: Final[dict[str, Bar | None]] = {
     "resident.peak": Bar(1.0, at_most=True),
     "read.share": Bar(0.85),
@@ -31,11 +31,14 @@ BARS: Final[dict[str, Bar | None]] = {
     "vs_peer": Bar(3.0),
 }
 _TIMES: Final = 4  # the model's bytes over the limit
-_ROOM: Final = 2.0  # times the ends and two blocks: for pages and activations, too
+_ROOM: Final = 192 << 20  # bytes beside the weights: for pages, activations, and compiled products
 _SPARE: Final = 48 << 20  # bytes for what no ledger knows: threads' stacks, freed memory
 _SHAPES: Final = 64  # of products whose code oneDNN keeps, of 0.65 MB each; 256 by default
 _PATIENCE: Final = 3600.0  # seconds of one contestant
 _PEER_ROUNDS: Final = 2
+_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks that stay
+_SHARE_ROUNDS: Final = 3
+_SHARE_STEPS: Final = 2  # optimizer steps of a round
 _PEERS: Final[dict[Act, str]] = {
     "accelerate": "transformers, accelerate's offload to disk, PEFT with checkpointing",
     "mapped": "transformers on weights mapped from a file, PEFT with checkpointing",
@@ -55,7 +58,7 @@ def run_streamed(
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
     with tempfile.TemporaryDirectory(prefix="coserve-streamed-") as folder:
         rows = _Rows(bench, Path(folder), quick)
-        run_groups(bench, groups, {"coserve": rows.coserve, "peers": rows.peers})
+        run_groups(bench, groups, {"coserve": rows.coserve, "peers": rows.peers, "shares": rows.shares})
     return bench.results.as_dict()
 
 
@@ -80,9 +83,13 @@ class _Rows:
             few = {"rounds": 1, "bound_rounds": 1, "steps": 2, "answer": 3}
             self._order = msgspec.structs.replace(self._order, **few)
         imports = self._ask("size", 1 << 40).imports
-        least = 2 * (2 * bench.shape.head_weights + 2 * bench.shape.layer_weights // bench.shape.layers)
-        self._limit = max(self._saved // _TIMES, imports + _SPARE + int(_ROOM * least))
-        self._order = msgspec.structs.replace(self._order, memory=self._limit - imports - _SPARE)
+        self._blocks = 2 * bench.shape.layer_weights  # bytes
+        block = self._blocks // bench.shape.layers  # of which two pass through; with norms a little more
+        self._least = int(1.05 * 2 * (2 * bench.shape.head_weights + block))
+        self._limit = max(self._saved // _TIMES, imports + _SPARE + self._least + _ROOM)
+        memory = self._limit - imports - _SPARE
+        room = {"memory": memory, "base_memory": self._least}
+        self._order = msgspec.structs.replace(self._order, **room)
         bench.results.figure("limit", self._limit, "bytes")
         bench.results.figure("imports", imports, "bytes")
         bench.results.figure("model", self._saved, "bytes")
@@ -144,6 +151,26 @@ class _Rows:
         ours = results.figures.get("coserve.tokens")
         if best and ours is not None:
             results.row("vs_peer", ours.value / best, note="; ".join(told))
+
+    def shares(self) -> None:
+        """Rates by the share of the blocks that stays, each under a limit that allows it: what a job makes of
+        blocks that stay, to go back through them, is as large as they are."""
+        results, order = self._bench.results, self._order
+        few = {} if self._quick else {"rounds": _SHARE_ROUNDS, "steps": _SHARE_STEPS}
+        points: dict[str, list[float]] = {"share": [], "answers": [], "training": [], "both": []}
+        for share in _SHARES:
+            stay = int(share * self._blocks)
+            room = {"memory": order.memory + 2 * stay, "base_memory": order.base_memory + stay}
+            given = msgspec.structs.replace(order, **few, **room)
+            found = _read(self._run("share", self._limit + 2 * stay, given))
+            points["share"].append(1 - found.pass_nbytes / self._blocks)
+            for kind in ("answers", "training", "both"):
+                rate = ratio_of([getattr(one, kind) for one in found.rates])
+                title = f"share.{kind} ({share:.0%} of the blocks stay)"
+                results.figure(title, rate.value, "tokens/s", (rate.low, rate.high))
+                points[kind].append(rate.value)
+        for name, values in points.items():
+            results.series(f"share.{name}", values)
 
     def _rate(self, found: StreamedReport, seconds: "Collection[float]") -> float:
         """Tokens answered and trained a second, in the median round."""

@@ -95,17 +95,9 @@ class Base:
 
     @property
     def nbytes_to_train(self) -> int:
-        """Additional bytes of its linears once a job trains; parts that are not resident have theirs one at a
-        time."""
-        stay, go = 0, [0]
-        for part in self._parts:
-            placements = (own.placement for own in part.parameters().values())
-            nbytes = sum(placement.nbytes_to_train for placement in placements if placement is not None)
-            if isinstance(part.residence, Resident):
-                stay += nbytes
-            else:
-                go.append(nbytes)
-        return stay + max(go)
+        """Additional bytes of its linears once a job trains; parts that are not resident have none."""
+        placements = (own.placement for part in self._parts for own in part.parameters().values())
+        return sum(placement.nbytes_to_train for placement in placements if placement is not None)
 
     @property
     def _parts(self) -> list[ModelPart]:

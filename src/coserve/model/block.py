@@ -119,6 +119,13 @@ class Block(ModelPart):
     def holds(self, path: str) -> bool:
         return f"{path}.".startswith(f"{self.path}.")
 
+    def stream(self, residence: Residence) -> None:
+        """Has the parameters pass through memory from where `residence` brings them."""
+        self.residence = residence
+        for own in self.parameters().values():
+            if own.placement is not None:
+                own.placement.pass_through()
+
     def run(self, hidden: Tensor, call: Call) -> Tensor:
         """The layer on hidden [1, rows, width] with its other arguments, within a visit."""
         if self.shortcut is not None and (short := self.shortcut(hidden, call)) is not None:

@@ -126,7 +126,7 @@ class _Loading:
         self._ring = Ring(blocks, RING)
         self._base.buffer_nbytes, self._base.reader = self._ring.nbytes, self._ring
         for place in blocks:
-            self._base.chain.blocks[place].residence = Streamed(self._ring, place)
+            self._base.chain.blocks[place].stream(Streamed(self._ring, place))
 
     def _place(self, plan: ResidencePlan, streamed: dict[int, StoredBlock]) -> None:
         """Puts frozen linears in place, block by block, and stores what is streamed as it is then."""

@@ -36,7 +36,7 @@ def stream_shapes(base: Base, budget: int, rate: float = ASSUMED_RATE) -> Stream
     plan = plan_residence(sizes, budget - ends)
     for place, block in enumerate(base.chain):
         if place not in plan.resident:
-            block.residence = Elsewhere()
+            block.stream(Elsewhere())
     base.buffer_nbytes = plan.buffers * plan.buffer_nbytes
     return Streaming(plan, base.nbytes, rate)
 

@@ -113,11 +113,9 @@ class StoredBlock:
             placement.moved()
 
     def release(self) -> None:
-        """Takes the block's tensors away, and what its placements derived from them."""
+        """Takes the block's tensors away."""
         for tensor, form in self._tensors:
             tensor.data = form.nothing()
-        for placement in self._placements:
-            placement.release_backward()
 
     def forget(self) -> None:
         """Drops views of buffers that will not be used again."""

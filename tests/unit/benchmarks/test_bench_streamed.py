@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coserve.errors import ServerError
+from coserve_benchmarks.redraw import redraw
 from coserve_benchmarks.streamed import limit
 from coserve_benchmarks.streamed.limit import run_limited
 from coserve_benchmarks.streamed.run import BARS, run_streamed
@@ -58,3 +59,7 @@ def test_a_quick_run_fills_the_table(tmp_path: Path) -> None:
     assert {key for key in BARS if key in found} >= BARS.keys() - {"vs_peer"}
     assert found["resident.peak"] <= 1.0 and found["read.share"] > 0
     assert "tokens/s" in found["notes"]["vs_peer"]
+    shares = found["series"]["share.share"]
+    assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
+    redraw(tmp_path / "streamed.json", tmp_path / "shares.svg")
+    assert "share of the blocks" in (tmp_path / "shares.svg").read_text()
