@@ -103,7 +103,7 @@ def _open(order: StreamedOrder) -> Engine:
 
 
 def _config(order: StreamedOrder) -> EngineConfig:
-    """What is left of the limit: a part for the weights, pages for requests of a round and some more."""
+    """An engine within the order's memory, with pages for the requests of a round and two more."""
     tokens = (order.prompts + 2) * (order.prompt + order.answer + 16)
     return EngineConfig(
         memory=order.memory,

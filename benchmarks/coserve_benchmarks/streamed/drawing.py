@@ -6,8 +6,10 @@ from typing import Any, Final
 
 from coserve_benchmarks.drawing import BOUND, MUTED, OUTPUT, new_figure, save, style
 
-_LINES: Final = {"both": ("both in shared passes", BOUND), "training": ("training alone", MUTED)} | {
-    "answers": ("answers alone", OUTPUT)
+_LINES: Final = {
+    "both": ("both in shared passes", BOUND),
+    "training": ("training alone", MUTED),
+    "answers": ("answers alone", OUTPUT),
 }
 
 

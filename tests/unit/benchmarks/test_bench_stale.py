@@ -213,6 +213,14 @@ def test_changes_after_its_day_count_where_no_commit_is_recorded(repository: Rep
     assert found.changes == 0 and not found.is_current and "no commit recorded" in found.verdict
 
 
+def test_a_bare_day_counts_from_midnight(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository.write(date="2035-02-03")
+    for moment, changes in (("2035-02-02T23:59:59Z", 0), ("2035-02-03T00:00:01Z", 1)):
+        monkeypatch.setenv("GIT_COMMITTER_DATE", moment)
+        repository.commit("src/code.py")
+        assert repository.standing.changes == changes
+
+
 def test_code_that_was_not_committed_is_stale(repository: Repository) -> None:
     repository.write(code={"commit": repository.git("rev-parse", "HEAD"), "dirty": True})
     assert not repository.standing.is_current

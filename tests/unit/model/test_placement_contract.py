@@ -48,7 +48,7 @@ def streamed(weight: Tensor, bias: Tensor | None) -> Placement:
     placement, layer = place_locally(weight, bias), nn.Module()
     layer.up = FrozenLinear("up", placement, (OUT, IN), BatchCell())
     block = Block("layers.0", layer)
-    block.residence = Streamed(Ring({0: store(block, ReadBuffer(0), [], ScratchFile(""))}, 2), 0)
+    block.stream(Streamed(Ring({0: store(block, ReadBuffer(0), [], ScratchFile(""))}, 2), 0))
     VISITS.enter_context(block.visit(Direction.INFER))
     return placement
 
@@ -167,9 +167,23 @@ def test_bytes_are_those_of_its_tensors_and_training_takes_what_was_said(
         assert before == weight.nbytes + offset.nbytes
     placement.backward(drawn(3, 2, OUT, dtype=dtype))
     assert placement.nbytes == before + more and placement.nbytes_to_train == 0
-    assert (more > 0) == isinstance(placement, PackedPlacement)
+    assert (more > 0) == (isinstance(placement, PackedPlacement) and kind != "streamed")
     placement.release_backward()
     assert placement.nbytes == before and placement.nbytes_to_train == more
+
+
+@kinds
+@dtypes
+def test_passing_through_changes_no_bit_and_keeps_no_bytes(kind: str, dtype: torch.dtype) -> None:
+    placement, _, _ = made(kind, dtype)
+    grad = drawn(3, 7, OUT, dtype=dtype)
+    wanted, before = placement.backward(grad), drawn(4, 7, IN, dtype=dtype)
+    placement.release_backward()
+    nbytes, answered = placement.nbytes, placement.forward(before)
+    placement.pass_through()
+    for _ in range(2):
+        assert torch.equal(placement.backward(grad), wanted) and placement.nbytes == nbytes
+        assert torch.equal(placement.forward(before), answered) and placement.nbytes_to_train == 0
 
 
 @kinds
