@@ -95,9 +95,12 @@ class Base:
 
     @property
     def nbytes_to_train(self) -> int:
-        """Additional bytes of its linears once a job trains; parts that are not resident have none."""
-        placements = (own.placement for part in self._parts for own in part.parameters().values())
-        return sum(placement.nbytes_to_train for placement in placements if placement is not None)
+        """Additional bytes of its linears once a job trains: what they keep, and what the backward of one
+        takes while it runs."""
+        owns = (own.placement for part in self._parts for own in part.parameters().values())
+        placements = [placement for placement in owns if placement is not None]
+        kept = sum(placement.nbytes_to_train for placement in placements)
+        return kept + max((placement.backward_nbytes for placement in placements), default=0)
 
     @property
     def _parts(self) -> list[ModelPart]:

@@ -31,12 +31,14 @@ class Placement(ABC):
     """Computes a frozen linear of the base, wherever its weight is. The product is always offered, other
     operations if in `offers`; they raise NotOffered otherwise. `bias` is [out], None where the linear has
     none. An asynchronous placement belongs to a `group`, which rows call; its `forward` and `backward` block.
-    `nbytes_to_train` are further bytes that the first backward will allocate; 0 after that."""
+    `nbytes_to_train` are further bytes that the first backward will allocate and keep; 0 after that.
+    `backward_nbytes` are bytes of weights that each backward allocates and frees."""
 
     bias: Tensor | None
     offers: frozenset[Offer] = frozenset(Offer)
     group: Group | None = None
     nbytes_to_train: int = 0
+    backward_nbytes: int = 0
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
@@ -158,11 +160,13 @@ class PackedPlacement(Placement):
 
     def release_backward(self) -> None:
         self._transposed = None
-        self.nbytes_to_train = self._nbytes
+        if self._keeps_transposed:
+            self.nbytes_to_train = self._nbytes
 
     def pass_through(self) -> None:
         self._transposed, self._keeps_transposed = None, False
-        self._nbytes = self.nbytes_to_train = 0
+        self.nbytes_to_train = 0
+        self.backward_nbytes = self._nbytes  # unpacked
 
     def moved(self) -> None:
         if self._address is not None:
