@@ -81,6 +81,9 @@ class Sequence:
     A preempted sequence may be `swapped` to the second tier. While it is `loading`, it has pages again and no
     rows; afterwards `filled` of them, after the shared ones, are as they were.
 
+    All `pages` of an `offloaded` sequence are in slower memory: the device's are too few for it. It has all
+    that it will need from the start, shares none, and is not preempted.
+
     Plans under way count as done: their rows are `computed`, and the tokens that they will sample are counted
     in `length` and `unsampled`.
     """
@@ -88,6 +91,7 @@ class Sequence:
     key: int
     request: Request
     output: list[int] = field(default_factory=list)
+    offloaded: bool = False
     unsampled: int = 0  # tokens at its end that plans under way will sample
     expected_at: float | None = None  # when the last of these is predicted to come
     under_way: int = 0  # segments of it in plans whose results have not come

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from operator import mul
 from typing import Self
 
-from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment, WeightReads
+from coserve.core.plan import (
+    InferenceSegment,
+    OffloadReads,
+    Plan,
+    StepResult,
+    TrainingSegment,
+    WeightReads,
+)
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.lanes import LaneCosts
@@ -26,6 +33,7 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "forward_rows": 1e-4,  # a row through the whole depth
     "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
     "decode_context": 1e-7,  # a cached token read by a decode row
+    "offloaded_context": 1e-6,  # a cached token of an offloaded sequence that a segment reads, all layers
     "forward_attention": 1e-8,  # a (row, earlier row) pair of a prefill or a kept window, whole depth
     "adapters": 2e-4,  # a distinct adapter through the whole depth
     "backward_layers": 2e-2,  # a way back over the whole depth: jobs at the same layer share it
@@ -41,6 +49,7 @@ NAMES = tuple(DEFAULT_WEIGHTS)
     _FORWARD_ROWS,
     _TAIL_ROWS,
     _DECODE_CONTEXT,
+    _OFFLOADED_CONTEXT,
     _FORWARD_ATTENTION,
     _ADAPTERS,
     _BACKWARD_LAYERS,
@@ -52,7 +61,11 @@ NAMES = tuple(DEFAULT_WEIGHTS)
 
 # Steps of one kind share a factor of slowness relative to their measurement.
 _KIND_OF = tuple(
-    "backward" if name.startswith("backward") else name if name in ("loss_rows", "updates") else "forward"
+    "backward"
+    if name.startswith("backward")
+    else name
+    if name in ("loss_rows", "updates", "offloaded_context")
+    else "forward"
     for name in NAMES
 )
 
@@ -61,6 +74,7 @@ _RATE = 0.02  # of the error that one observation moves the weights by
 _RANGE = 3.0  # how far a weight may move from what was measured, either way
 _DRIFT = 0.1  # of the logarithmic error that one observation moves the factors by
 _MEMORY = 0.05  # of an observation in the running error
+_OFFLOAD_MEMORY = 0.25  # of a measurement of reading offloaded tokens
 _UNKNOWN_ERROR = 0.25  # before anything was measured
 _ALL = -1  # every bit
 _NO_READS = WeightReads()
@@ -127,16 +141,21 @@ class Features:
 
     def add(self, segment: InferenceSegment) -> None:
         """Adds a segment of a sequence."""
-        self.add_inference(segment.context, segment.length, segment.tail_rows, segment.adapter)
+        offloaded = segment.offloaded
+        self.add_inference(segment.context, segment.length, segment.tail_rows, segment.adapter, offloaded)
 
-    def add_inference(self, start: int, rows: int, tail: int, adapter: str | None) -> None:
-        """Adds `rows` rows after `start` cached ones, `tail` of which go through the head."""
+    def add_inference(
+        self, start: int, rows: int, tail: int, adapter: str | None, offloaded: bool = False
+    ) -> None:
+        """Adds `rows` rows after `start` cached ones, which are read from slower memory if `offloaded`;
+        `tail` of the rows go through the head."""
         self.answers = True
         values = self.values
         values[_FORWARD_LAYERS] = 1.0 + self._fills
         self._covered = _ALL
         values[_FORWARD_ROWS] += rows
         values[_TAIL_ROWS] += tail
+        values[_OFFLOADED_CONTEXT] += start * offloaded
         if rows == 1:
             values[_DECODE_CONTEXT] += start + 1
         else:
@@ -337,6 +356,21 @@ class CostModel:
         self._correct_weights(values, taken, predicted)
         self._correct_factors(values, taken, predicted)
         self._apply_factors()
+
+    def start_offloaded(self, seconds: float) -> None:
+        """Sets the seconds of a cached token that is read from slower memory, as guessed."""
+        self._measured[_OFFLOADED_CONTEXT] = self._weights[_OFFLOADED_CONTEXT] = seconds
+        self._apply_factors()
+
+    def observe_offloaded(self, plan: Plan, reads: OffloadReads) -> None:
+        """Learns the seconds of a cached token of offloaded sequences from what a step read of them."""
+        tokens = sum(segment.context for segment in plan.inference if segment.offloaded)
+        if not tokens or reads.seconds <= 0:
+            return
+        known = self._effective[_OFFLOADED_CONTEXT]
+        taken = min(reads.seconds / tokens, known * _OUTLIER)
+        self._factors[_KIND_OF[_OFFLOADED_CONTEXT]] = 1.0
+        self.start_offloaded(known + _OFFLOAD_MEMORY * (taken - known))
 
     def observe_lanes(self, plan: Plan, result: StepResult, host: float = 0.0) -> None:
         """Learns each lane's slowdown from a step with split lanes, to which the host added `host`."""

@@ -183,7 +183,7 @@ class Prefixes:
     # Found tokens
 
     def _takes_part(self, sequence: Sequence) -> bool:
-        return self._sharing and sequence.request.scope is not None
+        return self._sharing and sequence.request.scope is not None and not sequence.offloaded
 
     def _most(self, sequence: Sequence) -> int:
         """Most tokens it may find: all but the last one and those to be scored."""

@@ -21,6 +21,7 @@ from coserve.schedule import answers
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
+from coserve.schedule.offloading import Offloading
 from coserve.schedule.pace import prefill_limit
 from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
@@ -64,8 +65,10 @@ class Scheduler:
         cost: CostModel,
         policy: Policy,
         swapping: Swapping | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
-        """`swapping` is the second tier of pages; without it preempted sequences are computed again."""
+        """`swapping` is the second tier of pages; without it preempted sequences are computed again.
+        `offloading` are its pages for sequences that are longer than all of `pages`."""
         self.config = config
         self.cost = cost
         self.policy = policy
@@ -73,7 +76,8 @@ class Scheduler:
         self.interruptible = config.interruptible  # whether arrivals stop the training of the next step
         self.window_rows = config.reserved_rows  # of a window alone in the next step, that memory bears
         self.swapping = swapping or Swapping(cost)
-        self._requests = RequestQueues(config, pages, self.swapping)
+        self._requests = RequestQueues(config, pages, self.swapping, offloading)
+        self.offloading = self._requests.offloading
         self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
         self._sequences: dict[int, Sequence] = {}  # that have not ended
@@ -108,7 +112,8 @@ class Scheduler:
         the next `apply` returns its `Finished`. A `blocked` request stays out of the queue until `unblock`.
         """
         self._requests.check(request)
-        sequence = Sequence(self.new_key(), request, output=list(output))
+        is_long = self._requests.is_long(request)
+        sequence = Sequence(self.new_key(), request, output=list(output), offloaded=is_long)
         # Training runs last in a step: a request that arrived during one waited for its training.
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)
@@ -250,6 +255,14 @@ class Scheduler:
         self.stats.swapped_out_pages += written
         self.stats.swapped_in_pages += read
         self.stats.swap_failures += len(result.swap_failed)
+        self.cost.observe_offloaded(plan, result.offload_reads)
+        self.stats.offloaded_read_bytes += result.offload_reads.nbytes
+        self.stats.offload_failures += len(result.lost)
+        for key, lost in result.lost.items():
+            if key in self._sequences:  # else it was cancelled meanwhile
+                sequence = self._sequences[key]
+                self._retire(sequence, FinishReason.CANCELLED, now)
+                events.append(RequestFailed(key, sequence.request.id, lost))
         for job, error in result.failed.items():
             self.training.remove(job)
             events.append(JobFailed(job, error))
@@ -331,8 +344,10 @@ class Scheduler:
             if rows <= 0:
                 return
             if not sequence.pages:
-                closed = closed or not self._requests.enter(sequence, builder.now)
-                if closed:
+                if closed and not sequence.offloaded:
+                    continue
+                if not self._requests.enter(sequence, builder.now):
+                    closed = closed or not sequence.offloaded  # others' pages are elsewhere
                     continue
                 self.stats.count_entered(sequence)
             builder.add(sequence, rows, filled)

@@ -181,7 +181,7 @@ def longest_moves(running: Iterable[Sequence], now: float, cost: CostModel, conf
     running = [one for one in running if one.newest_at is not None]
     due, margin, features = INFINITE, 0.0, Features()
     for one in running:
-        features.add_inference(one.virtual + one.computed, 1, 1, one.request.adapter)
+        features.add_inference(one.virtual + one.computed, 1, 1, one.request.adapter, one.offloaded)
         if (bound := one.request.slo.between_tokens) is not None and one.newest_at is not None:
             due = min(due, one.newest_at + bound)
             tokens = one.request.sampling.max_tokens

@@ -340,6 +340,10 @@ class EngineStats(WireMessage, frozen=True):
     swap_failures: int = 0  # copies that could not be written or read
     swap_pages: int = 0  # that the second tier has room for
     swap_pages_used: int = 0
+    offloaded_pages: int = 0  # that slower memory has room for, of sequences longer than all pages
+    offloaded_pages_used: int = 0
+    offloaded_read_bytes: int = 0
+    offload_failures: int = 0  # sequences whose keys and values could not be written or read
     recomputed_tokens: int = 0  # that passed the model again after a preemption
 
 
