@@ -215,7 +215,7 @@ def test_sequences_wait_for_room_and_all_are_answered() -> None:
     assert few.scheduler.offloading.pages < 2 * (LONG // PAGE), "room for one"
     wanted, found = ([ask(engine, one) for one in (*longs, short)] for engine in (full, few))
     full.run()
-    while not found[-1].is_finished:
+    while not found[-1].sequence.is_finished:
         few.step()
     assert not found[1].tokens, "the second long one waits for the first"
     few.run()
@@ -226,10 +226,10 @@ def test_sequences_wait_for_room_and_all_are_answered() -> None:
 
 def test_the_cost_of_reading_is_learned() -> None:
     engine = engine_of(FEW)
-    guess = engine.scheduler.cost.weights["offloaded_context"]
+    guess = engine.scheduler.cost.offload.token_seconds
     ask(engine, prompts(random.Random(3), [LONG])[0])
     engine.run()
-    learned = engine.scheduler.cost.weights["offloaded_context"]
+    learned = engine.scheduler.cost.offload.token_seconds
     assert learned != guess and 0 < learned < 1
     stats = engine.stats()
     assert stats.offloaded_read_bytes > 0 and stats.offloaded_pages > stats.offloaded_pages_used == 0

@@ -48,6 +48,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.offloading import Offloading
 from coserve.schedule.policies import Policy, make_policy
+from coserve.schedule.reads import OffloadCosts
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import GUESS, Swapping
 from coserve.text import Text
@@ -404,10 +405,8 @@ class Engine:
         offloading = Offloading(
             swapping, config.pages + 1, spec.offload_pages, config.page_size, spec.offload_refusal
         )
-        token_nbytes = (
-            offloaded_page_nbytes(self.base.caches, config.page_size, self.base.dtype) / config.page_size
-        )
-        cost.start_offloaded(GUESS * token_nbytes)
+        page_nbytes = offloaded_page_nbytes(self.base.caches, config.page_size, self.base.dtype)
+        cost.offload = OffloadCosts(GUESS * page_nbytes / config.page_size)
         return Scheduler(settings, self._pages, cost, policy, swapping, offloading)
 
     def _request(

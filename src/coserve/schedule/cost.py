@@ -22,7 +22,7 @@ from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.lanes import LaneCosts
 from coserve.schedule.margin import Margin, share_of_steps
-from coserve.schedule.reads import ReadCosts
+from coserve.schedule.reads import OffloadCosts, ReadCosts
 from coserve.schedule.segments import causal_pairs, training_segment
 
 # What one unit of each feature is. The numbers are the seconds per unit assumed before any measurement:
@@ -33,7 +33,6 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "forward_rows": 1e-4,  # a row through the whole depth
     "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
     "decode_context": 1e-7,  # a cached token read by a decode row
-    "offloaded_context": 1e-6,  # a cached token of an offloaded sequence that a segment reads, all layers
     "forward_attention": 1e-8,  # a (row, earlier row) pair of a prefill or a kept window, whole depth
     "adapters": 2e-4,  # a distinct adapter through the whole depth
     "backward_layers": 2e-2,  # a way back over the whole depth: jobs at the same layer share it
@@ -49,7 +48,6 @@ NAMES = tuple(DEFAULT_WEIGHTS)
     _FORWARD_ROWS,
     _TAIL_ROWS,
     _DECODE_CONTEXT,
-    _OFFLOADED_CONTEXT,
     _FORWARD_ATTENTION,
     _ADAPTERS,
     _BACKWARD_LAYERS,
@@ -61,11 +59,7 @@ NAMES = tuple(DEFAULT_WEIGHTS)
 
 # Steps of one kind share a factor of slowness relative to their measurement.
 _KIND_OF = tuple(
-    "backward"
-    if name.startswith("backward")
-    else name
-    if name in ("loss_rows", "updates", "offloaded_context")
-    else "forward"
+    "backward" if name.startswith("backward") else name if name in ("loss_rows", "updates") else "forward"
     for name in NAMES
 )
 
@@ -74,22 +68,33 @@ _RATE = 0.02  # of the error that one observation moves the weights by
 _RANGE = 3.0  # how far a weight may move from what was measured, either way
 _DRIFT = 0.1  # of the logarithmic error that one observation moves the factors by
 _MEMORY = 0.05  # of an observation in the running error
-_OFFLOAD_MEMORY = 0.25  # of a measurement of reading offloaded tokens
 _UNKNOWN_ERROR = 0.25  # before anything was measured
 _ALL = -1  # every bit
 _NO_READS = WeightReads()
+_NO_OFFLOAD_READS = OffloadReads()
 _OUTLIER = 4.0  # a step this many times slower or faster teaches no more than one exactly so
 
 
 class Features:
     """Features of a step, counted as its plan is built. `values` follows `NAMES`."""
 
-    __slots__ = ("_adapters", "_back", "_covered", "_fills", "_returned", "answers", "trains", "values")
+    __slots__ = (
+        "_adapters",
+        "_back",
+        "_covered",
+        "_fills",
+        "_returned",
+        "answers",
+        "offloaded",
+        "trains",
+        "values",
+    )
 
     def __init__(self) -> None:
         self.values = [0.0] * len(NAMES)
         self.values[_STEP] = 1.0
         self.trains = self.answers = False
+        self.offloaded = 0  # cached tokens that are read from slower memory
         self._covered = 0  # a bit for each layer that some forward row visits; all bits are of every depth
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._back: tuple[int, ...] = ()  # bits of layers visited on each way back
@@ -123,6 +128,7 @@ class Features:
         twin = Features.__new__(Features)
         twin.values = self.values.copy()
         twin.trains, twin.answers = self.trains, self.answers
+        twin.offloaded = self.offloaded
         twin._covered = self._covered
         twin._returned = self._returned.copy()
         twin._back = self._back
@@ -155,7 +161,7 @@ class Features:
         self._covered = _ALL
         values[_FORWARD_ROWS] += rows
         values[_TAIL_ROWS] += tail
-        values[_OFFLOADED_CONTEXT] += start * offloaded
+        self.offloaded += start * offloaded
         if rows == 1:
             values[_DECODE_CONTEXT] += start + 1
         else:
@@ -247,7 +253,8 @@ class Costs:
 
 class CostModel:
     """Predicts the seconds of a step: a non-negative weight for each feature times its kind's factor, or the
-    time in which weights are read (`reads`), whichever is longer, and the host's own time (`host`)."""
+    time in which weights are read (`reads`), whichever is longer, and the host's own time (`host`). The
+    time in which offloaded keys and values are read (`offload`) adds to that of computing."""
 
     _effective: list[float]  # weight times factor, by feature
 
@@ -258,6 +265,7 @@ class CostModel:
         self.misses = Margin()
         self.lanes = LaneCosts()
         self.reads = ReadCosts()
+        self.offload = OffloadCosts()
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
 
     @property
@@ -323,9 +331,11 @@ class CostModel:
         seconds: float,
         host: float = 0.0,
         reads: WeightReads = _NO_READS,
+        offload: OffloadReads = _NO_OFFLOAD_READS,
     ) -> None:
         """Learns from one step that took its executor `seconds`, and the host `host` beside it. What it
-        waited for weights teaches `reads`, the rest the weights of its features.
+        waited for weights teaches `reads`, what it waited for offloaded keys and values `offload`, the rest
+        the weights of its features.
 
         Each kind of work has a factor that follows recent steps: a busier machine, or more activations stored
         than when it was measured. A kind learns from a step in proportion to its share of it. Weights within
@@ -349,28 +359,14 @@ class CostModel:
             self.misses.observe((taken + host) / usual, features.trains)
             self._hosts += 1
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
-        if self.reads.layers:
+        self.offload.observe(features.offloaded, offload)
+        if self.reads.layers or features.offloaded:
             predicted = max(self._computed(values), 1e-9)
-            computed = max(seconds - reads.waited, 0.0)
+            computed = max(seconds - reads.waited - offload.seconds, 0.0)
             taken = min(max(computed, predicted / _OUTLIER), predicted * _OUTLIER)
         self._correct_weights(values, taken, predicted)
         self._correct_factors(values, taken, predicted)
         self._apply_factors()
-
-    def start_offloaded(self, seconds: float) -> None:
-        """Sets the seconds of a cached token that is read from slower memory, as guessed."""
-        self._measured[_OFFLOADED_CONTEXT] = self._weights[_OFFLOADED_CONTEXT] = seconds
-        self._apply_factors()
-
-    def observe_offloaded(self, plan: Plan, reads: OffloadReads) -> None:
-        """Learns the seconds of a cached token of offloaded sequences from what a step read of them."""
-        tokens = sum(segment.context for segment in plan.inference if segment.offloaded)
-        if not tokens or reads.seconds <= 0:
-            return
-        known = self._effective[_OFFLOADED_CONTEXT]
-        taken = min(reads.seconds / tokens, known * _OUTLIER)
-        self._factors[_KIND_OF[_OFFLOADED_CONTEXT]] = 1.0
-        self.start_offloaded(known + _OFFLOAD_MEMORY * (taken - known))
 
     def observe_lanes(self, plan: Plan, result: StepResult, host: float = 0.0) -> None:
         """Learns each lane's slowdown from a step with split lanes, to which the host added `host`."""
@@ -406,7 +402,7 @@ class CostModel:
 
     def _executed(self, features: Features) -> float:
         """The executor's seconds of a step with these features."""
-        computed = self._computed(features.values)
+        computed = self._computed(features.values) + self.offload.seconds(features.offloaded)
         if not self.reads.layers:
             return computed
         return max(computed, self.reads.seconds(features.visits(self.reads.layers)))

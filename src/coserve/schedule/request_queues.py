@@ -59,8 +59,9 @@ class RequestQueues:
             *_age(sequence),
         )
 
-    def check(self, request: Request) -> None:
-        """Raises RequestError if the request could never run to its end."""
+    def check(self, request: Request) -> bool:
+        """Tells whether a request needs more pages than the device has, so that it is offloaded. Raises
+        RequestError if it could never run to its end."""
         prompt, answer = len(request.prompt), request.sampling.max_tokens
         if prompt == 0:
             raise EmptyPrompt(f"request {request.id} has an empty prompt; it needs at least one token")
@@ -70,22 +71,15 @@ class RequestQueues:
                 f"request {request.id} has {prompt} prompt tokens and asks for up to {answer} more{virtual}, "
                 f"together {positions}; the model has {self._config.max_positions} positions"
             )
-        most, needed = self._needs(request)
-        if needed > self._pages.pages and (why := self.offloading.refusal(request, most)):
+        most = prompt + max(answer, 1) - 1  # the last token of an answer never enters the cache
+        needed = self._pages.pages_for(request.virtual) + self.prefixes.pages_for(request.virtual, most)
+        is_long = needed > self._pages.pages
+        if is_long and (why := self.offloading.refusal(request, most)):
             raise OutOfPages(
                 f"request {request.id} can grow to {most} cached tokens{virtual}, {needed} pages of "
                 f"{self._pages.page_size}; there are {self._pages.pages} in all, and {why}"
             )
-
-    def is_long(self, request: Request) -> bool:
-        """Tells whether the device's pages are too few for a request."""
-        return self._needs(request)[1] > self._pages.pages
-
-    def _needs(self, request: Request) -> tuple[int, int]:
-        """Most tokens of a request that are cached, and the pages for them and its virtual ones."""
-        most = len(request.prompt) + max(request.sampling.max_tokens, 1) - 1  # the last one never is
-        virtual = request.virtual
-        return most, self._pages.pages_for(virtual) + self.prefixes.pages_for(virtual, most)
+        return is_long
 
     def room(self, prompt: int, virtual: int) -> int:
         """Most tokens of an answer to `prompt` tokens after `virtual` virtual ones; less than one where the

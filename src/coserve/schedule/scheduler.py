@@ -111,8 +111,7 @@ class Scheduler:
         `output` is the part of the answer that another engine generated: a complete answer ends at once, and
         the next `apply` returns its `Finished`. A `blocked` request stays out of the queue until `unblock`.
         """
-        self._requests.check(request)
-        is_long = self._requests.is_long(request)
+        is_long = self._requests.check(request)
         sequence = Sequence(self.new_key(), request, output=list(output), offloaded=is_long)
         # Training runs last in a step: a request that arrived during one waited for its training.
         ended, training = self._last_training
@@ -255,7 +254,6 @@ class Scheduler:
         self.stats.swapped_out_pages += written
         self.stats.swapped_in_pages += read
         self.stats.swap_failures += len(result.swap_failed)
-        self.cost.observe_offloaded(plan, result.offload_reads)
         self.stats.offloaded_read_bytes += result.offload_reads.nbytes
         self.stats.offload_failures += len(result.lost)
         for key, lost in result.lost.items():
@@ -488,7 +486,7 @@ class Scheduler:
             sequence.deferred += training
         self._last_training = (now, training)
         if plan.split is None:
-            self.cost.observe(plan, executed, host, result.reads)
+            self.cost.observe(plan, executed, host, result.reads, result.offload_reads)
         else:
             self.cost.observe_lanes(plan, result, host)
         self.stats.steps += 1

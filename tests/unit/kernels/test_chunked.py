@@ -1,6 +1,7 @@
 """Attention over chunks of keys equals attention over all of them at once."""
 
 import secrets
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -34,7 +35,7 @@ def test_chunks_in_any_order_give_plain_attention(
         spec = AttentionSpec(0.3, window, softcap, sinks)
         it = ChunkedAttention(q, length - rows, groups, 5, spec)
         cuts = sorted({0, length, *(draws.randint(0, length) for _ in range(4))})
-        chunks = list(zip(cuts, cuts[1:], strict=False))
+        chunks = list(pairwise(cuts))
         draws.shuffle(chunks)
         for low, high in chunks:
             it.add(k[:, low:high], v[:, low:high], low)
