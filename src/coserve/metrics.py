@@ -147,6 +147,15 @@ class Metrics:
             self._counter("swap_failures", "Copies of pages that could not be written or read.")
         )
         self.swap_usage = self._gauge("swap_usage_perc", "Part of the second tier in use; 1 is all.")
+        self.offload_usage = self._gauge(
+            "offload_usage_perc", "Part of the second tier with prompts longer than the cache; 1 is all."
+        )
+        self.offloaded_read = MirroredCounter(
+            self._counter("offloaded_read_bytes", "Keys and values of such prompts that steps have read.")
+        )
+        self.offload_failures = MirroredCounter(
+            self._counter("offload_failures", "Such prompts whose keys and values were lost.")
+        )
         self.recomputed_tokens = MirroredCounter(
             self._counter("recomputed_tokens", "Tokens that passed the model again after a preemption.")
         )

@@ -71,7 +71,8 @@ def expect_empty(engine: Engine) -> None:
 def test_a_long_prompt_is_answered_as_in_full_memory(
     arch: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its attention: with windows, soft caps, sinks, and layers that read others' keys. With short requests, an adapter and a job in the same steps, read in pieces of a few tokens."""
+    """Whatever its attention: with windows, soft caps, sinks, and layers that read others' keys. Short
+    requests, an adapter and a job are in the same steps; pieces of a few tokens are read."""
     monkeypatch.setattr(offloaded, "CHUNK", 4096)
     seed = secrets.randbits(32)
     print(f"seed {seed}")

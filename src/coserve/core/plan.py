@@ -40,8 +40,8 @@ class InferenceSegment:
 
     They are its own tokens [start, start + length) and attend to the `context` positions before them, virtual
     ones included. `tail_rows` of them pass the final norm and the head: the sampled one, and those with
-    requested log-probabilities. `new_pages` are appended to the sequence's block table. Those of an `offloaded`
-    sequence read their context from slower memory.
+    requested log-probabilities. `new_pages` are appended to the sequence's block table. Those of an
+    `offloaded` sequence read their context from slower memory.
     """
 
     key: int

@@ -86,8 +86,8 @@ class LocalExecutor(Executor):
         offload_space: OffloadSpace | None = None,
     ) -> None:
         """`grown` are the bytes that loading the base took, and keeps, beside its weights; `streaming` says
-        how it is streamed, `swap_space` where pages move to as plans say, `offload_space` where those of longer
-        sequences are."""
+        how it is streamed, `swap_space` where pages move to as plans say, `offload_space` where those of
+        longer sequences are."""
         self.base, self.attention, self.table = base, attention, table
         self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
@@ -372,8 +372,8 @@ class LocalExecutor(Executor):
         return FusedRows(parts, lora.rest, lora), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
-        """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows of
-        an adapter are adjacent."""
+        """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows
+        of an adapter are adjacent."""
         ordered = sorted(segments, key=lambda s: (s.offloaded, not self._decodes(s), *self._kind(s.adapter)))
         tokens, common = self.table.batch(ordered, sum(map(self._decodes, ordered)))
         return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))

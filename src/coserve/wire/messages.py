@@ -178,6 +178,7 @@ class Hello(WireMessage, frozen=True):
     starved: dict[str, float] = {}  # of `jobs`, those without time to train, and for how many seconds
     quantize: str = "none"  # or 8bit, 4bit
     cache_dtype: str = "auto"  # or int8
+    offloaded_tokens: int = 0  # most tokens of a sequence in slower memory
     crash: str = ""  # how the engine before this one brought itself down; empty where it did not
 
 

@@ -129,4 +129,7 @@ def _gauge(state: State) -> None:
     metrics.swapped_in_pages.reach(stats.swapped_in_pages)
     metrics.swap_failures.reach(stats.swap_failures)
     metrics.swap_usage.set(stats.swap_pages_used / max(stats.swap_pages, 1))
+    metrics.offload_usage.set(stats.offloaded_pages_used / max(stats.offloaded_pages, 1))
+    metrics.offloaded_read.reach(stats.offloaded_read_bytes)
+    metrics.offload_failures.reach(stats.offload_failures)
     metrics.recomputed_tokens.reach(stats.recomputed_tokens)
