@@ -7,7 +7,7 @@ same step as everybody else's. `kernels/chunked.py` has the arithmetic.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ class OffloadTier(Protocol):
         ...
 
 
-class OffloadedSegment(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OffloadedSegment:
     """`count` rows of sequence `key` from position `start` on."""
 
     key: int
@@ -152,11 +153,8 @@ class OffloadedCache:
         data = self._tier.read(held.place, place, count * row)
         seconds = self._reads.seconds + time.perf_counter() - begun
         self._reads = OffloadReads(self._reads.nbytes + count * row, seconds)
-        keys, values = (
-            data.view(self._dtype)
-            .view(count, -1)
-            .split([cache.groups * cache.key, cache.groups * cache.value], dim=1)
-        )
+        rows, width = data.view(self._dtype).view(count, -1), cache.groups * cache.key
+        keys, values = rows[:, :width], rows[:, width:]
         return (
             keys.view(count, cache.groups, cache.key).transpose(0, 1),
             values.view(count, cache.groups, cache.value).transpose(0, 1),

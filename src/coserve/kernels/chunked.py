@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec
 
-_SCORES: Final = 1 << 22  # of scores in memory at once, 16 MiB in float32
+_SCORES: Final = 1 << 20  # of scores in memory at once, 4 MiB in float32
 
 
 class ChunkedAttention:
