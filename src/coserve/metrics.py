@@ -138,10 +138,16 @@ class Metrics:
 
     def _make_swaps(self) -> None:
         self.swapped_out_pages = MirroredCounter(
-            self._counter("swapped_out_pages", "Pages of such sequences written to the second tier.")
+            self._counter("swapped_out_pages", "Pages of those and of prefixes written to the second tier.")
         )
         self.swapped_in_pages = MirroredCounter(
             self._counter("swapped_in_pages", "Pages read from there instead of computed again.")
+        )
+        self.prefix_pages_swapped_out = MirroredCounter(
+            self._counter("prefix_pages_swapped_out", "Cached pages written there when evicted.")
+        )
+        self.prefix_pages_swapped_in = MirroredCounter(
+            self._counter("prefix_pages_swapped_in", "Pages of prompts found there.")
         )
         self.swap_failures = MirroredCounter(
             self._counter("swap_failures", "Copies of pages that could not be written or read.")

@@ -58,7 +58,9 @@ def expect_empty(engine: Engine) -> None:
     """Nothing is held for sequences that have ended, on the host and on a local device."""
     engine.run()
     offloading = engine.scheduler.offloading
-    assert offloading.used == 0 and engine.scheduler.swapping.used == 0
+    assert offloading.used == 0 and engine.scheduler.swapping.copies.used == len(
+        engine.scheduler.swapping.copies.evictable
+    )
     assert engine._pages.free_count == engine._pages.pages
     cache = getattr(engine.executor, "_offloaded", None)
     assert cache is None or not cache._held

@@ -239,8 +239,8 @@ class World:
                 assert holder.swapped is not None and not holder.pages
         assert sum(isinstance(owner, int) for owner in self.pool.owners) == len(running)
         copies = [s.swapped.pages for s in self.sequences if s.swapped is not None]
-        copies.append(self.offloading.used)
-        assert self.it.swapping.used == sum(copies) <= self.it.swapping.pages
+        copies += [self.offloading.used, len(self.it.swapping.copies.evictable)]
+        assert self.it.swapping.copies.used == sum(copies) <= self.it.swapping.copies.pages
         assert [self.pool.readers(page) for page in range(self.pool.pages)] == [
             read[page] for page in range(self.pool.pages)
         ]
@@ -323,7 +323,12 @@ def check(
         getattr(world, name)(argument)
     world.drain()
 
-    assert world.pool.free_count == pages and not world.executor._copies and world.it.swapping.used == 0
+    assert world.pool.free_count == pages
+    assert (
+        world.it.swapping.copies.used
+        == len(world.it.swapping.copies.evictable)
+        == len(world.executor._copies)
+    )
     assert world.offloading.used == 0 and not any(s.offloaded and s.preemptions for s in world.sequences)
     for sequence in world.sequences:
         events = world.events[sequence.key]

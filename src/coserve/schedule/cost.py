@@ -461,3 +461,11 @@ def _solve(rows: list[list[float]]) -> dict[int, float]:
     target = np.concatenate([np.ones(len(rows)), np.zeros(len(columns))])
     solution, _ = nnls(np.vstack([matrix[:, columns] / norms[columns], ridge]), target)
     return {int(j): float(weight / norms[j]) for j, weight in zip(columns, solution, strict=True)}
+
+
+def added_seconds(cost: CostModel, context: int, rows: int, adapter: str | None = None) -> float:
+    """Seconds that `rows` of a sequence after `context` positions add to steps."""
+    with_them, without = Features(), Features()
+    with_them.add_inference(context, rows, 0, adapter)
+    without.add_inference(0, 0, 0, adapter)
+    return cost.predict_features(with_them) - cost.predict_features(without)

@@ -49,21 +49,20 @@ class Offloading:
         not free."""
         count = self.pool.pages_for(sequence.longest - 1)
         shared = self._share(count)
-        if shared > self._swapping.pages - self._swapping.used:
+        if count > self.pool.free_count or not self._swapping.copies.make_room(shared):
             return False
         taken = self.pool.allocate(sequence.key, count)
-        if taken is None:
-            return False
-        self._swapping.used += shared
+        assert taken is not None, "so many are free"
+        self._swapping.copies.used += shared
         sequence.pages = [self._first + page for page in taken]
         return True
 
     def leave(self, sequence: Sequence) -> None:
         """Frees the pages of a sequence."""
-        self._swapping.used -= self._share(self.pool.free(sequence.key))
+        self._swapping.copies.used -= self._share(self.pool.free(sequence.key))
         sequence.pages = []
 
     def _share(self, count: int) -> int:
         """Pages of copies that take the bytes of `count` offloaded ones, which may be larger: they are in the
         base's type."""
-        return -(-count * self._swapping.pages // self.pages)
+        return -(-count * self._swapping.copies.pages // self.pages)

@@ -13,6 +13,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.newcomers import is_new
 from coserve.schedule.offloading import Offloading
 from coserve.schedule.prefixes import Prefixes
+from coserve.schedule.swapped_prefixes import SwappedPrefixes
 from coserve.schedule.swapping import Swapping
 
 
@@ -34,8 +35,8 @@ class RequestQueues:
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.released: list[int] = []  # keys whose device state the next plan drops
-        self.prefixes = Prefixes(pages, config.prefix_sharing)
         self.swapping = swapping or Swapping(CostModel())
+        self.prefixes = Prefixes(pages, config.prefix_sharing, SwappedPrefixes(self.swapping, pages))
         self.swapping.on_failure = self._lose_copy
         self.offloading = offloading or Offloading(self.swapping)
         self._config = config
@@ -125,11 +126,11 @@ class RequestQueues:
             return self.offloading.enter(sequence)
         tokens = min(sequence.length + 1, sequence.longest - 1)
         while not self.prefixes.enter(sequence, tokens):
-            if self._resident() or not self.prefixes.let_all_go():
+            if self._resident() or not self.prefixes.held.let_all_go():
                 return False
-        if sequence.filled:
+        if sequence.filled and not sequence.loading:
             self.swapping.read(sequence)
-            self.prefixes.let_go(sequence.key)
+            self.prefixes.held.let_go(sequence.key)
         else:
             self._drop_copy(sequence)
         return True
@@ -179,7 +180,7 @@ class RequestQueues:
             if taken is not None:
                 sequence.pages.extend(taken)
                 return True
-            if len(self._resident()) == 1 and self.prefixes.let_all_go():
+            if len(self._resident()) == 1 and self.prefixes.held.let_all_go():
                 continue
             last = max(self._resident(), key=lambda one: (not one.request.newcomer, *_age(one)))
             self.preempt(last, now)
@@ -194,7 +195,7 @@ class RequestQueues:
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Takes a running sequence's pages; its tokens are swapped out or will be computed again."""
         sequence.reached = max(sequence.reached, sequence.computed)
-        if sequence.loading is not None:
+        if sequence.loading:
             self.swapping.withdraw(sequence)
         elif sequence.told is not None or sequence.filled:  # else it has nothing but what others have
             self._swap_out(sequence, now)
@@ -208,7 +209,7 @@ class RequestQueues:
         start = max(first * size - sequence.virtual, 0)
         if self.swapping.is_worth(sequence, start, end - first, now):
             self.swapping.write(sequence, first, end)
-            self.prefixes.hold(sequence, first)
+            self.prefixes.held.hold(sequence, first)
 
     def _wait_again(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -225,14 +226,14 @@ class RequestQueues:
     def _drop_copy(self, sequence: Sequence) -> None:
         if sequence.swapped is not None:
             self.swapping.drop(sequence)
-            self.prefixes.let_go(sequence.key)
+            self.prefixes.held.let_go(sequence.key)
             sequence.computed = sequence.computed if sequence.pages else 0
 
     def retire(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a waiting, running or blocked sequence."""
         sequence.finish_reason = reason
         self._drop_copy(sequence)
-        if sequence.loading is not None:
+        if sequence.loading:
             self.swapping.withdraw(sequence)
         if sequence.pages:
             self._leave(sequence)

@@ -78,6 +78,7 @@ class Scheduler:
         self.swapping = swapping or Swapping(cost)
         self._requests = RequestQueues(config, pages, self.swapping, offloading)
         self.offloading = self._requests.offloading
+        self.swapped_prefixes = self._requests.prefixes.swapped
         self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
         self._sequences: dict[int, Sequence] = {}  # that have not ended
@@ -171,7 +172,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Tells whether a step would do anything: run rows, release keys, or deliver events."""
-        unreleased = self._requests.released or self.training.released or self.swapping.moves
+        unreleased = self._requests.released or self.training.released or self.swapping.copies.moves
         under_way = any(not launched.plan.is_empty for launched in self._launched)
         return bool(self._sequences or self._events or unreleased or under_way) or self.training.has_work
 
@@ -219,8 +220,8 @@ class Scheduler:
 
     def _plan(self, now: float) -> Plan:
         builder = PlanBuilder(now)
-        if self.swapping.pages:
-            self.swapping.limit = longest_moves(self.running, now, self.cost, self.config)
+        if self.swapping.copies.pages:
+            self.swapping.begin(now, longest_moves(self.running, now, self.cost, self.config))
         self._requests.look_up()
         jobs, starving = self.training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
@@ -328,14 +329,14 @@ class Scheduler:
             if not sequence.pages:  # sequences before it may have taken its cached pages
                 self._requests.look_up(sequence)
             if sequence.swapped is not None and not self.swapping.has_time(sequence.swapped, builder.now):
-                if self.swapping.moves.back:  # it may be next
+                if self.swapping.copies.moves.back:  # it may be next
                     continue
                 self._requests.look_up(sequence, copies=False)  # rows pass in as many steps as they need
-            if sequence.swapped is not None:
+            if sequence.swapped is not None or self._requests.prefixes.reads(sequence):
                 closed = closed or not self._requests.enter(sequence, builder.now)
                 if not closed:
                     self.stats.count_entered(sequence)
-                if closed or sequence.loading is not None:
+                if closed or sequence.loading:
                     continue
             filled = self._requests.prefixes.rows(sequence.request)
             rows = self._chunk(builder, sequence, filled, left, limit)

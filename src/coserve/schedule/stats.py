@@ -23,7 +23,7 @@ class Stats:
     backward_rows: float = 0.0
     updates: int = 0
     preemptions: int = 0
-    swapped_out_pages: int = 0  # of preempted sequences, to the second tier
+    swapped_out_pages: int = 0  # of preempted sequences and of prefixes, to the second tier
     swapped_in_pages: int = 0
     swap_failures: int = 0  # copies that could not be written or read
     offloaded_read_bytes: int = 0  # of keys and values, by steps with rows of offloaded sequences

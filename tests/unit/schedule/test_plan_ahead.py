@@ -160,4 +160,6 @@ def check(world: World) -> None:
     rows = sum(s.length * len(s.span) for s in done if s.direction is Direction.BACKWARD and s.job != "bad")
     assert rows == DEPTH * sum(world.executor.trained.values()), "nothing runs twice"
     assert not world.it.running and not world.it.waiting
-    assert world.it.swapping.used == 0 and not world.executor._copies and world.it.offloading.used == 0
+    prefixes = len(world.it.swapping.copies.evictable)
+    assert world.it.swapping.copies.used == prefixes == len(world.executor._copies)
+    assert world.it.offloading.used == 0

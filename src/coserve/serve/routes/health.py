@@ -127,6 +127,8 @@ def _gauge(state: State) -> None:
     metrics.num_preemptions.reach(stats.preemptions)
     metrics.swapped_out_pages.reach(stats.swapped_out_pages)
     metrics.swapped_in_pages.reach(stats.swapped_in_pages)
+    metrics.prefix_pages_swapped_out.reach(stats.prefix_pages_swapped_out)
+    metrics.prefix_pages_swapped_in.reach(stats.prefix_pages_swapped_in)
     metrics.swap_failures.reach(stats.swap_failures)
     metrics.swap_usage.set(stats.swap_pages_used / max(stats.swap_pages, 1))
     metrics.offload_usage.set(stats.offloaded_pages_used / max(stats.offloaded_pages, 1))
