@@ -16,6 +16,7 @@
     ├── DataError                a training file or example is unusable (file, line, what was expected)
     ├── JobError                 a fine-tuning job cannot start or go on
     │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
+    ├── OffloadFailed            keys and values in slower memory are lost; the request may be sent again
     ├── OutOfMemory              needs more bytes than the budget has; says how many were missing
     ├── EngineLost               the engine's process is gone and was not restarted in time
     ├── Quarantined              engines crashed on this work: it is not retried
@@ -109,6 +110,10 @@ class JobError(CoserveError):
 
 class LossNotFinite(JobError):
     """The loss became NaN or infinite: the job stops and its last good version stays published."""
+
+
+class OffloadFailed(CoserveError):
+    """Slower memory failed with keys and values of one request; sent again it may succeed."""
 
 
 class OutOfMemory(CoserveError):

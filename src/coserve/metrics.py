@@ -138,15 +138,30 @@ class Metrics:
 
     def _make_swaps(self) -> None:
         self.swapped_out_pages = MirroredCounter(
-            self._counter("swapped_out_pages", "Pages of such sequences written to the second tier.")
+            self._counter("swapped_out_pages", "Pages of those and of prefixes written to the second tier.")
         )
         self.swapped_in_pages = MirroredCounter(
             self._counter("swapped_in_pages", "Pages read from there instead of computed again.")
+        )
+        self.prefix_pages_swapped_out = MirroredCounter(
+            self._counter("prefix_pages_swapped_out", "Cached pages written there when evicted.")
+        )
+        self.prefix_pages_swapped_in = MirroredCounter(
+            self._counter("prefix_pages_swapped_in", "Pages of prompts found there.")
         )
         self.swap_failures = MirroredCounter(
             self._counter("swap_failures", "Copies of pages that could not be written or read.")
         )
         self.swap_usage = self._gauge("swap_usage_perc", "Part of the second tier in use; 1 is all.")
+        self.offload_usage = self._gauge(
+            "offload_usage_perc", "Part of the second tier with prompts longer than the cache; 1 is all."
+        )
+        self.offloaded_read = MirroredCounter(
+            self._counter("offloaded_read_bytes", "Keys and values of such prompts that steps have read.")
+        )
+        self.offload_failures = MirroredCounter(
+            self._counter("offload_failures", "Such prompts whose keys and values were lost.")
+        )
         self.recomputed_tokens = MirroredCounter(
             self._counter("recomputed_tokens", "Tokens that passed the model again after a preemption.")
         )

@@ -81,7 +81,10 @@ def run(asked: list[Asked], tokens: int, swap: str, **settings: Any) -> tuple[li
         )
         for a, o in zip(answers, asked, strict=True)
     ]
-    assert engine._pages.free_count == engine._pages.pages and engine.scheduler.swapping.used == 0
+    swapping = engine.scheduler.swapping
+    assert engine._pages.free_count == engine._pages.pages and swapping.copies.used == len(
+        swapping.copies.evictable
+    )
     return found, engine
 
 
@@ -122,6 +125,20 @@ def test_tokens_are_the_same_beside_any_other_rows(ahead: bool) -> None:
     for (_, *found), (_, *wanted) in zip(swapped, whole, strict=True):
         for mine, theirs in zip(found, wanted, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_prompt_whose_pages_went_to_the_tier_is_answered_with_the_same_bits() -> None:
+    """Asked again after others that took all pages, through the base and through an adapter."""
+    draws = random.Random(secrets.randbits(32))
+    same, *others = prompts(draws, [40, *[60] * 5])
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
+    asked = [Asked(same, name, sampling, 0, None) for name in (None, "lora")]
+    asked += [Asked(other, None, sampling, 20 * at, None) for at, other in enumerate(others, 1)]
+    asked += [Asked(same, name, sampling, 160, None) for name in ("lora", None)]
+    whole, _ = run(asked, 1200, "0", deterministic=True)
+    found, engine = run(asked, 100, "1GiB", deterministic=True)
+    assert engine.stats().prefix_pages_swapped_in >= 8 and engine.stats().preemptions == 0
+    assert found == whole and whole[0] == whole[-1] and whole[1] == whole[-2]
 
 
 # Failures

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.core.events import Event, Finished, StepDone, TokenEvent
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import InferenceSegment, Plan, StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import OutOfPages
@@ -16,6 +16,7 @@ from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tok
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
+from coserve.schedule.offloading import Offloading
 from coserve.schedule.policies import POLICIES, make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import Swapping
@@ -108,8 +109,8 @@ class World:
         swap_pages: int = 0,
         loses: int = 0,
     ) -> None:
-        """The second tier has `swap_pages`, costs nothing (or its copies would never pay), and fails each
-        `loses`-th move."""
+        """The second tier has `swap_pages`, for copies and for long sequences; it costs nothing (or its
+        copies would never pay), and fails each `loses`-th move."""
         config = SchedulerConfig(
             layers=DEPTH,
             max_positions=27,
@@ -124,10 +125,14 @@ class World:
         )
         self.pool = PagePool(pages, PAGE)
         cost, moves = CostModel(), count(1)
-        self.it = Scheduler(config, self.pool, cost, make_policy(policy), Swapping(cost, swap_pages))
+        swapping = Swapping(cost, swap_pages)
+        self.offloading = Offloading(swapping, pages + 1, swap_pages, PAGE)
+        self.it = Scheduler(config, self.pool, cost, make_policy(policy), swapping, self.offloading)
         self.executor = AcrossBytes(
             PAGE, vocabulary=VOCABULARY, swap_pages=swap_pages, swap_seconds=(1e-9, 1e-9),
-            loses=lambda move: loses > 0 and next(moves) % loses == 0,
+            loses=lambda move: (
+                loses > 0 and not isinstance(move, InferenceSegment) and next(moves) % loses == 0
+            ),
         )  # fmt: skip
         self.sequences: list[Sequence] = []
         self.events: dict[int, list[Event]] = {}
@@ -162,6 +167,7 @@ class World:
             longest = virtual + len(request.prompt) + sampling.max_tokens - 1
             template = virtual % PAGE > 0
             assert self.pool.pages_for(longest) + template > self.pool.pages
+            assert virtual or self.pool.pages_for(longest) > self.offloading.pages
 
     def cancel(self, which: int) -> None:
         if which < len(self.sequences):
@@ -214,6 +220,9 @@ class World:
     def check(self) -> None:
         running = [s for s in self.sequences if s.pages]
         assert {s.key for s in self.it.running} == {s.key for s in running}
+        elsewhere = {s.key: [page - self.pool.pages - 1 for page in s.pages] for s in running if s.offloaded}
+        assert elsewhere == self.offloading.pool.owners and all(s.shared == 0 for s in running if s.offloaded)
+        running = [s for s in running if not s.offloaded]
         read = Counter[int]()
         for sequence in running:
             owned = self.pool.owners[sequence.key]
@@ -230,7 +239,8 @@ class World:
                 assert holder.swapped is not None and not holder.pages
         assert sum(isinstance(owner, int) for owner in self.pool.owners) == len(running)
         copies = [s.swapped.pages for s in self.sequences if s.swapped is not None]
-        assert self.it.swapping.used == sum(copies) <= self.it.swapping.pages
+        copies += [self.offloading.used, len(self.it.swapping.copies.evictable)]
+        assert self.it.swapping.copies.used == sum(copies) <= self.it.swapping.copies.pages
         assert [self.pool.readers(page) for page in range(self.pool.pages)] == [
             read[page] for page in range(self.pool.pages)
         ]
@@ -313,7 +323,13 @@ def check(
         getattr(world, name)(argument)
     world.drain()
 
-    assert world.pool.free_count == pages and not world.executor._copies and world.it.swapping.used == 0
+    assert world.pool.free_count == pages
+    assert (
+        world.it.swapping.copies.used
+        == len(world.it.swapping.copies.evictable)
+        == len(world.executor._copies)
+    )
+    assert world.offloading.used == 0 and not any(s.offloaded and s.preemptions for s in world.sequences)
     for sequence in world.sequences:
         events = world.events[sequence.key]
         reasons = [event.finish_reason for event in events]  # type: ignore[union-attr]

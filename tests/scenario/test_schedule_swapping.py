@@ -8,7 +8,7 @@ from coserve.core.sequence import Sequence
 from coserve.executors.scripted import ScriptedExecutor, next_token
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
+from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel, added_seconds
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import Swapping
@@ -57,7 +57,7 @@ class World:
                 tokens.append(next_token(tokens, 1000))
             assert [*sequence.request.prompt, *sequence.output] == tokens
         assert self.pool.free_count == self.pool.pages
-        assert not self.executor._copies and self.swapping.used == 0
+        assert self.swapping.copies.used == len(self.swapping.copies.evictable) == len(self.executor._copies)
 
     @property
     def outs(self) -> list[SwapOut]:
@@ -143,12 +143,12 @@ def test_who_is_cancelled_leaves_nothing_behind() -> None:
     for at in ("swapped", "loading", "leaving"):
         world = World()
         first, second = world.pair()
-        assert second.swapped is not None and world.swapping.used > 0
+        assert second.swapped is not None and world.swapping.copies.used > 0
         if at == "loading":  # a plan that reads is under way
             while second.swapped is not None:
                 plan = world.it.plan(world.executor.now)
                 world.executor.launch(plan)
-                if second.loading is None:
+                if not second.loading:
                     result = world.executor.collect()
                     assert result is not None
                     world.it.apply(result, world.executor.now)
@@ -159,7 +159,7 @@ def test_who_is_cancelled_leaves_nothing_behind() -> None:
         else:
             world.it.cancel(second.key)
         world.executor.step(world.it)
-        assert not world.executor._copies and world.swapping.used == 0
+        assert not world.executor._copies and world.swapping.copies.used == 0
         world.finish(first)
 
 
@@ -217,10 +217,11 @@ def test_held_beginnings_do_not_keep_others_from_running() -> None:
     second = world.ask(13, 18, first=100)
     world.until_preempted(second)
     assert second.swapped is not None and second.swapped.first == 3
+    (own,) = world.outs
     world.it.cancel(first.key)
     third = world.ask(20, 17, first=500, newcomer=True)
     world.finish(second, third)
-    assert world.it.stats.recomputed_tokens > 0 and not world.backs
+    assert world.it.stats.recomputed_tokens > 0 and own.copy not in {back.copy for back in world.backs}
 
 
 def test_pages_that_are_still_there_are_not_read() -> None:
@@ -229,7 +230,8 @@ def test_pages_that_are_still_there_are_not_read() -> None:
     first, second = world.pair()
     world.it.cancel(first.key)
     world.finish(second)
-    (out,), backs = world.outs, world.backs
+    out = world.outs[0]  # others are of its pages that nobody reads
+    backs = [back for back in world.backs if back.copy == out.copy]
     assert sum(len(back.pages) for back in backs) < len(out.pages)
     assert world.it.stats.recomputed_tokens == 0
 
@@ -247,3 +249,85 @@ def test_a_failure_is_answered_by_computing_and_by_a_pause() -> None:
     world.executor.skip(61)
     world.finish(*world.pair())
     assert len(world.outs) > 1 and world.it.stats.swapped_in_pages > 0
+
+
+def _again_after_others(world: World, others: int = 6) -> Sequence:
+    """The same prompt of five full pages again, after answers that took all pages one after the other."""
+    world.finish(world.ask(21, 2, first=100))
+    for n in range(1, others + 1):
+        world.finish(world.ask(30, 2, first=500 * n))
+    again = world.ask(21, 2, first=100)
+    world.finish(again)
+    return again
+
+
+def test_prefixes_are_read_from_a_fast_tier() -> None:
+    world, slow = World(sharing=True), World(sharing=True, seconds=SLOW)
+    again = _again_after_others(world)
+    assert again.cached == 20 and [len(back.pages) for back in world.backs] == [1] * 5
+    assert _again_after_others(slow).cached == 0 and not slow.outs
+    rows, computed = ([one.it.stats.prefill_tokens, one.it.stats.decode_tokens] for one in (world, slow))
+    assert sum(rows) == sum(computed) - 20  # the last token of the prompt is a decode row
+    prefixes = world.it.swapped_prefixes
+    assert (prefixes.written, prefixes.read) == (len(world.outs), len(world.backs))
+    assert world.it.stats.swapped_out_pages == len(world.outs) > 5 == world.it.stats.swapped_in_pages
+
+
+def test_another_scope_finds_no_pages() -> None:
+    world = World(sharing=True)
+    _again_after_others(world)
+    other = Request("r", tuple(range(100, 121)), SamplingParams(max_tokens=2), scope="another")
+    sequence = world.it.submit(other, world.executor.now)
+    world.finish(sequence)
+    assert sequence.cached == 0
+
+
+def test_prefixes_make_room_for_preempted_sequences() -> None:
+    """The least recently used pages go first; the tier is never fuller than it is large."""
+    world = World(sharing=True, room=9)
+    _again_after_others(world)
+    assert world.swapping.copies.used == 9
+    first, second = world.pair()
+    assert second.swapped is not None and world.swapping.copies.used <= 9
+    world.finish(first, second)
+    assert second.swapped is None and world.it.stats.recomputed_tokens == 0
+
+
+def test_prefixes_that_cannot_be_read_are_computed() -> None:
+    for fails in (SwapOut, SwapIn):
+        world = World(sharing=True)
+        world.executor._loses = lambda move, kind=fails: isinstance(move, kind)  # type: ignore[misc]
+        _again_after_others(world)
+        assert world.it.stats.swap_failures > 0
+        assert bool(world.backs) is (fails is SwapIn)
+
+
+def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing_behind() -> None:
+    for under_way in (False, True):
+        world = World(sharing=True)
+        _again_after_others(world)
+        for n in range(1, 7):
+            world.finish(world.ask(30, 2, first=500 * n))
+        again = world.ask(21, 2, first=100)
+        plan = world.it.plan(world.executor.now)
+        assert again.loading and plan.swap_in and not plan.inference
+        world.executor.launch(plan)
+        if not under_way:
+            result = world.executor.collect()
+            assert result is not None
+            world.it.apply(result, world.executor.now)
+        world.it.cancel(again.key)
+        if under_way:
+            result = world.executor.collect()
+            assert result is not None
+            world.it.apply(result, world.executor.now)
+        world.finish(world.ask(21, 2, first=100))
+
+
+def test_prefixes_that_nobody_reads_are_written_no_longer() -> None:
+    """With a tier that is hardly faster than computing, after a few pages that were written for nothing."""
+    world = World(sharing=True, seconds=added_seconds(CostModel(), 0, PAGE) / 10)
+    prefixes = world.it.swapped_prefixes
+    for n in range(1, 40):
+        world.finish(world.ask(30, 2, first=100 * n))
+    assert 0 < prefixes.written < 39 * 7 / 2 and not prefixes.read

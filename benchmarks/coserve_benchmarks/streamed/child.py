@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ _PIECE: Final = 8 << 20  # bytes of one read of the disk's trial
 _TRIAL: Final = 1 << 30  # bytes of the whole trial
 _PATIENCE: Final = 120.0  # seconds after a load, for the last answers
 _UNBOUNDED: Final = 1e9
+_LIKELIEST: Final = 20  # tokens whose log-probabilities are compared
 
 
 def main() -> None:
@@ -80,6 +82,27 @@ def _coserve(order: StreamedOrder) -> StreamedReport:
         turns=turns,
         tokens=_tokens(order),
     )
+
+
+def _long(order: StreamedOrder) -> StreamedReport:
+    """A prompt answered in float32 with pages for a quarter of it, and with pages for all."""
+    prompt = fixed_prompts(1, order.long, order.vocabulary, order.seed)[0]
+    found: list[list[float]] = []
+    seconds, read = list[float](), list[int]()
+    for tokens in (order.long // 4, order.long + order.answer):
+        config = EngineConfig(dtype="float32", cache_tokens=tokens, calibrate=False, scratch=order.scratch)
+        engine = Engine(order.folder, config)
+        engine.generate(prompt[:32], sampling=greedy(2)).result()
+        sampling = replace(greedy(order.answer), logprobs=_LIKELIEST, prompt_logprobs=0)
+        began = time.perf_counter()
+        answer = engine.generate(prompt, sampling=sampling).result()
+        seconds.append(time.perf_counter() - began)
+        likeliest = [value for one in answer.logprobs for _, value in one.top]
+        found.append([*likeliest, *(one.chosen for one in (*answer.logprobs, *answer.prompt_logprobs))])
+        read.append(engine.stats().offloaded_read_bytes)
+    assert read[0] > read[1] == 0, "the prompt lies elsewhere where pages are few"
+    differs = max(abs(one - other) for one, other in zip(*found, strict=True))
+    return StreamedReport(long=Round(*seconds), differs=differs, long_nbytes=read[0])
 
 
 def _share(order: StreamedOrder) -> StreamedReport:
@@ -319,6 +342,7 @@ _ACTS: Final[dict[Act, Callable[[StreamedOrder], StreamedReport]]] = {
     "control": _control,
     "coserve": _coserve,
     "share": _share,
+    "long": _long,
     "accelerate": _accelerate,
     "mapped": _mapped,
 }

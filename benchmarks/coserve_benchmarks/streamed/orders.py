@@ -4,12 +4,13 @@ from typing import Literal
 
 import msgspec
 
-Act = Literal["size", "control", "coserve", "share", "accelerate", "mapped"]
+Act = Literal["size", "control", "coserve", "share", "long", "accelerate", "mapped"]
 
 
 class StreamedOrder(msgspec.Struct, frozen=True):
     """`size` says how much memory the imports take; `control` loads the model as a whole; `coserve` measures
-    all of ours, `share` its rates alone; `accelerate` and `mapped` are peers. Bytes, seconds and tokens;
+    all of ours, `share` its rates alone; `long` answers a long prompt with few
+    pages and with many; `accelerate` and `mapped` are peers. Bytes, seconds and tokens;
     `memory` is what is left of the limit for the engine, `base_memory` what of it weights may take."""
 
     act: Act
@@ -32,6 +33,7 @@ class StreamedOrder(msgspec.Struct, frozen=True):
     load: float = 20.0  # its seconds, in passes over the weights
     gap: float = 8.0  # the greatest between two of its requests, in passes
     bound: float = 8.0  # on a request's deferral, in passes
+    long: int = 480  # tokens of a prompt that is answered with pages for a quarter of them
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -53,7 +55,8 @@ class StreamedReport(msgspec.Struct, frozen=True):
     """`imports` in bytes. Rates are bytes a second: `disk` before and after, `decoding` of each round of
     answers alone. `deferral` has the fine-tuning tokens a second of algorithm 2 and of algorithm 1, `turns`
     the seconds of a round in turns and shared, of `tokens`; `rates` those of `share`; `peer` the seconds of a
-    round of a peer's."""
+    round of a peer's. `long` are the seconds of a long prompt with few pages and with many, `differs` the
+    largest difference of its log-probabilities, and `long_nbytes` what was read."""
 
     imports: int = 0
     loading: float = 0.0
@@ -70,3 +73,6 @@ class StreamedReport(msgspec.Struct, frozen=True):
     tokens: int = 0  # trained and answered in a round of `turns`, or of a peer
     peer: tuple[float, ...] = ()
     rates: tuple[Rates, ...] = ()
+    long: Round | None = None
+    differs: float = 0.0
+    long_nbytes: int = 0

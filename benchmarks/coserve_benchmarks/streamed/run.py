@@ -14,6 +14,7 @@ import msgspec
 
 from coserve.core.size import show_size
 from coserve.errors import ServerError
+from coserve.workload.shapes import shape_named
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
@@ -22,13 +23,14 @@ from coserve_benchmarks.streamed.limit import Limited, run_limited
 from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport
 from coserve_benchmarks.timing import ratio_of
 
-GROUPS: Final = ("coserve", "peers", "shares")
+GROUPS: Final = ("coserve", "peers", "shares", "long")
 BARS: Final[dict[str, Bar | None]] = {
     "resident.peak": Bar(1.0, at_most=True),
     "read.share": Bar(0.85),
     "hetero.vs_deferral": Bar(2.1),
     "coserve.vs_turns": Bar(1.6),
     "vs_peer": Bar(3.0),
+    "long.tokens": Bar(1e-5, at_most=True),
 }
 _TIMES: Final = 4  # the model's bytes over the limit
 _ROOM: Final = 192 << 20  # bytes beside the weights: for pages, activations, and compiled products
@@ -38,6 +40,8 @@ _PATIENCE: Final = 3600.0  # seconds of one contestant
 _PEER_ROUNDS: Final = 2
 _SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks that stay
 _SHARE_ROUNDS: Final = 3
+_LONG_SHAPE: Final = "19m"  # of the model that answers a long prompt, in float32
+_LONG: Final = 2000  # tokens of that prompt
 _SHARE_STEPS: Final = 2  # optimizer steps of a round
 _PEERS: Final[dict[Act, str]] = {
     "accelerate": "transformers, accelerate's offload to disk, PEFT with checkpointing",
@@ -58,7 +62,8 @@ def run_streamed(
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
     with tempfile.TemporaryDirectory(prefix="coserve-streamed-") as folder:
         rows = _Rows(bench, Path(folder), quick)
-        run_groups(bench, groups, {"coserve": rows.coserve, "peers": rows.peers, "shares": rows.shares})
+        runs = {"coserve": rows.coserve, "peers": rows.peers, "shares": rows.shares, "long": rows.long}
+        run_groups(bench, groups, runs)
     return bench.results.as_dict()
 
 
@@ -171,6 +176,25 @@ class _Rows:
                 points[kind].append(rate.value)
         for name, values in points.items():
             results.series(f"share.{name}", values)
+
+    def long(self) -> None:
+        """A prompt answered with pages for a quarter of it, beside full memory, in float32; no limit, as the
+        whole cache has to fit beside the model."""
+        results = self._bench.results
+        order = self._order
+        if not self._quick:
+            small = shape_named(_LONG_SHAPE)
+            saved = save_shape(small, Path(order.folder).parent)
+            order = msgspec.structs.replace(order, folder=str(saved), vocabulary=small.vocabulary, long=_LONG)
+        found = _read(self._run("long", 1 << 40, order))
+        assert found.long is not None, "it was asked for"
+        results.row(
+            "long.tokens", found.differs, note="largest difference of log-probabilities from full memory's"
+        )
+        results.figure("long.prompt", order.long, "tokens")
+        results.figure("long.seconds", found.long.ours, "s with pages for a quarter of the prompt")
+        results.figure("long.full", found.long.theirs, "s with pages for all of it")
+        results.figure("long.read", found.long_nbytes, "bytes of keys and values")
 
     def _rate(self, found: StreamedReport, seconds: "Collection[float]") -> float:
         """Tokens answered and trained a second, in the median round."""

@@ -16,7 +16,8 @@ class SequenceStart:
     beginning of its first own page hold the `virtual` tokens of its adapter version and the first `computed`
     of its own. That beginning is to be copied from page `template`, unless that is the page itself. Only
     sequences of one `scope` share pages with own tokens. The `swapped` pages after the shared ones were
-    filled by an earlier `SwapIn`.
+    filled by an earlier `SwapIn`. An `offloaded` sequence has all its pages in slower memory from its first
+    segment on: they are numbered behind those of the device, and no other sequence reads them.
     """
 
     key: int
@@ -30,6 +31,7 @@ class SequenceStart:
     template: int | None = None
     scope: str | None = ""
     swapped: int = 0
+    offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class InferenceSegment:
 
     They are its own tokens [start, start + length) and attend to the `context` positions before them, virtual
     ones included. `tail_rows` of them pass the final norm and the head: the sampled one, and those with
-    requested log-probabilities. `new_pages` are appended to the sequence's block table.
+    requested log-probabilities. `new_pages` are appended to the sequence's block table. Those of an
+    `offloaded` sequence read their context from slower memory.
     """
 
     key: int
@@ -48,6 +51,7 @@ class InferenceSegment:
     tail_rows: int
     adapter: str | None = None
     new_pages: tuple[int, ...] = ()
+    offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +263,14 @@ class WeightReads:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadReads:
+    """Reading of offloaded keys and values: bytes, and the seconds that computation waited for them."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a plan. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
 
@@ -268,7 +280,8 @@ class StepResult:
     what was read of a streamed base's weights meanwhile.
     `swap_failed` are copies that could not be written, or were not as they had been when they were read: they
     are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
-    that writing and reading copies took.
+    that writing and reading copies took. `lost` are offloaded sequences whose keys and values could not be
+    written or read, and `offload_reads` what was read of all of them.
     """
 
     seconds: float
@@ -281,3 +294,5 @@ class StepResult:
     reads: WeightReads = WeightReads()
     swap_failed: tuple[int, ...] = ()
     swap_seconds: tuple[float, float] = (0.0, 0.0)
+    lost: Mapping[int, CoserveError] = field(default_factory=dict)
+    offload_reads: OffloadReads = OffloadReads()

@@ -78,8 +78,12 @@ class Sequence:
     begins with a copy of page `template`, or is that page if it has no other reader. For a waiting sequence,
     `computed` are the tokens found in the cache.
 
-    A preempted sequence may be `swapped` to the second tier. While it is `loading`, it has pages again and no
-    rows; afterwards `filled` of them, after the shared ones, are as they were.
+    A preempted sequence may be `swapped` to the second tier, and its beginning may be found there. While such
+    copies (numbers) are `loading`, it has pages and no rows; afterwards `filled` of them, after the shared
+    ones, hold what was computed before.
+
+    All `pages` of an `offloaded` sequence are in slower memory: the device's are too few for it. It has all
+    that it will need from the start, shares none, and is not preempted.
 
     Plans under way count as done: their rows are `computed`, and the tokens that they will sample are counted
     in `length` and `unsampled`.
@@ -88,6 +92,7 @@ class Sequence:
     key: int
     request: Request
     output: list[int] = field(default_factory=list)
+    offloaded: bool = False
     unsampled: int = 0  # tokens at its end that plans under way will sample
     expected_at: float | None = None  # when the last of these is predicted to come
     under_way: int = 0  # segments of it in plans whose results have not come
@@ -101,7 +106,7 @@ class Sequence:
     cached: int | None = None  # tokens of the prompt that were found when it first ran
     preemptions: int = 0
     swapped: SwapCopy | None = None
-    loading: SwapCopy | None = None
+    loading: tuple[int, ...] = ()
     filled: int = 0
     reached: int = 0  # tokens computed before it was last preempted: those below are computed again
     deferred: float = 0.0  # seconds that training has delayed this request so far
@@ -144,7 +149,7 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to pass through the model before the next one can be sampled; 0 where none follows the
         unsampled ones, and while its pages are read from the second tier."""
-        if self.loading is not None:
+        if self.loading:
             return 0
         is_last = self.unsampled and len(self.output) + self.unsampled >= self.request.sampling.max_tokens
         return 0 if is_last else self.length - self.computed

@@ -19,6 +19,7 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.paging.cache import AdapterCache, AdapterTier
 from coserve.adapters.paging.reader import Reader
 from coserve.adapters.paging.stored import KnownVersion, Outline, Outlines, StoredVersion
+from coserve.attention.offloaded import offloaded_page_nbytes
 from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
 from coserve.core.plan import StepResult
@@ -45,7 +46,9 @@ from coserve.memory.pages import PagePool
 from coserve.model.sampling_table import check_sampling
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
+from coserve.schedule.offloading import Offloading
 from coserve.schedule.policies import Policy, make_policy
+from coserve.schedule.reads import OffloadCosts
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import GUESS, Swapping
 from coserve.text import Text
@@ -399,7 +402,12 @@ class Engine:
         self._pages = PagePool(config.pages, config.page_size)
         cost, spec = CostModel(), self.executor.spec
         swapping = Swapping(cost, spec.swap_pages, GUESS * spec.cache_nbytes / config.pages)
-        return Scheduler(settings, self._pages, cost, policy, swapping)
+        offloading = Offloading(
+            swapping, config.pages + 1, spec.offload_pages, config.page_size, spec.offload_refusal
+        )
+        page_nbytes = offloaded_page_nbytes(self.base.caches, config.page_size, self.base.dtype)
+        cost.offload = OffloadCosts(GUESS * page_nbytes / config.page_size)
+        return Scheduler(settings, self._pages, cost, policy, swapping, offloading)
 
     def _request(
         self,

@@ -211,6 +211,7 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         load_seconds=seconds,
         quantize=base.quantized,
         cache_dtype=config.cache_dtype,
+        offloaded_tokens=engine.executor.spec.offload_pages * config.page_size,
         crash=start.crash,
     )
 

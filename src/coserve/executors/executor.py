@@ -33,7 +33,8 @@ class ExecutorSpec:
     weights, `host_room` those for host copies of adapters. `fingerprint` is the base's content hash, `dtype`
     its type's name, `row_buckets` the row counts of the device's steps, `sites` the base's sites for
     adapters, `streaming` how the base is streamed (None for one that was loaded as a whole). `swap_pages` are
-    those that the second tier has room for."""
+    those that the second tier has room for, `offload_pages` the same for sequences that lie there as a whole;
+    `offload_refusal` says why there are none."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -47,6 +48,8 @@ class ExecutorSpec:
     sites: tuple[Site, ...]
     streaming: Streaming | None = None
     swap_pages: int = 0
+    offload_pages: int = 0
+    offload_refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

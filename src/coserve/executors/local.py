@@ -16,6 +16,7 @@ from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.lora_batch import AdapterRows
 from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
+from coserve.attention.offloaded import OffloadedSegment, SplitRows
 from coserve.attention.paged import make_batched
 from coserve.core.plan import (
     InferenceSegment,
@@ -43,6 +44,7 @@ from coserve.executors.executor import (
 from coserve.executors.held import HeldState
 from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
 from coserve.executors.lanes import LaneRunner
+from coserve.executors.offload_space import OffloadSpace
 from coserve.executors.sampler import Sampler
 from coserve.executors.sequence_table import SequenceTable
 from coserve.executors.swap_space import SwapSpace
@@ -81,9 +83,11 @@ class LocalExecutor(Executor):
         grown: int = 0,
         streaming: Streaming | None = None,
         swap_space: SwapSpace | None = None,
+        offload_space: OffloadSpace | None = None,
     ) -> None:
         """`grown` are the bytes that loading the base took, and keeps, beside its weights; `streaming` says
-        how it is streamed, `swap_space` where pages move to as plans say."""
+        how it is streamed, `swap_space` where pages move to as plans say, `offload_space` where those of
+        longer sequences are."""
         self.base, self.attention, self.table = base, attention, table
         self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
@@ -94,6 +98,8 @@ class LocalExecutor(Executor):
         self._begun: Plan | None = None  # the first of these, where weights that it needs could not be read
         self._results: deque[StepResult] = deque()  # not collected yet
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
+        self._offload_space = offload_space
+        self._offloaded = None if offload_space is None else offload_space.cache
         self._swapped: StepResult | None = None  # what came of moving the pages of the oldest plan
         self._lanes = LaneRunner(base.device)
         self._short = Shortages(self.held.drop_activations)
@@ -121,6 +127,8 @@ class LocalExecutor(Executor):
             sites=tuple(self.base.sites.values()),
             streaming=self._streaming,
             swap_pages=0 if self._swap_space is None else self._swap_space.pages,
+            offload_pages=0 if self._offload_space is None else self._offload_space.pages,
+            offload_refusal="" if self._offload_space is None else self._offload_space.refusal,
         )
 
     def launch(self, plan: Plan) -> None:
@@ -196,7 +204,10 @@ class LocalExecutor(Executor):
         is_paused = plan.split is None and not {*plan.training} <= {*trained}
         self._pauses += is_paused
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
-        return StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes, self._read - read)
+        done = StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes, self._read - read)
+        if self._offloaded is None:
+            return done
+        return replace(done, lost=self._offloaded.take_lost(), offload_reads=self._offloaded.take_reads())
 
     @property
     def _read(self) -> WeightReads:
@@ -212,6 +223,12 @@ class LocalExecutor(Executor):
         for micro_batch in plan.micro_batches:
             self.sessions[micro_batch.job].begin(micro_batch)
         self.table.extend(plan.inference)
+        if self._offloaded is not None:
+            for key in plan.released:
+                self._offloaded.end(key)
+            for segment in plan.inference:
+                if segment.offloaded and segment.new_pages:
+                    self._offloaded.begin(segment.key, len(segment.new_pages))
 
     def pause_training(self) -> None:
         """See `Executor`."""
@@ -355,8 +372,9 @@ class LocalExecutor(Executor):
         return FusedRows(parts, lora.rest, lora), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
-        """Decode rows first, then prefill chunks, both ordered so that rows of an adapter are adjacent."""
-        ordered = sorted(segments, key=lambda s: (not self._decodes(s), *self._kind(s.adapter)))
+        """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows
+        of an adapter are adjacent."""
+        ordered = sorted(segments, key=lambda s: (s.offloaded, not self._decodes(s), *self._kind(s.adapter)))
         tokens, common = self.table.batch(ordered, sum(map(self._decodes, ordered)))
         return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
 
@@ -368,9 +386,27 @@ class LocalExecutor(Executor):
         adapters: list[tuple[slice, Bypasses]],
     ) -> InferenceBatch:
         hidden, calls = self._embed(tokens, common.positions, adapters)
-        part = InferenceRows(self.attention, common, hidden.shape[1])
+        part = self._part(segments, common, hidden.shape[1])
         layers = range(self.base.depth)
         return InferenceBatch(part, segments, common.query_lens, hidden, calls, adapters, layers)
+
+    def _part(
+        self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata, count: int
+    ) -> BatchPart:
+        """The rows' attention: to pages on the device, and elsewhere for the last segments if they are
+        offloaded."""
+        elsewhere = [s for s in segments if s.offloaded]
+        if not elsewhere or self._offloaded is None:
+            return InferenceRows(self.attention, common, count)
+        here = len(segments) - len(elsewhere)
+        lens, resident = common.query_lens[:here], None
+        if here:
+            rows = sum(lens)
+            table, positions = common.block_table[:here], common.positions[:rows]
+            own = CommonAttentionMetadata(table, positions, lens, common.seq_lens[:here], common.num_decodes)
+            resident = InferenceRows(self.attention, own, rows)
+        parts = [OffloadedSegment(s.key, s.context, s.length) for s in elsewhere]
+        return SplitRows(resident, self._offloaded, parts, count)
 
     def _embed(
         self, tokens: Tensor, positions: Tensor, adapters: Sequence[tuple[slice, Bypasses]]
@@ -421,7 +457,7 @@ class LocalExecutor(Executor):
         return micro_batch, micro_batch.store.window(segment.start, segment.length)
 
     def _decodes(self, segment: InferenceSegment) -> bool:
-        return self.table[segment.key].is_newest(segment)
+        return not segment.offloaded and self.table[segment.key].is_newest(segment)
 
     def _update(self, updates: Sequence[OptimStep]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}

@@ -19,6 +19,7 @@ from coserve.errors import ConfigError
 from coserve.executors.deterministic import DeterministicExecutor
 from coserve.executors.executor import Executor
 from coserve.executors.local import LocalExecutor
+from coserve.executors.offload_space import OffloadSpace
 from coserve.executors.remote import RemoteExecutor
 from coserve.executors.sequence_table import SequenceTable
 from coserve.executors.swap_space import SwapSpace
@@ -174,4 +175,5 @@ def _make(
     table = SequenceTable(config.max_running, most, attention, sampling)
     offload = offload_for(base.device, config.scratch) if config.offload else None
     swap_space = SwapSpace(attention, config, base.device)
-    return kind(base, attention, table, offload, grown, streaming, swap_space)
+    offload_space = OffloadSpace(base, attention, config)
+    return kind(base, attention, table, offload, grown, streaming, swap_space, offload_space)

@@ -27,7 +27,7 @@ from coserve.core.plan import (
 )
 from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction, Span
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, OffloadFailed
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
 from coserve.schedule.cost import CostModel
 from coserve.schedule.scheduler import Scheduler
@@ -56,7 +56,8 @@ class ScriptedExecutor(Executor):
     soon as it has something to run. `skip` advances the clock between steps. A call of `pause_training` stops
     training of the next pausable plan after `layers_before_pause` layers. Without `checks_pages` nothing is
     written into pages or read from them, for loads of many steps. The second tier has room for `swap_pages`;
-    writing and reading one there takes `swap_seconds`, and fails for copies of which `loses` is true.
+    writing and reading one there takes `swap_seconds`, and fails for copies, and segments of
+    offloaded sequences, of which `loses` is true.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ScriptedExecutor(Executor):
         checks_pages: bool = True,
         swap_pages: int = 0,
         swap_seconds: tuple[float, float] = (1e-4, 1e-4),
-        loses: Callable[[SwapOut | SwapIn], bool] = lambda move: False,
+        loses: Callable[[SwapOut | SwapIn | InferenceSegment], bool] = lambda move: False,
     ) -> None:
         self.now = 0.0
         self.plans: list[Plan] = []
@@ -172,6 +173,7 @@ class ScriptedExecutor(Executor):
                 lanes,
                 swap_failed=lost,
                 swap_seconds=moving,
+                lost=self._lose(plan),
             )
         )
         return self.results[-1]
@@ -206,6 +208,11 @@ class ScriptedExecutor(Executor):
         pages = (sum(len(move.pages) for move in moves) for moves in (plan.swap_out, plan.swap_in))
         writing, reading = (count * each for count, each in zip(pages, self._swap_seconds, strict=True))
         return tuple(lost), (writing, reading)
+
+    def _lose(self, plan: Plan) -> dict[int, CoserveError]:
+        """Offloaded sequences whose keys and values are lost in this step, with the error."""
+        segments = [segment for segment in plan.inference if segment.offloaded]
+        return {segment.key: OffloadFailed("as told") for segment in segments if self._loses(segment)}
 
     def _time(self, plan: Plan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
         """Seconds of a plan, the training done after it, and the seconds of its lanes.

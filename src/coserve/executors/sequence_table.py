@@ -71,7 +71,7 @@ class SequenceTable:
         fresh: list[int] = []
         copies: list[PageCopy] = []
         for segment in segments:
-            if not segment.new_pages:
+            if not segment.new_pages or segment.offloaded:
                 continue
             state = self._states[segment.key]
             start, known, end = state.start, state.pages, state.pages + len(segment.new_pages)

@@ -7,7 +7,7 @@ never written.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from heapq import heappop, heappush
 from types import MappingProxyType
 
@@ -17,8 +17,8 @@ class PagePool:
 
     A page without readers is free; with a name it can be found until it is handed out again. Unnamed pages
     are handed out first (the lowest number first, so that a sequence's pages tend to lie side by side: a CPU
-    reads them up to three times as fast as scattered ones), then named ones, least recently found first. The
-    pool holds page numbers only; the tensors live elsewhere.
+    reads them up to three times as fast as scattered ones), then named ones, least recently found first,
+    after a call of `evicted` with page and name. The pool holds page numbers only.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -31,6 +31,7 @@ class PagePool:
         self._owned: dict[Hashable, list[int]] = {}
         self._names: dict[int, Hashable] = {}
         self._found: dict[Hashable, int] = {}  # the other way round
+        self.evicted: Callable[[int, Hashable], None] = lambda page, name: None
 
     @property
     def free_count(self) -> int:
@@ -119,7 +120,9 @@ class PagePool:
             page = heappop(self._blank)
         else:
             page, _ = self._idle.popitem(last=False)
-            del self._found[self._names.pop(page)]
+            name = self._names.pop(page)
+            del self._found[name]
+            self.evicted(page, name)
         assert not self._readers[page], f"page {page} is handed out, and somebody reads it"
         self._readers[page] = 1
         return page

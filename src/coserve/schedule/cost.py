@@ -10,12 +10,19 @@ from dataclasses import dataclass, replace
 from operator import mul
 from typing import Self
 
-from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment, WeightReads
+from coserve.core.plan import (
+    InferenceSegment,
+    OffloadReads,
+    Plan,
+    StepResult,
+    TrainingSegment,
+    WeightReads,
+)
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.lanes import LaneCosts
 from coserve.schedule.margin import Margin, share_of_steps
-from coserve.schedule.reads import ReadCosts
+from coserve.schedule.reads import OffloadCosts, ReadCosts
 from coserve.schedule.segments import causal_pairs, training_segment
 
 # What one unit of each feature is. The numbers are the seconds per unit assumed before any measurement:
@@ -64,18 +71,30 @@ _MEMORY = 0.05  # of an observation in the running error
 _UNKNOWN_ERROR = 0.25  # before anything was measured
 _ALL = -1  # every bit
 _NO_READS = WeightReads()
+_NO_OFFLOAD_READS = OffloadReads()
 _OUTLIER = 4.0  # a step this many times slower or faster teaches no more than one exactly so
 
 
 class Features:
     """Features of a step, counted as its plan is built. `values` follows `NAMES`."""
 
-    __slots__ = ("_adapters", "_back", "_covered", "_fills", "_returned", "answers", "trains", "values")
+    __slots__ = (
+        "_adapters",
+        "_back",
+        "_covered",
+        "_fills",
+        "_returned",
+        "answers",
+        "offloaded",
+        "trains",
+        "values",
+    )
 
     def __init__(self) -> None:
         self.values = [0.0] * len(NAMES)
         self.values[_STEP] = 1.0
         self.trains = self.answers = False
+        self.offloaded = 0  # cached tokens that are read from slower memory
         self._covered = 0  # a bit for each layer that some forward row visits; all bits are of every depth
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._back: tuple[int, ...] = ()  # bits of layers visited on each way back
@@ -109,6 +128,7 @@ class Features:
         twin = Features.__new__(Features)
         twin.values = self.values.copy()
         twin.trains, twin.answers = self.trains, self.answers
+        twin.offloaded = self.offloaded
         twin._covered = self._covered
         twin._returned = self._returned.copy()
         twin._back = self._back
@@ -127,16 +147,21 @@ class Features:
 
     def add(self, segment: InferenceSegment) -> None:
         """Adds a segment of a sequence."""
-        self.add_inference(segment.context, segment.length, segment.tail_rows, segment.adapter)
+        offloaded = segment.offloaded
+        self.add_inference(segment.context, segment.length, segment.tail_rows, segment.adapter, offloaded)
 
-    def add_inference(self, start: int, rows: int, tail: int, adapter: str | None) -> None:
-        """Adds `rows` rows after `start` cached ones, `tail` of which go through the head."""
+    def add_inference(
+        self, start: int, rows: int, tail: int, adapter: str | None, offloaded: bool = False
+    ) -> None:
+        """Adds `rows` rows after `start` cached ones, which are read from slower memory if `offloaded`;
+        `tail` of the rows go through the head."""
         self.answers = True
         values = self.values
         values[_FORWARD_LAYERS] = 1.0 + self._fills
         self._covered = _ALL
         values[_FORWARD_ROWS] += rows
         values[_TAIL_ROWS] += tail
+        self.offloaded += start * offloaded
         if rows == 1:
             values[_DECODE_CONTEXT] += start + 1
         else:
@@ -228,7 +253,8 @@ class Costs:
 
 class CostModel:
     """Predicts the seconds of a step: a non-negative weight for each feature times its kind's factor, or the
-    time in which weights are read (`reads`), whichever is longer, and the host's own time (`host`)."""
+    time in which weights are read (`reads`), whichever is longer, and the host's own time (`host`). The
+    time in which offloaded keys and values are read (`offload`) adds to that of computing."""
 
     _effective: list[float]  # weight times factor, by feature
 
@@ -239,6 +265,7 @@ class CostModel:
         self.misses = Margin()
         self.lanes = LaneCosts()
         self.reads = ReadCosts()
+        self.offload = OffloadCosts()
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
 
     @property
@@ -304,9 +331,11 @@ class CostModel:
         seconds: float,
         host: float = 0.0,
         reads: WeightReads = _NO_READS,
+        offload: OffloadReads = _NO_OFFLOAD_READS,
     ) -> None:
         """Learns from one step that took its executor `seconds`, and the host `host` beside it. What it
-        waited for weights teaches `reads`, the rest the weights of its features.
+        waited for weights teaches `reads`, what it waited for offloaded keys and values `offload`, the rest
+        the weights of its features.
 
         Each kind of work has a factor that follows recent steps: a busier machine, or more activations stored
         than when it was measured. A kind learns from a step in proportion to its share of it. Weights within
@@ -330,9 +359,10 @@ class CostModel:
             self.misses.observe((taken + host) / usual, features.trains)
             self._hosts += 1
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
-        if self.reads.layers:
+        self.offload.observe(features.offloaded, offload)
+        if self.reads.layers or features.offloaded:
             predicted = max(self._computed(values), 1e-9)
-            computed = max(seconds - reads.waited, 0.0)
+            computed = max(seconds - reads.waited - offload.seconds, 0.0)
             taken = min(max(computed, predicted / _OUTLIER), predicted * _OUTLIER)
         self._correct_weights(values, taken, predicted)
         self._correct_factors(values, taken, predicted)
@@ -372,7 +402,7 @@ class CostModel:
 
     def _executed(self, features: Features) -> float:
         """The executor's seconds of a step with these features."""
-        computed = self._computed(features.values)
+        computed = self._computed(features.values) + self.offload.seconds(features.offloaded)
         if not self.reads.layers:
             return computed
         return max(computed, self.reads.seconds(features.visits(self.reads.layers)))
@@ -431,3 +461,11 @@ def _solve(rows: list[list[float]]) -> dict[int, float]:
     target = np.concatenate([np.ones(len(rows)), np.zeros(len(columns))])
     solution, _ = nnls(np.vstack([matrix[:, columns] / norms[columns], ridge]), target)
     return {int(j): float(weight / norms[j]) for j, weight in zip(columns, solution, strict=True)}
+
+
+def added_seconds(cost: CostModel, context: int, rows: int, adapter: str | None = None) -> float:
+    """Seconds that `rows` of a sequence after `context` positions add to steps."""
+    with_them, without = Features(), Features()
+    with_them.add_inference(context, rows, 0, adapter)
+    without.add_inference(0, 0, 0, adapter)
+    return cost.predict_features(with_them) - cost.predict_features(without)

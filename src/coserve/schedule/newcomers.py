@@ -57,7 +57,7 @@ def decoding(running: Iterable[Sequence], cost: CostModel, config: SchedulerConf
 
 def _add(features: Features, sequence: Sequence, rows: int, config: SchedulerConfig) -> None:
     start, tail = sequence.virtual + sequence.computed, int(rows == sequence.remaining)
-    features.add_inference(start, rows, tail, sequence.request.adapter)
+    features.add_inference(start, rows, tail, sequence.request.adapter, sequence.offloaded)
 
 
 def _held_longest(sequence: Sequence) -> tuple[bool, float, int]:

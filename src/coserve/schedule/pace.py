@@ -75,7 +75,7 @@ def _row_seconds(builder: PlanBuilder, sequence: Sequence, cost: CostModel, conf
     rows = min(sequence.remaining, config.prefill_rows(bounded=True))
     features = builder.features.copy()
     start = sequence.virtual + sequence.computed
-    features.add_inference(start, rows, 0, sequence.request.adapter)
+    features.add_inference(start, rows, 0, sequence.request.adapter, sequence.offloaded)
     return max(cost.predict_features(features) - cost.predict_features(builder.features), 1e-9) / rows
 
 

@@ -3,7 +3,7 @@
 Two kinds of tokens are shared. *Virtual tokens* belong to an adapter version; its first sequence fills them.
 *Found tokens* are a sequence's first ones that were computed before: in another prompt, in an answer that the
 prompt continues, or in the sequence itself before it lost its pages. Sequences share full pages of either
-kind.
+kind. What is no longer on the device may be found in the second tier (`schedule.swapped_prefixes`).
 
 A sequence's own tokens need not start at a page boundary: virtual tokens may fill half a page, and the last
 token of a fully found prompt is computed again for its logits. A page with a name is never written. So the
@@ -20,7 +20,10 @@ from coserve.core.plan import Prefix
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
+from coserve.schedule.cost import CostModel
 from coserve.schedule.naming import page_name, root, virtual_names
+from coserve.schedule.swapped_prefixes import SwappedPrefixes
+from coserve.schedule.swapping import Swapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +33,47 @@ class _Held:
     key: int
 
 
-class Prefixes:
-    """Pages of sequences, shared ones included. Without `sharing` only virtual tokens are shared."""
+class HeldPages:
+    """Beginnings of swapped sequences, which nobody overwrites while they wait."""
 
-    def __init__(self, pages: PagePool, sharing: bool) -> None:
+    def __init__(self, pages: PagePool) -> None:
+        self._pages = pages
+        self._keys: set[int] = set()  # of sequences
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._keys
+
+    def hold(self, sequence: Sequence, count: int) -> None:
+        """Keeps the first `count` pages of a sequence with tokens of its own while it has none."""
+        held = sequence.pages[sequence.virtual // self._pages.page_size : count]
+        if held:
+            self._pages.allocate(_Held(sequence.key), 0, held)
+            self._keys.add(sequence.key)
+
+    def let_go(self, key: int) -> None:
+        """Frees pages that were held for a sequence; they can be found until they are reused."""
+        if key in self._keys:
+            self._keys.remove(key)
+            self._pages.free(_Held(key))
+
+    def let_all_go(self) -> bool:
+        """Frees all pages that were held; tells whether there were any."""
+        held = sorted(self._keys)
+        for key in held:
+            self.let_go(key)
+        return bool(held)
+
+
+class Prefixes:
+    """Pages of sequences, shared ones included. Without `sharing` only virtual tokens are shared. Pages that
+    nobody reads may be `swapped`."""
+
+    def __init__(self, pages: PagePool, sharing: bool, swapped: SwappedPrefixes | None = None) -> None:
         self._pages = pages
         self._sharing = sharing
+        self.swapped = SwappedPrefixes(Swapping(CostModel()), pages) if swapped is None else swapped
         self._unfilled: list[Prefix] = []
-        self._held: set[int] = set()  # keys of sequences
+        self.held = HeldPages(pages)
 
     def pages_for(self, virtual: int, tokens: int) -> int:
         """Pages that `tokens` tokens need after the full pages of `virtual` virtual ones."""
@@ -48,7 +84,7 @@ class Prefixes:
         return request.virtual_rows if self._virtual_pages(request) is None else 0
 
     def look_up(self, sequence: Sequence) -> None:
-        """Counts the tokens found in the cache for a waiting sequence as computed.
+        """Counts the tokens found in the cache and in the second tier for a waiting sequence as computed.
 
         Continues where the last call stopped, so each page is looked up once; pages evicted since then are
         noticed only when the sequence enters. With a swapped copy all its tokens count.
@@ -60,17 +96,17 @@ class Prefixes:
             return
         at = sequence.virtual % self._pages.page_size
         hits = self._pages.pages_for(at + sequence.computed) if sequence.computed else 0
-        while hits and self._found(sequence, hits - 1) is None:
+        while hits and not self._is_known(sequence, hits - 1):
             hits -= 1
-        while self._found(sequence, hits) is not None:
+        while self._is_known(sequence, hits):
             hits += 1
         sequence.computed = self._usable(sequence, hits)
 
     def enter(self, sequence: Sequence, tokens: int) -> bool:
         """Gives a sequence pages for `tokens` tokens after its version's virtual ones; all or nothing.
 
-        Tokens found in the cache count as computed, and so do those of a swapped copy that reaches further:
-        its pages are to be read into the `filled` ones.
+        Tokens found in the cache count as computed, and so do those of a swapped copy that reaches further,
+        or of pages in the second tier that go on from there: these are to be read into the `filled` ones.
         """
         request, pages = sequence.request, self._pages
         first = request.virtual // pages.page_size  # page with a token of its own
@@ -78,16 +114,20 @@ class Prefixes:
         computed = self._usable(sequence, len(found))
         full, rest = divmod(request.virtual + computed, pages.page_size)
         read, begun = found[: full - first], found[full - first :][: rest > 0]
-        swapped, filled = sequence.swapped, 0
+        swapped, filled, names = sequence.swapped, 0, list[bytes]()
         if swapped is not None and swapped.first <= first + len(found) and computed < swapped.tokens:
             computed, full, rest, begun = swapped.tokens, first + len(read), 0, []
             filled = swapped.first + swapped.pages - full
+        elif names := self._readable(sequence, len(found)):
+            computed, filled = self._usable(sequence, len(found) + len(names)), len(names)
+        loads = self.swapped.take(names)
         own = [page for page in begun if not pages.readers(page)]  # it loses its name and is written on
         virtual = self._virtual_pages(request)
         missing = pages.pages_for(request.virtual) if virtual is None else 0
         wanted = missing + pages.pages_for(request.virtual + tokens) - full - len(own)
         taken = pages.allocate(sequence.key, wanted, [*(virtual or ()), *read, *own])
         if taken is None:
+            self.swapped.give_back(loads)
             return False
         for page in own:
             pages.forget(page)
@@ -98,15 +138,19 @@ class Prefixes:
         sequence.shared = sequence.named = full
         sequence.template = (begun or virtual[-1:])[0] if rest else None
         sequence.computed, sequence.filled = computed, filled
+        if loads:
+            self.swapped.load(sequence, loads)
         return True
+
+    def reads(self, sequence: Sequence) -> bool:
+        """Tells whether a waiting sequence, if it enters now, has its beginning read from the second tier."""
+        return not sequence.pages and bool(self._readable(sequence, len(self._find(sequence))))
 
     def leave(self, sequence: Sequence) -> None:
         """Frees all pages of a sequence; named ones can be found until they are reused."""
         self._pages.free(sequence.key)
         sequence.pages, sequence.shared, sequence.named, sequence.template = [], 0, 0, None
         sequence.filled = 0
-
-    # Beginnings of swapped sequences
 
     def common(self, sequence: Sequence) -> int:
         """Number of a running sequence's first pages that others read, too, or that any sequence of its
@@ -116,31 +160,11 @@ class Prefixes:
             count += 1
         return count
 
-    def hold(self, sequence: Sequence, count: int) -> None:
-        """Keeps the first `count` pages of a sequence with tokens of its own while it has none."""
-        held = sequence.pages[sequence.virtual // self._pages.page_size : count]
-        if held:
-            self._pages.allocate(_Held(sequence.key), 0, held)
-            self._held.add(sequence.key)
-
-    def let_go(self, key: int) -> None:
-        """Frees pages that were held for a sequence; they can be found until they are reused."""
-        if key in self._held:
-            self._held.remove(key)
-            self._pages.free(_Held(key))
-
-    def let_all_go(self) -> bool:
-        """Frees all pages that were held; tells whether there were any."""
-        held = sorted(self._held)
-        for key in held:
-            self.let_go(key)
-        return bool(held)
-
     def reaches_copy(self, sequence: Sequence) -> bool:
         """Tells whether all pages before a sequence's copy are there."""
         assert sequence.swapped is not None, "it has a copy"
         before = sequence.swapped.first - sequence.virtual // self._pages.page_size
-        return sequence.key in self._held or all(
+        return sequence.key in self.held or all(
             self._found(sequence, index) is not None for index in range(before)
         )
 
@@ -183,7 +207,7 @@ class Prefixes:
     # Found tokens
 
     def _takes_part(self, sequence: Sequence) -> bool:
-        return self._sharing and sequence.request.scope is not None
+        return self._sharing and sequence.request.scope is not None and not sequence.offloaded
 
     def _most(self, sequence: Sequence) -> int:
         """Most tokens it may find: all but the last one and those to be scored."""
@@ -208,10 +232,34 @@ class Prefixes:
 
     def _found(self, sequence: Sequence, index: int) -> int | None:
         """The cached page with the name of its page `index`; index 0 is the first page with an own token."""
+        name = self._known_name(sequence, index)
+        return None if name is None else self._pages.find(name)
+
+    def _is_known(self, sequence: Sequence, index: int) -> bool:
+        """Tells whether what its page `index` holds is cached or in the second tier."""
+        name = self._known_name(sequence, index)
+        return name is not None and (self._pages.find(name) is not None or name in self.swapped)
+
+    def _readable(self, sequence: Sequence, found: int) -> list[bytes]:
+        """Names of the pages in the second tier behind its `found` cached ones, as far as reading them is
+        worth it."""
+        names: list[bytes] = []
+        if not len(self.swapped) or not self._takes_part(sequence):
+            return names
+        while (name := self._known_name(sequence, found + len(names))) is not None and name in self.swapped:
+            names.append(name)
+        size = self._pages.page_size
+        at = sequence.virtual % size
+        count = self._pages.pages_for(at + self._usable(sequence, found + len(names))) - found
+        start = max(found * size - at, 0)
+        return names[: self.swapped.worth_reading(sequence, start, count)] if count > 0 else []
+
+    def _known_name(self, sequence: Sequence, index: int) -> bytes | None:
+        """The name of its page `index` where all tokens in it are known."""
         size = self._pages.page_size
         if (index + 1) * size - sequence.virtual % size > sequence.known:
             return None
-        return self._pages.find(self._name(sequence, index))
+        return self._name(sequence, index)
 
     def _name(self, sequence: Sequence, index: int) -> bytes:
         """The name of a page whose tokens are known; computed once, in order."""

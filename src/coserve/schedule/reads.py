@@ -1,10 +1,12 @@
-"""Seconds in which a step reads the weights of a streamed base, beside which its rows are computed."""
+"""Seconds in which a step reads the weights of a streamed base, beside which its rows are computed, and keys
+and values of offloaded sequences, for which they wait."""
 
 from collections.abc import Iterable
 
-from coserve.core.plan import WeightReads
+from coserve.core.plan import OffloadReads, WeightReads
 
 _MEMORY = 0.1  # of one step's rate
+_OUTLIER = 4.0  # a step this many times slower teaches no more than one exactly so
 _FEW = 1 << 20  # bytes from which on a rate is one of the disk, not of a call
 
 
@@ -40,3 +42,26 @@ class ReadCosts:
         """Learns the rate from what was read in one step."""
         if reads.nbytes >= _FEW and reads.seconds > 0:
             self.rate += _MEMORY * (reads.nbytes / reads.seconds - self.rate)
+
+
+class OffloadCosts:
+    """Costs of reading keys and values that are not in the device's pages: a time for each cached token, of
+    all layers, as learned. `guess` is its first value."""
+
+    def __init__(self, guess: float = 1e-6) -> None:
+        self.token_seconds = guess
+        self._known = False
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds of reading so many cached tokens."""
+        return tokens * self.token_seconds
+
+    def observe(self, tokens: int, reads: OffloadReads) -> None:
+        """Learns from the reads of one step; from the first as a whole."""
+        if not tokens or reads.seconds <= 0:
+            return
+        taken = reads.seconds / tokens
+        if self._known:
+            taken = min(taken, _OUTLIER * self.token_seconds)
+            taken = self.token_seconds + _MEMORY * (taken - self.token_seconds)
+        self.token_seconds, self._known = taken, True

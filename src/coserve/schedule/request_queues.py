@@ -11,7 +11,9 @@ from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.newcomers import is_new
+from coserve.schedule.offloading import Offloading
 from coserve.schedule.prefixes import Prefixes
+from coserve.schedule.swapped_prefixes import SwappedPrefixes
 from coserve.schedule.swapping import Swapping
 
 
@@ -22,14 +24,21 @@ def _age(sequence: Sequence) -> tuple[float, int]:
 class RequestQueues:
     """The waiting line, the running sequences with their pages, and the blocked ones."""
 
-    def __init__(self, config: SchedulerConfig, pages: PagePool, swapping: Swapping | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pages: PagePool,
+        swapping: Swapping | None = None,
+        offloading: Offloading | None = None,
+    ) -> None:
         self.blocked_on_adapter: list[Sequence] = []  # waiting for their adapters; most urgent first
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.released: list[int] = []  # keys whose device state the next plan drops
-        self.prefixes = Prefixes(pages, config.prefix_sharing)
         self.swapping = swapping or Swapping(CostModel())
+        self.prefixes = Prefixes(pages, config.prefix_sharing, SwappedPrefixes(self.swapping, pages))
         self.swapping.on_failure = self._lose_copy
+        self.offloading = offloading or Offloading(self.swapping)
         self._config = config
         self._pages = pages
 
@@ -51,8 +60,9 @@ class RequestQueues:
             *_age(sequence),
         )
 
-    def check(self, request: Request) -> None:
-        """Raises RequestError if the request could never run to its end."""
+    def check(self, request: Request) -> bool:
+        """Tells whether a request needs more pages than the device has, so that it is offloaded. Raises
+        RequestError if it could never run to its end."""
         prompt, answer = len(request.prompt), request.sampling.max_tokens
         if prompt == 0:
             raise EmptyPrompt(f"request {request.id} has an empty prompt; it needs at least one token")
@@ -64,19 +74,23 @@ class RequestQueues:
             )
         most = prompt + max(answer, 1) - 1  # the last token of an answer never enters the cache
         needed = self._pages.pages_for(request.virtual) + self.prefixes.pages_for(request.virtual, most)
-        if needed > self._pages.pages:
+        is_long = needed > self._pages.pages
+        if is_long and (why := self.offloading.refusal(request, most)):
             raise OutOfPages(
                 f"request {request.id} can grow to {most} cached tokens{virtual}, {needed} pages of "
-                f"{self._pages.page_size}; there are {self._pages.pages} in all"
+                f"{self._pages.page_size}; there are {self._pages.pages} in all, and {why}"
             )
+        return is_long
 
     def room(self, prompt: int, virtual: int) -> int:
         """Most tokens of an answer to `prompt` tokens after `virtual` virtual ones; less than one where the
-        prompt does not fit."""
+        prompt does not fit. The second tier counts for prompts that do not fit into the device's pages."""
         size = self._pages.page_size
         template = virtual % size > 0
-        cached = (self._pages.pages - template) * size - virtual - prompt
-        return min(self._config.max_positions - virtual - prompt, cached + 1)
+        cached = (self._pages.pages - template) * size - virtual - prompt + 1
+        if cached < 1 and not virtual:
+            cached = max(cached, self.offloading.room(prompt))
+        return min(self._config.max_positions - virtual - prompt, cached)
 
     def join(self, sequence: Sequence) -> None:
         """Adds a sequence to the waiting line."""
@@ -108,13 +122,15 @@ class RequestQueues:
     def _give_pages(self, sequence: Sequence) -> bool:
         """Allocates the pages of a sequence that enters, and has its copy read if it has one. What is held
         for others is no reason for nobody to run."""
+        if sequence.offloaded:
+            return self.offloading.enter(sequence)
         tokens = min(sequence.length + 1, sequence.longest - 1)
         while not self.prefixes.enter(sequence, tokens):
-            if self.running or not self.prefixes.let_all_go():
+            if self._resident() or not self.prefixes.held.let_all_go():
                 return False
-        if sequence.filled:
+        if sequence.filled and not sequence.loading:
             self.swapping.read(sequence)
-            self.prefixes.let_go(sequence.key)
+            self.prefixes.held.let_go(sequence.key)
         else:
             self._drop_copy(sequence)
         return True
@@ -126,7 +142,11 @@ class RequestQueues:
         """
         entered = []
         for sequence in [one for one in self.waiting if is_new(one) and not one.under_way]:
-            others = [one for one in self.running if not one.request.newcomer]
+            if sequence.offloaded:
+                if self.enter(sequence, now):
+                    entered.append(sequence)
+                continue
+            others = [one for one in self._resident() if not one.request.newcomer]
             needed = self._pages.pages_for(sequence.virtual + sequence.length + 1)
             if needed > self._pages.free_count + sum(len(one.pages) - one.shared for one in others):
                 continue
@@ -140,6 +160,8 @@ class RequestQueues:
         """Counts cached and swapped tokens of waiting sequences, by default the next in line, as computed;
         without `copies` swapped ones are dropped."""
         for sequence in sequences or self.waiting[: self._config.max_running]:
+            if sequence.offloaded:
+                continue
             if sequence.swapped is not None and not (copies and self.prefixes.reaches_copy(sequence)):
                 self._drop_copy(sequence)
             self.prefixes.look_up(sequence)
@@ -150,24 +172,30 @@ class RequestQueues:
         False if the sequence itself was preempted. The first newcomer, or else the earliest sequence, always
         gets its pages: it may take all, and `check` ensured that all are enough.
         """
+        if sequence.offloaded:
+            return True
         missing = self._pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
         while missing > 0:
             taken = self._pages.allocate(sequence.key, missing)
             if taken is not None:
                 sequence.pages.extend(taken)
                 return True
-            if len(self.running) == 1 and self.prefixes.let_all_go():
+            if len(self._resident()) == 1 and self.prefixes.held.let_all_go():
                 continue
-            last = max(self.running, key=lambda one: (not one.request.newcomer, *_age(one)))
+            last = max(self._resident(), key=lambda one: (not one.request.newcomer, *_age(one)))
             self.preempt(last, now)
             if last is sequence:
                 return False
         return True
 
+    def _resident(self) -> list[Sequence]:
+        """Running sequences with pages on the device."""
+        return [one for one in self.running if not one.offloaded]
+
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Takes a running sequence's pages; its tokens are swapped out or will be computed again."""
         sequence.reached = max(sequence.reached, sequence.computed)
-        if sequence.loading is not None:
+        if sequence.loading:
             self.swapping.withdraw(sequence)
         elif sequence.told is not None or sequence.filled:  # else it has nothing but what others have
             self._swap_out(sequence, now)
@@ -181,7 +209,7 @@ class RequestQueues:
         start = max(first * size - sequence.virtual, 0)
         if self.swapping.is_worth(sequence, start, end - first, now):
             self.swapping.write(sequence, first, end)
-            self.prefixes.hold(sequence, first)
+            self.prefixes.held.hold(sequence, first)
 
     def _wait_again(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -198,14 +226,14 @@ class RequestQueues:
     def _drop_copy(self, sequence: Sequence) -> None:
         if sequence.swapped is not None:
             self.swapping.drop(sequence)
-            self.prefixes.let_go(sequence.key)
+            self.prefixes.held.let_go(sequence.key)
             sequence.computed = sequence.computed if sequence.pages else 0
 
     def retire(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a waiting, running or blocked sequence."""
         sequence.finish_reason = reason
         self._drop_copy(sequence)
-        if sequence.loading is not None:
+        if sequence.loading:
             self.swapping.withdraw(sequence)
         if sequence.pages:
             self._leave(sequence)
@@ -215,7 +243,7 @@ class RequestQueues:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.prefixes.leave(sequence)
+        (self.offloading if sequence.offloaded else self.prefixes).leave(sequence)
         if sequence.told is not None:
             self.released.append(sequence.key)
             sequence.told = None
@@ -223,6 +251,7 @@ class RequestQueues:
 
 def count_places(queues: RequestQueues) -> float:
     """Sequences that can run at once: as many as may, or have pages if all need what the present ones do."""
-    held = sum(len(one.pages) for one in queues.running)
-    by_pages = len(queues.running) * queues._pages.pages / held if held else float("inf")
+    resident = queues._resident()
+    held = sum(len(one.pages) for one in resident)
+    by_pages = len(resident) * queues._pages.pages / held if held else float("inf")
     return min(queues._config.max_running, by_pages)

@@ -21,6 +21,7 @@ from coserve.schedule import answers
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
+from coserve.schedule.offloading import Offloading
 from coserve.schedule.pace import prefill_limit
 from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
@@ -64,8 +65,10 @@ class Scheduler:
         cost: CostModel,
         policy: Policy,
         swapping: Swapping | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
-        """`swapping` is the second tier of pages; without it preempted sequences are computed again."""
+        """`swapping` is the second tier of pages; without it preempted sequences are computed again.
+        `offloading` are its pages for sequences that are longer than all of `pages`."""
         self.config = config
         self.cost = cost
         self.policy = policy
@@ -73,7 +76,9 @@ class Scheduler:
         self.interruptible = config.interruptible  # whether arrivals stop the training of the next step
         self.window_rows = config.reserved_rows  # of a window alone in the next step, that memory bears
         self.swapping = swapping or Swapping(cost)
-        self._requests = RequestQueues(config, pages, self.swapping)
+        self._requests = RequestQueues(config, pages, self.swapping, offloading)
+        self.offloading = self._requests.offloading
+        self.swapped_prefixes = self._requests.prefixes.swapped
         self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
         self._sequences: dict[int, Sequence] = {}  # that have not ended
@@ -107,8 +112,8 @@ class Scheduler:
         `output` is the part of the answer that another engine generated: a complete answer ends at once, and
         the next `apply` returns its `Finished`. A `blocked` request stays out of the queue until `unblock`.
         """
-        self._requests.check(request)
-        sequence = Sequence(self.new_key(), request, output=list(output))
+        is_long = self._requests.check(request)
+        sequence = Sequence(self.new_key(), request, output=list(output), offloaded=is_long)
         # Training runs last in a step: a request that arrived during one waited for its training.
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)
@@ -167,7 +172,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Tells whether a step would do anything: run rows, release keys, or deliver events."""
-        unreleased = self._requests.released or self.training.released or self.swapping.moves
+        unreleased = self._requests.released or self.training.released or self.swapping.copies.moves
         under_way = any(not launched.plan.is_empty for launched in self._launched)
         return bool(self._sequences or self._events or unreleased or under_way) or self.training.has_work
 
@@ -215,8 +220,8 @@ class Scheduler:
 
     def _plan(self, now: float) -> Plan:
         builder = PlanBuilder(now)
-        if self.swapping.pages:
-            self.swapping.limit = longest_moves(self.running, now, self.cost, self.config)
+        if self.swapping.copies.pages:
+            self.swapping.begin(now, longest_moves(self.running, now, self.cost, self.config))
         self._requests.look_up()
         jobs, starving = self.training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
@@ -250,6 +255,13 @@ class Scheduler:
         self.stats.swapped_out_pages += written
         self.stats.swapped_in_pages += read
         self.stats.swap_failures += len(result.swap_failed)
+        self.stats.offloaded_read_bytes += result.offload_reads.nbytes
+        self.stats.offload_failures += len(result.lost)
+        for key, lost in result.lost.items():
+            if key in self._sequences:  # else it was cancelled meanwhile
+                sequence = self._sequences[key]
+                self._retire(sequence, FinishReason.CANCELLED, now)
+                events.append(RequestFailed(key, sequence.request.id, lost))
         for job, error in result.failed.items():
             self.training.remove(job)
             events.append(JobFailed(job, error))
@@ -317,22 +329,24 @@ class Scheduler:
             if not sequence.pages:  # sequences before it may have taken its cached pages
                 self._requests.look_up(sequence)
             if sequence.swapped is not None and not self.swapping.has_time(sequence.swapped, builder.now):
-                if self.swapping.moves.back:  # it may be next
+                if self.swapping.copies.moves.back:  # it may be next
                     continue
                 self._requests.look_up(sequence, copies=False)  # rows pass in as many steps as they need
-            if sequence.swapped is not None:
+            if sequence.swapped is not None or self._requests.prefixes.reads(sequence):
                 closed = closed or not self._requests.enter(sequence, builder.now)
                 if not closed:
                     self.stats.count_entered(sequence)
-                if closed or sequence.loading is not None:
+                if closed or sequence.loading:
                     continue
             filled = self._requests.prefixes.rows(sequence.request)
             rows = self._chunk(builder, sequence, filled, left, limit)
             if rows <= 0:
                 return
             if not sequence.pages:
-                closed = closed or not self._requests.enter(sequence, builder.now)
-                if closed:
+                if closed and not sequence.offloaded:
+                    continue
+                if not self._requests.enter(sequence, builder.now):
+                    closed = closed or not sequence.offloaded  # others' pages are elsewhere
                     continue
                 self.stats.count_entered(sequence)
             builder.add(sequence, rows, filled)
@@ -473,7 +487,7 @@ class Scheduler:
             sequence.deferred += training
         self._last_training = (now, training)
         if plan.split is None:
-            self.cost.observe(plan, executed, host, result.reads)
+            self.cost.observe(plan, executed, host, result.reads, result.offload_reads)
         else:
             self.cost.observe_lanes(plan, result, host)
         self.stats.steps += 1

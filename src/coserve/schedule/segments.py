@@ -13,7 +13,15 @@ def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSeg
     tail = 1 if end == sequence.length else 0
     if request.sampling.prompt_logprobs is not None:
         tail += max(0, min(end, len(request.prompt) - 1) - start)
-    return InferenceSegment(sequence.key, start, rows, request.virtual + start, tail, request.adapter)
+    return InferenceSegment(
+        sequence.key,
+        start,
+        rows,
+        request.virtual + start,
+        tail,
+        request.adapter,
+        offloaded=sequence.offloaded,
+    )
 
 
 def training_segment(
@@ -77,6 +85,7 @@ def _start(sequence: Sequence) -> SequenceStart:
         template=sequence.template,
         scope=request.scope,
         swapped=sequence.filled,
+        offloaded=sequence.offloaded,
     )
 
 

@@ -183,8 +183,9 @@ class _Ahead:
         steps = -(-rows // self._config.prefill_rows(bounded=True))
         first, later = Features(), Features()
         first.add_fill(virtual - filled, filled)
-        first.add_inference(virtual + start, rows, 1, adapter)
-        later.add_inference(0, 0, 0, adapter)
+        first.add_inference(virtual + start, rows, 1, adapter, sequence.offloaded)
+        read_again = start + rows // 2 if sequence.offloaded else 0  # of slower memory, on average
+        later.add_inference(read_again, 0, 0, adapter, sequence.offloaded)
         passes = self._cost.predict_features(first) + (steps - 1) * self._cost.predict_features(later)
         return passes + steps * self._decode_rows
 
@@ -193,7 +194,8 @@ class _Ahead:
         """Seconds of a step with a decode row of each running sequence."""
         features = Features()
         for sequence in self._queues.running:
-            features.add_inference(sequence.virtual + sequence.length, 1, 1, sequence.request.adapter)
+            start = sequence.virtual + sequence.length
+            features.add_inference(start, 1, 1, sequence.request.adapter, sequence.offloaded)
         return self._cost.predict_features(features)
 
     @cached_property
@@ -203,5 +205,5 @@ class _Ahead:
         features.add_inference(0, 0, 0, None)
         alone = self._cost.predict_features(features)
         for sequence in self._queues.running:
-            features.add_inference(sequence.virtual + sequence.length, 1, 1, None)
+            features.add_inference(sequence.virtual + sequence.length, 1, 1, None, sequence.offloaded)
         return self._cost.predict_features(features) - alone

@@ -23,9 +23,11 @@ class Stats:
     backward_rows: float = 0.0
     updates: int = 0
     preemptions: int = 0
-    swapped_out_pages: int = 0  # of preempted sequences, to the second tier
+    swapped_out_pages: int = 0  # of preempted sequences and of prefixes, to the second tier
     swapped_in_pages: int = 0
     swap_failures: int = 0  # copies that could not be written or read
+    offloaded_read_bytes: int = 0  # of keys and values, by steps with rows of offloaded sequences
+    offload_failures: int = 0  # sequences that were lost with them
     recomputed_tokens: int = 0  # that passed the model again after a preemption
     asked_tokens: int = 0  # of prompts that began to run, and how many of these were found in the cache
     found_tokens: int = 0

@@ -1,18 +1,19 @@
-"""The second tier of pages: what a preempted sequence had computed is read again instead of computed again.
+"""The second tier of pages: what was computed once is read again instead of computed again.
 
 vLLM's swapping and Symbiosis' caches elsewhere (3.4), with the choice made anew for each preemption: by the
-predicted seconds of computing the tokens again, and those of writing and reading their pages.
+predicted seconds of computing the tokens again, and those of writing and reading their pages. Pages of
+prefixes (`schedule.swapped_prefixes`) take what room is left.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final
+from typing import Final, Protocol
 
 from coserve.core.plan import Plan, StepResult, SwapIn, SwapOut
 from coserve.core.sequence import Sequence, SwapCopy
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.cost import CostModel, Features, added_seconds
 from coserve.schedule.newcomers import INFINITE
 
 GUESS: Final = 1e-9  # seconds a byte before anything was measured: a disk, rather fast, so that it is tried
@@ -59,95 +60,177 @@ class Moves:
         return bool(self.out or self.back or self.dropped)
 
 
+class Evictable(Protocol):
+    """Copies of a page each that nobody needs; `len` is their number."""
+
+    def __len__(self) -> int: ...
+
+    def evict(self) -> None:
+        """Drops one."""
+        ...
+
+    def lose(self, number: int) -> None:
+        """Drops copy `number`, which could not be written, if it is one of these."""
+        ...
+
+
+class _Nothing:
+    """No copies."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def evict(self) -> None: ...
+
+    def lose(self, number: int) -> None: ...
+
+
+class SwapCopies:
+    """Copies in a tier of `pages`, by their numbers, and the moves of the plan under construction. Those in
+    `evictable` make room for others."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.used = 0  # pages of copies, and of offloaded sequences
+        self.evictable: Evictable = _Nothing()
+        self.moves = Moves()
+        self._numbers = count(1)
+        self._sizes: dict[int, int] = {}  # pages of each copy in the tier
+
+    @property
+    def room(self) -> int:
+        """Pages that a copy can have."""
+        return self.pages - self.used + len(self.evictable)
+
+    def make_room(self, pages: int) -> bool:
+        """Evicts copies that nobody needs until `pages` fit; False, with nothing changed, if they cannot."""
+        if pages > self.room:
+            return False
+        while pages > self.pages - self.used:
+            self.evictable.evict()
+        return True
+
+    def add(self, pages: tuple[int, ...]) -> int:
+        """Has the plan copy `pages`, for which there is room; returns the copy's number."""
+        number = next(self._numbers)
+        self.moves.out[number] = SwapOut(number, pages)
+        self._sizes[number] = len(pages)
+        self.used += len(pages)
+        return number
+
+    def remove(self, number: int) -> None:
+        """Drops a copy that no plan has read."""
+        self.used -= self._sizes.pop(number)
+        if self.moves.out.pop(number, None) is None:
+            self.moves.dropped.append(number)
+
+    def take(self) -> Moves:
+        """The plan's moves: copies that it reads are gone afterwards."""
+        moves, self.moves = self.moves, Moves()
+        for number in moves.back:
+            self.used -= self._sizes.pop(number)
+        return moves
+
+
 class Swapping:
     """Room and cost of a second tier of `pages`, and the copies in it. `page_seconds` is the guess for one
     page, one way. `on_failure` is called for sequences whose copy could not be written or read."""
 
     def __init__(self, cost: CostModel, pages: int = 0, page_seconds: float = 0.0) -> None:
-        self.pages = pages
-        self.used = 0  # pages of copies
+        self.copies = SwapCopies(pages)
         self.writing, self.reading = Rate(page_seconds), Rate(page_seconds)
-        self.moves = Moves()
-        self.limit = INFINITE  # seconds that the moves of the plan under construction may take
+        self.now = 0.0  # of the plan under construction
+        self.limit = INFINITE  # seconds that its moves may take
         self.planned = 0.0  # seconds of the moves of the last plan
-        self._cost = cost
-        self._numbers = count(1)
+        self.cost = cost
         self.on_failure: Callable[[Sequence], None] = lambda sequence: None
         self._owners: dict[int, Sequence] = {}  # by copy, until it is read or dropped
         self._barred = -INFINITE
 
+    def begin(self, now: float, limit: float) -> None:
+        """Begins a plan, whose moves may take `limit` seconds."""
+        self.now, self.limit = now, limit
+
+    @property
+    def is_barred(self) -> bool:
+        """Tells whether the tier failed lately."""
+        return self.now < self._barred + _BARRED
+
     def is_worth(self, sequence: Sequence, start: int, pages: int, now: float) -> bool:
         """Tells whether moving `pages` there and back takes less than computing the tokens from `start` on
         again, and there is room."""
-        if pages <= 0 or pages > self.pages - self.used or now < self._barred + _BARRED:
+        if pages <= 0 or pages > self.copies.room or now < self._barred + _BARRED:
             return False
         writing, reading = pages * self.writing.seconds(now), pages * self.reading.seconds(now)
         if max(self.seconds(now) + writing, reading) > self.limit:
             return False
-        return writing + reading < self._computing(sequence, start)
+        rows, adapter = sequence.computed - start, sequence.request.adapter
+        return writing + reading < added_seconds(self.cost, sequence.virtual + start, rows, adapter)
 
     def has_time(self, copy: SwapCopy, now: float) -> bool:
         """Tells whether the plan can read a copy as well."""
         return self.seconds(now) + copy.pages * self.reading.seconds(now) <= self.limit
 
-    def _computing(self, sequence: Sequence, start: int) -> float:
-        """Seconds that the rows of the tokens from `start` on add to steps."""
-        rows, adapter = sequence.computed - start, sequence.request.adapter
-        with_them, without = Features(), Features()
-        with_them.add_inference(sequence.virtual + start, rows, 0, adapter)
-        without.add_inference(0, 0, 0, adapter)
-        return self._cost.predict_features(with_them) - self._cost.predict_features(without)
-
     def seconds(self, now: float) -> float:
         """Predicted seconds of the moves so far."""
-        written = sum(len(move.pages) for move in self.moves.out.values())
-        read = sum(len(move.pages) for move in self.moves.back.values())
+        written = sum(len(move.pages) for move in self.copies.moves.out.values())
+        read = sum(len(move.pages) for move in self.copies.moves.back.values())
         return written * self.writing.seconds(now) + read * self.reading.seconds(now)
 
     # Copies
 
     def write(self, sequence: Sequence, first: int, end: int) -> None:
         """Has the plan copy pages [first, end) of a sequence's block table, with all that it has computed."""
-        number, pages = next(self._numbers), tuple(sequence.pages[first:end])
+        pages = tuple(sequence.pages[first:end])
+        has_room = self.copies.make_room(len(pages))
+        assert has_room, "`is_worth` has found it"
+        number = self.copies.add(pages)
         sequence.swapped = SwapCopy(number, first, len(pages), sequence.computed)
-        self.moves.out[number] = SwapOut(number, pages)
         self._owners[number] = sequence
-        self.used += len(pages)
 
     def read(self, sequence: Sequence) -> None:
         """Has the plan fill the pages behind those that a sequence shares from its copy."""
         copy = sequence.swapped
         assert copy is not None, "what is read was written"
         pages = tuple(sequence.pages[sequence.shared : sequence.shared + sequence.filled])
-        self.moves.back[copy.number] = SwapIn(copy.number, pages, sequence.shared - copy.first)
-        sequence.loading = copy
+        self.copies.moves.back[copy.number] = SwapIn(copy.number, pages, sequence.shared - copy.first)
+        sequence.loading = (copy.number,)
+
+    def read_single(self, sequence: Sequence, numbers: Iterable[int]) -> None:
+        """Has the plan fill a sequence's pages behind the shared ones from copies of one page each."""
+        sequence.loading = tuple(numbers)
+        for number, page in zip(sequence.loading, sequence.pages[sequence.shared :], strict=False):
+            self.copies.moves.back[number] = SwapIn(number, (page,))
+            self._owners[number] = sequence
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Gives up reading for a sequence that loses its pages again. It keeps a copy that no plan has read
-        yet."""
-        copy, sequence.loading = sequence.loading, None
-        assert copy is not None, "its pages are being read"
-        if self.moves.back.pop(copy.number, None) is None:
-            del self._owners[copy.number]
+        """Gives up reading for a sequence that loses its pages again. It keeps a copy of its own that no plan
+        has read yet."""
+        numbers, sequence.loading = sequence.loading, ()
+        for number in numbers:
+            if self.copies.moves.back.pop(number, None) is None:
+                del self._owners[number]
+            elif sequence.swapped is None or number != sequence.swapped.number:
+                self._remove(number)
 
     def drop(self, sequence: Sequence) -> None:
         """Drops the copy of a sequence that needs it no longer, if there is one."""
         copy, sequence.swapped = sequence.swapped, None
         if copy is not None:
-            del self._owners[copy.number]
-            self.used -= copy.pages
-            if self.moves.out.pop(copy.number, None) is None:
-                self.moves.dropped.append(copy.number)
+            self._remove(copy.number)
+
+    def _remove(self, number: int) -> None:
+        del self._owners[number]
+        self.copies.remove(number)
 
     def take(self, now: float) -> Moves:
         """The plan's moves: copies that it reads are gone afterwards."""
         self.planned = self.seconds(now)
-        moves, self.moves = self.moves, Moves()
+        moves = self.copies.take()
         for number in moves.back:
             sequence = self._owners[number]
-            assert sequence.swapped is not None, "it is read once"
-            self.used -= sequence.swapped.pages
-            sequence.swapped = None
+            if sequence.swapped is not None and sequence.swapped.number == number:
+                sequence.swapped = None
         return moves
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> tuple[int, int]:
@@ -162,13 +245,17 @@ class Swapping:
             self.reading.observe(pages[1], read, now)
         lost = {*result.swap_failed}
         for out in plan.swap_out:
-            sequence = self._owners.get(out.copy) if out.copy in lost else None
-            if sequence is not None and sequence.loading is None:  # else its `SwapIn` fails, too
+            if out.copy not in lost:
+                continue
+            sequence = self._owners.get(out.copy)
+            if sequence is None:
+                self.copies.evictable.lose(out.copy)
+            elif not sequence.loading:  # else its `SwapIn` fails, too
                 self.on_failure(sequence)
         for back in plan.swap_in:
             sequence = self._owners.pop(back.copy, None)
             if sequence is not None:
-                sequence.loading = None
+                sequence.loading = ()
                 if back.copy in lost:
                     self.on_failure(sequence)
         out_pages = sum(len(move.pages) for move in plan.swap_out if move.copy not in lost)
@@ -181,7 +268,7 @@ def longest_moves(running: Iterable[Sequence], now: float, cost: CostModel, conf
     running = [one for one in running if one.newest_at is not None]
     due, margin, features = INFINITE, 0.0, Features()
     for one in running:
-        features.add_inference(one.virtual + one.computed, 1, 1, one.request.adapter)
+        features.add_inference(one.virtual + one.computed, 1, 1, one.request.adapter, one.offloaded)
         if (bound := one.request.slo.between_tokens) is not None and one.newest_at is not None:
             due = min(due, one.newest_at + bound)
             tokens = one.request.sampling.max_tokens

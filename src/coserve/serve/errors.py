@@ -42,6 +42,7 @@ _STATUSES: tuple[tuple[type[errors.CoserveError], int, str | None], ...] = (
     (errors.QuotaExceeded, 429, "quota_exceeded"),
     (errors.ConfigError, 400, None),
     (errors.StateError, 503, "storage_unavailable"),
+    (errors.OffloadFailed, 503, "storage_unavailable"),
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

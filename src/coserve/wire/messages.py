@@ -178,6 +178,7 @@ class Hello(WireMessage, frozen=True):
     starved: dict[str, float] = {}  # of `jobs`, those without time to train, and for how many seconds
     quantize: str = "none"  # or 8bit, 4bit
     cache_dtype: str = "auto"  # or int8
+    offloaded_tokens: int = 0  # most tokens of a sequence in slower memory
     crash: str = ""  # how the engine before this one brought itself down; empty where it did not
 
 
@@ -335,11 +336,17 @@ class EngineStats(WireMessage, frozen=True):
     asked_tokens: int = 0  # of prompts that began to run
     found_tokens: int = 0  # of these, how many were in the cache
     paging: Paging = Paging()
-    swapped_out_pages: int = 0  # of preempted sequences, to the second tier
+    swapped_out_pages: int = 0  # of preempted sequences and of prefixes, to the second tier
     swapped_in_pages: int = 0
+    prefix_pages_swapped_out: int = 0  # of these, the prefixes'
+    prefix_pages_swapped_in: int = 0
     swap_failures: int = 0  # copies that could not be written or read
     swap_pages: int = 0  # that the second tier has room for
     swap_pages_used: int = 0
+    offloaded_pages: int = 0  # that slower memory has room for, of sequences longer than all pages
+    offloaded_pages_used: int = 0
+    offloaded_read_bytes: int = 0
+    offload_failures: int = 0  # sequences whose keys and values could not be written or read
     recomputed_tokens: int = 0  # that passed the model again after a preemption
 
 

@@ -52,6 +52,13 @@ def test_settings_are_in_its_environment() -> None:
     assert run_limited(command, "", LIMIT, 60.0, {"COLOUR": "blue"}).stdout == "blue\n"
 
 
+def test_a_long_prompt_is_compared_with_full_memory() -> None:
+    found = run_streamed("tiny", quick=True, only=["long"])
+    assert 0 <= found["long.tokens"] <= 1e-5
+    figures = found["figures"]
+    assert figures["long.read"]["value"] > 0 and figures["long.prompt"]["value"] == 480
+
+
 @pytest.mark.slow
 def test_a_quick_run_fills_the_table(tmp_path: Path) -> None:
     found = run_streamed("19m", quick=True, json_path=tmp_path / "streamed.json")

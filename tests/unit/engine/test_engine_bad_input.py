@@ -29,7 +29,9 @@ DATA = [Example((1, 2, 3), (2, 3, -100))] * 4
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine(
-        tiny("llama"), EngineConfig(calibrate=False, cache_tokens=128), tokenizer=letter_tokenizer()
+        tiny("llama"),
+        EngineConfig(calibrate=False, cache_tokens=128, swap_space="0"),
+        tokenizer=letter_tokenizer(),
     )
 
 
@@ -67,7 +69,7 @@ def test_more_than_the_model_has_positions(engine: Engine) -> None:
 def test_more_tokens_than_all_pages_hold(engine: Engine) -> None:
     params = SamplingParams(max_tokens=50)
     sentence = refusal(OutOfPages, lambda: engine.generate([1] * 100, sampling=params))
-    assert "149" in sentence and "8" in sentence
+    assert "149" in sentence and "8" in sentence and "engine.swap_space" in sentence
 
 
 def test_unknown_adapter(engine: Engine) -> None:

@@ -7,14 +7,16 @@ from random import Random
 
 import pytest
 
-from coserve.core.events import Event, Finished, JobFailed, StepDone, TokenEvent
+from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
+from coserve.core.plan import InferenceSegment
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
-from coserve.errors import LossNotFinite
+from coserve.errors import LossNotFinite, OffloadFailed, OutOfPages
 from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
+from coserve.schedule.offloading import Offloading
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import Swapping
@@ -34,19 +36,22 @@ class World:
             micro_batches_in_flight=draws.choice((1, 2)),
         )  # fmt: skip
         cost, swap_pages = CostModel(), draws.choice((0, 10, 100))
-        pages = PagePool(draws.choice((16, 30, 60)), PAGE)
-        self.it = Scheduler(config, pages, cost, make_policy(policy), Swapping(cost, swap_pages))
+        pages = PagePool(draws.choice((9, 16, 30, 60)), PAGE)
+        swapping = Swapping(cost, swap_pages)
+        elsewhere = Offloading(swapping, pages.pages + 1, swap_pages, PAGE)
+        self.it = Scheduler(config, pages, cost, make_policy(policy), swapping, elsewhere)
         failures = {"bad": LossNotFinite("nan")}
         lost = draws.choice((0.0, 0.0, 0.2))
         self.executor = ScriptedExecutor(
             PAGE, None, VOCABULARY, failures, ahead, swap_pages=swap_pages, swap_seconds=(1e-9, 1e-9),
-            loses=lambda move: draws.random() < lost,
+            loses=lambda move: draws.random() < (lost / 4 if isinstance(move, InferenceSegment) else lost),
         )  # fmt: skip
         self.asked: dict[int, Sequence] = {}
         self.got: dict[int, list[int]] = {}
         self.ended: dict[int, FinishReason] = {}
         self.steps: Counter[str] = Counter()
         self.failed: list[str] = []
+        self.lost: set[int] = set()
         self.rows_of: Counter[str] = Counter()
 
     def ask(self) -> None:
@@ -65,7 +70,10 @@ class World:
             "r", prompt, sampling, adapter, slo, now, virtual=virtual, scope=draws.choice(("", None)),
             newcomer=draws.random() < 0.4,
         )  # fmt: skip
-        sequence = self.it.submit(asked, now)
+        try:
+            sequence = self.it.submit(asked, now)
+        except OutOfPages:
+            return
         self.asked[sequence.key], self.got[sequence.key] = sequence, []
 
     def train(self, job: str) -> None:
@@ -87,6 +95,11 @@ class World:
         if isinstance(event, TokenEvent | Finished) and reason is not None:
             assert event.key not in self.ended, "an answer ends once"
             self.ended[event.key] = reason
+        if isinstance(event, RequestFailed):
+            assert isinstance(event.error, OffloadFailed) and self.asked[event.key].offloaded
+            assert event.key not in self.ended, "an answer ends once"
+            self.ended[event.key] = FinishReason.CANCELLED
+            self.lost.add(event.key)
         if isinstance(event, StepDone):
             self.steps[event.job] += 1
             if self.steps[event.job] < 4:
@@ -138,7 +151,7 @@ def check(world: World) -> None:
         expected = list(whole_answer(sequence))
         assert world.ended[key] is sequence.finish_reason
         if world.ended[key] is FinishReason.CANCELLED:
-            assert key in cancelled and world.got[key] == expected[: len(world.got[key])]
+            assert key in cancelled | world.lost and world.got[key] == expected[: len(world.got[key])]
         else:
             assert world.got[key] == expected
     assert world.failed == ["bad"] and world.steps == {"one": 4, "two": 4}
@@ -147,4 +160,6 @@ def check(world: World) -> None:
     rows = sum(s.length * len(s.span) for s in done if s.direction is Direction.BACKWARD and s.job != "bad")
     assert rows == DEPTH * sum(world.executor.trained.values()), "nothing runs twice"
     assert not world.it.running and not world.it.waiting
-    assert world.it.swapping.used == 0 and not world.executor._copies
+    prefixes = len(world.it.swapping.copies.evictable)
+    assert world.it.swapping.copies.used == prefixes == len(world.executor._copies)
+    assert world.it.offloading.used == 0

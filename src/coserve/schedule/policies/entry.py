@@ -28,7 +28,7 @@ class LatestEntry:
         decode = Features()
         for sequence in everybody:
             start = sequence.virtual + sequence.length
-            decode.add_inference(start, 1, 1, sequence.request.adapter)
+            decode.add_inference(start, 1, 1, sequence.request.adapter, sequence.offloaded)
         self._alone = cost.predict_features(decode)  # a step, on the whole machine
         self._slowness = slowness
         self._step = self._alone * slowness

@@ -43,9 +43,10 @@ class RequestLimits:
     """Limits of this server and its engine."""
 
     positions: int  # tokens of one sequence
-    cache_tokens: int  # tokens of all running sequences
+    cache_tokens: int  # tokens of all running sequences on the device
     choices: int  # of one prompt
     sequences: int  # of one request: its prompts times its choices
+    offloaded_tokens: int = 0  # of a sequence whose keys and values lie in slower memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +113,13 @@ def _at_most(param: str, what: str, given: int, most: int) -> None:
 
 
 def _most_tokens(length: int, size: RequestSize, limits: RequestLimits) -> int:
-    """Most tokens of an answer to a prompt of `length` tokens: as requested, or all that fit."""
-    most = min(limits.positions, limits.cache_tokens)
-    room = most - length
+    """Most tokens of an answer to a prompt of `length` tokens: as requested, or all that fit; into slower
+    memory where the device's is too small."""
     wanted = max(size.max_tokens if size.max_tokens is not None else 1, 0 if size.scores_prompt else 1)
+    most = min(limits.positions, limits.cache_tokens)
+    if length + wanted > most:
+        most = min(limits.positions, max(limits.cache_tokens, limits.offloaded_tokens))
+    room = most - length
     if wanted > room:
         asked = f" and {size.max_tokens} of {size.max_tokens_name}" if size.max_tokens is not None else ""
         message = f"This model takes {most} tokens at most; the prompt has {length}{asked}. Shorten either."

@@ -191,7 +191,10 @@ class RequestBuilder:
     def _limits(self) -> RequestLimits:
         settings = self.state.settings
         sequences = min(settings.max_queue, settings.max_queue_tenant)
-        return RequestLimits(self.hello.positions, self.hello.cache_tokens, settings.max_n, sequences)
+        hello = self.hello
+        return RequestLimits(
+            hello.positions, hello.cache_tokens, settings.max_n, sequences, hello.offloaded_tokens
+        )
 
     def _check_length(self, characters: int) -> None:
         """Raises ApiError for prompts too long to fit, before they are tokenized."""

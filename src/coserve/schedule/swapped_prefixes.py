@@ -1,0 +1,107 @@
+"""Prefixes in the second tier: cached pages move there when they are evicted, and are found by content.
+
+LMCache and SGLang's HiCache keep prefixes so. Whether a page is written is decided by the predicted seconds
+of computing its tokens again, those of writing and reading it, and the share of such pages read lately.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Final
+
+from coserve.core.sequence import Sequence
+from coserve.memory.pages import PagePool
+from coserve.schedule.cost import added_seconds
+from coserve.schedule.swapping import Swapping
+
+_MEMORY: Final = 0.999  # of the pages counted for the share that is read: some thousand evictions
+
+
+class SwappedPrefixes:
+    """Copies of cached pages by their names, least recently used first. `written` and `read` count pages."""
+
+    def __init__(self, swapping: Swapping, pages: PagePool) -> None:
+        self.written = self.read = 0
+        self._swapping = swapping
+        self._page_size = pages.page_size
+        self._copies: OrderedDict[Hashable, int] = OrderedDict()
+        self._names: dict[int, Hashable] = {}  # the other way round
+        self._lately_written = self._lately_read = 0.0
+        if swapping.copies.pages:
+            swapping.copies.evictable = self
+            pages.evicted = self.keep
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._copies
+
+    def keep(self, page: int, name: Hashable) -> None:
+        """Has the plan copy a page that is about to be overwritten, if that is worth it. An adapter's virtual
+        tokens, whose names are no hashes, are filled again by the adapter."""
+        if name in self._copies:
+            self._copies.move_to_end(name)
+        elif isinstance(name, bytes) and self._is_worth_writing() and self._swapping.copies.make_room(1):
+            number = self._swapping.copies.add((page,))
+            self._copies[name], self._names[number] = number, name
+            self.written += 1
+            self._lately_written += 1
+
+    def _is_worth_writing(self) -> bool:
+        """Tells whether copying a page gains time, as often as pages were read lately; of none written yet,
+        all."""
+        self._lately_written *= _MEMORY
+        self._lately_read *= _MEMORY
+        swapping = self._swapping
+        writing, reading = swapping.writing.seconds(swapping.now), swapping.reading.seconds(swapping.now)
+        if swapping.is_barred or swapping.seconds(swapping.now) + writing > swapping.limit:
+            return False
+        share = min((self._lately_read + 1) / (self._lately_written + 1), 1.0)
+        return writing < share * (added_seconds(swapping.cost, 0, self._page_size) - reading)
+
+    def worth_reading(self, sequence: Sequence, start: int, pages: int) -> int:
+        """Number of `pages` copies with a sequence's tokens from `start` on that the plan has time to read,
+        and reads sooner than it would compute the tokens."""
+        swapping = self._swapping
+        seconds, left = (
+            swapping.reading.seconds(swapping.now),
+            swapping.limit - swapping.seconds(swapping.now),
+        )
+        if pages * seconds > left:
+            pages = max(int(left / seconds), 0)
+        rows, adapter = pages * self._page_size, sequence.request.adapter
+        computing = added_seconds(swapping.cost, sequence.virtual + start, rows, adapter)
+        return pages if pages * seconds < computing and not swapping.is_barred else 0
+
+    def take(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
+        """Copies that are going to be read, by name: they are evicted no longer."""
+        taken = {name: self._copies.pop(name) for name in names}
+        for number in taken.values():
+            del self._names[number]
+        return taken
+
+    def give_back(self, taken: Mapping[Hashable, int]) -> None:
+        """Undoes `take` where there are no pages to read into."""
+        self._copies.update(taken)
+        self._names.update((number, name) for name, number in taken.items())
+
+    def load(self, sequence: Sequence, taken: Mapping[Hashable, int]) -> None:
+        """Has the plan fill a sequence's pages behind the shared ones from copies that were taken."""
+        self._swapping.read_single(sequence, taken.values())
+        self.read += len(taken)
+        self._lately_read += len(taken)
+
+    # Evictable
+
+    def evict(self) -> None:
+        """Drops the least recently used copy."""
+        _, number = self._copies.popitem(last=False)
+        del self._names[number]
+        self._swapping.copies.remove(number)
+
+    def lose(self, number: int) -> None:
+        """Drops a copy that could not be written, if it is still there."""
+        name = self._names.pop(number, None)
+        if name is not None:
+            del self._copies[name]
+            self._swapping.copies.remove(number)
