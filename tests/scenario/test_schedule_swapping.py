@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from coserve.core.plan import SwapIn, SwapOut
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Sequence
@@ -23,22 +25,22 @@ class World:
 
     def __init__(
         self, pages: int = 10, room: int = 100, seconds: float = FAST, guess: float | None = None,
-        sharing: bool = False,
+        sharing: bool = False, policy: str = "hybrid",
     ) -> None:  # fmt: skip
         self.pool, cost = PagePool(pages, PAGE), CostModel()
         config = SchedulerConfig(2, 96, prefix_sharing=sharing)
         self.swapping = Swapping(cost, room, seconds if guess is None else guess)
-        self.it = Scheduler(config, self.pool, cost, make_policy("hybrid"), self.swapping)
+        self.it = Scheduler(config, self.pool, cost, make_policy(policy), self.swapping)
         self.executor = ScriptedExecutor(PAGE, swap_pages=room, swap_seconds=(seconds, seconds))
 
     def ask(
         self, prompt: int = 12, answer: int = 16, first: int = 0, newcomer: bool = False,
-        bound: float | None = None,
+        bound: float | None = None, deferral: float | None = None,
     ) -> Sequence:  # fmt: skip
         """Prompts with the same `first` are alike as far as both go."""
         tokens, now = tuple(range(first, first + prompt)), self.executor.now
         sampling = SamplingParams(max_tokens=answer)
-        slo = SLO(between_tokens=bound)
+        slo = SLO(between_tokens=bound, deferral=deferral)
         return self.it.submit(Request("r", tokens, sampling, slo=slo, arrival=now, newcomer=newcomer), now)
 
     def until_preempted(self, sequence: Sequence) -> None:
@@ -185,6 +187,27 @@ def test_a_copy_without_time_to_be_read_is_computed_again() -> None:
     world.swapping.reading.guess = 0.1
     world.finish(first, second)
     assert world.it.stats.recomputed_tokens > 0 and not world.backs
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "deferred", "heterogeneous", "adaptive"])
+def test_pages_of_a_request_that_may_be_put_off_move_and_wait_like_others(policy: str) -> None:
+    """A running request of the tier flex (`deferral`) makes way for urgent ones, and waits with its copy."""
+    world = World(policy=policy)
+    flex = world.ask(20, 12, first=100, deferral=60.0)
+    while len(flex.output) < 4:
+        world.executor.step(world.it)
+    computed = flex.computed
+    urgent = [world.ask(24, 8, first=300 * n, newcomer=True) for n in (1, 2)]
+    world.until_preempted(flex)
+    (out,) = world.outs
+    assert flex.swapped is not None and not flex.pages and flex.swapped.tokens >= computed
+    assert len(out.pages) == -(-flex.swapped.tokens // PAGE)
+    world.executor.skip(30.0)
+    world.executor.step(world.it)
+    assert flex.swapped is not None and not flex.pages, "it waits, and its copy with it"
+    world.finish(flex, *urgent)
+    assert [back.copy for back in world.backs] == [out.copy]
+    assert world.it.stats.recomputed_tokens == 0
 
 
 # Shared beginnings

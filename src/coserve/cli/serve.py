@@ -48,6 +48,10 @@ def serve(
         str | None,
         typer.Option(help="Of that, for adapters from disk: bytes, a share, or auto: what is free."),
     ] = None,
+    swap_space: Annotated[
+        str | None,
+        typer.Option(help="For keys and values of preempted answers, outside that: as 4GiB; 0 for none."),
+    ] = None,
     offload: Annotated[
         bool | None,
         typer.Option("--offload", help="Optimizer state rests in slower memory between steps."),
@@ -159,6 +163,7 @@ def serve(
             memory=memory,
             base_memory=base_memory,
             adapter_memory=adapter_memory,
+            swap_space=swap_space,
             offload=offload,
             max_running=max_running,
             cache_dtype=cache_dtype,

@@ -122,6 +122,12 @@ def test_a_wrong_slowdown_is_one_line(written: str) -> None:
     assert one_line(result.stderr).startswith(f"coserve: --slowdown {written}: ")
 
 
+@pytest.mark.parametrize("written", ["lots", "-1", ""])
+def test_a_wrong_swap_space_is_one_line(said: Callable[..., str], written: str) -> None:
+    told = one_line(said("serve", "--swap-space", written, "--show-config"))
+    assert "swap_space: expected a number of bytes" in told and repr(written) in told
+
+
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's engine does not measure what steps cost before the demo reads what it is given."""

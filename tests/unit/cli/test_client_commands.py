@@ -308,13 +308,14 @@ def test_serve_shows_its_settings(run: Run, tmp_path: Path) -> None:
     (tmp_path / "poet").mkdir()
     (tmp_path / "coserve.toml").write_text("[server]\nport = 1\nmax_n = 3\n")
     options = ["--port", "2", "--adapter", f"poet={tmp_path / 'poet'}", "--device", "cuda", "--no-standby"]
-    options += ["--quantize", "4bit", "--memory", "6GiB", "--offload"]
+    options += ["--quantize", "4bit", "--memory", "6GiB", "--offload", "--swap-space", "3GiB"]
     shown = json.loads(run("serve", "who/what", *options, "--show-config").stdout)
     assert (shown["port"], shown["max_n"], shown["model"]) == (2, 3, "who/what")
     assert shown["adapters"] == {"poet": str(tmp_path / "poet")}
     assert shown["engine"]["device"] == "cuda" and shown["standby"] is False
     assert shown["engine"]["quantize"] == "4bit"
     assert shown["engine"]["memory"] == "6GiB" and shown["engine"]["offload"] is True
+    assert shown["engine"]["swap_space"] == "3GiB"
     with pytest.raises(ConfigError, match="expected NAME=PATH"):
         run("serve", "--adapter", "poet")
 

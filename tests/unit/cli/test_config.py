@@ -92,6 +92,20 @@ def test_a_budget_of_memory_is_named_anywhere(tmp_path: Path) -> None:
         load_server_settings({}, None, {"COSERVE_ENGINE_MEMORY": "lots"})
 
 
+def test_the_second_tier_has_a_size_from_anywhere(tmp_path: Path) -> None:
+    """The environment overrides the file, and flags override both; 0 is no tier."""
+    file = tmp_path / "coserve.toml"
+    file.write_text('[server.engine]\nswap_space = "1GiB"\n')
+    environment = {"COSERVE_ENGINE_SWAP_SPACE": "2GiB"}
+    assert load_server_settings({}, file, {}).engine.swap_nbytes == 1 << 30
+    assert load_server_settings({}, file, environment).engine.swap_nbytes == 2 << 30
+    flags = {"engine": {"swap_space": "0"}}
+    assert load_server_settings(flags, file, environment).engine.swap_nbytes == 0
+    for wrong in ("lots", "-1", "0.5x", ""):
+        with pytest.raises(ConfigError, match=r"swap_space: expected a number of bytes"):
+            load_server_settings({"engine": {"swap_space": wrong}}, None, {})
+
+
 def test_a_policy_is_named_anywhere(tmp_path: Path) -> None:
     assert load_server_settings({}, None, {}).engine.policy == "hybrid"
     config = write(tmp_path, "[server.engine]\npolicy = 'deferred:0.2'\npolicy_options = {together = true}\n")
