@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from coserve.core.sequence import Direction
 from coserve.model.block import Block, Resident
@@ -28,7 +28,7 @@ def in_lockstep(blocks: Sequence[Block], passes: Sequence[Callable[[], T]]) -> l
     return _Lockstep(blocks, passes).run()
 
 
-class _Lockstep:
+class _Lockstep(Generic[T]):
     """Hands one turn around among threads, always to the one that has come least far."""
 
     def __init__(self, blocks: Sequence[Block], passes: Sequence[Callable[[], T]]) -> None:
@@ -38,7 +38,7 @@ class _Lockstep:
         self._own = threading.local()
         self._held = ExitStack()  # a visit of the block at `_held_place`, until all have left it
         self._held_place = -1
-        self._results: dict[int, T] = {}  # type: ignore[valid-type]
+        self._results: dict[int, T] = {}
         self._errors: dict[int, BaseException] = {}
 
     def run(self) -> list[T]:
