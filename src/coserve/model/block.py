@@ -64,10 +64,12 @@ class Resident:
 
 
 class ModelPart(ABC):
-    """Part of a model. All use of its frozen parameters is within a `visit`."""
+    """Part of a model. All use of its frozen parameters is within a `visit`; `before_visit` is called before
+    the thread waits for anything."""
 
     def __init__(self) -> None:
         self.residence: Residence = Resident()
+        self.before_visit: Callable[[], object] = int  # nothing
         self._visits = 0
         self._visiting = threading.RLock()  # two lanes may visit one part at a time
 
@@ -83,6 +85,7 @@ class ModelPart(ABC):
     def visit(self, direction: Direction) -> Iterator[None]:
         """Context in which the part's parameters are available. Visits nest: the outermost one brings them
         in."""
+        self.before_visit()
         with self._visiting:
             if not self._visits:
                 self.residence.enter(direction)

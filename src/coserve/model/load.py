@@ -4,7 +4,9 @@ Loading ends with a proof (`model/probe.py`): the driven model must reproduce th
 model that differs or fails in any way is refused with the reason.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from coserve.model.native import use_native_kernels
 from coserve.model.origin import Origin, fingerprint_of, first_values
 from coserve.model.placement import Placement, place_locally
 from coserve.model.placing import Holds, place_linears
-from coserve.model.probe import ProbeRows, drive, own_forward, prove, same_arguments
+from coserve.model.probe import Own, ProbeRows, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
 from coserve.model.site_hook import SiteHook
@@ -75,7 +77,7 @@ def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base
     if any(tensor.device != where for tensor in loaded.state_dict().values()):
         loaded = loaded.to(device=where)
     base = make_base(loaded, layers, origin, cell)
-    return complete(base, lambda: place_modules(base, lambda _: True))
+    return complete(base, own_forward(base), lambda: _placed_at_once(base))
 
 
 def adopt(loaded: PreTrainedModel) -> dict[str, nn.Module]:
@@ -97,21 +99,30 @@ def make_base(
 
 
 def place_modules(base: Base, holds: Holds) -> None:
-    """Puts frozen linears and native kernels in place, for modules whose paths `holds` accepts."""
+    """Puts frozen linears, native kernels and hooks of sites in place, for modules whose paths `holds`
+    accepts."""
     place_linears(base.model, base.cell, lambda _, weight, bias: place_locally(weight, bias), holds)
     use_native_kernels(base.model, holds)
+    for path, site in base.sites.items():
+        if site.kind is not Kind.LINEAR and holds(path):
+            SiteHook(site, base.model.get_submodule(path), base.cell)
 
 
-def complete(base: Base, place: Callable[[], None]) -> Base:
-    """Has a base drive its model, and proves that it gives what the model gave. `place` is to call
-    `place_modules` for all modules."""
+@contextmanager
+def _placed_at_once(base: Base) -> Iterator[None]:
+    place_modules(base, lambda _: True)
+    yield
+
+
+def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[None]]) -> Base:
+    """Has a base drive its model, and proves that it gives `own`, what the model's own forward gave before.
+    `placed` is a context in which one pass is run. It is to call `place_modules` for all modules, for those
+    a block at the latest when the pass comes to it."""
     masks = Masks()
-    own = own_forward(base.model, [block.module for block in base.chain])
     for block in base.chain:
         block.returns_tuple = own.returns_tuple
-    _fit(base, masks, place)
-    find_decode_layers(base)
-    prove(base, own, masks)
+    _fit(base, masks, placed)
+    prove(base, own, masks, first=partial(find_decode_layers, base))
     _refuse_shorter_cache(base)
     join_siblings(base)
     assert not any(p.requires_grad for p in base.model.parameters()), "the base is frozen"
@@ -189,34 +200,25 @@ def _refuse_encoder(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Non
                 )
 
 
-def _fit(base: Base, masks: Masks, place: Callable[[], None]) -> None:
+def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[None]]) -> None:
     """Puts the layers' hooks, attention and frozen linears in place."""
     model, caches = base.model, dict[int, CacheShape]()
     name = f"coserve-{id(base.cell):x}"
     AttentionInterface.register(name, attention_function(base.cell, caches, masks))
     AttentionMaskInterface.register(name, masks.make)
     model.set_attn_implementation(name)
-    place()
+    with placed():
+        base.learn_arguments()
+        looking = _look(base)
     base.linears = {p: module for p, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    _hook_sites(base)
-    base.learn_arguments()
     _learn_caches(base, caches)
-    looking = _look(base)
     _keep_sites_of_rows(base, looking)
     _hand_over_copies(base, looking)
     _keep_sites_that_layers_see(base)
     _refuse_other_masks(base, masks.windows)
 
 
-def _hook_sites(base: Base) -> None:
-    for path, site in base.sites.items():
-        if site.kind is not Kind.LINEAR:
-            SiteHook(site, base.model.get_submodule(path), base.cell)
-
-
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
-    one = torch.zeros(1, dtype=torch.long, device=base.device)
-    drive(base, [ProbeRows(1)], one, one)
     if set(caches) != set(range(base.depth)):
         raise UnsupportedModel(
             f"{base.model.config.model_type}: {base.depth - len(caches)} of {base.depth} layers do not "

@@ -5,6 +5,7 @@ they are `checked`: then each layer's mask must be that of its window. A window,
 alone would otherwise be missed until a sequence is longer than it.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,26 +18,30 @@ from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import causal_mask
 
 
+class _Own(threading.local):
+    checked = False
+
+
 class Masks:
     """`windows` are those of all masks that the model has requested; None is unlimited."""
 
     def __init__(self) -> None:
         self.windows: set[int | None] = set()
-        self._checked = False
+        self._own = _Own()
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Context in which masks are made and compared."""
-        self._checked = True
+        """Context in which masks are made and compared, on this thread."""
+        self._own.checked = True
         try:
             yield
         finally:
-            self._checked = False
+            self._own.checked = False
 
     def make(self, *args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
         """Mask for transformers, with the arguments of its `sdpa_mask`."""
         self.windows.add(local_size)
-        if not self._checked:
+        if not self._own.checked:
             return None
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask: Tensor | None = sdpa_mask(*args, local_size=local_size, **kwargs)
@@ -47,7 +52,7 @@ class Masks:
         all keys."""
         if mask is None:
             return
-        if not self._checked:
+        if not self._own.checked:
             raise UnsupportedModel("it makes attention masks of its own, which rows of many do not fit")
         allowed = mask if mask.dtype == torch.bool else mask == 0
         own = causal_mask(mask.shape[-2], mask.shape[-1], window or None, mask.device)

@@ -7,15 +7,17 @@ so many tokens precede. There both sides do the same arithmetic, so tolerances a
 or masks that begin at some position show although they change little.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig
 
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
@@ -24,6 +26,7 @@ from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.base import Base
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
+from coserve.model.lockstep import in_lockstep
 from coserve.model.masks import Masks
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_rows
 
@@ -50,32 +53,45 @@ class Own:
     returns_tuple: bool
 
 
-def draw(model: PreTrainedModel, *lengths: int) -> list[Tensor]:
-    """Prompts of random tokens from a fixed seed."""
+def draw(base: Base, *lengths: int) -> list[Tensor]:
+    """Prompts of random tokens from a fixed seed, on the base's device: the model's own may be that of layers
+    that are not loaded yet."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = base.model.get_input_embeddings().weight.shape[0]
     return [
-        torch.randint(0, vocabulary, (length,), generator=generator).to(model.device) for length in lengths
+        torch.randint(0, vocabulary, (length,), generator=generator).to(base.device) for length in lengths
     ]
 
 
-@torch.no_grad()
-def own_forward(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Own:
-    """Runs the model's own forward, before any module is replaced."""
-    outputs: list[Any] = []
-    prompts = draw(model, *_LENGTHS)
-    hidden, logits, choices = [], [], []
+class _Outputs(threading.local):
+    """What layers give in the forward on this thread."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+
+def own_forward(base: Base) -> Own:
+    """Runs the model's own forward, before any module is replaced; passes all blocks once."""
+    outputs = _Outputs()
+    prompts = draw(base, *_LENGTHS)
+
+    @torch.no_grad()
+    def run(ids: Tensor) -> tuple[list[Any], Tensor, list[Tensor]]:
+        outputs.found = []
+        with NotedChoices() as noted:
+            logits = base.model(input_ids=ids[None], use_cache=False).logits[0]
+        return outputs.found, logits, noted.chosen
+
     with ExitStack() as hooks:
-        for layer in layers:
-            handle = layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        for block in base.chain:
+            handle = block.module.register_forward_hook(lambda _layer, _in, out: outputs.found.append(out))
             hooks.callback(handle.remove)
-        for ids in prompts:
-            outputs.clear()
-            with NotedChoices() as noted:
-                logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
-            choices.append(noted.chosen)
-            hidden.append([out[0] if isinstance(out, tuple) else out for out in outputs])
-    return Own(prompts, hidden, logits, choices, isinstance(outputs[0], tuple))
+        found = in_lockstep(base.chain.blocks, [partial(run, ids) for ids in prompts])
+    hidden = [[out[0] if isinstance(out, tuple) else out for out in outs] for outs, _, _ in found]
+    choices = [chosen for _, _, chosen in found]
+    return Own(
+        prompts, hidden, [logits for _, logits, _ in found], choices, isinstance(found[0][0][0], tuple)
+    )
 
 
 class ProbeRows:
@@ -117,22 +133,28 @@ def drive(base: Base, parts: Sequence[BatchPart], tokens: Tensor, positions: Ten
     return base.tail(hidden)
 
 
-def prove(base: Base, own: Own, masks: Masks) -> None:
-    """Raises UnsupportedModel for a base that does not give what its own forward gives."""
-    _prove_near(base, own)
-    for first in _far_positions(base, masks):
-        _prove_far(base, masks, first)
+def prove(base: Base, own: Own, masks: Masks, first: Callable[[], None] = lambda: None) -> None:
+    """Raises UnsupportedModel for a base that does not give what its own forward gives. All proofs pass the
+    blocks once, together; `first` is a pass that comes to each block before them."""
+    far = [_Far(base, masks, place) for place in _far_positions(base, masks)]
+    passes = [*_near(base, own), *(run for one in far for run in (one.own, one.driven))]
+    in_lockstep(base.chain.blocks, [first, *passes])
+    for one in far:
+        one.compare()
 
 
-def _prove_near(base: Base, own: Own) -> None:
-    """Runs the first prompt without its last token beside the start of the second; then that token, decoded,
-    beside the rest of the second."""
+def _near(base: Base, own: Own) -> list[Callable[[], None]]:
+    """Two passes, the second after the first: the first prompt without its last token beside the start of the
+    second; then that token, decoded, beside the rest of the second."""
     one, two = map(len, own.prompts)
     pages = -(-max(one, two) // _PAGE)
     attention = make_batched(base.caches, 2 * pages, _PAGE, base.dtype, base.device)
     table = torch.arange(2 * pages, device=base.device).view(2, pages)
-    _compare(base, own, attention, table, [slice(0, one - 1), slice(0, _CUT)])
-    _compare(base, own, attention, table, [slice(one - 1, one), slice(_CUT, two)], num_decodes=1)
+    begun, rest = [slice(0, one - 1), slice(0, _CUT)], [slice(one - 1, one), slice(_CUT, two)]
+    return [
+        partial(_compare, base, own, attention, table, begun),
+        partial(_compare, base, own, attention, table, rest, num_decodes=1),
+    ]
 
 
 @torch.no_grad()
@@ -176,19 +198,35 @@ def _far_positions(base: Base, masks: Masks) -> list[int]:
     return sorted({*([max(felt)] if felt else []), max(end, 0)})
 
 
-@torch.no_grad()
-def _prove_far(base: Base, masks: Masks, first: int) -> None:
-    """Compares rows from position `first` on, with the same earlier keys and values on both sides."""
-    (tokens,) = draw(base.model, _FAR_ROWS)
-    positions = torch.arange(first, first + _FAR_ROWS, device=base.device)
-    before = min(_BEFORE, first)
-    rows = FusedRows([ProbeRows(_FAR_ROWS, before)], [])
-    preceding = _Preceding(base.model.config, first)
-    with base.cell.set(rows), masks.checked():
-        want = base.model(input_ids=tokens[None], past_key_values=preceding, use_cache=True).logits[0]
-    got = drive(base, [ProbeRows(_FAR_ROWS, before)], tokens, positions)
-    _expect(base, got, want, _SAME * want.float().norm(dim=-1), positions, "the logits")
-    _expect_same_arguments(base, positions)
+class _Far:
+    """Rows from position `first` on, with the same earlier keys and values in both forwards."""
+
+    def __init__(self, base: Base, masks: Masks, first: int) -> None:
+        self._base, self._masks, self._first = base, masks, first
+        (self._tokens,) = draw(base, _FAR_ROWS)
+        self._positions = torch.arange(first, first + _FAR_ROWS, device=base.device)
+        self._before = min(_BEFORE, first)
+
+    @torch.no_grad()
+    def own(self) -> None:
+        """The model's own forward."""
+        base, preceding = self._base, _Preceding(self._base.model.config, self._first)
+        rows = FusedRows([ProbeRows(_FAR_ROWS, self._before)], [])
+        with base.cell.set(rows), self._masks.checked():
+            out = base.model(input_ids=self._tokens[None], past_key_values=preceding, use_cache=True)
+        self._want: Tensor = out.logits[0]
+
+    @torch.no_grad()
+    def driven(self) -> None:
+        """The same rows, driven."""
+        rows = ProbeRows(_FAR_ROWS, self._before)
+        self._got = drive(self._base, [rows], self._tokens, self._positions)
+
+    def compare(self) -> None:
+        """Raises UnsupportedModel where the two differ."""
+        allowed = _SAME * self._want.float().norm(dim=-1)
+        _expect(self._base, self._got, self._want, allowed, self._positions, "the logits")
+        _expect_same_arguments(self._base, self._positions)
 
 
 def _expect_same_arguments(base: Base, far: Tensor) -> None:

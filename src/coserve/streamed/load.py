@@ -6,13 +6,15 @@ that form is read from them; the rest is written to a scratch file, which takes 
 more, and no time of later passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
+from coserve.core.sequence import Direction
 from coserve.errors import ConfigError, CoserveError, ModelNotFound
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.memory.malloc import return_freed_memory
@@ -22,6 +24,7 @@ from coserve.model.block import Block, Resident
 from coserve.model.load import adopt, complete, make_base, place_modules, usable_device
 from coserve.model.origin import Origin, fingerprint_of, first_values
 from coserve.model.parameters import held_bytes, parameters_of
+from coserve.model.probe import Own, own_forward
 from coserve.model.quantized.quantize import quantize_ends, quantize_layers, say_what_stays
 from coserve.model.refusal import refusing
 from coserve.streamed.model_files import ModelFiles
@@ -36,6 +39,42 @@ class Kept(Resident):
 
     def __init__(self, buffer: ReadBuffer) -> None:
         self.buffer = buffer
+
+
+class _OneByOne:
+    """Brings blocks in one at a time: at its first visit, until another block is visited."""
+
+    def __init__(self, bring: Callable[[Block], None], put_away: Callable[[Block], None]) -> None:
+        self._bring, self._put_away = bring, put_away
+        self._there: Block | None = None
+
+    def enter(self, block: Block) -> None:
+        if block is not self._there:
+            self.finish()
+            self._bring(block)
+            self._there = block
+
+    def finish(self) -> None:
+        """Puts the last block away."""
+        there, self._there = self._there, None
+        if there is not None:
+            self._put_away(there)
+
+
+class _Passing:
+    """`Residence` of a block that is brought in one by one."""
+
+    def __init__(self, blocks: _OneByOne, block: Block) -> None:
+        self._blocks, self._block = blocks, block
+
+    def enter(self, direction: Direction) -> None:
+        self._blocks.enter(self._block)
+
+    def leave(self) -> None:
+        """Leaves it to the next block: other passes may visit this one."""
+
+    def outside(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
 
 
 def load_streamed(
@@ -94,32 +133,70 @@ class _Loading:
         ends = held_bytes(base.chain.ends.parameters().values()) + _packed_beside(base)
         if self._quantize == "none":  # else their bytes are not known yet
             refuse_too_little([_nbytes_of(block) for block in blocks], ends, self._budget)
-        stored = self._store_all()
+        own, stored = self._store_all()
         sizes = [one.nbytes for one in stored]
         refuse_too_little(sizes, ends, self._budget)
         plan = plan_residence(sizes, self._budget - ends)
         for place in plan.resident:
             _keep(blocks[place], stored[place])
         streamed = {place: one for place, one in enumerate(stored) if place not in plan.resident}
-        self._stream(streamed)
         base.fingerprint = fingerprint_of(base.model.config, self._samples, self._quantize)
-        complete(base, lambda: self._place(plan, streamed))
+        complete(base, own, lambda: self._placed(plan, streamed))
         return base, Streaming(plan, base.nbytes, self._rate)
 
-    def _store_all(self) -> list[StoredBlock]:
-        """Loads and stores one block after the other."""
-        model, found = self._base.model, []
+    def _store_all(self) -> tuple[Own, list[StoredBlock]]:
+        """Loads and stores one block after the other, as the model's own forward comes to them."""
         blocks = self._base.chain.blocks
         buffer = ReadBuffer(max(map(self._files.nbytes_of, blocks)))
-        for block in blocks:
+        stored: dict[str, StoredBlock] = {}
+        reads: Sequence[Read] = ()
+
+        def bring(block: Block) -> None:
+            nonlocal reads
+            if block.path in stored:  # a model may come back to it
+                stored[block.path].read(buffer)
+                stored[block.path].bind(buffer)
+                return
             reads = self._files.load(block, buffer)
             for name, tensor in block.module.state_dict().items():
                 self._samples[f"{block.path}.{name}"] = first_values(tensor)
             if self._quantize != "none":
-                quantize_layers(model, self._origin, self._cell, block.holds)
-            found.append(store(block, buffer, reads, self._scratch))
-            return_freed_memory()
-        return found
+                quantize_layers(self._base.model, self._origin, self._cell, block.holds)
+
+        def put_away(block: Block) -> None:
+            if block.path in stored:
+                stored[block.path].release()
+            else:
+                stored[block.path] = store(block, buffer, reads, self._scratch)
+                return_freed_memory()
+
+        with self._one_by_one(blocks, bring, put_away):
+            own = own_forward(self._base)
+        for one in stored.values():
+            one.forget()
+        return own, [stored[block.path] for block in blocks]
+
+    @contextmanager
+    def _one_by_one(
+        self, blocks: Sequence[Block], bring: Callable[[Block], None], put_away: Callable[[Block], None]
+    ) -> Iterator[None]:
+        """Context in which a pass brings blocks in, each once; in the end it has brought all."""
+        seen: set[str] = set()
+
+        def note(block: Block) -> None:
+            seen.add(block.path)
+            bring(block)
+
+        one_by_one = _OneByOne(note, put_away)
+        for block in blocks:
+            block.residence = _Passing(one_by_one, block)
+        yield
+        for block in blocks:
+            if block.path not in seen:
+                one_by_one.enter(block)
+        one_by_one.finish()
+        for block in blocks:
+            block.residence = Resident()
 
     def _stream(self, blocks: dict[int, StoredBlock]) -> None:
         self._rate = choose_modes([read for one in blocks.values() for read in one.reads])
@@ -128,25 +205,41 @@ class _Loading:
         for place in blocks:
             self._base.chain.blocks[place].stream(Streamed(self._ring, place))
 
-    def _place(self, plan: ResidencePlan, streamed: dict[int, StoredBlock]) -> None:
-        """Puts frozen linears in place, block by block, and stores what is streamed as it is then."""
+    @contextmanager
+    def _placed(self, plan: ResidencePlan, streamed: dict[int, StoredBlock]) -> Iterator[None]:
+        """Puts frozen linears in place, block by block as a pass comes to them, and stores what is
+        streamed as it is then."""
         base = self._base
+        blocks = base.chain.blocks
         place_modules(base, base.chain.ends.holds)
         for place in plan.resident:
-            block = base.chain.blocks[place]
-            place_modules(base, block.holds)
-            _release_unused(block)
-        self._stream({})  # its buffers are freed
+            place_modules(base, blocks[place].holds)
+            _release_unused(blocks[place])
         buffer = ReadBuffer(max((one.nbytes for one in streamed.values()), default=0))
-        placed = {}
-        for place, one in streamed.items():
-            one.forget()
+        before = {one.block.path: one for one in streamed.values()}
+        placed: dict[str, StoredBlock] = {}
+
+        def bring(block: Block) -> None:
+            one = placed.get(block.path, before[block.path])
             one.read(buffer)
             one.bind(buffer)
-            place_modules(base, one.block.holds)
-            placed[place] = store(one.block, buffer, one.reads, self._scratch)
+            if block.path not in placed:
+                place_modules(base, block.holds)
+
+        def put_away(block: Block) -> None:
+            if block.path in placed:
+                placed[block.path].release()
+                return
+            one = before[block.path]
+            one.forget()
+            placed[block.path] = store(block, buffer, one.reads, self._scratch)
             return_freed_memory()
-        self._stream(placed)
+
+        with self._one_by_one([blocks[place] for place in streamed], bring, put_away):
+            yield
+        for one in placed.values():
+            one.forget()
+        self._stream({place: placed[blocks[place].path] for place in streamed})
 
 
 def _packed_beside(base: Base) -> int:

@@ -116,7 +116,7 @@ class _Proof:
         self._base, self._layers, self._generator = base, layers, generator
         self._adapter = {path: self._lora(path) for path in paths}
         self._bypasses = Bypasses({}, self._adapter)
-        (tokens,) = draw(base.model, sum(_EXAMPLES))
+        (tokens,) = draw(base, sum(_EXAMPLES))
         self._store = ActivationStore(base, _EXAMPLES, tokens, tokens.roll(-1), fates)
         self._windows = [self._store.window(*window) for window in _WINDOWS]
         self._all = self._store.window(0, sum(_EXAMPLES))

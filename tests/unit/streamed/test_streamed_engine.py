@@ -1,6 +1,7 @@
 """Engines whose base is streamed: budgets, what is refused, and files that cannot be read for a while."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
 from coserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel, WeightsUnreadable
 from coserve.executors.executor import ReadMemory
-from coserve.executors.opening import base_room
+from coserve.executors.opening import base_room, open_local
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.model.block import Resident
 from coserve.model.load import load_base
@@ -242,3 +243,30 @@ def test_results_say_what_was_read_for_them(folder: Path) -> None:
     nbytes = sum(result.reads.nbytes for result in found)
     assert 0.5 < nbytes / (reader.total.nbytes - before) <= 1  # the rest was read between steps
     assert all(0 <= result.reads.waited <= result.seconds for result in found)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize"), [("bfloat16", "none"), ("float32", "none"), ("float32", "8bit")]
+)
+def test_loading_reads_the_base_four_times(
+    dtype: str, quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the model's own forward; to place its linears; for the proofs; and a few blocks for that of
+    training."""
+    sizes = {"num_hidden_layers": 24, "intermediate_size": 256, "vocab_size": 128}
+    folder = save(tiny("llama", getattr(torch, dtype), **sizes), tmp_path)
+    fields = EngineConfig(base_memory="1GiB", quantize=quantize, **FIELDS)
+    whole = open_local(folder, fields).base.nbytes
+    nbytes = []
+    reads = WeightFile.read
+
+    def read(self: WeightFile, start: int, into: memoryview) -> None:
+        nbytes.append(len(into))
+        reads(self, start, into)
+
+    monkeypatch.setattr(WeightFile, "read", read)
+    opened = open_local(folder, replace(fields, base_memory=whole * 2 // 5))
+    streaming = opened.executor.spec.streaming
+    assert streaming is not None and len(streaming.plan.resident) < 12
+    in_files = sum(t.nbytes for t in read_header(folder / "model.safetensors").values())
+    assert sum(nbytes) <= in_files + 3 * whole
