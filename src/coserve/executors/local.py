@@ -356,8 +356,11 @@ class LocalExecutor(Executor):
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, both ordered so that rows of an adapter are adjacent."""
-        ordered = sorted(segments, key=lambda s: (not self._decodes(s), *self._kind(s.adapter)))
-        tokens, common = self.table.batch(ordered, sum(map(self._decodes, ordered)))
+        decodes, chunks = [], []
+        for segment in segments:
+            (decodes if self._decodes(segment) else chunks).append(segment)
+        ordered = [*self._by_kind(decodes), *self._by_kind(chunks)]
+        tokens, common = self.table.batch(ordered, len(decodes))
         return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
 
     def _batch(
@@ -379,6 +382,11 @@ class LocalExecutor(Executor):
         missing = self.base.row_buckets.pad_rows(len(tokens)) - len(tokens)
         rows = outside_layers(self.base.early_sites, adapters)
         return self.base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)), rows)
+
+    def _by_kind(self, segments: list[InferenceSegment]) -> list[InferenceSegment]:
+        if all(segment.adapter is None for segment in segments):
+            return segments
+        return sorted(segments, key=lambda segment: self._kind(segment.adapter))
 
     def _kind(self, adapter: str | None) -> tuple[int, str]:
         """Sort key of an adapter's rows, so that rows multiplied together are adjacent."""
