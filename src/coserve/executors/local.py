@@ -356,7 +356,8 @@ class LocalExecutor(Executor):
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, both ordered so that rows of an adapter are adjacent."""
-        decodes, chunks = [], []
+        decodes: list[InferenceSegment] = []
+        chunks: list[InferenceSegment] = []
         for segment in segments:
             (decodes if self._decodes(segment) else chunks).append(segment)
         ordered = [*self._by_kind(decodes), *self._by_kind(chunks)]

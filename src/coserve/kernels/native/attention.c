@@ -10,7 +10,7 @@
 #include "kernels.h"
 #include "exponential.h"
 
-// As many numbers as a register has: GCC takes wider ones apart number by number.
+// As many numbers as a register of AVX2 or AVX-512 has.
 #ifdef __AVX512F__
 typedef float vector __attribute__((vector_size(64)));
 typedef uint32_t bits __attribute__((vector_size(64)));
