@@ -44,6 +44,7 @@ class Admission:
     ) -> None:
         """`start` starts a job that has waited; `steps` limits what one job may have under way at once."""
         self._memory, self._executor, self._base, self._steps = memory, executor, base, steps
+        self._row_nbytes = replayed_bytes(base, 1)  # once: it looks at every linear
         self._ledger, self._start = memory.ledger, start
         self._waiting: dict[str, FineTuning] = {}  # the next one first
         self._sizes: dict[str, JobSize] = {}  # of all that have entered and not left
@@ -117,7 +118,7 @@ class Admission:
         """The most rows of a window that runs alone in the next step: bytes that are free now lend it more
         than is reserved, for that step."""
         nbytes = self._ledger.of(_BACKWARD) + self._memory.free_now()
-        return max(self._reserved_rows, nbytes // replayed_bytes(self._base, 1))
+        return max(self._reserved_rows, nbytes // self._row_nbytes)
 
     # Inside
 

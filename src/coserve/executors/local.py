@@ -374,8 +374,14 @@ class LocalExecutor(Executor):
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows
         of an adapter are adjacent."""
-        ordered = sorted(segments, key=lambda s: (s.offloaded, not self._decodes(s), *self._kind(s.adapter)))
-        tokens, common = self.table.batch(ordered, sum(map(self._decodes, ordered)))
+        decodes: list[InferenceSegment] = []
+        chunks: list[InferenceSegment] = []
+        offloaded: list[InferenceSegment] = []
+        for segment in segments:
+            group = offloaded if segment.offloaded else decodes if self._decodes(segment) else chunks
+            group.append(segment)
+        ordered = [segment for group in (decodes, chunks, offloaded) for segment in self._by_kind(group)]
+        tokens, common = self.table.batch(ordered, len(decodes))
         return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
 
     def _batch(
@@ -415,6 +421,11 @@ class LocalExecutor(Executor):
         missing = self.base.row_buckets.pad_rows(len(tokens)) - len(tokens)
         rows = outside_layers(self.base.early_sites, adapters)
         return self.base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)), rows)
+
+    def _by_kind(self, segments: list[InferenceSegment]) -> list[InferenceSegment]:
+        if all(segment.adapter is None for segment in segments):
+            return segments
+        return sorted(segments, key=lambda segment: self._kind(segment.adapter))
 
     def _kind(self, adapter: str | None) -> tuple[int, str]:
         """Sort key of an adapter's rows, so that rows multiplied together are adjacent."""

@@ -27,8 +27,8 @@ class Sampler:
     def sample(self, batch: InferenceBatch) -> dict[int, Sampled]:
         """Samples and scores the rows of a pass; returns results by sequence key."""
         ends = list(accumulate(batch.counts))
-        results = {segment.key: Sampled(None) for segment in batch.segments}
-        results.update(self._sample_newest(batch, ends))
+        newest = self._sample_newest(batch, ends)
+        results = {s.key: newest.get(s.key) or Sampled(None) for s in batch.segments}
         for key, of_prompt in self._score_prompts(batch, ends).items():
             results[key] = replace(results[key], prompt_logprobs=of_prompt)
         return results

@@ -88,7 +88,7 @@ class Chain:
                 hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
                 out = self.layer(layer, hidden, calls)
             # Padding rows are part of the first traveller's input.
-            parts = torch.split(out, [x.shape[1] for x in inputs], 1)
+            parts = torch.split(out, [x.shape[1] for x in inputs], 1) if len(inputs) > 1 else (out,)
             for traveller, part in zip(active, parts, strict=True):
                 traveller.take(layer, part)
             passed(layer, active)

@@ -1,7 +1,7 @@
 """Samples the next token of many rows at once.
 
 A step samples for any mix of requests, with their parameters in a `SamplingTable`. If all are greedy,
-`sample` is one argmax.
+`sample` is one argmax, of bfloat16 numbers as they are where there is a kernel.
 
 The order is transformers': bias, penalties, suppressed tokens, then temperature, top-k, top-p, min-p.
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from coserve.core.plan import TokenLogprobs
+from coserve.kernels.native import ops as native
 from coserve.model.noise import gumbel
 from coserve.model.sampling_table import SamplingTable
 
@@ -32,6 +33,8 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTabl
     `logits` [B, V] are the model's own and stay untouched; `slots` [B] are the rows' slots in `table`, and
     `positions` [B] those of the sampled tokens in their sequences (prompt and answer).
     """
+    if table.is_plain and not table.drawing and native.takes(logits):
+        return native.argmax(logits)
     logits = table.adjusted(logits.float(), slots, positions)
     tokens = logits.argmax(dim=-1)
     if not table.drawing:

@@ -320,9 +320,11 @@ class Scheduler:
         again.
         """
         self._count_moves(builder)
-        left = self._prompt_rows(builder)
         begun = [sequence for sequence in self._requests.running if sequence.remaining > 1]
         line = sorted([*begun, *self.policy.admit(view)], key=self._requests.urgency)
+        if not line:  # limits are for prompts
+            return
+        left = self._prompt_rows(builder)
         limit = prefill_limit(builder, line, self.cost, self.config) / self._slowness
         limit = min(limit, step_limit(self._requests.running, self.cost, self.config))
         for sequence in line:
@@ -541,7 +543,7 @@ class Scheduler:
             reason = answers.stop_reason(sequence, self.config, segment.start + segment.length)
             if reason is not None:
                 self._retire(sequence, reason, now)
-            events.append(replace(event, finish_reason=reason))
+            events.append(event if reason is None else replace(event, finish_reason=reason))
         return events
 
     def _rewind(self, launched: "Launched", result: StepResult) -> None:

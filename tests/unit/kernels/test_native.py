@@ -77,6 +77,18 @@ def test_extreme_activations_are_torchs() -> None:
     torch.testing.assert_close(found, own, rtol=NEIGHBOUR, atol=LEAST, equal_nan=True)
 
 
+def test_the_first_of_the_largest_is_torchs() -> None:
+    for _ in range(20):
+        rows, count = DRAWS.randint(1, 40), DRAWS.choice([1, 2, 255, 256, 257, DRAWS.randint(3, 9000)])
+        few = torch.randint(-2, 3, (rows, count)).bfloat16() * -0.5  # equal ones, and both zeros
+        any_bits = (
+            torch.randint(-(2**15), 2**15, (rows, count)).short().view(torch.bfloat16)
+        )  # NaN among them
+        none = torch.full((rows, count), DRAWS.choice([-torch.inf, torch.nan])).bfloat16()
+        for x in (drawn(rows, count), few, any_bits, none, drawn(rows, count + 3)[:, :count]):
+            assert torch.equal(ops.argmax(x), x.float().argmax(-1))
+
+
 def test_rows_are_written_into_their_slots_alone() -> None:
     for _ in range(10):
         groups, rows, width = DRAWS.randint(1, 4), DRAWS.randint(0, 90), DRAWS.randint(1, 80)

@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
 
 from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError
+from coserve.kernels.native.build import torch_only
 from coserve.model import sample as sampler
 from coserve.model.noise import gumbel, splitmix64
 from coserve.model.sample import SamplingTable, narrowed, sample, token_logprobs
@@ -159,6 +160,24 @@ def test_a_plain_greedy_batch_is_one_argmax_and_leaves_logits_alone(
     got = sample(logits, slots_of(table), torch.zeros(3, dtype=LONG), table)
     assert got.tolist() == logits.argmax(-1).tolist()
     assert torch.equal(logits, before)
+
+
+def test_greedy_tokens_of_bfloat16_are_those_of_a_copy_in_float32(seed: int) -> None:
+    tables = (
+        table_of(*[SamplingParams()] * 4),
+        table_of(*[SamplingParams()] * 3, SamplingParams(temperature=1.0)),
+    )
+    positions = torch.arange(4)
+    for scale in (1.0, 100.0):  # in the first many are equal
+        logits = (torch.randn(4, VOCAB) * scale).round().bfloat16()
+        before, want = logits.clone(), logits.float().argmax(-1)
+        for table in tables:  # all greedy, and one that draws
+            with torch.no_grad():
+                got = sample(logits, slots_of(table), positions, table)
+            with torch_only(), torch.no_grad():
+                assert torch.equal(got, sample(logits, slots_of(table), positions, table))
+            assert torch.equal(got[:3], want[:3])
+        assert torch.equal(logits, before)
 
 
 def test_logits_stay_untouched_whatever_is_asked(seed: int) -> None:

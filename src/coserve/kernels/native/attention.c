@@ -10,39 +10,45 @@
 #include "kernels.h"
 #include "exponential.h"
 
-// Sixteen numbers; the compiler makes of them what the processor has.
+// As many numbers as a register of AVX2 or AVX-512 has.
+#ifdef __AVX512F__
 typedef float vector __attribute__((vector_size(64)));
-typedef uint32_t bits16 __attribute__((vector_size(64)));
-typedef bf16 bf16x16 __attribute__((vector_size(32)));
+typedef uint32_t bits __attribute__((vector_size(64)));
+typedef bf16 narrows __attribute__((vector_size(32)));
+#else
+typedef float vector __attribute__((vector_size(32)));
+typedef uint32_t bits __attribute__((vector_size(32)));
+typedef bf16 narrows __attribute__((vector_size(16)));
+#endif
+typedef float four __attribute__((vector_size(16)));
 
-static inline vector widen16(const bf16 *x) {
-    bf16x16 narrow16;
-    memcpy(&narrow16, x, sizeof narrow16);
-    return (vector)(__builtin_convertvector(narrow16, bits16) << 16);
+enum { LANES = sizeof(vector) / sizeof(float), PAIR = 2, BESIDE = 4 };  // of a vector, queries, keys
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vector widened(const bf16 *x) {
+    narrows narrow;
+    memcpy(&narrow, x, sizeof narrow);
+    return (vector)(__builtin_convertvector(narrow, bits) << 16);
 }
 
-static inline float total(vector x) {
+INLINE four quarter(vector x) {
+#ifdef __AVX512F__
     typedef float half __attribute__((vector_size(32)));
-    typedef float quarter __attribute__((vector_size(16)));
     half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
              __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-    quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
-    return (q[0] + q[2]) + (q[1] + q[3]);
+#else
+    vector h = x;
+#endif
+    return __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
 }
 
-static inline float dot(const float *q, const bf16 *k, i64 width) {
-    if (width % 16 == 0) {
-        vector sum = {0};
-        for (i64 j = 0; j < width; j += 16) {
-            vector x;
-            memcpy(&x, q + j, sizeof x);
-            sum += x * widen16(k + j);
-        }
-        return total(sum);
-    }
-    float sum = 0.0f;
-    for (i64 j = 0; j < width; j++) sum += q[j] * widen(k[j]);
-    return sum;
+// The sums of four vectors' numbers.
+INLINE four totals(const vector *x) {
+    four a = quarter(x[0]), b = quarter(x[1]), c = quarter(x[2]), d = quarter(x[3]);
+    four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
 // Queries [share, key_width] of one sequence and group over the positions from `first` to `end` in its pages. `k`
@@ -62,54 +68,75 @@ static inline i64 ahead(const Group *s, i64 page) {
     return (s->table[next] - page) * s->page_size;
 }
 
-// scores[first ... end] of a query in float32.
-static inline __attribute__((always_inline)) void score(const Group *s, const float *q, i64 width,
-                                                        float *scores) {
+// scores[first ... end] of `height` queries [height, width] in float32, `room` from one to the next; four keys at a
+// time, of which those beyond a page's end are its last once more.
+INLINE void score(const int height, const Group *s, const float *q, i64 width, float *scores, i64 room) {
     for (i64 t = s->first; t < s->end;) {
         i64 page = t / s->page_size, stop = (page + 1) * s->page_size;
         const bf16 *keys = s->k + (s->table[page] - page) * s->page_size * width;
         const bf16 *next = s->k + ahead(s, page) * width;
-        for (stop = stop < s->end ? stop : s->end; t < stop; t++) {
-            for (i64 j = 0; j < width; j += 32) __builtin_prefetch(next + t * width + j);
-            scores[t] = dot(q, keys + t * width, width);
+        for (stop = stop < s->end ? stop : s->end; t < stop; t += BESIDE) {
+            const bf16 *key[BESIDE];
+            vector sums[PAIR][BESIDE] = {0};
+            i64 j = 0;
+            for (int n = 0; n < BESIDE; n++) {
+                i64 at = t + n < stop ? t + n : stop - 1;
+                key[n] = keys + at * width;
+                for (i64 i = 0; i < width; i += 32) __builtin_prefetch(next + at * width + i);
+            }
+            for (; j + LANES <= width; j += LANES) {
+                vector x[BESIDE];
+                for (int n = 0; n < BESIDE; n++) x[n] = widened(key[n] + j);
+                for (int h = 0; h < height; h++) {
+                    vector query;
+                    memcpy(&query, q + h * width + j, sizeof query);
+                    for (int n = 0; n < BESIDE; n++) sums[h][n] += query * x[n];
+                }
+            }
+            for (int h = 0; h < height; h++) {
+                four found = totals(sums[h]);
+                for (int n = 0; n < BESIDE && t + n < stop; n++) {
+                    float rest = 0.0f;
+                    for (i64 i = j; i < width; i++) rest += q[h * width + i] * widen(key[n][i]);
+                    scores[h * room + t + n] = found[n] + rest;
+                }
+            }
         }
+        t = stop;
     }
 }
 
-// The sum of values times weights[first ... end], 64 numbers of each value at a time.
-static inline void weigh(const Group *s, const float *weights, i64 width, bf16 *out) {
+// The sums of values times weights[first ... end] of `height` queries, `room` from one to the next; four vectors of
+// each value at a time.
+INLINE void weigh(const int height, const Group *s, const float *weights, i64 room, i64 width, bf16 *out) {
+    enum { VECTORS = 4, NUMBERS = VECTORS * LANES };
     i64 j = 0;
-    for (; j + 64 <= width; j += 64) {
-        vector a = {0}, b = {0}, c = {0}, d = {0};
+    for (; j + NUMBERS <= width; j += NUMBERS) {
+        vector sums[PAIR][VECTORS] = {0};
         for (i64 t = s->first; t < s->end;) {
             i64 page = t / s->page_size, stop = (page + 1) * s->page_size;
             const bf16 *values = s->v + (s->table[page] - page) * s->page_size * width + j;
             const bf16 *next = s->v + ahead(s, page) * width + j;
             for (stop = stop < s->end ? stop : s->end; t < stop; t++) {
-                __builtin_prefetch(next + t * width);
-                __builtin_prefetch(next + t * width + 32);
-                const bf16 *value = values + t * width;
-                a += weights[t] * widen16(value);
-                b += weights[t] * widen16(value + 16);
-                c += weights[t] * widen16(value + 32);
-                d += weights[t] * widen16(value + 48);
+                vector x[VECTORS];
+                for (int n = 0; n < NUMBERS; n += 32) __builtin_prefetch(next + t * width + n);
+                for (int n = 0; n < VECTORS; n++) x[n] = widened(values + t * width + n * LANES);
+                for (int h = 0; h < height; h++)
+                    for (int n = 0; n < VECTORS; n++) sums[h][n] += weights[h * room + t] * x[n];
             }
         }
-        for (int n = 0; n < 16; n++) {
-            out[j + n] = narrow(a[n]);
-            out[j + 16 + n] = narrow(b[n]);
-            out[j + 32 + n] = narrow(c[n]);
-            out[j + 48 + n] = narrow(d[n]);
-        }
+        for (int h = 0; h < height; h++)
+            for (int n = 0; n < NUMBERS; n++) out[h * width + j + n] = narrow(sums[h][n / LANES][n % LANES]);
     }
-    for (; j < width; j++) {
-        float sum = 0.0f;
-        for (i64 t = s->first; t < s->end; t++) {
-            i64 slot = s->table[t / s->page_size] * s->page_size + t % s->page_size;
-            sum += weights[t] * widen(s->v[slot * width + j]);
+    for (; j < width; j++)
+        for (int h = 0; h < height; h++) {
+            float sum = 0.0f;
+            for (i64 t = s->first; t < s->end; t++) {
+                i64 slot = s->table[t / s->page_size] * s->page_size + t % s->page_size;
+                sum += weights[h * room + t] * widen(s->v[slot * width + j]);
+            }
+            out[h * width + j] = narrow(sum);
         }
-        out[j] = narrow(sum);
-    }
 }
 
 // exp(x - largest) / sum, in place.
@@ -126,28 +153,36 @@ static inline void softmax(float *x, i64 count) {
     for (i64 t = 0; t < count; t++) x[t] *= share;
 }
 
-// The queries of a group one after another; `room` is for the scores and a query.
-static void attend_each(const Group *s, float *room) {
-    float *query = room, *scores = room + s->key_width;
-    for (i64 h = 0; h < s->share; h++) {
-        for (i64 j = 0; j < s->key_width; j++) query[j] = widen(s->q[h * s->head_stride + j]) * s->scale;
-        if (s->key_width == 64)  // as a constant it is unrolled
-            score(s, query, 64, scores);
-        else if (s->key_width == 128)
-            score(s, query, 128, scores);
-        else
-            score(s, query, s->key_width, scores);
-        softmax(scores + s->first, s->end - s->first);
-        weigh(s, scores, s->value_width, s->out + h * s->value_width);
-    }
+// `height` queries of a group, from `head` on: keys and values are read once for all. `scores` has `room` for each,
+// and is followed by the queries.
+INLINE void attend_queries(const int height, const Group *s, i64 head, float *scores, i64 room) {
+    float *queries = scores + PAIR * room;
+    i64 width = s->key_width;
+    for (int h = 0; h < height; h++)
+        for (i64 j = 0; j < width; j++)
+            queries[h * width + j] = widen(s->q[(head + h) * s->head_stride + j]) * s->scale;
+    if (width == 64)  // as a constant it is unrolled
+        score(height, s, queries, 64, scores, room);
+    else if (width == 128)
+        score(height, s, queries, 128, scores, room);
+    else
+        score(height, s, queries, width, scores, room);
+    for (int h = 0; h < height; h++) softmax(scores + h * room + s->first, s->end - s->first);
+    weigh(height, s, scores, room, s->value_width, s->out + head * s->value_width);
+}
+
+static void attend_pairs(const Group *s, float *scores, i64 room) {
+    i64 h = 0;
+    for (; h + PAIR <= s->share; h += PAIR) attend_queries(PAIR, s, h, scores, room);
+    if (h < s->share) attend_queries(1, s, h, scores, room);
 }
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 
 // A group's queries together, in pages of whole blocks of 16 positions and widths of whole vectors of 32: keys and
-// values are read once, scores are inner products of pairs, 16 at a time. Half the time of `attend_each` in the
-// caches (16 heads of 64 on 8 groups, 280 tokens: 22 us and 51).
+// values are read once, scores are inner products of pairs, 16 at a time. Half the time of one query
+// after another in the caches (16 heads of 64 on 8 groups, 280 tokens: 22 us and 51).
 
 enum { KEYS = 16, TOGETHER = 4, AHEAD = 4 };  // positions of a block, queries, blocks that are fetched ahead
 
@@ -318,7 +353,7 @@ static int attend_together(const Group *s, float *scores, i64 *starts, i64 room)
     return 1;
 }
 #else
-enum { KEYS = 16, TOGETHER = 1 };
+enum { KEYS = 16, TOGETHER = PAIR };
 
 static int attend_together(const Group *s, float *scores, i64 *starts, i64 room) { return 0; }
 #endif
@@ -332,7 +367,7 @@ void attend_pages(const bf16 *q, i64 row_stride, i64 head_stride, const bf16 *ke
     i64 share = heads / groups, positions = pages * page_size;
 #pragma omp parallel num_threads(threads) if (parallel : threads > 1)
     {
-        float *room = malloc(sizeof(float) * (size_t)(positions * TOGETHER + key_width));
+        float *room = malloc(sizeof(float) * (size_t)(positions * TOGETHER + PAIR * key_width));
         i64 *starts = malloc(sizeof(i64) * (size_t)(positions / KEYS + 1));
 #pragma omp for collapse(2) schedule(dynamic)
         for (i64 b = 0; b < batch; b++)
@@ -344,7 +379,7 @@ void attend_pages(const bf16 *q, i64 row_stride, i64 head_stride, const bf16 *ke
                              tables + b * pages,
                              head_stride, page_size, first, end, share, key_width, value_width, scale,
                              out + (b * heads + head) * value_width};
-                if (!attend_together(&own, room, starts, positions)) attend_each(&own, room);
+                if (!attend_together(&own, room, starts, positions)) attend_pairs(&own, room, positions);
             }
         free(room);
         free(starts);

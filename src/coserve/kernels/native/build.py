@@ -40,6 +40,7 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "softmax_back": "ppplllfi",
     "cross_entropy": "ppppllfi",
     "write_slots": "pllpplllli",
+    "argmax": "pplli",
     "attend_pages": "pllpplpllpllllllfpi",
     "linear": "plpppllli",
     "decode_layer": "pppppplli",

@@ -69,3 +69,32 @@ void write_slots(const bf16 *x, i64 group_stride, i64 row_stride, const i64 *slo
             memcpy(pool + (g * places + slots[i]) * width, x + g * group_stride + i * row_stride,
                    sizeof(bf16) * (size_t)width);
 }
+
+// Compares as the number does: both zeros are equal, and NaN is larger than all else.
+static inline int16_t rank(bf16 x) {
+    uint16_t size = x & 0x7fff;
+    int16_t ranked = (int16_t)((x & 0x8000) ? -size : size);
+    return size > 0x7f80 ? INT16_MAX : ranked;
+}
+
+// first [rows]: the first of the largest of each row of x [rows, count].
+void argmax(const bf16 *x, i64 *first, i64 rows, i64 count, int threads) {
+#pragma omp parallel for num_threads(threads) if (parallel : threads > 1)
+    for (i64 i = 0; i < rows; i++) {
+        const bf16 *row = x + i * count;
+        int16_t most = INT16_MIN;
+        i64 at = 0;
+        for (i64 begin = 0; begin < count; begin += 256) {
+            i64 end = begin + 256 < count ? begin + 256 : count;
+            int16_t own = INT16_MIN;
+#pragma omp simd reduction(max : own)
+            for (i64 j = begin; j < end; j++) own = rank(row[j]) > own ? rank(row[j]) : own;
+            if (own > most) {
+                most = own;
+                at = begin;
+            }
+        }
+        while (rank(row[at]) != most) at++;
+        first[i] = at;
+    }
+}

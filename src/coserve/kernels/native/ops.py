@@ -107,6 +107,16 @@ def write_slots(pool: Tensor, slots: Tensor, x: Tensor) -> None:
     )  # fmt: skip
 
 
+def argmax(x: Tensor) -> Tensor:
+    """The first of the largest of each row of x [rows, n], as `x.float().argmax(-1)`: [rows]. NaN is larger
+    than all numbers."""
+    x = x.contiguous()
+    rows, count = x.shape
+    found = torch.empty(rows, dtype=torch.long)
+    loaded().argmax(x.data_ptr(), found.data_ptr(), rows, count, threads(x.numel()))
+    return found
+
+
 def attend_pages(
     q: Tensor,
     keys: Tensor,
