@@ -140,19 +140,21 @@ class Preemptions:
             engine.step()
         held = pages.allocate(_KEY, pages.free_count)
         assert held is not None, "what is free can be had"
-        began, stats = time.perf_counter(), engine.stats()
+        stats = engine.scheduler.stats
+        began, preemptions = time.perf_counter(), stats.preemptions
         self._results.clear()
         engine.generate(self._prompt(_NEWCOMER), sampling=greedy(1), newcomer=True)
         computing = 0.0
         while len(victim.tokens) == _ANSWERED:
-            again = engine.stats().recomputed_tokens
+            again = stats.recomputed_tokens
             engine.step()
-            if engine.stats().recomputed_tokens > again:
+            if stats.recomputed_tokens > again:
                 computing += self._results[-1].seconds
         seconds = time.perf_counter() - began
-        assert engine.stats().preemptions == stats.preemptions + 1
+        assert stats.preemptions == preemptions + 1
         pages.free(_KEY)
         moving = sum(sum(result.swap_seconds) for result in self._results)
+        assert moves is None or (moving > 0) == moves == (computing == 0)
         engine.run()
         return moving, computing, seconds
 
