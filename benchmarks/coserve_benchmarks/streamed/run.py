@@ -48,6 +48,7 @@ _LONG: Final = 2000  # tokens of that prompt
 _SWAP_SHAPE: Final = ModelShape("19m-longer", 384, 8, 1024, 6, 3, 8192, 4096)  # twice the positions
 _SWAPPED: Final = (64, 256, 1024, 2048)  # tokens of sequences that are preempted
 _PAUSES: Final = (0.0, 0.25, 1.0, 2.0)  # of tiers, with each page, in units of what computing it takes
+_SWAP_ROUNDS: Final = 3
 _SHARE_STEPS: Final = 2  # optimizer steps of a round
 _PEERS: Final[dict[Act, str]] = {
     "accelerate": "transformers, accelerate's offload to disk, PEFT with checkpointing",
@@ -213,6 +214,7 @@ class _Rows:
                 vocabulary=_SWAP_SHAPE.vocabulary,
                 swapped=_SWAPPED,
                 pauses=_PAUSES,
+                rounds=_SWAP_ROUNDS,
             )
         cases = _read(self._run("swap", 1 << 40, order)).swapped
         right = [one.chosen == (median(one.moved) < median(one.computed)) for one in cases]
@@ -253,7 +255,9 @@ def _told(case: SwapCase, is_right: bool) -> str:
     choice = "moved" if case.chosen else "computed"
     seconds = f"{1e3 * median(case.moved):.1f} and {1e3 * median(case.computed):.1f} ms"
     wrong = "" if is_right else ", wrong"
-    return f"{case.tokens} tokens, pause {case.pause:g}: {seconds} moved and computed, chosen: {choice}{wrong}"
+    return (
+        f"{case.tokens} tokens, pause {case.pause:g}: {seconds} moved and computed, chosen: {choice}{wrong}"
+    )
 
 
 def _read(ended: Limited) -> StreamedReport:
