@@ -9,10 +9,11 @@ Act = Literal["size", "control", "coserve", "share", "long", "swap", "accelerate
 
 class StreamedOrder(msgspec.Struct, frozen=True):
     """`size` says how much memory the imports take; `control` loads the model as a whole; `coserve` measures
-    all of ours, `share` its rates alone; `long` answers a long prompt with few
-    pages and with many; `swap` moves pages of preempted sequences of `swapped` tokens and computes them again,
-    in tiers that pause for a page by so many times what computing it takes; `accelerate` and `mapped` are peers. Bytes, seconds and tokens;
-    `memory` is what is left of the limit for the engine, `base_memory` what of it weights may take."""
+    all of ours, `share` its rates alone; `long` answers a long prompt with few pages and with many; `swap`
+    moves pages of preempted sequences of `swapped` tokens and computes them again, in tiers that pause for a
+    page by so many times what computing it takes; `accelerate` and `mapped` are peers. Bytes, seconds and
+    tokens; `memory` is what is left of the limit for the engine, `base_memory` what of it weights may
+    take."""
 
     act: Act
     folder: str
@@ -76,7 +77,8 @@ class StreamedReport(msgspec.Struct, frozen=True):
     answers alone. `deferral` has the fine-tuning tokens a second of algorithm 2 and of algorithm 1, `turns`
     the seconds of a round in turns and shared, of `tokens`; `rates` those of `share`; `peer` the seconds of a
     round of a peer's. `long` are the seconds of a long prompt with few pages and with many, `differs` the
-    largest difference of its log-probabilities, and `long_nbytes` what was read. `swapped` are the cases of `swap`."""
+    largest difference of its log-probabilities, and `long_nbytes` what was read.
+    `swapped` are the cases of `swap`."""
 
     imports: int = 0
     loading: float = 0.0

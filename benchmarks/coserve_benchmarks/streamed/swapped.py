@@ -25,6 +25,8 @@ from coserve.workload.requests import Tokens, fixed_prompts
 from coserve_benchmarks.ours import greedy
 from coserve_benchmarks.streamed.orders import StreamedOrder, SwapCase
 
+_Seconds = tuple[float, float, float]  # of moving, of computing again, and until the next token
+
 _KEY: Final = -1  # of what holds the pages that nobody else is to have
 _NEWCOMER: Final = 4  # tokens of the prompt that preempts
 _ANSWERED: Final = 3  # tokens of the answer before it
@@ -102,7 +104,7 @@ class Preemptions:
         what it is made to do."""
         swapping = self._engine.scheduler.swapping
         known = replace(swapping.writing), replace(swapping.reading)
-        moved, computed, choices = [], [], []
+        moved, computed, choices = list[_Seconds](), list[_Seconds](), list[bool]()
         written, read_back = PacedTier.written, PacedTier.read_back
         stats, passed = self._engine.stats(), _passed()
         for turn in range(self._order.rounds):
@@ -130,7 +132,7 @@ class Preemptions:
             nbytes=nbytes,
         )
 
-    def preempt(self, tokens: int, moves: bool | None) -> tuple[float, float, float]:
+    def preempt(self, tokens: int, moves: bool | None) -> _Seconds:
         """Preempts a sequence of `tokens` and those of its answer; returns the seconds in which its pages
         moved, those of steps that computed tokens again, and those until its next token."""
         engine, pages = self._engine, self._engine._pages
