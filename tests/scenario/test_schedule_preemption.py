@@ -54,5 +54,7 @@ def test_prompts_of_one_token_are_preempted_like_all_others(ahead: int) -> None:
                 executor.step(it)
         assert [sequence.output for sequence in asked] == [expected(sequence) for sequence in asked]
         assert pages.free_count == pages.pages and not it.running and not it.waiting
-        preempted += sum(sequence.preemptions for sequence in asked)
+        lost = sum(sequence.preemptions for sequence in asked)
+        assert it.stats.preemptions == lost, "newcomers' are counted as well"
+        preempted += lost
     assert preempted > 0, "pages are short"

@@ -24,6 +24,7 @@ from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_pr
 from coserve_benchmarks.drive import EngineTarget, LoadResult, replay
 from coserve_benchmarks.ours import greedy, start_job
 from coserve_benchmarks.streamed.orders import Act, Rates, Round, StreamedOrder, StreamedReport
+from coserve_benchmarks.streamed.swapped import Preemptions
 
 _TARGETS: Final = ("q_proj", "v_proj")  # the adapters' linears: PEFT's default
 _PIECE: Final = 8 << 20  # bytes of one read of the disk's trial
@@ -103,6 +104,12 @@ def _long(order: StreamedOrder) -> StreamedReport:
     assert read[0] > read[1] == 0, "the prompt lies elsewhere where pages are few"
     differs = max(abs(one - other) for one, other in zip(*found, strict=True))
     return StreamedReport(long=Round(*seconds), differs=differs, long_nbytes=read[0])
+
+
+def _swap(order: StreamedOrder) -> StreamedReport:
+    """Preempted sequences, moved and computed again."""
+    keep_freed_memory()
+    return StreamedReport(swapped=Preemptions(order).cases())
 
 
 def _share(order: StreamedOrder) -> StreamedReport:
@@ -343,6 +350,7 @@ _ACTS: Final[dict[Act, Callable[[StreamedOrder], StreamedReport]]] = {
     "coserve": _coserve,
     "share": _share,
     "long": _long,
+    "swap": _swap,
     "accelerate": _accelerate,
     "mapped": _mapped,
 }

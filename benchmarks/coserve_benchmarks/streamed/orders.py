@@ -4,14 +4,16 @@ from typing import Literal
 
 import msgspec
 
-Act = Literal["size", "control", "coserve", "share", "long", "accelerate", "mapped"]
+Act = Literal["size", "control", "coserve", "share", "long", "swap", "accelerate", "mapped"]
 
 
 class StreamedOrder(msgspec.Struct, frozen=True):
     """`size` says how much memory the imports take; `control` loads the model as a whole; `coserve` measures
-    all of ours, `share` its rates alone; `long` answers a long prompt with few
-    pages and with many; `accelerate` and `mapped` are peers. Bytes, seconds and tokens;
-    `memory` is what is left of the limit for the engine, `base_memory` what of it weights may take."""
+    all of ours, `share` its rates alone; `long` answers a long prompt with few pages and with many; `swap`
+    moves pages of preempted sequences of `swapped` tokens and computes them again, in tiers that pause for a
+    page by so many times what computing it takes; `accelerate` and `mapped` are peers. Bytes, seconds and
+    tokens; `memory` is what is left of the limit for the engine, `base_memory` what of it weights may
+    take."""
 
     act: Act
     folder: str
@@ -34,6 +36,8 @@ class StreamedOrder(msgspec.Struct, frozen=True):
     gap: float = 8.0  # the greatest between two of its requests, in passes
     bound: float = 8.0  # on a request's deferral, in passes
     long: int = 480  # tokens of a prompt that is answered with pages for a quarter of them
+    swapped: tuple[int, ...] = (64, 256)
+    pauses: tuple[float, ...] = (0.0, 2.0)
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -51,12 +55,30 @@ class Rates(msgspec.Struct, frozen=True):
     both: float
 
 
+class SwapCase(msgspec.Struct, frozen=True):
+    """A sequence of so many tokens that was preempted, and whether the scheduler would have moved its pages.
+    Seconds of each round: `moving` of its pages, written and read; `computing` of the steps that passed its
+    tokens again; `moved` and `computed` until its next token. `nbytes` are those written and read to move
+    its pages once."""
+
+    tokens: int
+    pause: float
+    chosen: bool
+    moving: tuple[float, ...]
+    computing: tuple[float, ...]
+    moved: tuple[float, ...]
+    computed: tuple[float, ...]
+    pages: int
+    nbytes: tuple[int, ...]
+
+
 class StreamedReport(msgspec.Struct, frozen=True):
     """`imports` in bytes. Rates are bytes a second: `disk` before and after, `decoding` of each round of
     answers alone. `deferral` has the fine-tuning tokens a second of algorithm 2 and of algorithm 1, `turns`
     the seconds of a round in turns and shared, of `tokens`; `rates` those of `share`; `peer` the seconds of a
     round of a peer's. `long` are the seconds of a long prompt with few pages and with many, `differs` the
-    largest difference of its log-probabilities, and `long_nbytes` what was read."""
+    largest difference of its log-probabilities, and `long_nbytes` what was read.
+    `swapped` are the cases of `swap`."""
 
     imports: int = 0
     loading: float = 0.0
@@ -76,3 +98,4 @@ class StreamedReport(msgspec.Struct, frozen=True):
     long: Round | None = None
     differs: float = 0.0
     long_nbytes: int = 0
+    swapped: tuple[SwapCase, ...] = ()

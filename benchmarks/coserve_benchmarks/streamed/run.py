@@ -8,22 +8,23 @@ import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import msgspec
 
 from coserve.core.size import show_size
 from coserve.errors import ServerError
-from coserve.workload.shapes import shape_named
+from coserve.workload.shapes import ModelShape, shape_named
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
 from coserve_benchmarks.streamed.limit import Limited, run_limited
-from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport
-from coserve_benchmarks.timing import ratio_of
+from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport, SwapCase
+from coserve_benchmarks.timing import ratio_of, share_interval
 
-GROUPS: Final = ("coserve", "peers", "shares", "long")
+GROUPS: Final = ("coserve", "peers", "shares", "long", "swap")
 BARS: Final[dict[str, Bar | None]] = {
     "resident.peak": Bar(1.0, at_most=True),
     "read.share": Bar(0.85),
@@ -31,6 +32,8 @@ BARS: Final[dict[str, Bar | None]] = {
     "coserve.vs_turns": Bar(1.6),
     "vs_peer": Bar(3.0),
     "long.tokens": Bar(1e-5, at_most=True),
+    "swap.vs_recompute": Bar(1.0, at_most=True),
+    "swap.right": Bar(0.9),
 }
 _TIMES: Final = 4  # the model's bytes over the limit
 _ROOM: Final = 192 << 20  # bytes beside the weights: for pages, activations, and compiled products
@@ -42,6 +45,10 @@ _SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks that stay
 _SHARE_ROUNDS: Final = 3
 _LONG_SHAPE: Final = "19m"  # of the model that answers a long prompt, in float32
 _LONG: Final = 2000  # tokens of that prompt
+_SWAP_SHAPE: Final = ModelShape("19m-longer", 384, 8, 1024, 6, 3, 8192, 4096)  # twice the positions
+_SWAPPED: Final = (64, 256, 1024, 2048)  # tokens of sequences that are preempted
+_PAUSES: Final = (0.0, 0.25, 1.0, 2.0)  # of tiers, with each page, in units of what computing it takes
+_SWAP_ROUNDS: Final = 3
 _SHARE_STEPS: Final = 2  # optimizer steps of a round
 _PEERS: Final[dict[Act, str]] = {
     "accelerate": "transformers, accelerate's offload to disk, PEFT with checkpointing",
@@ -62,7 +69,7 @@ def run_streamed(
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
     with tempfile.TemporaryDirectory(prefix="coserve-streamed-") as folder:
         rows = _Rows(bench, Path(folder), quick)
-        runs = {"coserve": rows.coserve, "peers": rows.peers, "shares": rows.shares, "long": rows.long}
+        runs = {group: getattr(rows, group) for group in GROUPS}
         run_groups(bench, groups, runs)
     return bench.results.as_dict()
 
@@ -196,6 +203,39 @@ class _Rows:
         results.figure("long.full", found.long.theirs, "s with pages for all of it")
         results.figure("long.read", found.long_nbytes, "bytes of keys and values")
 
+    def swap(self) -> None:
+        """Pages of preempted sequences moved, in float32, and their tokens computed again; no limit."""
+        results, order = self._bench.results, self._order
+        if not self._quick:
+            saved = save_shape(_SWAP_SHAPE, Path(order.folder).parent)
+            order = msgspec.structs.replace(
+                order,
+                folder=str(saved),
+                vocabulary=_SWAP_SHAPE.vocabulary,
+                swapped=_SWAPPED,
+                pauses=_PAUSES,
+                rounds=_SWAP_ROUNDS,
+            )
+        cases = _read(self._run("swap", 1 << 40, order)).swapped
+        right = [one.chosen == (median(one.moved) < median(one.computed)) for one in cases]
+        share = sum(right) / len(cases)
+        told = "; ".join(_told(one, is_right) for one, is_right in zip(cases, right, strict=True))
+        results.row("swap.right", share, share_interval(share, len(cases)), note=told)
+        longest = max(one.tokens for one in cases)
+        plain = next(one for one in cases if one.tokens == longest and not one.pause)
+        results.figure("swap.pages", plain.pages, "pages of the longest")
+        results.figure("swap.written", plain.nbytes[0], "bytes, as the system counts them")
+        results.figure("swap.read", plain.nbytes[1], "bytes, as the system counts them")
+        results.figure("swap.moving", median(plain.moving), "s written and read")
+        results.figure("swap.computing", median(plain.computing), "s of steps that computed them again")
+        results.figure("swap.moved", median(plain.moved), "s to the next token")
+        results.figure("swap.computed", median(plain.computed), "s to the next token")
+        if plain.chosen:
+            ratio = ratio_of([a / b for a, b in zip(plain.moving, plain.computing, strict=True)])
+            results.row("swap.vs_recompute", ratio.value, (ratio.low, ratio.high))
+        else:
+            results.note("swap.vs_recompute", "the scheduler would not have moved them")
+
     def _rate(self, found: StreamedReport, seconds: "Collection[float]") -> float:
         """Tokens answered and trained a second, in the median round."""
         return 1 / ratio_of([one / found.tokens for one in seconds]).value
@@ -208,6 +248,16 @@ class _Rows:
         given = msgspec.json.encode(msgspec.structs.replace(order or self._order, act=act)).decode()
         command = [sys.executable, "-m", "coserve_benchmarks.streamed.child"]
         return run_limited(command, given, limit, _PATIENCE, few)
+
+
+def _told(case: SwapCase, is_right: bool) -> str:
+    """A case in words."""
+    choice = "moved" if case.chosen else "computed"
+    seconds = f"{1e3 * median(case.moved):.1f} and {1e3 * median(case.computed):.1f} ms"
+    wrong = "" if is_right else ", wrong"
+    return (
+        f"{case.tokens} tokens, pause {case.pause:g}: {seconds} moved and computed, chosen: {choice}{wrong}"
+    )
 
 
 def _read(ended: Limited) -> StreamedReport:

@@ -34,6 +34,7 @@ class RequestQueues:
         self.blocked_on_adapter: list[Sequence] = []  # waiting for their adapters; most urgent first
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
+        self.preemptions = 0  # since the start
         self.released: list[int] = []  # keys whose device state the next plan drops
         self.swapping = swapping or Swapping(CostModel())
         self.prefixes = Prefixes(pages, config.prefix_sharing, SwappedPrefixes(self.swapping, pages))
@@ -200,6 +201,7 @@ class RequestQueues:
         elif sequence.told is not None or sequence.filled:  # else it has nothing but what others have
             self._swap_out(sequence, now)
         sequence.preemptions += 1
+        self.preemptions += 1
         self._wait_again(sequence)
 
     def _swap_out(self, sequence: Sequence, now: float) -> None:

@@ -229,6 +229,7 @@ class Scheduler:
         if not held:
             for sequence in self._requests.make_way(now):
                 self.stats.count_entered(sequence)
+            self.stats.preemptions = self._requests.preemptions
             view = replace(view, waiting=self.waiting, running=self.running)
             closed = self._decode(builder)
             self._prefill(builder, view, closed)
@@ -308,9 +309,8 @@ class Scheduler:
         return self.stats.preemptions > before
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
-        before = len(self._requests.running)
         grown = self._requests.grow(sequence, now)
-        self.stats.preemptions += before - len(self._requests.running)
+        self.stats.preemptions = self._requests.preemptions
         return grown
 
     def _prefill(self, builder: PlanBuilder, view: View, closed: bool) -> None:

@@ -39,12 +39,14 @@ class Rate:
         return max(self.measured * left, self.guess)
 
     def observe(self, pages: int, seconds: float, now: float) -> None:
-        """Learns from a step that moved pages."""
+        """Learns from a step that moved pages; from the first as a whole. A slow tier that is approached from
+        the guess would be tried until it is known as barely too slow, and be worth it again seconds later."""
         if not pages or seconds <= 0:
             return
-        known = self.seconds(now)
-        taken = min(seconds / pages, known * _OUTLIER)
-        self.measured = taken if self.measured is None else known + _MEMORY * (taken - known)
+        known, taken = self.seconds(now), seconds / pages
+        if self.measured is not None:
+            taken = known + _MEMORY * (min(taken, known * _OUTLIER) - known)
+        self.measured = taken
         self.measured_at = now
 
 

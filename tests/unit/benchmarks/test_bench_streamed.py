@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from coserve import EngineConfig
 from coserve.errors import ServerError
+from coserve.workload.shapes import shape_named
 from coserve_benchmarks.redraw import redraw
 from coserve_benchmarks.streamed import limit
 from coserve_benchmarks.streamed.limit import run_limited
 from coserve_benchmarks.streamed.run import BARS, run_streamed
 
 LIMIT = 80 << 20
+PAGE_SIZE = EngineConfig().page_size
 TAKES = 'import sys; held = b"x" * int(sys.stdin.read()); import time; time.sleep(0.2); print(len(held))'
 
 
@@ -57,6 +60,21 @@ def test_a_long_prompt_is_compared_with_full_memory() -> None:
     assert 0 <= found["long.tokens"] <= 1e-5
     figures = found["figures"]
     assert figures["long.read"]["value"] > 0 and figures["long.prompt"]["value"] == 480
+
+
+def test_preempted_sequences_are_moved_and_computed_again() -> None:
+    found = run_streamed("tiny", quick=True, only=["swap"])
+    figures, shape = found["figures"], shape_named("tiny")
+    head = shape.hidden // shape.heads
+    page = 2 * shape.layers * shape.groups * head * 4 * PAGE_SIZE  # bytes of keys and values in float32
+    tokens = 256 + 2  # of the answer's three the last is in no page yet
+    pages = -(-tokens // PAGE_SIZE)
+    assert figures["swap.pages"]["value"] == pages
+    for name in ("swap.written", "swap.read"):
+        assert pages * page <= figures[name]["value"] < 1.5 * pages * page
+    assert 0 <= found["swap.right"] <= 1 and found["notes"]["swap.right"].count(";") == 3
+    assert ("swap.vs_recompute" in found) != ("swap.vs_recompute" in found["notes"])
+    assert found["figures"]["swap.moving"]["value"] < found["figures"]["swap.moved"]["value"]
 
 
 @pytest.mark.slow
