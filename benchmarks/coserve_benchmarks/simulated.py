@@ -68,9 +68,8 @@ class SimulatedMachine:
     `weights` are the true seconds per unit of `CostModel`'s features, which its scheduler knows but for
     `jitter`. The host adds `host` seconds a step, with the same jitter. An `interruptible` machine is a
     server: a request that arrives during a step pauses its training at the next boundary between layers. Its
-    cost model has seen `known` steps of each kind when a load begins. `streamed` are the bytes that a pass over
-    all layers reads, and bytes a second; without them the base stays in memory. There is room for
-    `cache_tokens`.
+    cost model has seen `known` steps of each kind when a load begins. `streamed` are the bytes that a pass
+    over all layers reads, and bytes a second; without them the base stays in memory.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class SimulatedMachine:
         host: float = 0.0,
         known: int = 32,
         streamed: tuple[int, float] | None = None,
-        cache_tokens: int = CACHE_TOKENS,
         **scheduler: Any,
     ) -> None:
         truth, cost, self._arithmetic = CostModel(weights), CostModel(weights), CostModel(weights)
@@ -95,7 +93,7 @@ class SimulatedMachine:
         for trains in (False, True) * known:
             cost.misses.observe(jitter.draw(draw), trains)
         config = SchedulerConfig(layers, 4096, interruptible=interruptible, **scheduler)
-        pages = PagePool(cache_tokens // _PAGE, _PAGE)
+        pages = PagePool(CACHE_TOKENS // _PAGE, _PAGE)
         self.scheduler = Scheduler(config, pages, cost, make_policy(policy))
         self.executor = ScriptedExecutor(
             _PAGE,

@@ -1,7 +1,8 @@
 """`coserve bench streamed`: the whole table.
 
-The group `deferral` runs on predicted seconds. For all others the model is made on the spot, four times as large as the limit where the imports leave room for that. Each
-contestant is a process of its own under the limit (`limit`), one after the other.
+The group `deferral` runs on predicted seconds. For all others the model is made on the spot, four times as
+large as the limit where the imports leave room for that. Each contestant is a process of its own under the
+limit (`limit`), one after the other.
 """
 
 import sys

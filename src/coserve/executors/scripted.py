@@ -58,8 +58,8 @@ class ScriptedExecutor(Executor):
     training of the next pausable plan after `layers_before_pause` layers. Without `checks_pages` nothing is
     written into pages or read from them, for loads of many steps. The second tier has room for `swap_pages`;
     writing and reading one there takes `swap_seconds`, and fails for copies, and segments of
-    offloaded sequences, of which `loses` is true. `reads` gives what a plan that has just run read of a streamed
-    base's weights.
+    offloaded sequences, of which `loses` is true. `reads` gives what the plan that has just run
+    read of a streamed base's weights.
     """
 
     def __init__(
