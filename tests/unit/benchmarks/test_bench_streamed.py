@@ -72,7 +72,7 @@ def test_deferral_is_compared_on_predicted_seconds(tmp_path: Path) -> None:
 
 
 def test_algorithm_2_keeps_bounds_where_the_way_back_takes_longer_than_reading() -> None:
-    """Its only margin are its predictions: with a t_f of two passes two of five requests miss their bounds."""
+    """Its only margin are its predictions: with a t_f of two passes two of five requests miss theirs."""
     cell = Grid(MACHINES["A"], seeds=2, requests=25).cell(0.1, 8)
     ours, theirs = (cell.policies[policy] for policy in COMPARED)
     assert ours.within >= 0.9 and theirs.within >= 0.9 and ours.rate > 1.3 * theirs.rate
