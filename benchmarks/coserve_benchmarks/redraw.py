@@ -51,6 +51,8 @@ def _place(found: Mapping[str, Any], kind: str) -> tuple[str, str] | None:
         return "coserve.plan.picture", "draw"
     if "share.share" in series:
         return ours + "streamed.drawing", "draw"
+    if "deferral.bounds" in series:
+        return ours + "streamed.drawing", "draw_deferral"
     if any(name.startswith("trains[") for name in series):
         return ours + "methods.curves", "draw"
     if any(name.startswith(("blocking.", "coserve.")) for name in series):

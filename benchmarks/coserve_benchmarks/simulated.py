@@ -12,14 +12,14 @@ from math import exp
 from typing import Any, Final
 
 from coserve.core.events import Event, StepDone
-from coserve.core.plan import Plan
+from coserve.core.plan import Plan, WeightReads
 from coserve.core.request import Request
 from coserve.core.sequence import MicroBatch
 from coserve.core.sequence import Sequence as Answer
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
+from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.train.example import pack
@@ -68,7 +68,8 @@ class SimulatedMachine:
     `weights` are the true seconds per unit of `CostModel`'s features, which its scheduler knows but for
     `jitter`. The host adds `host` seconds a step, with the same jitter. An `interruptible` machine is a
     server: a request that arrives during a step pauses its training at the next boundary between layers. Its
-    cost model has seen `known` steps of each kind when a load begins.
+    cost model has seen `known` steps of each kind when a load begins. `streamed` are the bytes that a pass
+    over all layers reads, and bytes a second; without them the base stays in memory.
     """
 
     def __init__(
@@ -81,10 +82,14 @@ class SimulatedMachine:
         interruptible: bool = False,
         host: float = 0.0,
         known: int = 32,
+        streamed: tuple[int, float] | None = None,
         **scheduler: Any,
     ) -> None:
-        truth, draw = CostModel(weights), random.Random(seed)
-        cost = CostModel(weights)
+        truth, cost, self._arithmetic = CostModel(weights), CostModel(weights), CostModel(weights)
+        draw = random.Random(seed)
+        if streamed is not None:
+            for model in (truth, cost):
+                model.reads.start(range(layers), *streamed)
         for trains in (False, True) * known:
             cost.misses.observe(jitter.draw(draw), trains)
         config = SchedulerConfig(layers, 4096, interruptible=interruptible, **scheduler)
@@ -92,11 +97,13 @@ class SimulatedMachine:
         self.scheduler = Scheduler(config, pages, cost, make_policy(policy))
         self.executor = ScriptedExecutor(
             _PAGE,
-            lambda plan: truth.predict(plan) * jitter.draw(draw),
+            lambda plan: self._time(plan, jitter.draw(draw)),
             _VOCABULARY,
             host=lambda: host * jitter.draw(draw) if host else 0.0,
             checks_pages=False,  # half of a round's time
+            reads=self._take_reads,
         )
+        self._truth, self._reads = truth, WeightReads()
         self._predict = truth.predict
         self._layers = layers
         self._steps: dict[str, Iterator[list[tuple[int, ...]]]] = {}
@@ -136,6 +143,20 @@ class SimulatedMachine:
                 self._go_on(event.job)
         return events
 
+    def _time(self, plan: Plan, factor: float) -> float:
+        """Seconds of a plan that take `factor` times those predicted, and notes what it reads meanwhile."""
+        reads, seconds = self._truth.reads, self._predict(plan) * factor
+        if reads.layers:
+            visits = Features.of(plan).visits(reads.layers)
+            waited = max(seconds - self._arithmetic.predict(plan) * factor, 0.0)
+            self._reads = WeightReads(int(visits * reads.nbytes), reads.seconds(visits) * factor, waited)
+        return seconds
+
+    def _take_reads(self) -> WeightReads:
+        """What the step that has just run read."""
+        taken, self._reads = self._reads, WeightReads()
+        return taken
+
     def _run(self) -> list[Event]:
         return self.executor.step(self.scheduler)
 
@@ -148,7 +169,7 @@ class SimulatedMachine:
         training = self._predict(plan) - self._predict(Plan(inference=plan.inference))
         left = arrival - executor.now - (self._predict(plan) - training)
         if plan.pausable and layers and left < training:
-            executor.layers_before_pause = max(int(left / training * layers) + 1, 1)
+            executor.layers_before_pause = int(max(left, 0.0) / training * layers) + 1 if training else 1
             executor.pause_training()
         result = executor.collect()
         assert result is not None, "the step was launched"

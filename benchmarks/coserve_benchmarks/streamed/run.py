@@ -1,12 +1,13 @@
 """`coserve bench streamed`: the whole table.
 
-The model is made on the spot, four times as large as the limit where the imports leave room for that. Each
-contestant is a process of its own under the limit (`limit`), one after the other.
+The group `deferral` runs on predicted seconds. For all others the model is made on the spot, four times as
+large as the limit where the imports leave room for that. Each contestant is a process of its own under the
+limit (`limit`), one after the other.
 """
 
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -20,15 +21,17 @@ from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
+from coserve_benchmarks.streamed import deferral
 from coserve_benchmarks.streamed.limit import Limited, run_limited
 from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport, SwapCase
 from coserve_benchmarks.timing import ratio_of, share_interval
 
-GROUPS: Final = ("coserve", "peers", "shares", "long", "swap")
+GROUPS: Final = ("coserve", "peers", "shares", "long", "swap", "deferral")
 BARS: Final[dict[str, Bar | None]] = {
     "resident.peak": Bar(1.0, at_most=True),
     "read.share": Bar(0.85),
     "hetero.vs_deferral": Bar(2.1),
+    deferral.KEY: Bar(deferral.BAR),
     "coserve.vs_turns": Bar(1.6),
     "vs_peer": Bar(3.0),
     "long.tokens": Bar(1e-5, at_most=True),
@@ -67,9 +70,11 @@ def run_streamed(
     """
     groups = GROUPS if only is None else tuple(only)
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
+    runs: dict[str, Callable[[], object]] = {"deferral": lambda: deferral.run_deferral(bench.results, quick)}
     with tempfile.TemporaryDirectory(prefix="coserve-streamed-") as folder:
-        rows = _Rows(bench, Path(folder), quick)
-        runs = {group: getattr(rows, group) for group in GROUPS}
+        if groups != ("deferral",):  # which needs no model
+            rows = _Rows(bench, Path(folder), quick)
+            runs |= {group: getattr(rows, group) for group in GROUPS if group not in runs}
         run_groups(bench, groups, runs)
     return bench.results.as_dict()
 

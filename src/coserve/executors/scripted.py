@@ -24,6 +24,7 @@ from coserve.core.plan import (
     TokenLogprobs,
     TrainingSegment,
     Updated,
+    WeightReads,
 )
 from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction, Span
@@ -57,7 +58,8 @@ class ScriptedExecutor(Executor):
     training of the next pausable plan after `layers_before_pause` layers. Without `checks_pages` nothing is
     written into pages or read from them, for loads of many steps. The second tier has room for `swap_pages`;
     writing and reading one there takes `swap_seconds`, and fails for copies, and segments of
-    offloaded sequences, of which `loses` is true.
+    offloaded sequences, of which `loses` is true. `reads` gives what the plan that has just run
+    read of a streamed base's weights.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ScriptedExecutor(Executor):
         swap_pages: int = 0,
         swap_seconds: tuple[float, float] = (1e-4, 1e-4),
         loses: Callable[[SwapOut | SwapIn | InferenceSegment], bool] = lambda move: False,
+        reads: Callable[[], WeightReads] = WeightReads,
     ) -> None:
         self.now = 0.0
         self.plans: list[Plan] = []
@@ -80,7 +83,7 @@ class ScriptedExecutor(Executor):
         self.plans_ahead = plans_ahead
         self._page_size = page_size
         self._seconds, self._host = seconds or CostModel().predict, host
-        self._checks_pages = checks_pages
+        self._checks_pages, self._reads = checks_pages, reads
         self._swap_pages, self._swap_seconds, self._loses = swap_pages, swap_seconds, loses
         self._copies: dict[int, list[list[int | None]]] = {}  # pasts of each page's slots
         self._vocabulary = vocabulary
@@ -174,6 +177,7 @@ class ScriptedExecutor(Executor):
                 swap_failed=lost,
                 swap_seconds=moving,
                 lost=self._lose(plan),
+                reads=self._reads(),
             )
         )
         return self.results[-1]

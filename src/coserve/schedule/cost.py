@@ -282,15 +282,22 @@ class CostModel:
         return self._executed(features) + self.host
 
     def predict_iteration(self, batches: Iterable[MicroBatch]) -> float:
-        """Seconds of a whole optimizer step on these micro-batches: FineInfer's t_f."""
-        features = Features()
-        features.add_update()
+        """Seconds of a whole optimizer step on these micro-batches: FineInfer's t_f.
+
+        Forward and back are passes of their own: where weights are read, each takes the longer of reading and
+        computing. What one waits for them is no time in which the other computes.
+        """
+        whole, there, back = Features(), Features(), Features()
+        whole.add_update()
         for batch in batches:
             forward = training_segment(batch, 0, batch.length, Direction.TRAIN_FORWARD, Span(0, batch.layers))
             ways = [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD]
             for way in ways + [Direction.LOGPROBS] * batch.loss.couples:
-                features.add_training(replace(forward, direction=way))
-        return self.predict_features(features)
+                whole.add_training(replace(forward, direction=way))
+            there.add_training(forward)
+            back.add_training(replace(forward, direction=Direction.BACKWARD))
+        waited = sum(max(self._executed(way) - self._computed(way.values), 0.0) for way in (there, back))
+        return self._computed(whole.values) + waited + self.host
 
     @property
     def pass_seconds(self) -> float:

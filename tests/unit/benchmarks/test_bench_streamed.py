@@ -11,7 +11,8 @@ from coserve import EngineConfig
 from coserve.errors import ServerError
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.redraw import redraw
-from coserve_benchmarks.streamed import limit
+from coserve_benchmarks.streamed import deferral, limit
+from coserve_benchmarks.streamed.deferral import COMPARED, MACHINES, Grid
 from coserve_benchmarks.streamed.limit import run_limited
 from coserve_benchmarks.streamed.run import BARS, run_streamed
 
@@ -75,6 +76,22 @@ def test_preempted_sequences_are_moved_and_computed_again() -> None:
     assert 0 <= found["swap.right"] <= 1 and found["notes"]["swap.right"].count(";") == 3
     assert ("swap.vs_recompute" in found) != ("swap.vs_recompute" in found["notes"])
     assert found["figures"]["swap.moving"]["value"] < found["figures"]["swap.moved"]["value"]
+def test_deferral_is_compared_on_predicted_seconds(tmp_path: Path) -> None:
+    found = run_streamed("tiny", quick=True, only=["deferral"], json_path=tmp_path / "deferral.json")
+    assert found[deferral.KEY] > 1 and "unanswered: 0 and 0" in found["notes"][deferral.KEY]
+    ratio, low, high = (
+        found["series"][f"deferral.A.0.25.ratio.{end}"][0] for end in ("value", "low", "high")
+    )
+    assert 1 < low <= ratio <= high
+    redraw(tmp_path / "deferral.json", tmp_path / "deferral.svg")
+    assert "algorithm 2 over 1" in (tmp_path / "deferral.svg").read_text()
+
+
+def test_algorithm_2_keeps_bounds_where_the_way_back_takes_longer_than_reading() -> None:
+    """Its only margin are its predictions: with a t_f of two passes two of five requests miss theirs."""
+    cell = Grid(MACHINES["A"], seeds=2, requests=25).cell(0.1, 8)
+    ours, theirs = (cell.policies[policy] for policy in COMPARED)
+    assert ours.within >= 0.9 and theirs.within >= 0.9 and ours.rate > 1.3 * theirs.rate
 
 
 @pytest.mark.slow

@@ -102,6 +102,23 @@ def test_nothing_is_read_of_a_resident_base() -> None:
     assert costs.pass_seconds == 0.0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_iteration_waits_for_each_of_its_passes(seed: int) -> None:
+    """It takes what its steps take: arithmetic on the way back hides no reading on the way forward."""
+    draw = random.Random(seed)
+    cost = streamed(forward_rows=0.03 * draw.random(), backward_rows=0.1 * draw.random(), loss_rows=0.01)
+    rows = draw.randrange(5, 40)
+    batch = MicroBatch(1, "a", "a@0", (rows,), DEPTH)
+    ways = [
+        (Direction.TRAIN_FORWARD, 0, DEPTH),
+        (Direction.LOSS, DEPTH, DEPTH + 1),
+        (Direction.BACKWARD, 0, DEPTH),
+    ]
+    steps = [Features.of_segments((), [window(*way, rows)]) for way in ways]
+    taken = sum(map(cost.predict_features, steps))
+    assert cost.predict_iteration([batch]) == pytest.approx(taken)
+
+
 def test_predictions_grow_with_every_visit() -> None:
     cost = streamed(forward_rows=1e-4, backward_rows=2e-4)
     draw = random.Random(1)
