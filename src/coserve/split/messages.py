@@ -149,6 +149,12 @@ class GroupTable:
         if (answer := self.answer_bytes(call)) > self._hello.limits.payload:
             raise RequestError(f"the answer would have {answer} bytes: at most {self._hello.limits.payload}")
 
+    def call_widths(self, call: LinearCall) -> list[int]:
+        """Widths of a call's tensors. Raises RequestError as `call_bytes`."""
+        inputs, _ = self._widths(call.paths)
+        outputs = self._of_path[call.paths[0]].outputs
+        return [inputs] if call.direction == "forward" else [outputs[path] for path in call.paths]
+
     def call_bytes(self, call: LinearCall) -> int:
         """Bytes of a call's tensors. Raises RequestError where its paths are no siblings of this base."""
         inputs, outputs = self._widths(call.paths)
