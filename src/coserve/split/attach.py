@@ -86,7 +86,7 @@ class RemoteGroup(Group):
         base, work = self._connection.base, "training" if is_training else "inference"
         like = given[0]
         rows = [self._rows(tensor) for tensor in given]
-        parts = [tensor.split(self._most_rows) for tensor in rows] if len(rows[0]) else []
+        parts = [torch.split(tensor, self._most_rows) for tensor in rows] if len(rows[0]) else []
         futures = [
             self._connection.submit(
                 call_of(paths, part, base.dtype, direction=direction, work=work), part, widths
@@ -155,7 +155,7 @@ class _VirtualLinear(nn.Linear):
         return self.siblings.product(self.path, x)
 
 
-class _VirtualConv1D(Conv1D):
+class _VirtualConv1D(Conv1D):  # type: ignore[misc]
     path: str
     siblings: _Siblings
 
@@ -176,7 +176,8 @@ def _virtual(path: str, linear: nn.Module, siblings: _Siblings) -> nn.Module:
         setattr(made, name, nn.Parameter(nothing, requires_grad=False))
     if linear.bias is None:
         made.bias = None
-    return made.train(linear.training)
+    made.train(linear.training)
+    return made  # type: ignore[no-any-return]
 
 
 def _check(groups: Sequence[GroupShape], own: Mapping[str, tuple[int, int]]) -> None:

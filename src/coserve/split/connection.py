@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -100,7 +101,8 @@ class Connection:
         timer = threading.Timer(HANDSHAKE_SECONDS, shut, [connected])
         timer.start()
         try:
-            send_frame(connected, encode_header(self._hello))
+            with suppress(OSError):  # who refuses at once has said why
+                send_frame(connected, encode_header(self._hello))
             reader = FrameReader(connected, most=MOST_HEADER)
             data = reader.read()
             answer = None if data is None else decode_to_client(data, Limits())

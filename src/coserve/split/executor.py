@@ -91,6 +91,7 @@ class BaseExecutor:
     def _run(self) -> None:
         while works := self._queues.take():
             self._answer(works)
+            del works  # nothing is kept while it waits
 
     def _answer(self, works: Sequence[Work]) -> None:
         due = [work for work in works if not _is_late(work)]
@@ -114,7 +115,7 @@ class BaseExecutor:
             return [self._linears.compute(works[0].call, works[0].tensors)]
         rows = [work.call.rows for work in works]
         joined = [torch.cat(parts) for parts in zip(*(work.tensors for work in works), strict=True)]
-        answers = [tensor.split(rows) for tensor in self._linears.compute(works[0].call, joined)]
+        answers = [torch.split(tensor, rows) for tensor in self._linears.compute(works[0].call, joined)]
         return list(zip(*answers, strict=True))
 
 

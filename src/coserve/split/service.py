@@ -36,6 +36,7 @@ from coserve.wire.messages import Fault
 _log = logging.getLogger(__name__)
 MOST_CLIENTS: Final = 64
 _UNDER_WAY: Final = 4  # calls of one connection: more are read once an answer has been sent
+_LAST_SECONDS: Final = 0.2  # that a refused client has to read why
 _SKIP: Final = 1 << 20  # bytes of a refused payload that are read at once
 
 
@@ -114,9 +115,12 @@ class _Client:
 
     def refuse(self, error: CoserveError) -> None:
         """Says why, and ends."""
-        self._socket.settimeout(1.0)  # the socket is new: its buffer takes the message
+        self._socket.settimeout(_LAST_SECONDS)
         with suppress(OSError):
             self._send(Fault(type(error).__name__, str(error)))
+            self._socket.shutdown(socket.SHUT_WR)
+            while self._socket.recv(_SKIP):  # closed with bytes unread, TCP would take the message back
+                pass
         self._socket.close()
 
     def _serve(self) -> None:
