@@ -23,13 +23,13 @@ from coserve.errors import AdapterMismatch
 from coserve.model.group import Group, GroupRows, Prepared
 from coserve.model.placing import put
 from coserve.split.address import Address
-from coserve.split.connection import Connection, call_of
+from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import ITEM_BYTES, VERSION, ClientHello, Direction, GroupShape
 from coserve.split.payload import DTYPES
 
 
-def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0) -> Connection:
+def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0) -> ExecutorConnection:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
     weights. `patience` is how long a call waits for an executor that went away, in seconds.
 
@@ -42,7 +42,7 @@ def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0
     found = find_linears(model)
     own = fingerprint_of_linears({path: module for path, (_, module) in found.items()})
     hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], own or "", key)
-    connection = Connection(where, hello, patience)
+    connection = ExecutorConnection(where, hello, patience)
     try:
         _check(connection.base.groups, {path: shape_of(module) for path, (_, module) in found.items()})
     except AdapterMismatch:
@@ -60,7 +60,7 @@ def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0
 class RemoteGroup(Group):
     """Linears of a base executor with the same input."""
 
-    def __init__(self, connection: Connection, shape: GroupShape) -> None:
+    def __init__(self, connection: ExecutorConnection, shape: GroupShape) -> None:
         self._connection, self._inputs = connection, shape.inputs
         self.outputs = shape.outputs
         base = connection.base

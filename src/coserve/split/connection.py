@@ -49,7 +49,7 @@ class _Open:
     future: "Future[list[Tensor]]"
 
 
-class Connection:
+class ExecutorConnection:
     """Any thread may call; a thread of its own reads the answers, and reconnects."""
 
     def __init__(self, address: Address, hello: ClientHello, patience: float = 60.0) -> None:
@@ -65,7 +65,7 @@ class Connection:
         self._socket, reader, self.base = self._connect()
         self._read_beside(self._socket, reader)
 
-    def __deepcopy__(self, memo: Mapping[int, object]) -> "Connection":
+    def __deepcopy__(self, memo: Mapping[int, object]) -> "ExecutorConnection":
         return self  # copies of a model are clients of the same executor
 
     def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "Future[list[Tensor]]":
@@ -199,7 +199,7 @@ class Connection:
 
 
 def call_of(paths: Sequence[str], rows: Rows, dtype: Dtype, **fields: Any) -> LinearCall:
-    """A call with these tensors, for `Connection.submit`; `fields` are its direction and work."""
+    """A call with these tensors, for `ExecutorConnection.submit`; `fields` are its direction and work."""
     nbytes = sum(tensor.nbytes for tensor in rows)
     return LinearCall(0, tuple(paths), rows=len(rows[0]), dtype=dtype, nbytes=nbytes, **fields)
 

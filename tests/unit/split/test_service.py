@@ -16,7 +16,7 @@ from torch import Tensor
 from coserve.errors import AdapterMismatch, ConfigError, InternalError, RequestError, ServerError, Unreachable
 from coserve.split.address import Address
 from coserve.split.attach import RemoteGroup, attach
-from coserve.split.connection import Connection, call_of
+from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.linears import find_linears
 from coserve.split.messages import VERSION, ClientHello, Limits, LinearCall, encode_header
@@ -37,8 +37,10 @@ class Served:
         self.service = SplitService(self.executor, address, KEY)
         self.address = self.service.address
 
-    def connect(self, **fields: Any) -> Connection:
-        return Connection(self.address, ClientHello(VERSION, "test", **{"key": KEY, **fields}), patience=0.0)
+    def connect(self, **fields: Any) -> ExecutorConnection:
+        return ExecutorConnection(
+            self.address, ClientHello(VERSION, "test", **{"key": KEY, **fields}), patience=0.0
+        )
 
     def raw(self, *, greet: bool = True) -> socket.socket:
         """A socket, after a greeting of its own if wanted."""
@@ -63,7 +65,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def healthy(served: Served) -> Iterator[Connection]:
+def healthy(served: Served) -> Iterator[ExecutorConnection]:
     """A client beside, which is computed for after all."""
     connection = served.connect()
     check(connection)
@@ -72,7 +74,7 @@ def healthy(served: Served) -> Iterator[Connection]:
     connection.close()
 
 
-def check(connection: Connection) -> None:
+def check(connection: ExecutorConnection) -> None:
     x = torch.randn(3, 96)
     weight = tiny("llama").get_submodule(DOWN).weight
     assert isinstance(weight, Tensor)
@@ -97,7 +99,7 @@ def has_ended(raw: socket.socket) -> bool:
     return True
 
 
-def test_another_base_version_or_key_is_refused(served: Served, healthy: Connection) -> None:
+def test_another_base_version_or_key_is_refused(served: Served, healthy: ExecutorConnection) -> None:
     for key in ("", "a long secreT", KEY + "x", "ключ"):
         with pytest.raises(ConfigError, match="key"):
             served.connect(key=key)
@@ -105,10 +107,12 @@ def test_another_base_version_or_key_is_refused(served: Served, healthy: Connect
         served.connect(fingerprint="0123")
     served.connect(fingerprint=healthy.base.fingerprint).close()
     with pytest.raises(ConfigError, match="version 99"):
-        Connection(served.address, ClientHello(99, "test", key=KEY))
+        ExecutorConnection(served.address, ClientHello(99, "test", key=KEY))
 
 
-def test_a_model_that_is_another_is_refused_and_left_as_it_is(served: Served, healthy: Connection) -> None:
+def test_a_model_that_is_another_is_refused_and_left_as_it_is(
+    served: Served, healthy: ExecutorConnection
+) -> None:
     for other, changes in (("llama", {"seed": 1}), ("gpt2", {}), ("llama", {"intermediate_size": 80})):
         model = tiny(other, **changes)  # type: ignore[arg-type]
         linears = find_linears(model)
@@ -136,7 +140,7 @@ def garbage() -> Sequence[bytes]:
 
 
 @pytest.mark.parametrize("greet", [False, True])
-def test_garbage_ends_its_connection_alone(served: Served, healthy: Connection, greet: bool) -> None:
+def test_garbage_ends_its_connection_alone(served: Served, healthy: ExecutorConnection, greet: bool) -> None:
     for data in garbage():
         raw = served.raw(greet=greet)
         raw.sendall(data)
@@ -149,7 +153,7 @@ def test_garbage_ends_its_connection_alone(served: Served, healthy: Connection, 
     raw.close()
 
 
-def test_an_oversized_frame_ends_the_connection_at_once(served: Served, healthy: Connection) -> None:
+def test_an_oversized_frame_ends_the_connection_at_once(served: Served, healthy: ExecutorConnection) -> None:
     for frame in (struct.pack(">I", 1 << 30), garbage()[-2]):
         raw = served.raw()
         raw.sendall(frame)
@@ -177,7 +181,7 @@ def test_a_wrong_call_is_refused_and_the_next_is_answered(served: Served) -> Non
         connection.submit(good, [x], [64])
 
 
-def test_a_client_that_dies_in_a_call(served: Served, healthy: Connection) -> None:
+def test_a_client_that_dies_in_a_call(served: Served, healthy: ExecutorConnection) -> None:
     body = encode_header(call())
     for left_out in (1, 300):
         raw = served.raw()
@@ -192,7 +196,9 @@ def test_a_client_that_dies_in_a_call(served: Served, healthy: Connection) -> No
     wait_until(lambda: served.service.clients == 1)
 
 
-def test_a_client_that_reads_no_answers_holds_up_itself_alone(served: Served, healthy: Connection) -> None:
+def test_a_client_that_reads_no_answers_holds_up_itself_alone(
+    served: Served, healthy: ExecutorConnection
+) -> None:
     raw = served.raw()
     raw.settimeout(0.3)
     sent = 0
@@ -207,7 +213,7 @@ def test_a_client_that_reads_no_answers_holds_up_itself_alone(served: Served, he
     wait_until(lambda: served.service.clients == 1)
 
 
-def test_too_many_clients(served: Served, healthy: Connection) -> None:
+def test_too_many_clients(served: Served, healthy: ExecutorConnection) -> None:
     strangers = [served.raw(greet=False) for _ in range(MOST_CLIENTS - 1)]
     wait_until(lambda: served.service.clients == MOST_CLIENTS)
     with pytest.raises(Unreachable, match="64 clients"):
@@ -218,7 +224,7 @@ def test_too_many_clients(served: Served, healthy: Connection) -> None:
 
 
 def test_nothing_is_kept_between_calls(
-    served: Served, healthy: Connection, monkeypatch: pytest.MonkeyPatch
+    served: Served, healthy: ExecutorConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[weakref.ref[Tensor]] = []
     compute = served.linears.compute
@@ -235,7 +241,7 @@ def test_nothing_is_kept_between_calls(
 
 
 def test_a_bug_fails_its_call_alone(
-    served: Served, healthy: Connection, monkeypatch: pytest.MonkeyPatch
+    served: Served, healthy: ExecutorConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
         raise ZeroDivisionError("nobody foresaw this")
@@ -287,7 +293,7 @@ def test_addresses(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="no socket"):
         Address(path=str(tmp_path / "file")).listen()
     with pytest.raises(Unreachable, match="no executor answers"):
-        Connection(Address(path=str(tmp_path / "none")), ClientHello(VERSION, "test"))
+        ExecutorConnection(Address(path=str(tmp_path / "none")), ClientHello(VERSION, "test"))
 
 
 def wait_until(is_so: Any, seconds: float = 10.0) -> None:
