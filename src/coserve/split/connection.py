@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 from torch import Tensor
 
-from coserve.errors import AdapterMismatch, CoserveError, Unreachable, error_named
+from coserve.errors import AdapterMismatch, CoserveError, EngineLost, Unreachable, error_named
 from coserve.split.address import Address, shut
 from coserve.split.messages import (
     MOST_HEADER,
@@ -35,11 +35,12 @@ from coserve.wire.frames import FrameReader, send_frame, send_with_payload
 from coserve.wire.messages import Fault
 
 HANDSHAKE_SECONDS: Final = 10.0
+_MOST_SENT: Final = 4  # times that a call is sent: it may be what ends executors
 _RETRY_SECONDS: Final = 0.1  # between two attempts to reconnect
 Rows = Sequence[Tensor]  # each [rows, width], contiguous, on the CPU, of the base's type
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Open:
     """A call without an answer, which may be sent again."""
 
@@ -47,6 +48,7 @@ class _Open:
     rows: Rows
     widths: Sequence[int]  # of the answer's tensors
     future: "Future[list[Tensor]]"
+    sent: int = 0
 
 
 class ExecutorConnection:
@@ -188,10 +190,20 @@ class ExecutorConnection:
             self._socket = connected
             self._read_beside(connected, reader)
             for found in sorted(self._open.values(), key=lambda found: found.call.number):
-                self._send(found)
+                self._send_again(found)
+
+    def _send_again(self, found: _Open) -> None:
+        if found.sent < _MOST_SENT:
+            self._send(found)
+        else:
+            error = EngineLost(
+                f"{found.sent} times the executor at {self.address} went away during this call"
+            )
+            self._settle(found.call.number, error)
 
     def _send(self, found: _Open) -> None:
         """Sends a call; one that cannot be sent now is sent after reconnecting."""
+        found.sent += 1
         try:
             send_with_payload(self._socket, encode_header(found.call), [view_of(rows) for rows in found.rows])
         except OSError:

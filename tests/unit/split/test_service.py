@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.errors import AdapterMismatch, ConfigError, InternalError, RequestError, ServerError, Unreachable
+from coserve.errors import (
+    AdapterMismatch,
+    ConfigError,
+    EngineLost,
+    InternalError,
+    RequestError,
+    ServerError,
+    Unreachable,
+)
 from coserve.split.address import Address
 from coserve.split.attach import RemoteGroup, attach
 from coserve.split.connection import ExecutorConnection, call_of
@@ -269,6 +277,24 @@ def test_an_executor_that_goes_and_one_of_another_base(tmp_path: Path) -> None:
         with pytest.raises(AdapterMismatch, match="base is"):
             patient(ids)
     third.close()
+
+
+def test_a_call_that_ends_connections_is_not_repeated_for_ever(
+    served: Served, healthy: ExecutorConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def deadly(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+        sent.append(call.number)
+        for client in list(served.service._clients):
+            client.close()
+        raise ZeroDivisionError("whose answer nobody gets")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.linears, "compute", deadly)
+        with pytest.raises(EngineLost, match="4 times"):
+            check(healthy)
+    assert len(sent) == 4 and len(set(sent)) == 1
 
 
 def test_addresses(tmp_path: Path) -> None:
