@@ -33,7 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"model"}),
     frozenset({"streamed"}),
     frozenset({"train"}),
-    frozenset({"executors"}),
+    frozenset({"executors", "split"}),
     frozenset({"engine"}),
     frozenset({"plan"}),
     frozenset({"tiny", "demo", "serve"}),

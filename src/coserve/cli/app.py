@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli import adapters, chat, demo, doctor, finetune, jobs, keys, plan, quarantine, serve
+from coserve.cli import adapters, chat, demo, doctor, executor, finetune, jobs, keys, plan, quarantine, serve
 from coserve.cli.bench import add_bench
 from coserve.cli.options import Config
 from coserve.errors import CoserveError
@@ -24,6 +24,7 @@ app.add_typer(adapters.app, name="adapters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(quarantine.app, name="quarantine")
 add_bench(app)
+app.command()(executor.executor)
 app.command()(plan.plan)
 app.command()(doctor.doctor)
 

@@ -2,8 +2,8 @@
 
 `contained` is called only where such work runs: `engine.background` (reading on threads), `engine.worker`
 (commands), `engine.jobs` and `engine.training` (a job between two steps), `train.shortage` (a job's rows in a
-step), `adapters.paging.reader` (weights), and the server's `training.controller` (news of a job). Exceptions
-of a step, which computes for all tenants, end the process.
+step), `adapters.paging.reader` (weights), `split.executor` (a client's call), and the server's
+`training.controller` (news of a job). Exceptions of a step, which computes for all tenants, end the process.
 """
 
 import logging

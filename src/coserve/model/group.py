@@ -89,7 +89,7 @@ def ask(group: Group, x: Tensor, prepared: Mapping[str, Prepared]) -> dict[str, 
 
 
 class _Call:
-    """A call in a graph, and its pending gradient in backward."""
+    """A call in a graph, and its pending gradient in backward, where any product has one."""
 
     def __init__(self, group: Group, paths: Sequence[str]) -> None:
         self.group, self.paths = group, paths
@@ -106,8 +106,9 @@ class _Awaited(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.call.pending.result(), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        pending, ctx.call.pending = ctx.call.pending, None
+        return None if pending is None else pending.result(), None
 
 
 class _Asked(torch.autograd.Function):
@@ -123,6 +124,8 @@ class _Asked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         found = {path: grad for path, grad in zip(ctx.call.paths, grads, strict=True) if grad is not None}
+        if not found:  # what follows the products has left them all without a gradient
+            return None, None, *(None for _ in grads)
         ctx.call.pending = ctx.call.group.launch_backward(found)
         nothing = next(iter(found.values())).new_zeros(()).expand(ctx.shape)
         return nothing, None, *(None for _ in grads)

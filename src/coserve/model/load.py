@@ -60,7 +60,7 @@ def load_base(
         loaded = model
     else:
         with refusing(repr(str(model)), "cannot be loaded"):
-            loaded = _load(model, dtype)
+            loaded = load_model(model, dtype)
     with refusing(loaded.config.model_type, "cannot be driven"):
         return _driven(loaded, quantize, where)
 
@@ -138,7 +138,7 @@ def usable_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"engine.device {str(device)!r} cannot be used: {reason}") from error
 
 
-def _load(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
+def load_model(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
         _refuse_unsupported(config)

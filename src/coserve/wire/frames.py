@@ -1,8 +1,13 @@
-"""Messages on a stream: each with its length in four bytes, big-endian, before it."""
+"""Messages on a stream: each with its length in four bytes, big-endian, before it.
+
+A raw payload may follow a message that says its length; it is sent from and received into memory of the
+caller's.
+"""
 
 import asyncio
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 MOST_BYTES: Final = 1 << 31  # of one message: an adapter, or the moments of a large one, are the longest
@@ -28,12 +33,24 @@ def send_frame(sock: socket.socket, body: bytes) -> None:
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
+def send_with_payload(sock: socket.socket, body: bytes, payload: Sequence[memoryview]) -> None:
+    """Sends one message and its payload, uncopied: views of bytes, fewer than 1000, one after the other. The
+    socket must block. Raises OSError."""
+    left = [memoryview(_LENGTH.pack(len(body)) + body), *filter(len, payload)]
+    while left:
+        sent = sock.sendmsg(left)
+        while left and sent >= len(left[0]):
+            sent -= len(left.pop(0))
+        if sent:
+            left[0] = left[0][sent:]
+
+
 class FrameReader:
     """Reads messages from a socket; the socket's only reader."""
 
-    def __init__(self, sock: socket.socket, patience: float = 0.0) -> None:
-        """`patience` is the timeout of `read` in seconds; 0 is none."""
-        self._socket = sock
+    def __init__(self, sock: socket.socket, patience: float = 0.0, most: int = MOST_BYTES) -> None:
+        """`patience` is the timeout of `read` in seconds; 0 is none. `most` bytes may be in one message."""
+        self._socket, self._most = sock, most
         self._data = bytearray()  # that came, and was not taken
         whole, part = divmod(patience, 1.0)  # of the socket's own: a timeout of Python's would bound sending
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
@@ -54,12 +71,27 @@ class FrameReader:
             self._data += data
         return body
 
+    def read_payload(self, into: memoryview) -> None:
+        """Fills `into`, a view of bytes, with the bytes after the last message. Raises ConnectionError where
+        the stream ends before, TimeoutError (the stream is of no use then), and OSError."""
+        there = min(len(self._data), len(into))
+        into[:there] = self._data[:there]
+        del self._data[:there]
+        while there < len(into):
+            try:
+                count = self._socket.recv_into(into[there:])
+            except BlockingIOError as error:
+                raise TimeoutError("the payload has not come") from error
+            if not count:
+                raise ConnectionError("the stream ended within a payload")
+            there += count
+
     def _next(self) -> bytes | None:
         """The next message if it is complete, else None."""
         if len(self._data) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
-        end = _LENGTH.size + _checked(length, MOST_BYTES)
+        end = _LENGTH.size + _checked(length, self._most)
         if len(self._data) < end:
             return None
         body = bytes(memoryview(self._data)[_LENGTH.size : end])

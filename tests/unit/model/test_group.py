@@ -1,7 +1,7 @@
 """Linears of a group: one call for all that are given one input, and work meanwhile."""
 
 from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.model.batch import FusedRows
 from coserve.model.graph import GraphRows
-from coserve.model.group import Group, Pending
+from coserve.model.group import Group, Pending, ask
 from coserve.model.placement import Placement, PlainPlacement
 from later import Elsewhere, LaterPlacement
 
@@ -185,3 +185,37 @@ def test_bypasses_are_computed_while_the_answer_is_under_way() -> None:
     assert isinstance(loss, Tensor)
     loss.backward()
     assert events == ["launched", "v", "k", "q", "awaited"]
+
+
+class _Undefined(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+def test_products_without_any_gradient_make_no_call_back() -> None:
+    trio, x = Trio(), drawn(1, ROWS, IN).requires_grad_()
+    group = trio.later["q"].group
+    found = ask(group, x, {path: (None, lambda: None) for path in WIDTHS})
+    sum(_Undefined.apply(y).sum() for y, _ in found.values()).backward()
+    assert [direction for direction, _ in trio.calls] == ["forward"]
+    assert x.grad is None or not x.grad.any()
+
+
+def test_a_graph_can_be_gone_back_through_twice() -> None:
+    trio, x = Trio(), drawn(1, ROWS, IN).requires_grad_()
+    found = ask(trio.later["q"].group, x, {path: (None, lambda: None) for path in WIDTHS})
+    total = sum(y.sum() for y, _ in found.values())
+    (once,) = torch.autograd.grad(total, x, retain_graph=True)
+    (twice,) = torch.autograd.grad(total, x)
+    assert torch.equal(once, twice)
+    wanted = sum(
+        own.backward(torch.ones(ROWS, WIDTHS[path], dtype=x.dtype)) for path, own in trio.plain.items()
+    )
+    torch.testing.assert_close(once[0], wanted)

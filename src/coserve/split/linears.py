@@ -1,0 +1,90 @@
+"""The frozen linears of a model: their paths, siblings and content hash, alike for executor and client."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from coserve.errors import UnsupportedModel
+from coserve.model.origin import first_values
+
+# Names of linears that get the same input within one module. All others are computed alone.
+_SIBLINGS: Final = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+_GROUP: Final = {name: names[0] for names in _SIBLINGS for name in names}
+
+
+def find_linears(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """Linears of exact type, by their path in the transformers model without adapters; with their path here.
+
+    `model` may be wrapped by PEFT, whose own linears are left out. Raises UnsupportedModel where there is
+    no transformers model.
+    """
+    start = next((p for p, module in model.named_modules() if isinstance(module, PreTrainedModel)), None)
+    if start is None:
+        raise UnsupportedModel(f"a {type(model).__name__} contains no model of transformers")
+    own = model.get_submodule(start)
+    wrapped = {name: child for name, module in own.named_modules() if (child := _wrapped_child(module))}
+    found = {}
+    for path, module in own.named_modules():
+        if type(module) in (nn.Linear, Conv1D) and (bare := _bare(path, wrapped)) is not None:
+            found[bare] = f"{start}.{path}".removeprefix("."), module
+    return found
+
+
+def _wrapped_child(module: nn.Module) -> str | None:
+    """The child that is the base's own module, where PEFT has put another around it."""
+    children = dict(module.named_children())
+    return next((name for name in ("base_layer", "original_module") if name in children), None)
+
+
+def _bare(path: str, wrapped: Mapping[str, str]) -> str | None:
+    """The path without wrappers; None for modules that belong to one."""
+    here, bare = "", []
+    for name in path.split("."):
+        if here not in wrapped:
+            bare.append(name)
+        elif name != wrapped[here]:
+            return None
+        here = f"{here}.{name}".removeprefix(".")
+    return ".".join(bare)
+
+
+def grouped(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
+    """Paths of linears, those with the same input together, given the widths of output and input."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for path, (_, inputs) in shapes.items():
+        parent, _, name = path.rpartition(".")
+        groups.setdefault((f"{parent}.{_GROUP.get(name, name)}", inputs), []).append(path)
+    return [tuple(group) for group in groups.values()]
+
+
+def shape_of(linear: nn.Module) -> tuple[int, int]:
+    """Widths of output and input."""
+    weight = linear.weight
+    assert isinstance(weight, torch.Tensor)
+    return (
+        (weight.shape[1], weight.shape[0])
+        if isinstance(linear, Conv1D)
+        else (weight.shape[0], weight.shape[1])
+    )
+
+
+def fingerprint_of_linears(linears: Mapping[str, nn.Module]) -> str | None:
+    """Content hash of their shapes, types and first values; None where a weight has no data."""
+    digest = hashlib.sha256()
+    for path, linear in sorted(linears.items()):
+        for name, tensor in sorted(linear.named_parameters(recurse=False)):
+            if tensor.is_meta:
+                return None
+            digest.update(f"{path}.{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            digest.update(first_values(tensor.detach()))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,193 @@
+"""Messages between a client and a base executor: a header in msgpack, and the raw bytes of tensors after it.
+
+A call's tensors are contiguous rows without padding, one tensor after the other. Forward: the input
+[rows, in]; the answer has the product [rows, out] of each path. Backward: the gradient [rows, out] of each
+path; the answer has that of the input [rows, in]. A header that cannot be decoded or is too large leaves
+no place to read on from, so its connection ends; a call that is only wrong is refused, and its connection
+goes on.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+
+from coserve.errors import AdapterMismatch, ConfigError, RequestError
+from coserve.wire.messages import Fault, WireMessage
+
+T = TypeVar("T")
+VERSION: Final = 1
+MOST_HEADER: Final = 1 << 20  # bytes: the shapes of a base with a thousand groups take about 200,000
+MOST_PATHS: Final = 64  # linears in one call
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Direction = Literal["forward", "backward"]
+WorkClass = Literal["inference", "training"]
+ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_Paths = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=MOST_PATHS)]
+
+
+class GroupShape(msgspec.Struct, frozen=True):
+    """Sibling linears: the width of their input, and their own widths by path."""
+
+    inputs: _Count
+    outputs: dict[_Name, _Count]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The provider's limits: rows of one call, and bytes of its tensors one way."""
+
+    rows: _Count = 8192
+    payload: _Count = 1 << 30
+
+
+class ClientHello(WireMessage, frozen=True):
+    """The first message of a connection, without payload. `fingerprint` is the base's content hash, empty
+    where the client takes any; `key` is empty where none is needed."""
+
+    version: int
+    client: _Name
+    fingerprint: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    key: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+
+class BaseHello(WireMessage, frozen=True):
+    """The executor's answer: its base, the linears that it computes, and its limits."""
+
+    version: int
+    fingerprint: str
+    dtype: Dtype
+    groups: tuple[GroupShape, ...]
+    limits: Limits = Limits()
+
+
+class LinearCall(WireMessage, frozen=True):
+    """Products of siblings, or the gradient of their input; `nbytes` of payload follow.
+
+    `deadline` is in seconds from now, None without one.
+    """
+
+    number: _Number
+    paths: _Paths
+    direction: Direction
+    rows: _Count
+    dtype: Dtype
+    work: WorkClass
+    nbytes: _Bytes
+    deadline: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
+class LinearAnswer(WireMessage, frozen=True):
+    """The outcome of the call with this number: `nbytes` of payload follow, none with a fault."""
+
+    number: _Number
+    nbytes: _Bytes
+    fault: Fault | None = None
+
+
+ToExecutor = ClientHello | LinearCall
+ToClient = BaseHello | LinearAnswer | Fault  # a fault refuses the connection
+
+_encoder = msgspec.msgpack.Encoder()
+_to_executor: msgspec.msgpack.Decoder[ToExecutor] = msgspec.msgpack.Decoder(ToExecutor)
+_to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+
+
+def encode_header(message: ToExecutor | ToClient) -> bytes:
+    """Encodes either end's message."""
+    return _encoder.encode(message)
+
+
+def decode_to_executor(data: bytes, limits: Limits) -> ToExecutor:
+    """Decodes a client's message. Raises ConnectionError: its connection cannot go on."""
+    message = _decoded(_to_executor, data)
+    if isinstance(message, LinearCall):
+        _check_payload(message.nbytes, limits)
+    return message
+
+
+def decode_to_client(data: bytes, limits: Limits) -> ToClient:
+    """Decodes an executor's message. Raises ConnectionError: its connection cannot go on."""
+    message = _decoded(_to_client, data)
+    if isinstance(message, LinearAnswer):
+        _check_payload(message.nbytes, limits)
+    return message
+
+
+class GroupTable:
+    """The groups of a base, against which calls are checked."""
+
+    def __init__(self, hello: BaseHello) -> None:
+        self._hello = hello
+        self._of_path = {path: group for group in hello.groups for path in group.outputs}
+
+    def check_hello(self, client: ClientHello) -> None:
+        """Raises ConfigError for another version, AdapterMismatch for another base."""
+        own = self._hello
+        if client.version != own.version:
+            raise ConfigError(
+                f"the client speaks version {client.version} of the protocol, the executor {own.version}"
+            )
+        if client.fingerprint and client.fingerprint != own.fingerprint:
+            raise AdapterMismatch(
+                f"the client's base is {client.fingerprint}, the executor's {own.fingerprint}"
+            )
+
+    def check_call(self, call: LinearCall) -> None:
+        """Raises RequestError for a call that the base cannot compute; the connection goes on."""
+        if call.dtype != self._hello.dtype:
+            raise RequestError(f"the call's rows are {call.dtype}, the base is {self._hello.dtype}")
+        if call.rows > self._hello.limits.rows:
+            raise RequestError(f"{call.rows} rows in one call: at most {self._hello.limits.rows} may be")
+        if (expected := self.call_bytes(call)) != call.nbytes:
+            raise RequestError(f"{call.nbytes} bytes came for {call.rows} rows, which have {expected}")
+        if (answer := self.answer_bytes(call)) > self._hello.limits.payload:
+            raise RequestError(f"the answer would have {answer} bytes: at most {self._hello.limits.payload}")
+
+    def call_widths(self, call: LinearCall) -> list[int]:
+        """Widths of a call's tensors. Raises RequestError as `call_bytes`."""
+        inputs, _ = self._widths(call.paths)
+        outputs = self._of_path[call.paths[0]].outputs
+        return [inputs] if call.direction == "forward" else [outputs[path] for path in call.paths]
+
+    def call_bytes(self, call: LinearCall) -> int:
+        """Bytes of a call's tensors. Raises RequestError where its paths are no siblings of this base."""
+        inputs, outputs = self._widths(call.paths)
+        return call.rows * (inputs if call.direction == "forward" else outputs) * ITEM_BYTES[call.dtype]
+
+    def answer_bytes(self, call: LinearCall) -> int:
+        """Bytes of the answer's tensors. Raises as `call_bytes`."""
+        inputs, outputs = self._widths(call.paths)
+        return call.rows * (outputs if call.direction == "forward" else inputs) * ITEM_BYTES[call.dtype]
+
+    def _widths(self, paths: Sequence[str]) -> tuple[int, int]:
+        """The width of the input, and the sum of the outputs'."""
+        group = self._of_path.get(paths[0])
+        for path in paths:
+            if path not in self._of_path:
+                raise RequestError(f"{path!r} is no linear of this base")
+            if group is None or path not in group.outputs:
+                raise RequestError(f"{path!r} and {paths[0]!r} have different inputs")
+        if len(set(paths)) < len(paths):
+            raise RequestError("a call names a linear twice")
+        assert group is not None, "each path has a group"
+        return group.inputs, sum(group.outputs[path] for path in paths)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    if len(data) > MOST_HEADER:
+        raise ConnectionError(f"a header of {len(data)} bytes: at most {MOST_HEADER} may be")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConnectionError(f"a malformed header: {error}") from error
+
+
+def _check_payload(nbytes: int, limits: Limits) -> None:
+    if nbytes > limits.payload:
+        raise ConnectionError(f"a payload of {nbytes} bytes: at most {limits.payload} may be")
