@@ -68,7 +68,7 @@ def refuse_too_little(blocks: Sequence[int], ends: int, budget: int) -> None:
         raise ConfigError(
             f"{show_size(budget)} of memory are too few for this base, of which embeddings, head "
             f"and final norm ({show_size(ends)}) stay and two blocks of up to {show_size(max(blocks))} "
-            f"pass through: at least {show_size(least)} are needed"
+            f"pass through: at least {show_size(least, up=True)} are needed"
         )
 
 
@@ -96,7 +96,7 @@ def plan_residence(blocks: Sequence[int], budget: int, buffers: int = RING) -> R
     if best is None:
         raise ConfigError(
             f"{show_size(budget)} are too few for {len(blocks)} blocks of up to {show_size(max(blocks))}: "
-            f"at least {show_size(least_bytes(blocks, buffers))} are needed"
+            f"at least {show_size(least_bytes(blocks, buffers), up=True)} are needed"
         )
     return best
 

@@ -21,8 +21,8 @@ router = APIRouter(tags=["Health"])
 class Health(BaseModel):
     """Health of the server. `engine` is `away` from its death to its successor's start, and `silent` where it
     hangs or is in a very long step; it is then soon killed and replaced. It is `waiting` while weights of a
-    streamed base cannot be read: all requests and jobs go on once they can. While the `supervisor` is `silent`
-    (it hangs, or a signal has stopped it) the server works, but dead processes are not restarted."""
+    streamed base cannot be read: all requests and jobs go on once they can. While the `supervisor` is
+    `silent` (it hangs, or a signal has stopped it) the server works, but dead processes are not restarted."""
 
     status: Literal["ok", "draining"]
     engine: Literal["ready", "waiting", "silent", "away"]
