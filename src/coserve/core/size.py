@@ -1,5 +1,6 @@
 """Parses and formats sizes in bytes."""
 
+import math
 import re
 from typing import Final
 
@@ -43,11 +44,15 @@ def read_memory(memory: str | int | float, name: str = "memory") -> int | float 
     return memory
 
 
-def show_size(nbytes: float) -> str:
-    """Bytes in the largest fitting unit: "1.25 GiB", "820 MiB"."""
+def show_size(nbytes: float, up: bool = False) -> str:
+    """Bytes in the largest fitting unit, "1.25 GiB", "820 MiB", with three digits: rounded, or `up`, so that
+    what is shown is enough where `nbytes` are needed."""
     power = 0
     while abs(nbytes) >= 1024 and power < len(_POWERS) - 1:
         nbytes, power = nbytes / 1024, power + 1
+    if up:
+        places = 10 ** max(3 - len(str(int(nbytes))), 0)
+        nbytes = math.ceil(nbytes * places) / places
     if power == 0:
         return f"{nbytes:.0f} bytes"
     return f"{nbytes:.3g} {_POWERS[power]}iB" if abs(nbytes) < 1000 else f"{nbytes:.0f} {_POWERS[power]}iB"

@@ -85,6 +85,8 @@ class Engine:
         opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.streaming = self.executor.spec.streaming
+        reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
+        self._plans_ahead = config.plans_ahead and not reads
         self.text = texts()
         reader = Reader(self._read_stored, self.executor.pause_training)
         room = self.executor.spec.host_room
@@ -136,7 +138,8 @@ class Engine:
         with self._lock:
             self.scheduler.interruptible = interruptible
             is_awaited = self.arrivals.before_step()
-            self.paged.advance()
+            if not self.is_stuck:  # commands would wait for the plan
+                self.paged.advance()
             # A layer of training runs before who waits already gets the next step: not one of a large window.
             self.scheduler.window_rows = 0 if is_awaited else self.training.admission.window_rows()
             result = self._next_result()
@@ -340,6 +343,12 @@ class Engine:
         """Tells whether a step would do anything."""
         return self.scheduler.has_work
 
+    @property
+    def is_stuck(self) -> bool:
+        """Tells whether the last step raised WeightsUnreadable: its plan is the next one to run, and no
+        command that changes adapters or jobs can be executed before it."""
+        return not self._plans_ahead and bool(self.scheduler.under_way)
+
     def stats(self) -> EngineStats:
         """Counters since the start, and the current state."""
         with self._lock:
@@ -350,13 +359,14 @@ class Engine:
     def _next_result(self) -> StepResult:
         """The result of the oldest plan under way: of the last one where the base's weights could not be
         read, and it stayed. With asynchronous scheduling the next plan is launched first, if it can be made
-        already."""
+        already. Not on a streamed base: a command that a result leads to, such as one for a job's state,
+        would have to wait until that plan can be read. Planning takes milliseconds, and its steps longer."""
         if not self.scheduler.under_way:
             plan = self.scheduler.plan(self.clock())
-            if not self.config.plans_ahead:
+            if not self._plans_ahead:
                 return self.executor.run(plan)
             self.executor.launch(plan)
-        if self.config.plans_ahead and (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
+        if self._plans_ahead and (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
             self.executor.launch(ahead)
         result = self.executor.collect()
         assert result is not None, "a plan that was launched has a result"

@@ -12,6 +12,7 @@ loses nothing that was reported.
 """
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,13 +41,14 @@ from coserve.errors import CoserveError, WeightsUnreadable
 from coserve.train.pruning.once import TRACING
 from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
-from coserve.wire.messages import Hello
+from coserve.wire.messages import Drain, Hello
 
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Seconds after which a thread that reads training data lets a step go on: with Python's own 5 ms, steps of
 # 4 ms took 21 beside it, with this 13.
 SWITCH: Final = 5e-4
 _UNREADABLE: Final = 0.25  # seconds before weights that could not be read are read again
+_REMIND: Final = 60.0  # seconds until the log says again why all work waits
 _FLUSH: Final = 5.0  # seconds that the last report of a drain may take to be read
 _MEASURING: Final = "measuring what steps cost on this machine (some seconds, the first time only)"
 
@@ -95,15 +98,22 @@ def main(pipes: SupervisorPipes) -> None:
 
 class Loop:
     """Runs commands, a step and a report in turn until a drain is over. `beat` is called once a turn, and
-    twice a second while idle."""
+    twice a second while idle.
+
+    While weights of a streamed base cannot be read, all work waits: steps are tried four times a second, and
+    commands, which take effect after the step under way, are kept in their order. A drain then ends at once,
+    without checkpoints: jobs go on from the last ones.
+    """
 
     def __init__(self, worker: Worker, inbox: Inbox, beat: Callable[[], object]) -> None:
         self._worker, self._inbox, self._beat = worker, inbox, beat
         self._server: Connection | None = None
         self._leaving = False  # as soon as no server is connected
+        self._kept: deque[Item] = deque()  # that came while weights could not be read
+        self._told = -math.inf  # when the log last had the reason
 
     def run(self) -> None:
-        while not self._worker.is_drained:
+        while not (self._worker.is_drained or self._gives_up):
             self._beat()
             self._take_in()
             if self._worker.has_work:
@@ -112,13 +122,28 @@ class Loop:
         if self._server is not None:
             self._server.finish(_FLUSH)
 
+    @property
+    def _gives_up(self) -> bool:
+        """Tells whether a drain would wait for weights that cannot be read."""
+        return bool(self._worker.unreadable) and (self._worker.draining or self._leaving)
+
     def _step(self) -> None:
         """Runs a step. Where weights of the base cannot be read, all work under way waits until they can."""
+        before = self._worker.unreadable
         try:
             self._worker.step()
         except WeightsUnreadable as error:
-            _log.error("all work waits: %s", error)
+            self._worker.unreadable = str(error)
+            if str(error) != before or time.monotonic() >= self._told + _REMIND:
+                self._told = time.monotonic()
+                _log.error("all work waits: %s", error)
             time.sleep(_UNREADABLE)
+            return
+        if before:
+            self._worker.unreadable = ""
+            _log.warning("all work goes on: weights can be read again")
+            while self._kept:
+                self._take(self._kept.popleft())
 
     def _take_in(self) -> None:
         """Handles all items of the inbox; without work waits for one until the next beat."""
@@ -139,6 +164,8 @@ class Loop:
             case Connected():
                 self._server = item.connection
                 self._server.send(self._worker.connected())
+            case Received() | Done() if self._worker.unreadable:
+                self._keep(item)
             case Received() if item.connection is self._server:
                 for command in item.commands:
                     self._worker.take(command)
@@ -154,8 +181,14 @@ class Loop:
             case _:
                 pass  # from a replaced server
 
+    def _keep(self, item: Received | Done) -> None:
+        """Keeps commands until weights can be read again. A drain is heeded at once."""
+        self._kept.append(item)
+        if isinstance(item, Received) and item.connection is self._server:
+            self._worker.draining |= any(isinstance(command, Drain) for command in item.commands)
+
     def _leave(self) -> None:
-        if self._leaving and self._server is None:
+        if self._leaving and self._server is None and not self._worker.unreadable:
             self._worker.drain()
 
     def _report(self) -> None:

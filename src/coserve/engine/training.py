@@ -133,6 +133,7 @@ class Training:
         """See `Trainer`."""
         with self._lock:
             if (handle := self.jobs.get(job)) is not None:
+                self._executor.call(CloseSession(job))  # where that raises, the job goes on
                 handle.end(status)
                 self._forget(job)
 
@@ -248,12 +249,13 @@ class Training:
 
     def _fail(self, job: str, error: CoserveError) -> None:
         if (handle := self.jobs.get(job)) is not None:
+            self._executor.call(CloseSession(job))
             handle.fail(error)
             self._forget(job)
 
     def _forget(self, job: str) -> None:
-        """Frees a job's resources and drops its handle; its published version stays."""
-        self._executor.call(CloseSession(job))
+        """Frees the resources of a job whose session is closed, and drops its handle; its published version
+        stays."""
         self._scheduler.training.remove(job)
         self._steps.pop(job, None)
         self.jobs.pop(job, None)

@@ -4,6 +4,8 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
 from coserve.adapters.paging.stored import StoredVersion
 from coserve.adapters.settings import settings_of
 from coserve.core.contained import contained
@@ -63,6 +65,7 @@ class Worker:
         self, engine: Engine, hello: Hello, background: Background, costs: CostFile | None = None
     ) -> None:
         self.draining = False
+        self.unreadable = ""  # why weights of the base cannot be read now, for which all work waits
         self._engine, self._hello, self._background = engine, hello, background
         self._jobs = Jobs(engine, background)
         self._compiling = Compiling(engine.grammars, engine.executor, background, self._generate, self._fail)
@@ -159,8 +162,8 @@ class Worker:
 
     def step(self) -> None:
         """Runs one step of the engine and records its events for the report."""
+        self._stale = True  # also for a step that only frees a cancelled answer's state, or fails
         events = self._engine.step()
-        self._stale = True  # also for a step that only frees a cancelled answer's state
         for event in events:
             self._tell(event)
         self._jobs.after_step(events)
@@ -185,7 +188,8 @@ class Worker:
         now = self._spoke = time.monotonic()
         stats = None
         if self._stale and now >= self._told + _STATS_EVERY:
-            self._stale, self._told, stats = False, now, self._engine.stats()
+            self._stale, self._told = bool(self.unreadable), now
+            stats = structs.replace(self._engine.stats(), unreadable=self.unreadable)
         return Report(tokens, replies, news, stats, self.is_drained)
 
     # Inside

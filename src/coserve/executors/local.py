@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -31,7 +32,7 @@ from coserve.core.plan import (
     WeightReads,
 )
 from coserve.core.sequence import Direction
-from coserve.errors import CoserveError, LossNotFinite
+from coserve.errors import CoserveError, LossNotFinite, WeightsUnreadable
 from coserve.executors.executor import (
     CloseSession,
     Command,
@@ -96,6 +97,7 @@ class LocalExecutor(Executor):
         self.sampler = self.sampler_type(base, self.loaded, table)
         self._launched: deque[Plan] = deque()
         self._begun: Plan | None = None  # the first of these, where weights that it needs could not be read
+        self._is_stuck = False  # weights that the oldest plan needs could not be read
         self._results: deque[StepResult] = deque()  # not collected yet
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
         self._offload_space = offload_space
@@ -148,20 +150,29 @@ class LocalExecutor(Executor):
 
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
-        if not command.beside and not (self._begun and isinstance(command, ReadMemory)):
-            while self._launched:
-                self._run_next()
+        if not command.beside:
+            self._run_all(waits=not isinstance(command, ReadMemory))
         if isinstance(command, CloseSession | RestartStep):
             self._lanes.settle()
             self._failed.discard(command.job)
         return self.held.do(command)
+
+    def _run_all(self, waits: bool) -> None:
+        """Runs all plans before a command. One that does not wait for plans that cannot run does not raise
+        WeightsUnreadable."""
+        while self._launched and (waits or not self._is_stuck):
+            with suppress(*(() if waits else (WeightsUnreadable,))):
+                self._run_next()
 
     def _run_next(self) -> None:
         """Runs the oldest plan. Where weights of the base cannot be read it stays the oldest, and runs again
         next time: what of it has run computes the same once more."""
         if self._launched:
             moved = self._swapped = self._swapped or self._swap(self._launched[0])
+            self.base.chain.on_layer()  # a plan that is tried again and again is no hang
+            self._is_stuck = True
             result = self._run(self._launched[0])
+            self._is_stuck = False
             self._launched.popleft()
             self._begun = self._swapped = None
             seconds = result.seconds + moved.seconds

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, Protocol
 
 import msgspec
@@ -19,10 +19,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve.config import EngineConfig
 from coserve.core.plan import Plan, StepResult
-from coserve.errors import EngineLost, error_named
-from coserve.executors.channel import COMMAND, NUMBER, PAUSES, PLAN, RESULT, ExecutorOpened, ExecutorStart
+from coserve.errors import EngineLost, WeightsUnreadable, error_named
+from coserve.executors.channel import (
+    AGAIN,
+    COMMAND,
+    NUMBER,
+    PAUSES,
+    PLAN,
+    RESULT,
+    UNREADABLE,
+    ExecutorOpened,
+    ExecutorStart,
+)
 from coserve.executors.codec import Codec
-from coserve.executors.executor import Command, Executor, ExecutorSpec, R
+from coserve.executors.executor import Command, Executor, ExecutorSpec, R, ReadMemory
 from coserve.executors.parameters import RemoteParameters
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
@@ -83,6 +93,7 @@ class RemoteExecutor(Executor):
         self._poll = select.poll()
         self._poll.register(self._steps, select.POLLIN)
         self._under_way = 0  # launched plans without a received result
+        self._is_stuck = False  # the oldest of these cannot run until the process is told to try again
         self._results: deque[StepResult] = deque()
         self._pausing = threading.Lock()
         self._pauses = self._withdrawn = 0
@@ -103,8 +114,10 @@ class RemoteExecutor(Executor):
         with self._pausing:
             pauses = PAUSES.pack(self._pauses, self._withdrawn)
         message = PLAN + pauses + encode_plan(plan)
-        while self._under_way and len(message) > _AHEAD:  # see `_call_between`
-            self._receive()
+        # See `_call_between`. A process that is stuck does nothing but receive.
+        while self._under_way and len(message) > _AHEAD and not self._is_stuck:
+            with suppress(WeightsUnreadable):  # the plan is not lost: whoever collects tries again
+                self._receive()
         self._signs()  # drops heartbeats of earlier plans
         with self._lost():
             send_frame(self._steps, message)
@@ -119,7 +132,10 @@ class RemoteExecutor(Executor):
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
         message = self._codec.encode_command(command)
-        reply = self._call_beside(message) if command.beside else self._call_between(message)
+        if command.beside:
+            reply = self._call_beside(message)
+        else:
+            reply = self._call_between(message, waits=not isinstance(command, ReadMemory))
         found: R = self._codec.decode_reply(reply, command.reply)
         return found
 
@@ -156,11 +172,13 @@ class RemoteExecutor(Executor):
         assert opened.spec is not None, "what is opened has a spec"
         return opened.spec
 
-    def _call_between(self, message: bytes) -> bytes:
+    def _call_between(self, message: bytes, waits: bool) -> bytes:
         """Sends a command in order with plans, after receiving their results: two ends that both send more
-        than a socket holds would deadlock."""
-        while self._under_way:
-            self._receive()
+        than a socket holds would deadlock. One that does not wait for plans that cannot run does not raise
+        WeightsUnreadable."""
+        while self._under_way and (waits or not self._is_stuck):
+            with suppress(*(() if waits else (WeightsUnreadable,))):
+                self._receive()
         with self._lost():
             send_frame(self._steps, COMMAND + message)
         reply = self._receive()
@@ -180,8 +198,16 @@ class RemoteExecutor(Executor):
         return reply
 
     def _receive(self) -> bytes | None:
-        """Receives the next message: queues a result, returns a reply."""
+        """Receives the next message: queues a result, returns a reply. Where the oldest plan could not run
+        it runs again. Raises WeightsUnreadable."""
+        if self._is_stuck and self._under_way:
+            with self._lost():
+                send_frame(self._steps, AGAIN)
+            self._is_stuck = False
         message = self._next()
+        if message[:1] == UNREADABLE:
+            self._is_stuck = True
+            raise WeightsUnreadable(message[1:].decode())
         if message[:1] == RESULT:
             self._under_way -= 1
             self._results.append(decode_result(message[1:]))

@@ -4,7 +4,6 @@
 ends.
 """
 
-import logging
 import os
 import signal
 import socket
@@ -21,15 +20,16 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from coserve.core.contained import contained
-from coserve.core.plan import Plan, StepResult
 from coserve.errors import CoserveError, OutOfMemory, WeightsUnreadable
 from coserve.executors.channel import (
+    AGAIN,
     ALIVE,
     NUMBER,
     PAUSES,
     PLAN,
     REPLY,
     RESULT,
+    UNREADABLE,
     ExecutorOpened,
     ExecutorStart,
 )
@@ -44,9 +44,6 @@ from coserve.wire.plans import decode_plan, encode_result
 
 _ALIVE_EVERY: Final = 0.25  # seconds, while a step runs
 _ORPHANED: Final = 3  # exit status
-_UNREADABLE: Final = 0.25  # seconds before weights that could not be read are read again
-
-_log = logging.getLogger(__name__)
 
 
 class Pauses:
@@ -79,6 +76,8 @@ class Service:
         self._codec = Codec(base, base.dtype, base.device)
         self._pauses = Pauses(executor)
         self._alive = 0.0  # time of the last heartbeat
+        self._waiting = 0  # plans without a result
+        self._is_stuck = False  # the oldest of these cannot run now
         executor.on_progress(self._tell_alive)
 
     def run(self, beside: Sequence[socket.socket]) -> None:
@@ -96,24 +95,28 @@ class Service:
                 asked, withdrawn = PAUSES.unpack(body[: PAUSES.size])
                 self._pauses.withdraw(withdrawn)
                 self._pauses.ask(asked)  # the signal itself may come later than the plan
-                result = self._run(decode_plan(body[PAUSES.size :]))
-                send_frame(self._steps, RESULT + encode_result(result))
+                self._executor.launch(decode_plan(body[PAUSES.size :]))
+                self._waiting += 1
+                if not self._is_stuck:
+                    self._run()
+            elif kind == AGAIN:
+                self._run()
             else:
                 send_frame(self._steps, REPLY + self._reply(body))
 
-    def _run(self, plan: Plan) -> StepResult:
-        """A plan's result. Where weights of the base cannot be read the plan waits until they can."""
-        self._executor.launch(plan)
-        while True:
+    def _run(self) -> None:
+        """Runs all plans that wait, up to one for which weights of the base cannot be read."""
+        self._is_stuck = False
+        while self._waiting and not self._is_stuck:
             try:
                 result = self._executor.collect()
             except WeightsUnreadable as error:
-                _log.error("all work waits: %s", error)
-                time.sleep(_UNREADABLE)
-                self._tell_alive()
+                self._is_stuck = True
+                send_frame(self._steps, UNREADABLE + str(error).encode())
             else:
                 assert result is not None, "a plan that was launched has a result"
-                return result
+                self._waiting -= 1
+                send_frame(self._steps, RESULT + encode_result(result))
 
     def _reply(self, body: bytes) -> bytes:
         """The reply to a command, or any error that it raises: a panic of a Rust library is no `Exception`,

@@ -31,7 +31,7 @@ from coserve.streamed.model_files import ModelFiles
 from coserve.streamed.planner import RING, ResidencePlan, Streaming, plan_residence, refuse_too_little
 from coserve.streamed.ring import Ring, Streamed
 from coserve.streamed.scratch import ScratchFile
-from coserve.streamed.stored import Read, ReadBuffer, StoredBlock, store
+from coserve.streamed.stored import Read, ReadBuffer, StoredBlock, aligned_bytes, store
 
 
 class Kept(Resident):
@@ -132,7 +132,8 @@ class _Loading:
         base, blocks = self._base, self._base.chain.blocks
         ends = held_bytes(base.chain.ends.parameters().values()) + _packed_beside(base)
         if self._quantize == "none":  # else their bytes are not known yet
-            refuse_too_little([_nbytes_of(block) for block in blocks], ends, self._budget)
+            sizes = [_nbytes_of(block) for block in blocks]
+            refuse_too_little(sizes, ends, self._budget, list(map(self._most_stored, blocks)))
         own, stored = self._store_all()
         sizes = [one.nbytes for one in stored]
         refuse_too_little(sizes, ends, self._budget)
@@ -143,6 +144,10 @@ class _Loading:
         base.fingerprint = fingerprint_of(base.model.config, self._samples, self._quantize)
         complete(base, own, lambda: self._placed(plan, streamed))
         return base, Streaming(plan, base.nbytes, self._rate)
+
+    def _most_stored(self, block: Block) -> int:
+        """Bytes that a block has at most once it is stored as it is, in the files or in the scratch file."""
+        return max(self._files.nbytes_of(block), aligned_bytes(block.module.state_dict().values()))
 
     def _store_all(self) -> tuple[Own, list[StoredBlock]]:
         """Loads and stores one block after the other, as the model's own forward comes to them."""

@@ -60,15 +60,18 @@ def least_bytes(blocks: Sequence[int], buffers: int = RING) -> int:
     return min([everything, *(sum(b for b in blocks if b > size) + buffers * size for size in sizes)])
 
 
-def refuse_too_little(blocks: Sequence[int], ends: int, budget: int) -> None:
+def refuse_too_little(
+    blocks: Sequence[int], ends: int, budget: int, stored: Sequence[int] | None = None
+) -> None:
     """Raises ConfigError for a budget in which no base of these blocks, with `ends` bytes around them, can be
-    streamed."""
-    least = ends + least_bytes(blocks)
-    if budget < least:
+    streamed. The error has the smallest budget that can; blocks have up to `stored` bytes once they are
+    aligned, where that is not known yet."""
+    if budget < ends + least_bytes(blocks):
+        least = ends + least_bytes(blocks if stored is None else stored)
         raise ConfigError(
             f"{show_size(budget)} of memory are too few for this base, of which embeddings, head "
             f"and final norm ({show_size(ends)}) stay and two blocks of up to {show_size(max(blocks))} "
-            f"pass through: at least {show_size(least)} are needed"
+            f"pass through: at least {show_size(least, up=True)} are needed"
         )
 
 
@@ -96,7 +99,7 @@ def plan_residence(blocks: Sequence[int], budget: int, buffers: int = RING) -> R
     if best is None:
         raise ConfigError(
             f"{show_size(budget)} are too few for {len(blocks)} blocks of up to {show_size(max(blocks))}: "
-            f"at least {show_size(least_bytes(blocks, buffers))} are needed"
+            f"at least {show_size(least_bytes(blocks, buffers), up=True)} are needed"
         )
     return best
 

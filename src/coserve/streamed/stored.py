@@ -1,7 +1,7 @@
 """Parameters of a block in files: which bytes are read into a buffer, and which tensors lie there."""
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -140,9 +140,15 @@ def store(block: Block, buffer: ReadBuffer, reads: Sequence[Read], scratch: Scra
             tensor.data = tensor.data.contiguous()
         placed.append((tensor, end))
         end += -(-nbytes_of(tensor) // _ALIGNED) * _ALIGNED
-    end = -(-end // PAGE) * PAGE
+    end = aligned_bytes(tensors)
     start = scratch.write(placed, end)
     return StoredBlock(block, [Read(scratch.file, start, 0, end)], placed)
+
+
+def aligned_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors in a scratch file."""
+    end = sum(-(-nbytes_of(tensor) // _ALIGNED) * _ALIGNED for tensor in tensors)
+    return -(-end // PAGE) * PAGE
 
 
 def _tensors_of(block: Block) -> list[Tensor]:

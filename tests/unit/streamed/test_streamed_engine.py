@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
+from coserve.core.size import read_size
 from coserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel, WeightsUnreadable
 from coserve.executors.executor import ReadMemory
 from coserve.executors.opening import base_room, open_local
@@ -59,6 +60,41 @@ def test_the_smallest_budget_is_said_and_works(folder: Path) -> None:
     base, streaming = load_streamed(folder, least)
     assert base.nbytes <= least and not streaming.plan.resident
     assert streaming.plan.read_nbytes >= 3 * block and streaming.seconds > 0
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("seed", range(12))
+def test_any_budget_streams_or_keeps_all_or_is_refused_with_the_smallest(seed: int, tmp_path: Path) -> None:
+    """The smallest is as the refusal says it, and is what decides."""
+    draws = random.Random(seed)
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": draws.randint(2, 5), "intermediate_size": 64 * draws.randint(1, 4),
+        "vocab_size": 64 * draws.randint(1, 6), "tie_word_embeddings": draws.random() < 0.3,
+    }  # fmt: skip
+    name = draws.choice(["llama", "gpt2", "gemma2"])
+    if name == "gpt2":
+        sizes = {"n_layer": sizes["num_hidden_layers"], "vocab_size": sizes["vocab_size"]}
+    folder = save(tiny(name, torch.float32, **sizes), tmp_path)
+    fields: dict[str, Any] = {
+        "dtype": draws.choice(["float32", "bfloat16", "float64"]), "quantize": draws.choice(["none", "8bit"]),
+    }  # fmt: skip
+    whole = load_base(folder, **fields)
+    least = None
+    budgets = [1, *sorted(int(draws.uniform(0.05, 1.3) * whole.nbytes) for _ in range(6)), 2 * whole.nbytes]
+    for budget in budgets:
+        try:
+            base, streaming = load_streamed(folder, budget, **fields)
+        except ConfigError as error:
+            least = read_size(str(error).split("at least ")[1].removesuffix(" are needed"))
+            assert budget < least
+            continue
+        assert base.nbytes <= budget, (base.nbytes, budget)
+        assert (streaming.plan.read_nbytes == 0) == (len(streaming.plan.resident) == base.depth)
+    assert least is not None and len(streaming.plan.resident) == base.depth
+    base, streaming = load_streamed(folder, least, **fields)
+    assert base.nbytes <= least, (base.nbytes, least)
+    with pytest.raises(ConfigError, match="at least"):
+        load_streamed(folder, int(0.9 * least), **fields)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -20,11 +20,12 @@ router = APIRouter(tags=["Health"])
 
 class Health(BaseModel):
     """Health of the server. `engine` is `away` from its death to its successor's start, and `silent` where it
-    hangs or is in a very long step; it is then soon killed and replaced. While the `supervisor` is `silent`
-    (it hangs, or a signal has stopped it) the server works, but dead processes are not restarted."""
+    hangs or is in a very long step; it is then soon killed and replaced. It is `waiting` while weights of a
+    streamed base cannot be read: all requests and jobs go on once they can. While the `supervisor` is
+    `silent` (it hangs, or a signal has stopped it) the server works, but dead processes are not restarted."""
 
     status: Literal["ok", "draining"]
-    engine: Literal["ready", "silent", "away"]
+    engine: Literal["ready", "waiting", "silent", "away"]
     supervisor: Literal["ready", "silent"]
     model: str
 
@@ -39,7 +40,8 @@ async def health(state: Shared) -> Health:
 @router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready", responses=error_responses(), summary="Whether to send requests here")
 async def ready(state: Shared) -> Health:
-    """503 while there is no engine, while it hangs, or while the server drains. 200 while the supervisor is
+    """503 while there is no engine, while it hangs or waits for weights that cannot be read, or while the
+    server drains. 200 while the supervisor is
     silent, as requests are still answered."""
     if state.draining:
         raise ApiError(503, "The server is shutting down.", code="draining")
@@ -50,6 +52,8 @@ async def ready(state: Shared) -> Health:
             f"the engine has given no sign of life for {state.link.silence:.0f} s: it hangs, or a step of it "
             "takes very long; if it hangs it is replaced, and requests go on then"
         )
+    if reason := _unreadable(state):
+        raise EngineLost(f"all work waits, and goes on once the model's weights can be read: {reason}")
     return _health(state)
 
 
@@ -63,13 +67,26 @@ async def metrics(state: Shared) -> Response:
 
 
 def _health(state: State) -> Health:
-    link = state.link
     return Health(
         status="draining" if state.draining else "ok",
-        engine="away" if not link.ready else "silent" if link.silence > SILENT_SECONDS else "ready",
+        engine=_engine(state),
         supervisor="silent" if _is_unsupervised(state) else "ready",
         model=state.catalog.base.name,
     )
+
+
+def _engine(state: State) -> Literal["ready", "waiting", "silent", "away"]:
+    if not state.link.ready:
+        return "away"
+    if state.link.silence > SILENT_SECONDS:
+        return "silent"
+    return "waiting" if _unreadable(state) else "ready"
+
+
+def _unreadable(state: State) -> str:
+    """Why the engine cannot read weights of its base, as of its last statistics."""
+    stats = state.link.stats
+    return "" if stats is None else stats.unreadable
 
 
 def _is_unsupervised(state: State) -> bool:
@@ -90,6 +107,7 @@ def _gauge(state: State) -> None:
     metrics.num_requests_waiting.set(state.queue.waiting)
     metrics.finetune_jobs_starved.set(state.job_controller.starved)
     metrics.engine_up.set(state.link.silence <= SILENT_SECONDS)
+    metrics.weights_unreadable.set(bool(_unreadable(state)))
     metrics.supervisor_up.set(not _is_unsupervised(state))
     metrics.engine_connections.set(state.link.connections)
     if state.link.hello is not None:
