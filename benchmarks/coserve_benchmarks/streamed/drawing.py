@@ -44,7 +44,8 @@ def draw_deferral(results: Mapping[str, Any], path: str | Path) -> None:
                 values = [value or float("nan") for value in series[f"{begin}{load:.2g}{end}"]]
                 axes.plot(bounds, values, "o-", color=color, markersize=3, label=f"{load:g}")
             axes.axhline(BAR, color=BOUND, linewidth=0.8)
-            axes.set(title=f"{name}: {machine.title}", xlabel="deferral bound, passes", xscale="log")
+            axes.set_title(f"{name}: {machine.title}", fontsize=8)
+            axes.set(xlabel="deferral bound, passes", xscale="log")
             axes.set_yscale("log")
             axes.set_xticks(bounds, map(str, bounds))
             axes.set_yticks(_TICKS, map(str, _TICKS))
