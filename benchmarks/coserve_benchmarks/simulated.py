@@ -153,7 +153,7 @@ class SimulatedMachine:
         return seconds
 
     def _take_reads(self) -> WeightReads:
-        """What the step that has just run read."""
+        """Reads of the step that has just run."""
         taken, self._reads = self._reads, WeightReads()
         return taken
 

@@ -131,7 +131,7 @@ MACHINES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What all seeds of a policy had in one cell."""
+    """Results of all seeds of a policy in one cell."""
 
     rates: tuple[float, ...]  # fine-tuning tokens a second, of each seed
     within: float  # share of requests deferred no longer than their bound

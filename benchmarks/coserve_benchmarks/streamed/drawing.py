@@ -39,12 +39,14 @@ def draw_deferral(results: Mapping[str, Any], path: str | Path) -> None:
         for axes, (name, machine) in zip(figure.subplots(1, len(MACHINES)), MACHINES.items(), strict=True):
             begin, end = f"deferral.{name}.", ".ratio.value"
             loads = sorted(float(key[len(begin) : -len(end)]) for key in series if _is_line(key, begin, end))
-            colors = matplotlib.colormaps["viridis"].resampled(len(loads) + 1).colors
-            for load, color in zip(loads, colors, strict=False):
+            viridis = matplotlib.colormaps["viridis"]
+            colors = [viridis(place / (len(loads) + 1)) for place in range(len(loads))]
+            for load, color in zip(loads, colors, strict=True):
                 values = [value or float("nan") for value in series[f"{begin}{load:.2g}{end}"]]
                 axes.plot(bounds, values, "o-", color=color, markersize=3, label=f"{load:g}")
             axes.axhline(BAR, color=BOUND, linewidth=0.8)
-            axes.set(title=f"{name}: {machine.title}", xlabel="deferral bound, passes", xscale="log")
+            axes.set_title(f"{name}: {machine.title}", fontsize=8)
+            axes.set(xlabel="deferral bound, passes", xscale="log")
             axes.set_yscale("log")
             axes.set_xticks(bounds, map(str, bounds))
             axes.set_yticks(_TICKS, map(str, _TICKS))
