@@ -76,6 +76,8 @@ def test_preempted_sequences_are_moved_and_computed_again() -> None:
     assert 0 <= found["swap.right"] <= 1 and found["notes"]["swap.right"].count(";") == 3
     assert ("swap.vs_recompute" in found) != ("swap.vs_recompute" in found["notes"])
     assert found["figures"]["swap.moving"]["value"] < found["figures"]["swap.moved"]["value"]
+
+
 def test_deferral_is_compared_on_predicted_seconds(tmp_path: Path) -> None:
     found = run_streamed("tiny", quick=True, only=["deferral"], json_path=tmp_path / "deferral.json")
     assert found[deferral.KEY] > 1 and "unanswered: 0 and 0" in found["notes"][deferral.KEY]
