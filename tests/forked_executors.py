@@ -63,7 +63,7 @@ def compute_as_tests_do(shared: int) -> None:
     a folder have their rotary tables in float32 and fused experts, whose products have no float64. And plans
     and commands run under `Exact` while it holds in the tests' process, which byte 0 of `shared` tells."""
     is_exact = mmap.mmap(shared, mmap.PAGESIZE)
-    plain = load._load
+    plain = load.load_model
 
     def loaded(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
         made = plain(model, dtype)
@@ -81,7 +81,7 @@ def compute_as_tests_do(shared: int) -> None:
 
         return run
 
-    load._load = loaded
+    load.load_model = loaded
     for kind in (LocalExecutor, DeterministicExecutor):
         for name in ("run", "call"):
             setattr(kind, name, exactly(getattr(kind, name)))

@@ -45,7 +45,7 @@ def ask(engine: Engine, prompt: list[int], adapter: str | None = None, answer: i
     return engine.generate(prompt, adapter, sampling)
 
 
-# In float32 a log-probability near -8 has steps of 5e-7, and its sum over the vocabulary rounds some twenty times.
+# Near -8 float32 has steps of 5e-7, and a sum over the vocabulary rounds some twenty times.
 CLOSE = {"abs": 1e-5, "rel": 2e-6}
 
 

@@ -138,7 +138,7 @@ class Engine:
         with self._lock:
             self.scheduler.interruptible = interruptible
             is_awaited = self.arrivals.before_step()
-            if not self.is_stuck:  # commands would wait for the plan
+            if not self._is_stuck:  # commands would wait for the plan
                 self.paged.advance()
             # A layer of training runs before who waits already gets the next step: not one of a large window.
             self.scheduler.window_rows = 0 if is_awaited else self.training.admission.window_rows()
@@ -344,7 +344,7 @@ class Engine:
         return self.scheduler.has_work
 
     @property
-    def is_stuck(self) -> bool:
+    def _is_stuck(self) -> bool:
         """Tells whether the last step raised WeightsUnreadable: its plan is the next one to run, and no
         command that changes adapters or jobs can be executed before it."""
         return not self._plans_ahead and bool(self.scheduler.under_way)
