@@ -169,7 +169,8 @@ class LocalExecutor(Executor):
         next time: what of it has run computes the same once more."""
         if self._launched:
             moved = self._swapped = self._swapped or self._swap(self._launched[0])
-            self.base.chain.on_layer()  # a plan that is tried again and again is no hang
+            if self._is_stuck:
+                self.base.chain.on_layer()  # a plan that is tried again and again is no hang
             self._is_stuck = True
             result = self._run(self._launched[0])
             self._is_stuck = False
