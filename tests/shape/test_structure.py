@@ -233,6 +233,12 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
 
 
+def test_no_two_test_files_share_a_name() -> None:
+    """Test folders are no packages: pytest imports files by name alone, and refuses the second of a name."""
+    names = [file.name for file in Path(__file__).parents[1].rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_every_error_is_in_the_tree_and_drawn() -> None:
     from coserve import errors
 
