@@ -48,7 +48,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lessons, "TRAINED_QUESTIONS", 400)
     output = io.StringIO()
-    # Bounds as wide as these leave training time on any machine: with the default 50 ms a slow one takes no step.
+    # Bounds as wide as these leave training time on any machine: within 50 ms a slow one takes no step.
     options = Options(seconds=2.0, first_token=30.0, between_tokens=2.0)
     report = Story(options, make_view(plain=True, quiet=False, file=output)).tell()
     text = output.getvalue()
