@@ -232,6 +232,16 @@ def streamed(
 
 
 @app.command()
+def split(json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m") -> None:
+    """Measures clients of one base executor, beside processes that each have a base of their own."""
+    check_writable("--json", json_file)
+    from coserve_benchmarks.report import print_report
+    from coserve_benchmarks.split.run import run_split
+
+    print_report(run_split(shape, quick, only or None, json_file))
+
+
+@app.command()
 def draw(
     results: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File that --json wrote.")
