@@ -6,7 +6,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import IO, Final, Self, TypeVar
@@ -115,10 +115,14 @@ class Clients:
 
     def run(self, work: Work, seconds: float, first: int | None = None) -> list[RoundReport]:
         """One round of all, or of the first so many, at once."""
+        return self.begin(work, seconds, first)()
+
+    def begin(self, work: Work, seconds: float, first: int | None = None) -> Callable[[], list[RoundReport]]:
+        """Begins a round; what it returns waits for its end."""
         chosen = self._clients[:first]
         for client in chosen:
             client.begin(RoundOrder(work, seconds))
-        return [client.report() for client in chosen]
+        return lambda: [client.report() for client in chosen]
 
     def close(self) -> None:
         """Ends them."""
