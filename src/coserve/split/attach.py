@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,26 +25,28 @@ from coserve.model.placing import put
 from coserve.split.address import Address
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
-from coserve.split.messages import ITEM_BYTES, VERSION, ClientHello, Direction, GroupShape
+from coserve.split.messages import ITEM_BYTES, VERSION, BaseHello, ClientHello, Direction, GroupShape
 from coserve.split.payload import DTYPES
+
+_SHOWN: Final = 20  # paths in an error
 
 
 def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0) -> ExecutorConnection:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
-    weights. `patience` is how long a call waits for an executor that went away, in seconds.
+    weights; others stay as they are. `patience` is how long a call waits for an executor that went away, in
+    seconds.
 
-    The executor's base must have the content hash of the model's linears; where the model was made on the
-    meta device, only paths and widths are compared. Parameters of these linears do not require a gradient
-    afterwards and have no data: merging, and methods that read them (DoRA, PiSSA), do not work. Raises
-    AdapterMismatch, ConfigError and Unreachable.
+    These linears must have the content hash of the executor's; where the model was made on the meta device,
+    only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters
+    of virtual layers do not require a gradient and have no data: merging, and methods that read them (DoRA,
+    PiSSA), do not work. Raises AdapterMismatch, ConfigError and Unreachable.
     """
     where = Address.parse(address)
     found = find_linears(model)
-    own = fingerprint_of_linears({path: module for path, (_, module) in found.items()})
-    hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], own or "", key)
+    hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], key=key)
     connection = ExecutorConnection(where, hello, patience)
     try:
-        _check(connection.base.groups, {path: shape_of(module) for path, (_, module) in found.items()})
+        _check(connection.base, {path: module for path, (_, module) in found.items()})
     except AdapterMismatch:
         connection.close()
         raise
@@ -180,10 +182,23 @@ def _virtual(path: str, linear: nn.Module, siblings: _Siblings) -> nn.Module:
     return made  # type: ignore[no-any-return]
 
 
-def _check(groups: Sequence[GroupShape], own: Mapping[str, tuple[int, int]]) -> None:
-    """Raises AdapterMismatch where the executor has a linear that the model lacks or has in another shape."""
-    for group in groups:
+def _check(base: BaseHello, own: Mapping[str, nn.Module]) -> None:
+    """Raises AdapterMismatch where the executor has a linear that the model lacks or has in another shape or
+    with other weights, and where the model has no weights for a linear that the executor lacks."""
+    for group in base.groups:
         for path, out in group.outputs.items():
-            if own.get(path) != (out, group.inputs):
-                shown = "x".join(map(str, own[path])) if path in own else "not in this model"
+            shape = shape_of(own[path]) if path in own else None
+            if shape != (out, group.inputs):
+                shown = "x".join(map(str, shape)) if shape else "not in this model"
                 raise AdapterMismatch(f"the executor's {path} is {out}x{group.inputs}, here it is {shown}")
+    offered = {path for group in base.groups for path in group.outputs}
+    mark = fingerprint_of_linears({path: own[path] for path in offered})
+    if mark is not None and mark != base.fingerprint:
+        raise AdapterMismatch(f"the client's base is {mark}, the executor's {base.fingerprint}")
+    kept = {path: module for path, module in own.items() if path not in offered}
+    missing = [path for path, module in kept.items() if any(p.is_meta for p in module.parameters(False))]
+    if missing:
+        shown = ", ".join(missing[:_SHOWN]) + f" and {len(missing) - _SHOWN} more" * (len(missing) > _SHOWN)
+        raise AdapterMismatch(
+            f"the executor does not have {shown}: load their weights, which are on the meta device, before"
+        )

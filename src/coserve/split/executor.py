@@ -1,8 +1,9 @@
 """A base executor: computes the frozen linears of one model, and stores nothing between calls."""
 
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,23 +11,33 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve.core.contained import contained
-from coserve.errors import CoserveError, RequestError, UnsupportedModel
+from coserve.errors import RequestError, UnsupportedModel
 from coserve.model.batch import BatchCell
 from coserve.model.load import load_model
 from coserve.model.placement import Placement, place_locally
 from coserve.model.placing import place_linears
+from coserve.split.batching import BatchingConfig
+from coserve.split.clients import ClientAccount
+from coserve.split.layers import LayerChoice
 from coserve.split.linears import find_linears, fingerprint_of_linears, grouped, shape_of
-from coserve.split.messages import VERSION, BaseHello, Dtype, GroupShape, Limits, LinearCall
+from coserve.split.messages import VERSION, BaseHello, Dtype, ExecutorStatus, GroupShape, Limits, LinearCall
 from coserve.split.payload import DTYPES
-from coserve.split.queues import Batching, CallQueues, Outcome, Work
+from coserve.split.queues import CallQueues
+from coserve.split.work import Outcome, Work
 
 
 class BaseLinears:
     """Placements of a model's linears by path, and what clients are told of them."""
 
-    def __init__(self, model: PreTrainedModel, limits: Limits | None = None) -> None:
-        """Takes the model over; everything but its linears is freed with it. Raises UnsupportedModel."""
-        found = {path: module for path, (_, module) in find_linears(model).items()}
+    def __init__(
+        self, model: PreTrainedModel, limits: Limits | None = None, choice: LayerChoice | None = None
+    ) -> None:
+        """Takes the model over; everything but the chosen linears is freed with it. Raises ConfigError for a
+        choice of none, UnsupportedModel."""
+        self.name = Path(str(model.config.name_or_path)).name  # clients need not know a path
+        every = {path: module for path, (_, module) in find_linears(model).items()}
+        head = next((p for p, module in every.items() if module is model.get_output_embeddings()), None)
+        found = {path: every[path] for path in (choice or LayerChoice()).chosen(every, head)}
         shapes = {path: shape_of(module) for path, module in found.items()}
         self.hello = BaseHello(
             VERSION,
@@ -38,19 +49,25 @@ class BaseLinears:
             ),
             limits or Limits(),
         )
-        del found
+        chosen = frozenset(found)
+        del every, found
         self._placements: dict[str, Placement] = {}
 
         def place(path: str, weight: Tensor, bias: Tensor | None) -> Placement:
             self._placements[path] = place_locally(weight, bias)
             return self._placements[path]
 
-        place_linears(model, BatchCell(), place)
+        place_linears(model, BatchCell(), place, chosen.__contains__)
 
     @staticmethod
-    def load(model: str | Path, dtype: str = "auto", limits: Limits | None = None) -> "BaseLinears":
-        """Loads a folder or hub name. Raises ModelError."""
-        return BaseLinears(load_model(model, dtype), limits)
+    def load(
+        model: str | Path,
+        dtype: str = "auto",
+        limits: Limits | None = None,
+        choice: LayerChoice | None = None,
+    ) -> "BaseLinears":
+        """Loads a folder or hub name. Raises ConfigError, ModelError."""
+        return BaseLinears(load_model(model, dtype), limits, choice)
 
     @property
     def nbytes(self) -> int:
@@ -70,18 +87,56 @@ class BaseLinears:
 
 
 class BaseExecutor:
-    """Computes queued calls on a thread of its own, those that wait at the same linears together."""
+    """Computes queued calls on a thread of its own, those that the batching policy takes together."""
 
-    def __init__(self, linears: BaseLinears, batching: Batching = "waiting") -> None:
-        self.hello = linears.hello
-        self._linears = linears
-        self._queues = CallQueues(batching, linears.hello.limits.rows)
+    def __init__(
+        self,
+        linears: BaseLinears,
+        config: BatchingConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` has seconds that do not go back."""
+        self.hello, self.config = linears.hello, config or BatchingConfig()
+        self._linears, self._clock, self._began = linears, clock, clock()
+        self._queues = CallQueues(self.config, self.hello.groups, self.hello.limits.rows, clock)
         self._thread = threading.Thread(target=self._run, name="split-executor", daemon=True)
         self._thread.start()
 
+    def join(self, name: str) -> ClientAccount:
+        """Makes an account for a connection, whose calls name it."""
+        return self._queues.join(name)
+
+    def leave(self, client: ClientAccount) -> None:
+        """Forgets a connection that has ended, and drops its calls that wait."""
+        self._queues.leave(client)
+
     def submit(self, work: Work) -> None:
-        """Queues a call that was checked."""
+        """Queues a call that was checked, of a client that has joined."""
         self._queues.put(work)
+
+    def status(self) -> ExecutorStatus:
+        """What it is, and what it has done so far."""
+        now, queues = self._clock(), self._queues
+        return ExecutorStatus(
+            model=self._linears.name,
+            fingerprint=self.hello.fingerprint,
+            dtype=self.hello.dtype,
+            host=os.uname().nodename,
+            process=os.getpid(),
+            seconds=now - self._began,
+            linears=sum(len(group.outputs) for group in self.hello.groups),
+            weight_bytes=self._linears.nbytes,
+            batching=self.config.mode,
+            wait_factor=self.config.wait_factor,
+            wait_cap=self.config.wait_cap,
+            client_rows=self.config.client_rows,
+            received_bytes=queues.received.total,
+            sent_bytes=queues.sent.total,
+            received_a_second=queues.received.a_second(now),
+            sent_a_second=queues.sent.a_second(now),
+            products=queues.products(),
+            clients=queues.clients(),
+        )
 
     def close(self) -> None:
         """Ends after the products under way; calls that wait get no answer."""
@@ -94,20 +149,18 @@ class BaseExecutor:
             del works  # nothing is kept while it waits
 
     def _answer(self, works: Sequence[Work]) -> None:
-        due = [work for work in works if not _is_late(work)]
-        for work in works:
-            if work not in due:
-                work.reply(
-                    RequestError(f"the call waited longer than its deadline of {work.call.deadline} s")
-                )
-        outcomes: Sequence[Outcome] = []
-        try:
-            if due:
-                outcomes = self._together(due)
-        except Exception as error:
-            failure: CoserveError = contained(error, "a product of frozen linears")
-            outcomes = [failure] * len(due)
-        for work, outcome in zip(due, outcomes, strict=True):
+        now = self._clock()
+        outcomes: dict[Work, Outcome] = {work: _late(work) for work in works if work.is_late(now)}
+        if due := [work for work in works if work not in outcomes]:
+            try:
+                answers = self._together(due)
+                nbytes = [sum(tensor.nbytes for tensor in answer) for answer in answers]
+                self._queues.count(due, self._clock() - now, nbytes)
+                outcomes |= zip(due, answers, strict=True)
+            except Exception as error:
+                outcomes |= dict.fromkeys(due, contained(error, "a product of frozen linears"))
+        self._queues.answer(works)
+        for work, outcome in outcomes.items():
             work.reply(outcome)
 
     def _together(self, works: Sequence[Work]) -> list[Sequence[Tensor]]:
@@ -119,8 +172,8 @@ class BaseExecutor:
         return list(zip(*answers, strict=True))
 
 
-def _is_late(work: Work) -> bool:
-    return work.call.deadline is not None and time.monotonic() - work.came > work.call.deadline
+def _late(work: Work) -> RequestError:
+    return RequestError(f"the call waited longer than its deadline of {work.call.deadline} s")
 
 
 def _dtype_of(model: PreTrainedModel, weights: Sequence[Tensor]) -> Dtype:

@@ -90,8 +90,68 @@ class LinearAnswer(WireMessage, frozen=True):
     fault: Fault | None = None
 
 
-ToExecutor = ClientHello | LinearCall
-ToClient = BaseHello | LinearAnswer | Fault  # a fault refuses the connection
+class StatusRequest(WireMessage, frozen=True):
+    """Asks an executor for its status, after the greeting. The connection goes on."""
+
+
+class ProductStatus(msgspec.Struct, frozen=True):
+    """Products of one group, since the executor's start. `fixed` and `per_row` are seconds as learned."""
+
+    direction: Direction
+    paths: tuple[str, ...]  # of all linears in the group
+    batches: int
+    calls: int  # in these
+    rows: int
+    seconds: float
+    waiting_calls: int
+    waiting_rows: int
+    fixed: float
+    per_row: float
+
+
+class ClientStatus(msgspec.Struct, frozen=True):
+    """A connection. `work` is the class of its newest call, None before the first; calls and rows waiting are
+    those without an answer, being computed or not."""
+
+    name: str
+    work: WorkClass | None
+    seconds: float  # since it connected
+    calls: int  # answered
+    rows: int
+    held_seconds: float  # in which its calls waited for company
+    waiting_calls: int
+    waiting_rows: int
+    received_bytes: int  # of tensors, as all that follow
+    sent_bytes: int
+    received_a_second: float  # in the last seconds
+    sent_a_second: float
+
+
+class ExecutorStatus(WireMessage, frozen=True):
+    """An executor, with counters since its start. Bytes are those of tensors that crossed."""
+
+    model: str
+    fingerprint: str
+    dtype: Dtype
+    host: str
+    process: int
+    seconds: float  # since its start
+    linears: int
+    weight_bytes: int
+    batching: str
+    wait_factor: float
+    wait_cap: float
+    client_rows: int
+    received_bytes: int
+    sent_bytes: int
+    received_a_second: float
+    sent_a_second: float
+    products: tuple[ProductStatus, ...]
+    clients: tuple[ClientStatus, ...]
+
+
+ToExecutor = ClientHello | LinearCall | StatusRequest
+ToClient = BaseHello | LinearAnswer | ExecutorStatus | Fault  # a fault refuses the connection
 
 _encoder = msgspec.msgpack.Encoder()
 _to_executor: msgspec.msgpack.Decoder[ToExecutor] = msgspec.msgpack.Decoder(ToExecutor)

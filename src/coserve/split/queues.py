@@ -1,63 +1,119 @@
-"""Calls that wait for a base executor, in one queue for each group and direction.
+"""Calls that wait for a base executor, and the accounts of its clients and products.
 
-Calls that wait at the same linears are computed together, their rows one after another without padding.
+Calls come from a thread for each connection and are taken by the one that computes. Their number is bounded
+by what connections may have under way.
 """
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
-from torch import Tensor
+from coserve.split.batching import NEVER, BatchingConfig
+from coserve.split.clients import ClientAccount
+from coserve.split.costs import ProductCost, RecentRate
+from coserve.split.messages import ClientStatus, Direction, GroupShape, ProductStatus
+from coserve.split.work import ProductName, ProductQueue, Work
 
-from coserve.errors import CoserveError
-from coserve.split.messages import LinearCall
-
-Batching = Literal["none", "waiting"]
-Outcome = Sequence[Tensor] | CoserveError
-AGE_SECONDS: Final = 0.5  # after which a training call no longer waits behind inference
+MOST_PRODUCTS: Final = 2000  # in a status: those computed most often
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """A call with its tensors, each [rows, width]; `reply` takes its outcome and does not block."""
+@dataclass(slots=True)
+class _Tally:
+    """Products of one group in one direction so far."""
 
-    call: LinearCall
-    tensors: Sequence[Tensor]
-    reply: Callable[[Outcome], None]
-    came: float = field(default_factory=time.monotonic)
-
-    @property
-    def queue(self) -> tuple[str, ...]:
-        """Names its queue: calls of the same class for the same products."""
-        return self.call.work, self.call.direction, *self.call.paths
+    cost: ProductCost = field(default_factory=ProductCost)
+    batches: int = 0
+    calls: int = 0
+    rows: int = 0
+    seconds: float = 0.0
 
 
 class CallQueues:
-    """Hands out work: inference first, then the oldest. Bounded by what connections may have under way."""
+    """Hands out the calls that the policy has one product for."""
 
-    def __init__(self, batching: Batching, most_rows: int) -> None:
-        """With "none" each call is computed alone, with "waiting" up to `most_rows` rows of calls that wait
-        at the same linears are computed together."""
-        self._batching, self._most_rows = batching, most_rows
-        self._queues: dict[tuple[str, ...], deque[Work]] = {}
+    def __init__(
+        self,
+        config: BatchingConfig,
+        groups: Sequence[GroupShape],
+        most_rows: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups`."""
+        self._policy = config.policy(most_rows)
+        self._clock = clock
+        self._groups = {path: tuple(group.outputs) for group in groups for path in group.outputs}
+        self._queues: dict[ProductName, ProductQueue] = {}
+        self._tallies: dict[tuple[Direction, tuple[str, ...]], _Tally] = {}
+        self._clients: dict[ClientAccount, None] = {}  # in the order in which they came
+        self.received, self.sent = RecentRate(), RecentRate()
         self._changed = threading.Condition()
         self._is_closed = False
 
-    def put(self, work: Work) -> None:
-        """Adds a call."""
+    def join(self, name: str) -> ClientAccount:
+        """Makes an account for a connection."""
         with self._changed:
-            self._queues.setdefault(work.queue, deque()).append(work)
+            account = ClientAccount(name, self._clock())
+            self._clients[account] = None
+            return account
+
+    def leave(self, client: ClientAccount) -> None:
+        """Drops a connection's account, and its calls that wait. Nobody waits for it any longer."""
+        with self._changed:
+            self._clients.pop(client, None)
+            for product, queue in list(self._queues.items()):
+                self._keep(product, [work for work in queue.works if work.client is not client])
+            self._changed.notify()
+
+    def put(self, work: Work) -> None:
+        """Adds a call of a client that has joined."""
+        with self._changed:
+            work.came = self._clock()
+            if work.client not in self._clients:
+                return
+            work.own_pass = work.client.add(work.call, work.came)
+            work.progress = len(work.own_pass.seen)
+            self.received.add(work.call.nbytes, work.came)
+            queue = self._queues.setdefault(work.product, ProductQueue(self._tally(work).cost))
+            queue.works.append(work)
             self._changed.notify()
 
     def take(self) -> list[Work]:
         """Waits for calls to compute together; none once the queues are closed."""
         with self._changed:
-            while not self._queues and not self._is_closed:
-                self._changed.wait()
-            return [] if self._is_closed else self._next(time.monotonic())
+            while not self._is_closed:
+                works, again = self._next(self._clock())
+                if works:
+                    return works
+                self._changed.wait(None if again == NEVER else max(again - self._clock(), 0.0))
+            return []
+
+    def poll(self) -> tuple[list[Work], float]:
+        """Calls to compute together, or none and the time at which to ask again if no call comes before."""
+        with self._changed:
+            return self._next(self._clock())
+
+    def answer(self, works: Sequence[Work]) -> None:
+        """Notes that calls which were taken are about to be answered."""
+        with self._changed:
+            now = self._clock()
+            for work in works:
+                work.client.answer(work.call, now)
+
+    def count(self, works: Sequence[Work], seconds: float, nbytes: Sequence[int]) -> None:
+        """Notes a product for these calls, computed in `seconds`, and the bytes that each gets."""
+        with self._changed:
+            now = self._clock()
+            tally, rows = self._tally(works[0]), sum(work.call.rows for work in works)
+            tally.cost.observe(rows, seconds)
+            tally.batches += 1
+            tally.calls += len(works)
+            tally.rows += rows
+            tally.seconds += seconds
+            for work, sent in zip(works, nbytes, strict=True):
+                work.client.count(work.call, sent, now)
+                self.sent.add(sent, now)
 
     def close(self) -> None:
         """Has `take` return nothing from now on."""
@@ -65,17 +121,60 @@ class CallQueues:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _next(self, now: float) -> list[Work]:
-        def order(queue: deque[Work]) -> tuple[bool, float]:
-            first = queue[0]
-            return first.call.work == "training" and now - first.came < AGE_SECONDS, first.came
+    def clients(self) -> tuple[ClientStatus, ...]:
+        """All clients now."""
+        with self._changed:
+            now = self._clock()
+            return tuple(client.status(now) for client in self._clients)
 
-        queue = min(self._queues.values(), key=order)
-        taken = [queue.popleft()]
-        rows = taken[0].call.rows
-        while self._batching != "none" and queue and rows + queue[0].call.rows <= self._most_rows:
-            taken.append(queue.popleft())
-            rows += taken[-1].call.rows
-        if not queue:
-            del self._queues[taken[0].queue]
-        return taken
+    def products(self) -> tuple[ProductStatus, ...]:
+        """Products that were asked for, in the order of the base's linears: at most `MOST_PRODUCTS`."""
+        with self._changed:
+            waiting: dict[tuple[Direction, tuple[str, ...]], list[Work]] = {}
+            for queue in self._queues.values():
+                waiting.setdefault(self._name(queue.works[0]), []).extend(queue.works)
+            order = {paths: number for number, paths in enumerate(self._groups.values())}
+            often = sorted(self._tallies.items(), key=lambda item: -item[1].batches)[:MOST_PRODUCTS]
+            return tuple(
+                ProductStatus(
+                    direction,
+                    paths,
+                    tally.batches,
+                    tally.calls,
+                    tally.rows,
+                    tally.seconds,
+                    len(found := waiting.get((direction, paths), [])),
+                    sum(work.call.rows for work in found),
+                    tally.cost.fixed,
+                    tally.cost.per_row,
+                )
+                for (direction, paths), tally in sorted(
+                    often, key=lambda item: (item[0][0] == "backward", order[item[0][1]])
+                )
+            )
+
+    def _next(self, now: float) -> tuple[list[Work], float]:
+        if not self._queues:
+            return [], NEVER
+        chosen = self._policy.choose(self._queues.values(), self._clients, now)
+        if not isinstance(chosen, ProductQueue):
+            return [], chosen
+        works = self._policy.together(chosen, now)
+        for work in works:
+            if work.held is not None:
+                work.own_pass.waited += now - work.held
+                work.client.held += now - work.held
+        self._keep(works[0].product, [work for work in chosen.works if work not in works])
+        return works, now
+
+    def _keep(self, product: ProductName, works: list[Work]) -> None:
+        """Leaves a queue with these of its calls, or without any."""
+        self._queues[product].works = works
+        if not works:
+            del self._queues[product]
+
+    def _tally(self, work: Work) -> _Tally:
+        return self._tallies.setdefault(self._name(work), _Tally())
+
+    def _name(self, work: Work) -> tuple[Direction, tuple[str, ...]]:
+        return work.call.direction, self._groups[work.call.paths[0]]

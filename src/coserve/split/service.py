@@ -9,19 +9,28 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Final, cast, get_args
+from typing import Final
+
+from torch import Tensor
 
 from coserve.errors import ConfigError, CoserveError, RequestError, Unreachable
 from coserve.split.address import Address, prepare, shut
+from coserve.split.batching import BatchingConfig
+from coserve.split.clients import ClientAccount
 from coserve.split.connection import HANDSHAKE_SECONDS
 from coserve.split.executor import BaseExecutor, BaseLinears
+from coserve.split.layers import LayerChoice
 from coserve.split.messages import (
     MOST_HEADER,
     ClientHello,
+    ExecutorStatus,
     GroupTable,
+    Limits,
     LinearAnswer,
     LinearCall,
     ToClient,
@@ -29,7 +38,7 @@ from coserve.split.messages import (
     encode_header,
 )
 from coserve.split.payload import DTYPES, new_rows, view_of
-from coserve.split.queues import Batching, Outcome, Work
+from coserve.split.work import Outcome, Work
 from coserve.wire.frames import FrameReader, send_with_payload
 from coserve.wire.messages import Fault
 
@@ -97,14 +106,49 @@ class SplitService:
             self._clients.discard(client)
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A message with the tensors after it, and the rows that it makes room for."""
+
+    message: LinearAnswer | ExecutorStatus
+    rows: int = 0
+    tensors: Sequence[Tensor] = ()
+
+
+class _Room:
+    """Room for so many messages without an answer, and so many rows in all of them; one message may have more
+    rows than that."""
+
+    def __init__(self, messages: int, rows: int) -> None:
+        self._messages, self._rows, self._most_rows = messages, 0, rows
+        self._changed = threading.Condition()
+
+    def acquire(self, rows: int) -> None:
+        """Waits until there is room."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._messages and (not self._rows or self._rows + rows <= self._most_rows)
+            )
+            self._messages -= 1
+            self._rows += rows
+
+    def release(self, rows: int) -> None:
+        """Makes room, once a message has been answered."""
+        with self._changed:
+            self._messages += 1
+            self._rows -= rows
+            self._changed.notify()
+
+
 class _Client:
     def __init__(
         self, connected: socket.socket, executor: BaseExecutor, key: str, left: "Callable[[_Client], None]"
     ) -> None:
         self._socket, self._executor, self._key, self._left = connected, executor, key, left
         self._table = GroupTable(executor.hello)
-        self._room = threading.Semaphore(_UNDER_WAY)
-        self._answers: SimpleQueue[tuple[LinearAnswer, Outcome] | None] = SimpleQueue()
+        self._account: ClientAccount | None = None  # after its greeting
+        self._room = _Room(_UNDER_WAY, executor.config.client_rows)
+        self._answers: SimpleQueue[_Answer | None] = SimpleQueue()
 
     def start(self) -> None:
         threading.Thread(target=self._serve, name="split-client", daemon=True).start()
@@ -142,12 +186,18 @@ class _Client:
         writer.start()
         try:
             while (data := reader.read()) is not None:
-                call = decode_to_executor(data, self._executor.hello.limits)
-                if not isinstance(call, LinearCall):
+                message = decode_to_executor(data, self._executor.hello.limits)
+                if isinstance(message, ClientHello):
                     raise ConnectionError("a second greeting")
-                self._room.acquire()
-                self._take(call, reader)
+                rows = message.rows if isinstance(message, LinearCall) else 0
+                self._room.acquire(rows)
+                if isinstance(message, LinearCall):
+                    self._take(message, reader)
+                else:
+                    self._answers.put(_Answer(self._executor.status()))
         finally:
+            if self._account is not None:
+                self._executor.leave(self._account)
             shut(self._socket)
             self._answers.put(None)
             writer.join()
@@ -169,6 +219,7 @@ class _Client:
         if not hmac.compare_digest(hello.key.encode(), self._key.encode()):
             raise ConfigError("the executor does not accept this key")
         self._table.check_hello(hello)
+        self._account = self._executor.join(hello.client)
         self._send(self._executor.hello)
         return True
 
@@ -181,27 +232,27 @@ class _Client:
             return
         flat, tensors = new_rows(call.rows, self._table.call_widths(call), call.dtype)
         reader.read_payload(view_of(flat))
-        self._executor.submit(Work(call, tensors, lambda outcome: self._reply(call, outcome)))
+        assert self._account is not None, "calls come after the greeting"
+        reply = partial(self._reply, call)
+        self._executor.submit(Work(call, tensors, reply, self._account))
 
     def _reply(self, call: LinearCall, outcome: Outcome) -> None:
         if isinstance(outcome, CoserveError):
             answer = LinearAnswer(call.number, 0, Fault(type(outcome).__name__, str(outcome)))
+            self._answers.put(_Answer(answer, call.rows))
         else:
             answer = LinearAnswer(call.number, sum(tensor.nbytes for tensor in outcome))
-        self._answers.put((answer, outcome))
+            self._answers.put(_Answer(answer, call.rows, outcome))
 
     def _write(self) -> None:
         """Sends answers; where that fails only makes room, until the reader has ended too."""
-        while (item := self._answers.get()) is not None:
-            answer, outcome = item
-            tensors = () if isinstance(outcome, CoserveError) else outcome
-            del item, outcome
+        while (answer := self._answers.get()) is not None:
             try:
-                self._send(answer, *(view_of(tensor.contiguous()) for tensor in tensors))
+                self._send(answer.message, *(view_of(tensor.contiguous()) for tensor in answer.tensors))
             except OSError:
                 shut(self._socket)
-            del tensors
-            self._room.release()
+            self._room.release(answer.rows)
+            del answer  # nothing is kept while it waits
 
     def _send(self, message: ToClient, *payload: memoryview) -> None:
         send_with_payload(self._socket, encode_header(message), payload)
@@ -214,19 +265,20 @@ def _skip(reader: FrameReader, nbytes: int) -> None:
         nbytes -= min(nbytes, _SKIP)
 
 
-def run_service(model: str, listen: str, key: str, dtype: str, batching: str) -> None:
+def run_service(
+    model: str, listen: str, key: str, dtype: str, config: BatchingConfig, choice: LayerChoice
+) -> None:
     """Loads a model and serves its linears until SIGTERM or SIGINT. Raises ConfigError, ModelError,
     ServerError."""
     address = Address.parse(listen)
-    if batching not in get_args(Batching):
-        raise ConfigError(f"batching {batching!r} is none of {', '.join(get_args(Batching))}")
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"type {dtype!r} is none of auto, {', '.join(DTYPES)}")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    linears = BaseLinears.load(model, dtype)
-    executor = BaseExecutor(linears, cast(Batching, batching))
+    limits = Limits(rows=min(Limits().rows, config.client_rows))
+    linears = BaseLinears.load(model, dtype, limits, choice)
+    executor = BaseExecutor(linears, config)
     service = SplitService(executor, address, key)
     count = sum(len(group.outputs) for group in linears.hello.groups)
     print(

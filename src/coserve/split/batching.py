@@ -1,0 +1,201 @@
+"""Policies for the order of products, and for the calls that one product has (Symbiosis, 3.7 and 4.5).
+
+A policy decides from the calls that wait, the accounts of clients and the time alone. Rows of different calls
+are flattened one after another, without padding, and calls computed together at one layer need not be at the
+next.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from coserve.errors import ConfigError
+from coserve.split.clients import ACTIVE_SECONDS, ClientAccount
+from coserve.split.work import ProductQueue, Work
+
+Batching = Literal["opportunistic", "waiting", "lockstep", "none"]
+NEVER: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingConfig:
+    """The provider's settings.
+
+    With "opportunistic" a call waits for company at most `wait_factor` times the seconds that its own product
+    takes, and all calls of one pass through the model at most `wait_cap` seconds. "waiting" is the same with
+    a factor of 0: calls that wait anyway are computed together. With "lockstep" active clients wait for each
+    other at each product, with "none" each call is computed alone. `client_rows` are the rows that a client
+    may have waiting; more are not read. Raises ConfigError.
+    """
+
+    mode: Batching = "opportunistic"
+    wait_factor: float = 0.5
+    wait_cap: float = 0.05
+    client_rows: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Batching):
+            raise ConfigError(f"batching {self.mode!r} is none of {', '.join(get_args(Batching))}")
+        for name, value in (("factor", self.wait_factor), ("cap", self.wait_cap)):
+            if not 0 <= value < NEVER:
+                raise ConfigError(f"the wait {name} is {value}: it must be 0 or more, and finite")
+        if self.client_rows < 1:
+            raise ConfigError(f"a client may have {self.client_rows} rows waiting: at least 1 is needed")
+
+    def policy(self, most_rows: int) -> "BatchingPolicy":
+        """The policy of this mode, with at most `most_rows` rows in a product."""
+        match self.mode:
+            case "opportunistic":
+                return Opportunistic(most_rows, self.wait_factor, self.wait_cap)
+            case "waiting":
+                return Opportunistic(most_rows, 0.0, self.wait_cap)
+            case "lockstep":
+                return Lockstep(most_rows)
+            case "none":
+                return Alone(most_rows)
+
+
+class BatchingPolicy(ABC):
+    """Decides what is computed next."""
+
+    def __init__(self, most_rows: int) -> None:
+        self._most_rows = most_rows
+
+    @abstractmethod
+    def choose(
+        self, queues: Collection[ProductQueue], clients: Collection[ClientAccount], now: float
+    ) -> ProductQueue | float:
+        """The queue to compute next, of one or more that are not empty; or the time at which to ask again, if
+        no call comes before."""
+
+    @abstractmethod
+    def together(self, queue: ProductQueue, now: float) -> list[Work]:
+        """Calls of this queue to compute as one product, at least one."""
+
+    def _first(self, works: Sequence[Work]) -> list[Work]:
+        """The first of these calls, as many as a product may have rows for."""
+        taken, rows = [works[0]], works[0].call.rows
+        for work in works[1:]:
+            if (rows := rows + work.call.rows) > self._most_rows:
+                break
+            taken.append(work)
+        return taken
+
+
+class Alone(BatchingPolicy):
+    """Each call is a product of its own."""
+
+    def choose(
+        self, queues: Collection[ProductQueue], clients: Collection[ClientAccount], now: float
+    ) -> ProductQueue | float:
+        return _most_urgent(queues, now)
+
+    def together(self, queue: ProductQueue, now: float) -> list[Work]:
+        return _ordered(queue, now)[:1]
+
+
+class Opportunistic(BatchingPolicy):
+    """A call waits for company a part of the seconds that its own product takes, so small ones pass quickly.
+
+    None waits where no other client may call, or where a product would be full. While the most urgent calls
+    are held, others that are ready go first, if their product ends before these have waited long enough:
+    else these stop waiting. So being held costs a call no more than it may wait, and the executor is never
+    idle while a call is ready.
+    """
+
+    def __init__(self, most_rows: int, wait_factor: float, wait_cap: float) -> None:
+        super().__init__(most_rows)
+        self._factor, self._cap = wait_factor, wait_cap
+
+    def choose(
+        self, queues: Collection[ProductQueue], clients: Collection[ClientAccount], now: float
+    ) -> ProductQueue | float:
+        if not self._factor or not any(client.may_call(now) for client in clients):
+            return _most_urgent(queues, now)
+        held: ProductQueue | None = None
+        until = NEVER
+        for queue in sorted(queues, key=lambda queue: queue.urgency(now)):
+            waits_until = self._waits_until(queue)
+            if waits_until <= now or queue.rows >= self._most_rows:
+                rows = sum(work.call.rows for work in self.together(queue, now))
+                return queue if held is None or now + queue.cost.seconds(rows) <= until else held
+            held, until = held or queue, min(until, waits_until)
+            for work in queue.works:
+                work.held = now if work.held is None else work.held
+        return until
+
+    def together(self, queue: ProductQueue, now: float) -> list[Work]:
+        """Training joins inference as far as its rows add no more than inference may wait."""
+        taken = self._first(_ordered(queue, now))
+        urgent = sum(work.call.rows for work in taken if work.is_urgent(now))
+        left = self._factor * queue.cost.seconds(urgent)
+        if not urgent:
+            return taken
+        for number, work in enumerate(taken):
+            if not work.is_urgent(now):
+                left -= work.call.rows * queue.cost.per_row
+                if left <= 0:  # also where nothing is known yet
+                    return taken[:number]
+        return taken
+
+    def _waits_until(self, queue: ProductQueue) -> float:
+        return min(work.came + self._allowance(work, queue) for work in queue.works)
+
+    def _allowance(self, work: Work, queue: ProductQueue) -> float:
+        """Seconds that a call may wait for company."""
+        left = max(self._cap - work.own_pass.waited, 0.0)
+        return min(self._factor * queue.cost.seconds(work.call.rows), left)
+
+
+class Lockstep(BatchingPolicy):
+    """All active clients on their way forward wait for each other at each product, and so do those on their
+    way back: the baseline of Symbiosis' table 5.
+
+    Where all of them wait at different products, the one that has come least far goes on, until it meets the
+    others. No call waits longer than `ACTIVE_SECONDS`.
+    """
+
+    def choose(
+        self, queues: Collection[ProductQueue], clients: Collection[ClientAccount], now: float
+    ) -> ProductQueue | float:
+        active = [client for client in clients if client.newest is not None and client.is_active(now)]
+        until = {queue: self._waits_until(queue, queues, active, now) for queue in queues}
+        ready = [queue for queue in queues if until[queue] <= now]
+        return _most_urgent(ready, now) if ready else min(until.values())
+
+    def together(self, queue: ProductQueue, now: float) -> list[Work]:
+        return self._first(_ordered(queue, now))
+
+    def _waits_until(
+        self,
+        queue: ProductQueue,
+        queues: Collection[ProductQueue],
+        active: Sequence[ClientAccount],
+        now: float,
+    ) -> float:
+        present = {work.client for work in queue.works}
+        absent = [
+            client
+            for client in active
+            if client not in present and client.newest is not None and client.newest[1] == queue.direction
+        ]
+        if not absent or queue.rows >= self._most_rows:
+            return now
+        longest = min(work.came for work in queue.works) + ACTIVE_SECONDS
+        elsewhere = [client.heard + ACTIVE_SECONDS for client in absent if client.may_call(now)]
+        if elsewhere:
+            return min(longest, *elsewhere)
+        least = min(
+            (other for other in queues if other.direction == queue.direction),
+            key=lambda other: min(work.progress for work in other.works),
+        )
+        return now if least is queue else longest
+
+
+def _ordered(queue: ProductQueue, now: float) -> list[Work]:
+    return sorted(queue.works, key=lambda work: work.urgency(now))
+
+
+def _most_urgent(queues: Collection[ProductQueue], now: float) -> ProductQueue:
+    return min(queues, key=lambda queue: queue.urgency(now))

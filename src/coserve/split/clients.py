@@ -1,0 +1,89 @@
+"""The executor's accounts of its clients: what waits for each, when it was heard of, what was computed."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from coserve.split.costs import RecentRate
+from coserve.split.messages import ClientStatus, Direction, LinearCall, WorkClass
+
+ACTIVE_SECONDS: Final = 1.0  # without a sign of it, after which nobody waits for a client any longer
+_MOST_SEEN: Final = 1 << 14  # products of one pass: a base has fewer
+
+
+@dataclass(slots=True)
+class Pass:
+    """A client's way through the model, with the seconds that it waited for company: it ends where the client
+    calls a product again."""
+
+    seen: set[tuple[Direction, str]] = field(default_factory=set)
+    waited: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class ClientAccount:
+    """One connection. `heard` is when its newest call came or its newest answer was ready; times are of the
+    executor's clock, in seconds."""
+
+    name: str
+    joined: float
+    heard: float = float("-inf")  # so that nobody waits for a client that never called
+    waiting_calls: int = 0  # without an answer
+    waiting_rows: int = 0
+    calls: int = 0  # that were answered with a product
+    rows: int = 0
+    held: float = 0.0  # seconds that its calls waited for company
+    newest: tuple[WorkClass, Direction] | None = None  # of its calls
+    received: RecentRate = field(default_factory=RecentRate)  # bytes of tensors
+    sent: RecentRate = field(default_factory=RecentRate)
+    _passes: dict[WorkClass, Pass] = field(default_factory=dict)
+
+    def add(self, call: LinearCall, now: float) -> Pass:
+        """Notes a call that came, and returns the pass that it belongs to."""
+        self.heard, self.newest = now, (call.work, call.direction)
+        self.waiting_calls += 1
+        self.waiting_rows += call.rows
+        self.received.add(call.nbytes, now)
+        product = call.direction, call.paths[0]
+        own = self._passes.get(call.work)
+        if own is None or product in own.seen or len(own.seen) >= _MOST_SEEN:
+            own = self._passes[call.work] = Pass()
+        own.seen.add(product)
+        return own
+
+    def answer(self, call: LinearCall, now: float) -> None:
+        """Notes that a call is about to be answered."""
+        self.heard = now
+        self.waiting_calls -= 1
+        self.waiting_rows -= call.rows
+
+    def count(self, call: LinearCall, nbytes: int, now: float) -> None:
+        """Notes the product of a call, of `nbytes`."""
+        self.calls += 1
+        self.rows += call.rows
+        self.sent.add(nbytes, now)
+
+    def is_active(self, now: float) -> bool:
+        """Tells whether it waits for an answer, or has called or been answered lately."""
+        return self.waiting_calls > 0 or now - self.heard < ACTIVE_SECONDS
+
+    def may_call(self, now: float) -> bool:
+        """Tells whether a call of this client may come while others wait: it is active, and not one of those
+        that wait themselves."""
+        return self.waiting_calls == 0 and self.is_active(now)
+
+    def status(self, now: float) -> ClientStatus:
+        """Its figures."""
+        return ClientStatus(
+            name=self.name,
+            work=None if self.newest is None else self.newest[0],
+            seconds=now - self.joined,
+            calls=self.calls,
+            rows=self.rows,
+            held_seconds=self.held,
+            waiting_calls=self.waiting_calls,
+            waiting_rows=self.waiting_rows,
+            received_bytes=self.received.total,
+            sent_bytes=self.sent.total,
+            received_a_second=self.received.a_second(now),
+            sent_a_second=self.sent.a_second(now),
+        )
