@@ -27,11 +27,23 @@ from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import ITEM_BYTES, VERSION, ClientHello, Direction, GroupShape
 from coserve.split.payload import DTYPES
+from coserve.split.tls import ClientTls
+from coserve.split.transport import SocketTransport
 
 
-def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0) -> ExecutorConnection:
+def attach(
+    model: nn.Module,
+    address: str,
+    key: str = "",
+    patience: float = 60.0,
+    *,
+    shared_memory: bool = True,
+    tls: ClientTls | None = None,
+) -> ExecutorConnection:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
-    weights. `patience` is how long a call waits for an executor that went away, in seconds.
+    weights. `patience` is how long a call waits for an executor that went away or gives no sign of life, in
+    seconds. At a unix socket tensors are in shared memory, where the executor gives some; `tls` says how the
+    executor at a `tls:` address is known.
 
     The executor's base must have the content hash of the model's linears; where the model was made on the
     meta device, only paths and widths are compared. Parameters of these linears do not require a gradient
@@ -42,7 +54,7 @@ def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0
     found = find_linears(model)
     own = fingerprint_of_linears({path: module for path, (_, module) in found.items()})
     hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], own or "", key)
-    connection = ExecutorConnection(where, hello, patience)
+    connection = ExecutorConnection(SocketTransport(where, shared_memory, tls), hello, patience)
     try:
         _check(connection.base.groups, {path: shape_of(module) for path, (_, module) in found.items()})
     except AdapterMismatch:

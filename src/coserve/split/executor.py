@@ -76,8 +76,15 @@ class BaseExecutor:
         self.hello = linears.hello
         self._linears = linears
         self._queues = CallQueues(batching, linears.hello.limits.rows)
+        self._began: float | None = None  # when the product under way did
         self._thread = threading.Thread(target=self._run, name="split-executor", daemon=True)
         self._thread.start()
+
+    @property
+    def busy_seconds(self) -> float:
+        """Since when the product under way is computed; 0 without one."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     def submit(self, work: Work) -> None:
         """Queues a call that was checked."""
@@ -90,7 +97,9 @@ class BaseExecutor:
 
     def _run(self) -> None:
         while works := self._queues.take():
+            self._began = time.monotonic()
             self._answer(works)
+            self._began = None
             del works  # nothing is kept while it waits
 
     def _answer(self, works: Sequence[Work]) -> None:
