@@ -1,11 +1,11 @@
-"""Addresses of base executors: `unix:PATH` on one host, `tcp:HOST:PORT` between hosts."""
+"""Addresses of base executors: `unix:PATH` on one host, `tcp:HOST:PORT` and `tls:HOST:PORT` between hosts."""
 
 import ipaddress
 import os
 import socket
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -17,11 +17,12 @@ _BACKLOG: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`path` is that of a unix socket, empty for TCP."""
+    """`path` is that of a unix socket, empty for TCP. `is_encrypted` is TCP with TLS."""
 
     path: str = ""
     host: str = ""
     port: int = 0
+    is_encrypted: bool = False
 
     @staticmethod
     def parse(text: str) -> "Address":
@@ -30,13 +31,15 @@ class Address:
         host, _, port = rest.rpartition(":")
         if kind == "unix" and rest and "\0" not in rest:
             return Address(path=rest)
-        if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
-            return Address(host=host.removeprefix("[").removesuffix("]"), port=int(port))
-        raise ConfigError(f"{text!r} is no address: unix:PATH or tcp:HOST:PORT")
+        if kind in ("tcp", "tls") and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
+            host = host.removeprefix("[").removesuffix("]")
+            return Address(host=host, port=int(port), is_encrypted=kind == "tls")
+        raise ConfigError(f"{text!r} is no address: unix:PATH, tcp:HOST:PORT or tls:HOST:PORT")
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"unix:{self.path}" if self.path else f"tcp:{host}:{self.port}"
+        kind = "tls" if self.is_encrypted else "tcp"
+        return f"unix:{self.path}" if self.path else f"{kind}:{host}:{self.port}"
 
     @property
     def is_local(self) -> bool:
@@ -81,7 +84,7 @@ class Address:
     def _listen_tcp(self) -> "tuple[socket.socket, Address]":
         family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG)
-        return listening, Address(host=self.host, port=int(listening.getsockname()[1]))
+        return listening, replace(self, port=int(listening.getsockname()[1]))
 
     def _listen_unix(self) -> "tuple[socket.socket, Address]":
         path = Path(self.path)

@@ -27,14 +27,25 @@ from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import ITEM_BYTES, VERSION, BaseHello, ClientHello, Direction, GroupShape
 from coserve.split.payload import DTYPES
+from coserve.split.tls import ClientTls
+from coserve.split.transport import SocketTransport
 
 _SHOWN: Final = 20  # paths in an error
 
 
-def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0) -> ExecutorConnection:
+def attach(
+    model: nn.Module,
+    address: str,
+    key: str = "",
+    patience: float = 60.0,
+    *,
+    shared_memory: bool = True,
+    tls: ClientTls | None = None,
+) -> ExecutorConnection:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
-    weights; others stay as they are. `patience` is how long a call waits for an executor that went away, in
-    seconds.
+    weights; others stay as they are. `patience` is how long a call waits for an executor that went away or
+    gives no sign of life, in seconds. At a unix socket tensors are in shared memory, where the executor gives
+    some; `tls` says how the executor at a `tls:` address is known.
 
     These linears must have the content hash of the executor's; where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters
@@ -44,7 +55,7 @@ def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0
     where = Address.parse(address)
     found = find_linears(model)
     hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], key=key)
-    connection = ExecutorConnection(where, hello, patience)
+    connection = ExecutorConnection(SocketTransport(where, shared_memory, tls), hello, patience)
     try:
         _check(connection.base, {path: module for path, (_, module) in found.items()})
     except AdapterMismatch:

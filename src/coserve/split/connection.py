@@ -1,176 +1,189 @@
 """A client's connection to a base executor.
 
-Calls are answered out of order. An executor keeps nothing between calls, so when it goes away, each call
-without an answer is sent again to its successor at the same address.
+Calls are answered out of order. A thread that waits for an answer receives it itself, and those that came
+before it for others: an answer that passes through a thread of the connection's own costs a handover. An
+executor keeps nothing between calls, so when it goes away, each call without an answer is sent again to its
+successor at the same address.
 """
 
-import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 from torch import Tensor
 
 from coserve.errors import AdapterMismatch, CoserveError, EngineLost, Unreachable, error_named
-from coserve.split.address import Address, shut
-from coserve.split.messages import (
-    MOST_HEADER,
-    VERSION,
-    BaseHello,
-    ClientHello,
-    Dtype,
-    Limits,
-    LinearAnswer,
-    LinearCall,
-    decode_to_client,
-    encode_header,
-)
-from coserve.split.payload import new_rows, view_of
-from coserve.wire.frames import FrameReader, send_frame, send_with_payload
-from coserve.wire.messages import Fault
+from coserve.split.address import Address
+from coserve.split.channel import MOST_UNDER_WAY, Channel, Transport
+from coserve.split.messages import BaseHello, Beat, ClientHello, Dtype, LinearAnswer, LinearCall, ToClient
+from coserve.split.transport import SocketTransport
 
-HANDSHAKE_SECONDS: Final = 10.0
+SILENT_SECONDS: Final = 5.0  # at least, that an executor may give no sign of life while calls wait
 _MOST_SENT: Final = 4  # times that a call is sent: it may be what ends executors
 _RETRY_SECONDS: Final = 0.1  # between two attempts to reconnect
 Rows = Sequence[Tensor]  # each [rows, width], contiguous, on the CPU, of the base's type
 
 
-@dataclass(slots=True)
-class _Open:
-    """A call without an answer, which may be sent again."""
+class PendingAnswer(Future[list[Tensor]]):
+    """A call without an answer, which may be sent again. It is there once somebody waits for it, or for a
+    later one of the same connection."""
 
-    call: LinearCall
-    rows: Rows
-    widths: Sequence[int]  # of the answer's tensors
-    future: "Future[list[Tensor]]"
-    sent: int = 0
+    def __init__(
+        self, connection: "ExecutorConnection", call: LinearCall, rows: Rows, widths: Sequence[int]
+    ) -> None:
+        """`widths` are those of the answer's tensors."""
+        super().__init__()
+        self._connection, self.call, self.rows, self.widths = connection, call, rows, widths
+        self.sent = 0
+
+    def result(self, timeout: float | None = None) -> list[Tensor]:
+        """Waits; raises the call's error, TimeoutError."""
+        self._connection.wait(self, timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits; raises TimeoutError."""
+        self._connection.wait(self, timeout)
+        return super().exception(0)
 
 
 class ExecutorConnection:
-    """Any thread may call; a thread of its own reads the answers, and reconnects."""
+    """Any thread may call, and wait."""
 
-    def __init__(self, address: Address, hello: ClientHello, patience: float = 60.0) -> None:
-        """Connects. `patience` is how long calls wait for an executor that went away, in seconds. Raises
-        Unreachable, and what the executor refuses: AdapterMismatch for another base, ConfigError for a key or
-        a version."""
-        self.address = address
+    def __init__(self, where: Address | Transport, hello: ClientHello, patience: float = 60.0) -> None:
+        """Connects. `patience` is how long calls wait for an executor that went away or gives no sign of
+        life, in seconds. Raises Unreachable, and what the executor refuses: AdapterMismatch for another base,
+        ConfigError for a key or a version."""
+        self._transport = SocketTransport(where) if isinstance(where, Address) else where
+        self.address = str(self._transport)
         self._hello, self._patience = hello, patience
-        self._open: dict[int, _Open] = {}
-        self._sending = threading.Lock()  # of the socket's writing end, and of what follows
+        self._silence = max(patience, SILENT_SECONDS)
+        self._open: dict[int, PendingAnswer] = {}
+        self._unsent: deque[PendingAnswer] = deque()  # those of `_open` that wait for room under way
+        self._under_way = 0
+        self._sending = threading.Lock()  # of the channel's sending end, and of what precedes
         self._number = 0
         self._closed: CoserveError | None = None
-        self._socket, reader, self.base = self._connect()
-        self._read_beside(self._socket, reader)
+        self._turn = threading.Condition()  # for the receiving end: one thread has it, others wait
+        self._is_receiving = False
+        self._heard = time.monotonic()
+        self._channel, self.base = self._transport.connect(hello, self._silence)
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> "ExecutorConnection":
         return self  # copies of a model are clients of the same executor
 
-    def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "Future[list[Tensor]]":
-        """Sends a call, whose number is replaced; the future has the answer's tensors [rows, width]. It
-        raises what the executor refuses, and Unreachable."""
-        future: Future[list[Tensor]] = Future()
+    def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> PendingAnswer:
+        """Sends a call, whose number is replaced; the result has the answer's tensors [rows, width]. It
+        raises what the executor refuses, EngineLost and Unreachable."""
         with self._sending:
             if self._closed is not None:
                 raise self._closed
             self._number += 1
-            found = _Open(msgspec.structs.replace(call, number=self._number), rows, widths, future)
+            found = PendingAnswer(self, msgspec.structs.replace(call, number=self._number), rows, widths)
             self._open[self._number] = found
-            self._send(found)
-        return future
+            self._unsent.append(found)
+            self._send_unsent()
+        return found
+
+    def wait(self, answer: PendingAnswer, timeout: float | None = None) -> None:
+        """Receives until this answer is there, or waits while another thread does. Raises TimeoutError."""
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._turn:
+            while not answer.done() and self._is_receiving:
+                if not self._turn.wait(None if until is None else until - time.monotonic()):
+                    raise TimeoutError("the answer is not there yet")
+            if answer.done():
+                return
+            self._is_receiving = True
+        try:
+            while not answer.done():
+                self._receive()
+                if until is not None and time.monotonic() > until and not answer.done():
+                    raise TimeoutError("the answer is not there yet")
+        finally:
+            with self._turn:
+                self._is_receiving = False
+                self._turn.notify_all()
 
     def close(self) -> None:
         """Ends the connection; calls without an answer fail."""
+        self._channel.shut()  # which wakes who sends
         with self._sending:
             self._end(Unreachable(f"the connection to the executor at {self.address} was closed"))
 
     def _end(self, error: CoserveError) -> None:
         """Fails all open calls and all later ones; the lock is held."""
         self._closed = self._closed or error
-        shut(self._socket)
+        self._channel.shut()
+        self._unsent.clear()
         for number in list(self._open):
             self._settle(number, self._closed)
 
-    def _connect(self) -> tuple[socket.socket, FrameReader, BaseHello]:
+    def _receive(self) -> None:
+        """Takes one message, or notes that none came. Connects again where the connection has ended."""
+        channel = self._channel
         try:
-            connected = self.address.connect()
-        except OSError as error:
-            raise Unreachable(f"no executor answers at {self.address}: {error.strerror or error}") from error
-        timer = threading.Timer(HANDSHAKE_SECONDS, shut, [connected])
-        timer.start()
-        try:
-            with suppress(OSError):  # who refuses at once has said why
-                send_frame(connected, encode_header(self._hello))
-            reader = FrameReader(connected, most=MOST_HEADER)
-            data = reader.read()
-            answer = None if data is None else decode_to_client(data, Limits())
-        except (OSError, EOFError) as error:
-            connected.close()
-            raise Unreachable(f"what answers at {self.address} is no executor: {error}") from error
-        finally:
-            timer.cancel()
-        if isinstance(answer, BaseHello) and answer.version == VERSION:
-            return connected, reader, answer
-        connected.close()
-        if isinstance(answer, Fault):
-            raise error_named(answer.kind, answer.text)
-        raise Unreachable(f"what answers at {self.address} is no executor of version {VERSION}")
-
-    def _read_beside(self, connected: socket.socket, reader: FrameReader) -> None:
-        threading.Thread(
-            target=self._read, args=(connected, reader), name="split-answers", daemon=True
-        ).start()
-
-    def _read(self, connected: socket.socket, reader: FrameReader) -> None:
-        """Takes answers until the stream ends, then reconnects."""
-        try:
-            while (data := reader.read()) is not None:
-                self._take(data, reader)
+            message = channel.receive()
+            if message is None:
+                raise ConnectionError("the executor has ended")
+            self._heard = time.monotonic()
+            if not isinstance(message, Beat):
+                self._take(message, channel)
+            return
+        except TimeoutError:
+            if time.monotonic() - self._heard < self._silence:
+                return
+            error: CoserveError | None = EngineLost(
+                f"the executor at {self.address} has given no sign of life for {self._silence:g} s"
+            )
         except OSError:
-            pass  # a malformed answer ends its connection, as a dead executor does
-        shut(connected)
+            error = None  # a malformed answer ends its connection, as a dead executor does
+        channel.shut()
         try:
+            if error is not None:
+                raise error
             self._reconnect()
-        except CoserveError as error:
+        except CoserveError as failure:
             with self._sending:
-                self._end(error)
+                self._end(failure)
         finally:
-            connected.close()
+            channel.close()
 
-    def _take(self, data: bytes, reader: FrameReader) -> None:
-        answer = decode_to_client(data, self.base.limits)
+    def _take(self, answer: ToClient, channel: Channel[ToClient]) -> None:
         found = self._open.get(answer.number) if isinstance(answer, LinearAnswer) else None
         if not isinstance(answer, LinearAnswer) or found is None:
             raise ConnectionError("an answer to a call that was not made")
+        outcome: list[Tensor] | CoserveError
         if answer.fault is not None:
-            error = error_named(answer.fault.kind, answer.fault.text)
-            self._settle(answer.number, error)
-            return
-        flat, tensors = new_rows(found.call.rows, found.widths, found.call.dtype)
-        if flat.nbytes != answer.nbytes:
-            raise ConnectionError(f"an answer of {answer.nbytes} bytes instead of {flat.nbytes}")
-        reader.read_payload(view_of(flat))
-        self._settle(answer.number, tensors)
+            outcome = error_named(answer.fault.kind, answer.fault.text)
+        else:
+            outcome = channel.receive_tensors(answer, found.call.rows, found.widths, found.call.dtype)
+        with self._sending:
+            self._under_way -= 1
+            self._send_unsent()
+        self._settle(answer.number, outcome)
 
     def _settle(self, number: int, outcome: list[Tensor] | CoserveError) -> None:
         found = self._open.pop(number, None)
         if found is None:
             return  # the connection was closed meanwhile
         if isinstance(outcome, CoserveError):
-            found.future.set_exception(outcome)
+            found.set_exception(outcome)
         else:
-            found.future.set_result(outcome)
+            found.set_result(outcome)
+        with self._turn:
+            self._turn.notify_all()
 
     def _reconnect(self) -> None:
         """Connects again, and sends open calls again. Raises CoserveError."""
         until = time.monotonic() + self._patience
         while self._closed is None:
             try:
-                connected, reader, base = self._connect()
+                channel, base = self._transport.connect(self._hello, self._silence)
                 break
             except Unreachable:
                 if time.monotonic() > until:
@@ -179,35 +192,40 @@ class ExecutorConnection:
         else:
             return
         if (base.fingerprint, base.dtype, base.groups) != _identity(self.base):
-            connected.close()
+            channel.close()
             raise AdapterMismatch(
                 f"another base is at {self.address} now: {base.fingerprint}, not {self.base.fingerprint}"
             )
         with self._sending:
             if self._closed is not None:
-                connected.close()
+                channel.close()
                 return
-            self._socket = connected
-            self._read_beside(connected, reader)
-            for found in sorted(self._open.values(), key=lambda found: found.call.number):
-                self._send_again(found)
+            self._channel, self._under_way = channel, 0
+            self._unsent = deque(self._open[number] for number in sorted(self._open))
+            self._send_unsent()
 
-    def _send_again(self, found: _Open) -> None:
-        if found.sent < _MOST_SENT:
-            self._send(found)
-        else:
-            error = EngineLost(
-                f"{found.sent} times the executor at {self.address} went away during this call"
-            )
-            self._settle(found.call.number, error)
+    def _send_unsent(self) -> None:
+        """Sends what may be under way; the lock is held."""
+        while self._unsent and self._under_way < MOST_UNDER_WAY:
+            found = self._unsent.popleft()
+            if found.sent < _MOST_SENT:
+                self._send(found)
+            else:
+                error = EngineLost(
+                    f"{found.sent} times the executor at {self.address} went away during this call"
+                )
+                self._settle(found.call.number, error)
 
-    def _send(self, found: _Open) -> None:
+    def _send(self, found: PendingAnswer) -> None:
         """Sends a call; one that cannot be sent now is sent after reconnecting."""
+        if not self._under_way:
+            self._heard = time.monotonic()
         found.sent += 1
+        self._under_way += 1
         try:
-            send_with_payload(self._socket, encode_header(found.call), [view_of(rows) for rows in found.rows])
+            self._channel.send(found.call, found.rows)
         except OSError:
-            shut(self._socket)  # which wakes the reader
+            self._channel.shut()  # which wakes who receives
 
 
 def call_of(paths: Sequence[str], rows: Rows, dtype: Dtype, **fields: Any) -> LinearCall:

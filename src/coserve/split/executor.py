@@ -99,6 +99,7 @@ class BaseExecutor:
         self.hello, self.config = linears.hello, config or BatchingConfig()
         self._linears, self._clock, self._began = linears, clock, clock()
         self._queues = CallQueues(self.config, self.hello.groups, self.hello.limits.rows, clock)
+        self._busy_since: float | None = None  # when the product under way began
         self._thread = threading.Thread(target=self._run, name="split-executor", daemon=True)
         self._thread.start()
 
@@ -109,6 +110,12 @@ class BaseExecutor:
     def leave(self, client: ClientAccount) -> None:
         """Forgets a connection that has ended, and drops its calls that wait."""
         self._queues.leave(client)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Since when the product under way is computed; 0 without one."""
+        began = self._busy_since
+        return 0.0 if began is None else self._clock() - began
 
     def submit(self, work: Work) -> None:
         """Queues a call that was checked, of a client that has joined."""
@@ -145,7 +152,9 @@ class BaseExecutor:
 
     def _run(self) -> None:
         while works := self._queues.take():
+            self._busy_since = self._clock()
             self._answer(works)
+            self._busy_since = None
             del works  # nothing is kept while it waits
 
     def _answer(self, works: Sequence[Work]) -> None:

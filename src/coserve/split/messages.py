@@ -16,7 +16,7 @@ from coserve.errors import AdapterMismatch, ConfigError, RequestError
 from coserve.wire.messages import Fault, WireMessage
 
 T = TypeVar("T")
-VERSION: Final = 1
+VERSION: Final = 2
 MOST_HEADER: Final = 1 << 20  # bytes: the shapes of a base with a thousand groups take about 200,000
 MOST_PATHS: Final = 64  # linears in one call
 
@@ -46,28 +46,40 @@ class Limits(msgspec.Struct, frozen=True):
     payload: _Count = 1 << 30
 
 
+class SlotShape(msgspec.Struct, frozen=True):
+    """Shared memory of one connection: as many slots as calls under way, each of `nbytes`, one after the
+    other."""
+
+    count: _Count
+    nbytes: _Count
+
+
 class ClientHello(WireMessage, frozen=True):
     """The first message of a connection, without payload. `fingerprint` is the base's content hash, empty
-    where the client takes any; `key` is empty where none is needed."""
+    where the client takes any; `key` is empty where none is needed. `shared_memory` proposes it."""
 
     version: int
     client: _Name
     fingerprint: Annotated[str, msgspec.Meta(max_length=128)] = ""
     key: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    shared_memory: bool = False
 
 
 class BaseHello(WireMessage, frozen=True):
-    """The executor's answer: its base, the linears that it computes, and its limits."""
+    """The executor's answer: its base, the linears that it computes, and its limits. With `slots` the file
+    of the shared memory comes beside its first byte (SCM_RIGHTS)."""
 
     version: int
     fingerprint: str
     dtype: Dtype
     groups: tuple[GroupShape, ...]
     limits: Limits = Limits()
+    slots: SlotShape | None = None
 
 
 class LinearCall(WireMessage, frozen=True):
-    """Products of siblings, or the gradient of their input; `nbytes` of payload follow.
+    """Products of siblings, or the gradient of their input; `nbytes` of payload follow, or are at the
+    beginning of a slot of the shared memory.
 
     `deadline` is in seconds from now, None without one.
     """
@@ -80,14 +92,21 @@ class LinearCall(WireMessage, frozen=True):
     work: WorkClass
     nbytes: _Bytes
     deadline: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    slot: _Number | None = None
 
 
 class LinearAnswer(WireMessage, frozen=True):
-    """The outcome of the call with this number: `nbytes` of payload follow, none with a fault."""
+    """The outcome of the call with this number: `nbytes` of payload follow, or are in the call's slot; none
+    with a fault."""
 
     number: _Number
     nbytes: _Bytes
     fault: Fault | None = None
+    slot: _Number | None = None
+
+
+class Beat(WireMessage, frozen=True):
+    """The executor is alive while calls of this client wait; without payload."""
 
 
 class StatusRequest(WireMessage, frozen=True):
@@ -151,7 +170,7 @@ class ExecutorStatus(WireMessage, frozen=True):
 
 
 ToExecutor = ClientHello | LinearCall | StatusRequest
-ToClient = BaseHello | LinearAnswer | ExecutorStatus | Fault  # a fault refuses the connection
+ToClient = BaseHello | LinearAnswer | Beat | ExecutorStatus | Fault  # a fault refuses the connection
 
 _encoder = msgspec.msgpack.Encoder()
 _to_executor: msgspec.msgpack.Decoder[ToExecutor] = msgspec.msgpack.Decoder(ToExecutor)

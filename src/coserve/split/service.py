@@ -1,69 +1,80 @@
-"""Connections of clients to a base executor: a reader and a writer thread for each.
-
-A connection has few calls under way, so that a client that is slow to read its answers holds up itself
-alone. Whatever is wrong with one connection ends that one.
-"""
+"""Accepts clients of a base executor at an address, and tells those that wait that it is alive."""
 
 import hmac
 import logging
 import signal
 import socket
+import ssl
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
-from torch import Tensor
-
-from coserve.errors import ConfigError, CoserveError, RequestError, Unreachable
+from coserve.errors import ConfigError, CoserveError, Unreachable
 from coserve.split.address import Address, prepare, shut
 from coserve.split.batching import BatchingConfig
-from coserve.split.clients import ClientAccount
-from coserve.split.connection import HANDSHAKE_SECONDS
+from coserve.split.channel import SocketChannel
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.layers import LayerChoice
-from coserve.split.messages import (
-    MOST_HEADER,
-    ClientHello,
-    ExecutorStatus,
-    GroupTable,
-    Limits,
-    LinearAnswer,
-    LinearCall,
-    ToClient,
-    decode_to_executor,
-    encode_header,
-)
-from coserve.split.payload import DTYPES, new_rows, view_of
-from coserve.split.work import Outcome, Work
-from coserve.wire.frames import FrameReader, send_with_payload
-from coserve.wire.messages import Fault
+from coserve.split.messages import Limits, ToExecutor, decode_to_executor
+from coserve.split.payload import DTYPES
+from coserve.split.session import SILENT_SECONDS, ClientSession
+from coserve.split.shared_memory import SLOT_BYTES
+from coserve.split.tls import TlsFiles, TlsStream
 
 _log = logging.getLogger(__name__)
 MOST_CLIENTS: Final = 64
-_UNDER_WAY: Final = 4  # calls of one connection: more are read once an answer has been sent
-_LAST_SECONDS: Final = 0.2  # that a refused client has to read why
-_SKIP: Final = 1 << 20  # bytes of a refused payload that are read at once
+BEAT_SECONDS: Final = 1.0  # between signs of life to clients that wait
+# A product that takes longer than any: the executor says no more that it is alive.
+_STUCK_SECONDS: Final = 120.0
+_REFUSED_SECONDS: Final = 0.05  # before accepting again where the system refuses, as without files left
+_KEYS_SECONDS: Final = 5.0  # between two looks at whether clients' keys are still right ones
+KeyCheck = Callable[[str], bool]  # whether a key is a right one; called on threads of clients
+
+
+def shared_key(key: str) -> KeyCheck:
+    """Accepts one key, compared in constant time."""
+    return lambda given: hmac.compare_digest(given.encode(), key.encode())
 
 
 class SplitService:
-    """Accepts clients at an address. `key` is what they must present, empty for none."""
+    """Accepts clients at an address. `key` is what they must present, empty for none; `key_check` may accept
+    others."""
 
-    def __init__(self, executor: BaseExecutor, address: Address, key: str = "") -> None:
-        """Listens. Raises ServerError; ConfigError for an address that other hosts can reach, without a
-        key."""
-        if not key and not address.is_local:
+    def __init__(
+        self,
+        executor: BaseExecutor,
+        address: Address,
+        key: str = "",
+        key_check: KeyCheck | None = None,
+        tls: ssl.SSLContext | None = None,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        """Listens. `tls` is for `tls:` addresses (`tls.executor_context`). `slot_bytes` are those of a slot
+        of shared memory, which clients at a unix socket are offered; 0 for none. Raises ServerError;
+        ConfigError for an address that other hosts can reach, without a key, and for TLS elsewhere."""
+        if not key and key_check is None and not address.is_local:
             raise ConfigError(f"{address} can be reached from other hosts, so a key is needed")
-        self._executor, self._key = executor, key
-        self._clients: set[_Client] = set()
+        if address.is_encrypted != (tls is not None):
+            raise ConfigError(f"a certificate is for tls:HOST:PORT, which needs one, and {address} is not")
+        if not address.is_local and tls is None:
+            _log.warning("keys and tensors are readable on the network to %s: tls:HOST:PORT is not", address)
+        self._executor, self._tls, self._slot_bytes = executor, tls, slot_bytes
+        checks = [*([shared_key(key)] if key else ()), *([key_check] if key_check else ())]
+        self._accepts: KeyCheck = lambda given: not checks or any(check(given) for check in checks)
+        self._clients: set[ClientSession] = set()
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._closing = threading.Event()
         self._listening, self.address = address.listen()
-        self._thread = threading.Thread(target=self._accept, name="split-accept", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for name, work in (("split-accept", self._accept), ("split-beats", self._beat))
+        ]
+        if key_check is not None:
+            self._threads.append(threading.Thread(target=self._check_keys, name="split-keys", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     @property
     def clients(self) -> int:
@@ -73,12 +84,13 @@ class SplitService:
     def close(self) -> None:
         """Ends all connections."""
         with self._lock:
-            self._is_closed = True
+            self._closing.set()
             clients = list(self._clients)
         shut(self._listening)
         for client in clients:
             client.close()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._listening.close()
         self.address.remove()
 
@@ -87,13 +99,15 @@ class SplitService:
             try:
                 connected, _ = self._listening.accept()
             except OSError:
-                if self._is_closed:
+                if self._closing.is_set():
                     return
+                time.sleep(_REFUSED_SECONDS)
                 continue
             prepare(connected)
-            client = _Client(connected, self._executor, self._key, self._left)
+            channel = self._channel(connected)
+            client = ClientSession(channel, self._executor, self._accepts, self._left, self._slot_bytes)
             with self._lock:
-                is_room = len(self._clients) < MOST_CLIENTS and not self._is_closed
+                is_room = len(self._clients) < MOST_CLIENTS and not self._closing.is_set()
                 if is_room:
                     self._clients.add(client)
             if is_room:
@@ -101,176 +115,54 @@ class SplitService:
             else:
                 client.refuse(Unreachable(f"the executor has {MOST_CLIENTS} clients, which is all it takes"))
 
-    def _left(self, client: "_Client") -> None:
+    def _channel(self, connected: socket.socket) -> SocketChannel[ToExecutor]:
+        stream = None if self._tls is None else TlsStream(connected, self._tls)
+        return SocketChannel(connected, decode_to_executor, stream, SILENT_SECONDS, SILENT_SECONDS)
+
+    def _left(self, client: ClientSession) -> None:
         with self._lock:
             self._clients.discard(client)
 
+    def _beat(self) -> None:
+        """Signs of life, unless a product takes for ever."""
+        while not self._closing.wait(BEAT_SECONDS):
+            if self._executor.busy_seconds < _STUCK_SECONDS:
+                for client in self._present():
+                    client.beat()
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """A message with the tensors after it, and the rows that it makes room for."""
+    def _check_keys(self) -> None:
+        """Ends connections whose key is no longer a right one."""
+        while not self._closing.wait(_KEYS_SECONDS):
+            for client in self._present():
+                try:
+                    if client.key is not None and not self._accepts(client.key):
+                        _log.info("a client's key is no longer accepted: its connection ends")
+                        client.close()
+                except CoserveError as error:
+                    _log.warning("keys cannot be looked up now: %s", error)
 
-    message: LinearAnswer | ExecutorStatus
-    rows: int = 0
-    tensors: Sequence[Tensor] = ()
-
-
-class _Room:
-    """Room for so many messages without an answer, and so many rows in all of them; one message may have more
-    rows than that."""
-
-    def __init__(self, messages: int, rows: int) -> None:
-        self._messages, self._rows, self._most_rows = messages, 0, rows
-        self._changed = threading.Condition()
-
-    def acquire(self, rows: int) -> None:
-        """Waits until there is room."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._messages and (not self._rows or self._rows + rows <= self._most_rows)
-            )
-            self._messages -= 1
-            self._rows += rows
-
-    def release(self, rows: int) -> None:
-        """Makes room, once a message has been answered."""
-        with self._changed:
-            self._messages += 1
-            self._rows -= rows
-            self._changed.notify()
-
-
-class _Client:
-    def __init__(
-        self, connected: socket.socket, executor: BaseExecutor, key: str, left: "Callable[[_Client], None]"
-    ) -> None:
-        self._socket, self._executor, self._key, self._left = connected, executor, key, left
-        self._table = GroupTable(executor.hello)
-        self._account: ClientAccount | None = None  # after its greeting
-        self._room = _Room(_UNDER_WAY, executor.config.client_rows)
-        self._answers: SimpleQueue[_Answer | None] = SimpleQueue()
-
-    def start(self) -> None:
-        threading.Thread(target=self._serve, name="split-client", daemon=True).start()
-
-    def close(self) -> None:
-        """Wakes its threads, which end."""
-        shut(self._socket)
-
-    def refuse(self, error: CoserveError) -> None:
-        """Says why, and ends."""
-        self._socket.settimeout(_LAST_SECONDS)
-        with suppress(OSError):
-            self._send(Fault(type(error).__name__, str(error)))
-            self._socket.shutdown(socket.SHUT_WR)
-            while self._socket.recv(_SKIP):  # closed with bytes unread, TCP would take the message back
-                pass
-        self._socket.close()
-
-    def _serve(self) -> None:
-        try:
-            self._read()
-        except CoserveError as error:
-            self.refuse(error)
-        except OSError as error:
-            _log.info("a client's connection ended: %s", error)
-        finally:
-            shut(self._socket)
-            self._left(self)
-
-    def _read(self) -> None:
-        reader = FrameReader(self._socket, most=MOST_HEADER)
-        if not self._greet(reader):
-            return
-        writer = threading.Thread(target=self._write, name="split-answers", daemon=True)
-        writer.start()
-        try:
-            while (data := reader.read()) is not None:
-                message = decode_to_executor(data, self._executor.hello.limits)
-                if isinstance(message, ClientHello):
-                    raise ConnectionError("a second greeting")
-                rows = message.rows if isinstance(message, LinearCall) else 0
-                self._room.acquire(rows)
-                if isinstance(message, LinearCall):
-                    self._take(message, reader)
-                else:
-                    self._answers.put(_Answer(self._executor.status()))
-        finally:
-            if self._account is not None:
-                self._executor.leave(self._account)
-            shut(self._socket)
-            self._answers.put(None)
-            writer.join()
-            self._socket.close()
-
-    def _greet(self, reader: FrameReader) -> bool:
-        """Whether a client is there that may go on. Raises what refuses it."""
-        timer = threading.Timer(HANDSHAKE_SECONDS, shut, [self._socket])
-        timer.start()
-        try:
-            data = reader.read()
-        finally:
-            timer.cancel()
-        if data is None:
-            return False
-        hello = decode_to_executor(data, self._executor.hello.limits)
-        if not isinstance(hello, ClientHello):
-            raise ConnectionError("a call before the greeting")
-        if not hmac.compare_digest(hello.key.encode(), self._key.encode()):
-            raise ConfigError("the executor does not accept this key")
-        self._table.check_hello(hello)
-        self._account = self._executor.join(hello.client)
-        self._send(self._executor.hello)
-        return True
-
-    def _take(self, call: LinearCall, reader: FrameReader) -> None:
-        try:
-            self._table.check_call(call)
-        except RequestError as error:
-            _skip(reader, call.nbytes)
-            self._reply(call, error)
-            return
-        flat, tensors = new_rows(call.rows, self._table.call_widths(call), call.dtype)
-        reader.read_payload(view_of(flat))
-        assert self._account is not None, "calls come after the greeting"
-        reply = partial(self._reply, call)
-        self._executor.submit(Work(call, tensors, reply, self._account))
-
-    def _reply(self, call: LinearCall, outcome: Outcome) -> None:
-        if isinstance(outcome, CoserveError):
-            answer = LinearAnswer(call.number, 0, Fault(type(outcome).__name__, str(outcome)))
-            self._answers.put(_Answer(answer, call.rows))
-        else:
-            answer = LinearAnswer(call.number, sum(tensor.nbytes for tensor in outcome))
-            self._answers.put(_Answer(answer, call.rows, outcome))
-
-    def _write(self) -> None:
-        """Sends answers; where that fails only makes room, until the reader has ended too."""
-        while (answer := self._answers.get()) is not None:
-            try:
-                self._send(answer.message, *(view_of(tensor.contiguous()) for tensor in answer.tensors))
-            except OSError:
-                shut(self._socket)
-            self._room.release(answer.rows)
-            del answer  # nothing is kept while it waits
-
-    def _send(self, message: ToClient, *payload: memoryview) -> None:
-        send_with_payload(self._socket, encode_header(message), payload)
-
-
-def _skip(reader: FrameReader, nbytes: int) -> None:
-    nothing = memoryview(bytearray(min(nbytes, _SKIP)))
-    while nbytes:
-        reader.read_payload(nothing[: min(nbytes, _SKIP)])
-        nbytes -= min(nbytes, _SKIP)
+    def _present(self) -> list[ClientSession]:
+        with self._lock:
+            return list(self._clients)
 
 
 def run_service(
-    model: str, listen: str, key: str, dtype: str, config: BatchingConfig, choice: LayerChoice
+    model: str,
+    listen: str,
+    key: str,
+    dtype: str,
+    config: BatchingConfig,
+    choice: LayerChoice,
+    shared_memory: bool = True,
+    key_check: KeyCheck | None = None,
+    tls: TlsFiles | None = None,
 ) -> None:
-    """Loads a model and serves its linears until SIGTERM or SIGINT. Raises ConfigError, ModelError,
-    ServerError."""
+    """Loads a model and serves its linears until SIGTERM or SIGINT. With `tls`, `tcp:` addresses are `tls:`
+    ones. Raises ConfigError, ModelError, ServerError."""
     address = Address.parse(listen)
+    if tls is not None and not address.path:
+        address = replace(address, is_encrypted=True)
+    context = None if tls is None else tls.context()
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"type {dtype!r} is none of auto, {', '.join(DTYPES)}")
     stop = threading.Event()
@@ -279,11 +171,11 @@ def run_service(
     limits = Limits(rows=min(Limits().rows, config.client_rows))
     linears = BaseLinears.load(model, dtype, limits, choice)
     executor = BaseExecutor(linears, config)
-    service = SplitService(executor, address, key)
+    service = SplitService(executor, address, key, key_check, context, SLOT_BYTES if shared_memory else 0)
     count = sum(len(group.outputs) for group in linears.hello.groups)
     print(
         f"executor of {linears.hello.fingerprint}: {count} linears, {linears.nbytes / 2**20:.1f} MiB, "
-        f"at {service.address}",
+        f"at {service.address}{'' if tls is None else f', certificate {tls.fingerprint()}'}",
         flush=True,
     )
     stop.wait()

@@ -1,0 +1,253 @@
+"""One client of a base executor: a thread reads its calls, and another sends what cannot be sent at once.
+
+A client has few calls under way, so that one that is slow to read its answers holds up itself alone. Whatever
+is wrong with its connection ends that one.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Final
+
+import msgspec
+from torch import Tensor
+
+from coserve.errors import ConfigError, CoserveError, RequestError
+from coserve.split.channel import MOST_UNDER_WAY, Channel, Rest, SocketChannel
+from coserve.split.clients import ClientAccount
+from coserve.split.executor import BaseExecutor
+from coserve.split.messages import (
+    Beat,
+    ClientHello,
+    ExecutorStatus,
+    GroupTable,
+    LinearAnswer,
+    LinearCall,
+    ToExecutor,
+    decode_to_executor,
+)
+from coserve.split.shared_memory import ExecutorSharedChannel, make_slots, send_with_file
+from coserve.split.transport import HANDSHAKE_SECONDS
+from coserve.split.work import Outcome, Work
+from coserve.wire.messages import Fault
+
+_log = logging.getLogger(__name__)
+# Without a byte, within a message or an unread answer: the client is stopped or gone.
+SILENT_SECONDS: Final = 30.0
+
+
+class _Room:
+    """Room for so many messages without an answer, and so many rows in all of them; one message may have more
+    rows than that."""
+
+    def __init__(self, messages: int, rows: int) -> None:
+        self._messages, self._rows, self._most_rows = messages, 0, rows
+        self._changed = threading.Condition()
+
+    def acquire(self, rows: int) -> None:
+        """Waits until there is room."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._messages and (not self._rows or self._rows + rows <= self._most_rows)
+            )
+            self._messages -= 1
+            self._rows += rows
+
+    def release(self, rows: int) -> None:
+        """Makes room, once a message has been answered."""
+        with self._changed:
+            self._messages += 1
+            self._rows -= rows
+            self._changed.notify()
+
+
+class ClientSession:
+    """Serves the client at the other end of a channel."""
+
+    def __init__(
+        self,
+        channel: Channel[ToExecutor],
+        executor: BaseExecutor,
+        accepts: Callable[[str], bool],
+        left: "Callable[[ClientSession], None]",
+        slot_bytes: int = 0,
+    ) -> None:
+        """`accepts` tells whether a key is a right one; `left` is called once, when the session is over.
+        `slot_bytes` are offered as shared memory to clients at a unix socket; 0 is none."""
+        self._channel, self._executor, self._left = channel, executor, left
+        self._accepts, self._slot_bytes = accepts, slot_bytes
+        self.key: str | None = None  # that was accepted
+        self._table = GroupTable(executor.hello)
+        self._account: ClientAccount | None = None  # after its greeting
+        self._room = _Room(MOST_UNDER_WAY, executor.config.client_rows)
+        self._under_way = 0  # calls without an answer
+        self._lock = (
+            threading.Lock()
+        )  # of the channel's sending end while nothing waits there; never held long
+        self._waiting = 0  # messages that the writer has still to send
+        self._rests: SimpleQueue[tuple[Rest, int | None] | None] = SimpleQueue()
+
+    def start(self) -> None:
+        """Greets and serves on a thread of its own."""
+        threading.Thread(target=self._serve, name="split-client", daemon=True).start()
+
+    def close(self) -> None:
+        """Wakes its threads, which end."""
+        self._channel.shut()
+
+    def refuse(self, error: CoserveError) -> None:
+        """Says why, and ends."""
+        self._channel.refuse(_fault(error))
+
+    def beat(self) -> None:
+        """Tells a client that waits that the executor is alive. Does not block."""
+        if self._under_way:
+            self._post(Beat(), (), None)
+
+    def _serve(self) -> None:
+        try:
+            self._read()
+        except CoserveError as error:
+            self._channel.refuse(_fault(error))
+        except OSError as error:
+            _log.info("a client's connection ended: %s", error)
+        finally:
+            self._channel.close()
+            self._left(self)
+
+    def _read(self) -> None:
+        if not self._greet():
+            return
+        writer = threading.Thread(target=self._write, name="split-answers", daemon=True)
+        writer.start()
+        try:
+            while (message := self._next()) is not None:
+                if isinstance(message, ClientHello):
+                    raise ConnectionError("a second greeting")
+                self._room.acquire(message.rows if isinstance(message, LinearCall) else 0)
+                with self._lock:
+                    self._under_way += 1
+                if isinstance(message, LinearCall):
+                    self._take(message)
+                else:
+                    self._post(self._executor.status(), (), 0)
+        finally:
+            if self._account is not None:
+                self._executor.leave(self._account)
+            self._channel.shut()
+            self._rests.put(None)
+            writer.join()
+
+    def _next(self) -> ToExecutor | None:
+        """The next message, however long that takes."""
+        while True:
+            try:
+                return self._channel.receive()
+            except TimeoutError:
+                continue
+
+    def _greet(self) -> bool:
+        """Greets; False where nobody is there. Raises what refuses the client."""
+        self._channel.limits = self._executor.hello.limits
+        timer = threading.Timer(HANDSHAKE_SECONDS, self._channel.shut)
+        timer.start()
+        try:
+            hello = self._next()
+        finally:
+            timer.cancel()
+        if hello is None:
+            return False
+        if not isinstance(hello, ClientHello):
+            raise ConnectionError("a call before the greeting")
+        if not self._accepts(hello.key):
+            raise ConfigError("the executor does not accept this key")
+        self.key = hello.key
+        self._table.check_hello(hello)
+        self._account = self._executor.join(hello.client)
+        self._welcome(hello)
+        return True
+
+    def _welcome(self, hello: ClientHello) -> None:
+        """Answers the greeting, with shared memory where the client proposes it and there is some."""
+        channel, base = self._channel, self._executor.hello
+        is_possible = isinstance(channel, SocketChannel) and channel.is_local and self._slot_bytes > 0
+        made = make_slots(self._slot_bytes) if hello.shared_memory and is_possible else None
+        if made is None or not isinstance(channel, SocketChannel):
+            channel.send(base)
+            return
+        file, slots = made
+        try:
+            # A client's first call comes after this, so nothing has been read ahead.
+            self._channel = ExecutorSharedChannel(
+                channel.socket, decode_to_executor, slots, SILENT_SECONDS, SILENT_SECONDS
+            )
+            self._channel.limits = base.limits
+            send_with_file(channel.socket, msgspec.structs.replace(base, slots=slots.shape), file)
+        finally:
+            os.close(file)
+
+    def _take(self, call: LinearCall) -> None:
+        try:
+            self._table.check_call(call)
+        except RequestError as error:
+            self._channel.skip_tensors(call)
+            self._reply(call, error)
+            return
+        tensors = self._channel.receive_tensors(call, call.rows, self._table.call_widths(call), call.dtype)
+        assert self._account is not None, "calls come after the greeting"
+        self._executor.submit(Work(call, tensors, partial(self._reply, call), self._account))
+
+    def _reply(self, call: LinearCall, outcome: Outcome) -> None:
+        if isinstance(outcome, CoserveError):
+            self._post(LinearAnswer(call.number, 0, _fault(outcome)), (), call.rows)
+        else:
+            nbytes = sum(tensor.nbytes for tensor in outcome)
+            self._post(LinearAnswer(call.number, nbytes, slot=call.slot), outcome, call.rows)
+
+    def _post(
+        self, message: LinearAnswer | ExecutorStatus | Beat, tensors: Sequence[Tensor], rows: int | None
+    ) -> None:
+        """Sends at once what the channel takes at once, and leaves the rest to the writer; an answer makes
+        room for so many `rows`, None is no answer. Does not block: a handover to another thread costs up to
+        50 us."""
+        with self._lock:
+            if self._waiting:
+                if rows is None:
+                    return  # what waits is a sign of life as well
+                rest: Rest | None = partial(self._channel.send, message, tensors)
+            else:
+                try:
+                    rest = self._channel.send_now(message, tensors)
+                except OSError:
+                    self._channel.shut()
+                    rest = None
+            if rest is not None:
+                self._waiting += 1
+                self._rests.put((rest, rows))
+            else:
+                self._answered(rows)
+
+    def _answered(self, rows: int | None) -> None:
+        if rows is not None:
+            self._under_way -= 1
+            self._room.release(rows)
+
+    def _write(self) -> None:
+        """Sends what waits; where that fails only makes room, until the reader has ended too."""
+        while (item := self._rests.get()) is not None:
+            rest, rows = item
+            try:
+                rest()
+            except OSError:
+                self._channel.shut()
+            del rest, item
+            with self._lock:
+                self._waiting -= 1
+                self._answered(rows)
+
+
+def _fault(error: CoserveError) -> Fault:
+    return Fault(type(error).__name__, str(error))

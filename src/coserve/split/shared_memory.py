@@ -1,0 +1,244 @@
+"""Tensors in memory that a client and an executor of one host share; headers go over their unix socket.
+
+The executor makes the memory, a file without a name (memfd) whose size is sealed, and passes it at the
+greeting (SCM_RIGHTS): nobody else can open it, nobody can shorten it under the other, which would end that
+one with SIGBUS, and it goes with the last of both, however they end. It has a slot for each call that may be
+under way. A call's tensors are at the beginning of its slot; the answer replaces them there, as a slot is at
+least as wide as either (Symbiosis, 3.5). What does not fit goes over the socket. The header, which is sent
+after the bytes were written and read before they are, orders the two processes' accesses: no polling.
+
+The executor computes on the slot itself. A client that changes it meanwhile changes its own answer: sizes and
+shapes come from the header, which was read and checked once.
+
+Copies: rows into the slot, product into the slot, answer out of it: three, without the kernel, where a socket
+makes four in it, in pieces of its buffer.
+"""
+
+import array
+import fcntl
+import mmap
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from coserve.split.channel import MOST_UNDER_WAY, Decode, In, Rest, SocketChannel
+from coserve.split.messages import (
+    BaseHello,
+    Dtype,
+    LinearAnswer,
+    LinearCall,
+    SlotShape,
+    ToClient,
+    ToExecutor,
+    encode_header,
+)
+from coserve.split.payload import DTYPES, new_rows
+from coserve.wire.frames import frame_views, send_views
+
+SLOT_BYTES: Final = 32 << 20  # 4,096 rows of 2,048 in float32; memory that nobody wrote to takes no room
+_CAN: Final = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")  # Linux
+
+
+class Slots:
+    """Mapped slots of one connection."""
+
+    def __init__(self, file: int, shape: SlotShape) -> None:
+        """Maps a file; the caller closes it. Raises OSError where its size is not sealed, or too small."""
+        size = shape.count * shape.nbytes
+        if os.fstat(file).st_size < size or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError("the shared memory's size is not sealed, or too small")
+        self.shape = shape
+        whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        self._views = {
+            dtype: [slot.view(kind) for slot in whole.split(shape.nbytes)] for dtype, kind in DTYPES.items()
+        }
+
+    def tensors(self, slot: int, rows: int, widths: Sequence[int], dtype: Dtype) -> list[Tensor]:
+        """Tensors [rows, width] at the beginning of a slot, uncopied."""
+        flat = self._views[dtype][slot]
+        if len(widths) == 1:
+            return [flat[: rows * widths[0]].view(rows, widths[0])]
+        parts = flat[: rows * sum(widths)].split([rows * width for width in widths])
+        return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
+
+    def write(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        """Copies tensors to the beginning of a slot."""
+        start = 0
+        flat = self._views[_NAMES[tensors[0].dtype]][slot]
+        for tensor in tensors:
+            count = tensor.numel()
+            flat[start : start + count].view(tensor.shape).copy_(tensor)
+            start += count
+
+
+_NAMES: Final = {kind: dtype for dtype, kind in DTYPES.items()}
+
+
+def make_slots(nbytes: int) -> tuple[int, Slots] | None:
+    """New slots and their file, which the caller closes; None where this system has none to give."""
+    if not _CAN:
+        return None
+    shape = SlotShape(MOST_UNDER_WAY, nbytes)
+    try:
+        file = os.memfd_create("coserve-split", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError:
+        return None
+    try:
+        os.ftruncate(file, shape.count * shape.nbytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return file, Slots(file, shape)
+    except (OSError, ValueError):
+        os.close(file)
+        return None
+
+
+class SharedChannel(SocketChannel[In]):
+    """A socket channel, the tensors of whose messages are in slots where they fit."""
+
+    def __init__(
+        self, sock: socket.socket, decode: Decode[In], slots: Slots, tick: float, silence: float
+    ) -> None:
+        super().__init__(sock, decode, tick=tick, silence=silence)
+        self._slots = slots
+
+    def receive_tensors(
+        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: Dtype
+    ) -> list[Tensor]:
+        """The slot itself, if the message names one."""
+        if message.slot is None:
+            return super().receive_tensors(message, rows, widths, dtype)
+        self._check(message)
+        return self._slots.tensors(message.slot, rows, widths, dtype)
+
+    def skip_tensors(self, message: LinearCall | LinearAnswer) -> None:
+        if message.slot is None:
+            super().skip_tensors(message)
+        else:
+            self._check(message)
+
+    def _check(self, message: LinearCall | LinearAnswer) -> None:
+        shape = self._slots.shape
+        if message.slot is None or message.slot >= shape.count or message.nbytes > shape.nbytes:
+            raise ConnectionError(f"{message.nbytes} bytes in slot {message.slot} of {shape.count}")
+
+
+class ExecutorSharedChannel(SharedChannel[ToExecutor]):
+    """The executor's end: answers in the slot of their call."""
+
+    def send(self, message: ToExecutor | ToClient, tensors: Sequence[Tensor] = ()) -> None:
+        super().send(*self._placed(message, tensors))
+
+    def send_now(self, message: ToExecutor | ToClient, tensors: Sequence[Tensor] = ()) -> Rest | None:
+        if sum(tensor.nbytes for tensor in tensors) > _COPIED_AT_ONCE:
+            return lambda: self.send(message, tensors)
+        return super().send_now(*self._placed(message, tensors))
+
+    def _placed(
+        self, message: ToExecutor | ToClient, tensors: Sequence[Tensor]
+    ) -> tuple[ToExecutor | ToClient, Sequence[Tensor]]:
+        if not isinstance(message, LinearAnswer) or message.slot is None:
+            return message, tensors
+        if not tensors or message.nbytes > self._slots.shape.nbytes:
+            return msgspec.structs.replace(message, slot=None), tensors
+        self._slots.write(message.slot, tensors)
+        return message, ()
+
+
+_COPIED_AT_ONCE: Final = 1 << 18  # bytes of an answer that the computing thread copies itself
+
+
+class ClientSharedChannel(SharedChannel[ToClient]):
+    """The client's end: it gives each call a slot, and copies the answer out of it."""
+
+    def __init__(
+        self, sock: socket.socket, decode: Decode[ToClient], slots: Slots, tick: float, silence: float
+    ) -> None:
+        super().__init__(sock, decode, slots, tick, silence)
+        self._free = list(range(slots.shape.count))  # the last is the one in caches
+        self._of_call: dict[int, int] = {}
+
+    def send(self, message: ToExecutor | ToClient, tensors: Sequence[Tensor] = ()) -> None:
+        if isinstance(message, LinearCall) and message.nbytes <= self._slots.shape.nbytes and self._free:
+            slot = self._of_call[message.number] = self._free.pop()
+            self._slots.write(slot, tensors)
+            super().send(msgspec.structs.replace(message, slot=slot))
+        else:
+            super().send(message, tensors)
+
+    def receive(self) -> ToClient | None:
+        message = super().receive()
+        if isinstance(message, LinearAnswer) and message.slot is None:  # its slot has nothing to be read
+            self._release(message.number)
+        return message
+
+    def receive_tensors(
+        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: Dtype
+    ) -> list[Tensor]:
+        if message.slot is None:
+            return super().receive_tensors(message, rows, widths, dtype)
+        if message.slot != self._of_call.get(message.number):
+            raise ConnectionError(f"an answer in slot {message.slot}, which is not the call's")
+        there = super().receive_tensors(message, rows, widths, dtype)
+        flat, tensors = new_rows(rows, widths, dtype)
+        if flat.nbytes != message.nbytes:
+            raise ConnectionError(f"an answer of {message.nbytes} bytes instead of {flat.nbytes}")
+        for own, shared in zip(tensors, there, strict=True):
+            own.copy_(shared)
+        self._release(message.number)
+        return tensors
+
+    def _release(self, number: int) -> None:
+        if (slot := self._of_call.pop(number, None)) is not None:
+            self._free.append(slot)
+
+
+def send_with_file(sock: socket.socket, hello: BaseHello, file: int) -> None:
+    """Sends a greeting, and a file beside its first byte. Raises OSError."""
+    (frame,) = frame_views(encode_header(hello), ())
+    sent = socket.send_fds(sock, [frame], [file])
+    if sent < len(frame):
+        send_views(sock, [frame[sent:]])
+
+
+class FileStream:
+    """A unix socket from which bytes and at most one file are received."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.file: int | None = None
+
+    def recv(self, bufsize: int, /) -> bytes:
+        """As a socket's; keeps the file."""
+        space = socket.CMSG_SPACE(array.array("i").itemsize)
+        data, ancillary, _, _ = self._socket.recvmsg(bufsize, space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, given in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                for file in array.array("i", given[: len(given) // 4 * 4]):
+                    self.close()
+                    self.file = file
+        return data
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """As a socket's."""
+        return self._socket.recv_into(buffer)
+
+    def sendmsg(self, buffers: Iterable[memoryview], /) -> int:
+        """As a socket's."""
+        return self._socket.sendmsg(buffers)
+
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
+        """As a socket's."""
+        self._socket.setsockopt(level, option, value)
+
+    def close(self) -> None:
+        """Closes the file, if one came."""
+        if self.file is not None:
+            with suppress(OSError):
+                os.close(self.file)
+        self.file = None
