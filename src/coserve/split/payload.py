@@ -21,8 +21,13 @@ def view_of(tensor: Tensor) -> memoryview:
 
 
 def new_rows(rows: int, widths: Sequence[int], dtype: Dtype) -> tuple[Tensor, list[Tensor]]:
-    """A buffer for a payload, [bytes], and its tensors [rows, width] for each width: views."""
-    kind = DTYPES[dtype]
-    flat = torch.empty(rows * sum(widths), dtype=kind)
-    parts = torch.split(flat, [rows * width for width in widths])
-    return flat, [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
+    """A buffer for a payload, [bytes], and its tensors [rows, width] for each width, which share its memory.
+
+    For autograd they are no views: scripts add to products in place, which views of one tensor do not allow.
+    """
+    flat = torch.empty(rows * sum(widths), dtype=DTYPES[dtype])
+    tensors, start = [], 0
+    for width in widths:
+        tensors.append(flat.new_empty(0).set_(flat.untyped_storage(), start, (rows, width), (width, 1)))
+        start += rows * width
+    return flat, tensors
