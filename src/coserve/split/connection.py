@@ -23,6 +23,7 @@ from coserve.split.messages import (
     VERSION,
     BaseHello,
     ClientHello,
+    CallDtype,
     Dtype,
     Limits,
     LinearAnswer,
@@ -210,7 +211,7 @@ class ExecutorConnection:
             shut(self._socket)  # which wakes the reader
 
 
-def call_of(paths: Sequence[str], rows: Rows, dtype: Dtype, **fields: Any) -> LinearCall:
+def call_of(paths: Sequence[str], rows: Rows, dtype: CallDtype, **fields: Any) -> LinearCall:
     """A call with these tensors, for `ExecutorConnection.submit`; `fields` are its direction and work."""
     nbytes = sum(tensor.nbytes for tensor in rows)
     return LinearCall(0, tuple(paths), rows=len(rows[0]), dtype=dtype, nbytes=nbytes, **fields)

@@ -32,7 +32,7 @@ class Work:
     @property
     def queue(self) -> tuple[str, ...]:
         """Names its queue: calls of the same class for the same products."""
-        return self.call.work, self.call.direction, *self.call.paths
+        return self.call.work, self.call.direction, self.call.dtype, *self.call.paths
 
 
 class CallQueues:
