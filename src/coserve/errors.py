@@ -25,7 +25,8 @@
     ├── StateError               the server's state folder or database cannot be used
     ├── ServerError              the server cannot start or go on
     │   ├── StateInUse           another server holds the state folder
-    │   └── Unreachable          no server answers at an address
+    │   ├── Unreachable          no server answers at an address
+    │   └── WrongAnswer          an executor's answer is not the product of its weights
     ├── InternalError            work for one caller failed with an unexpected exception; see the log
     └── ConfigError              a setting is out of its range
 
@@ -143,6 +144,10 @@ class StateInUse(ServerError):
 
 class Unreachable(ServerError):
     """No server answers at an address, or a server other than coserve."""
+
+
+class WrongAnswer(ServerError):
+    """An executor's answer is not what the base's weights give: it computes with others, or lies."""
 
 
 class InternalError(CoserveError):

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from coserve.errors import AdapterMismatch
 from coserve.model.group import Group, GroupRows, Prepared
 from coserve.model.placing import put
+from coserve.split.absent import AbsentWeight, check_frozen, check_methods
 from coserve.split.address import Address
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
@@ -49,11 +50,13 @@ def attach(
 
     These linears must have the content hash of the executor's; where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters
-    of virtual layers do not require a gradient and have no data: merging, and methods that read them (DoRA,
-    PiSSA), do not work. Raises AdapterMismatch, ConfigError and Unreachable.
+    of virtual layers do not require a gradient and have no data. What reads, changes or trains them (DoRA,
+    PiSSA, merging) gets NotOffered: here where its adapter is in the model already, else when it does so.
+    Raises AdapterMismatch, ConfigError and Unreachable.
     """
     where = Address.parse(address)
     found = find_linears(model)
+    check_methods(model, {path: module for path, (_, module) in found.items()})
     hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], key=key)
     connection = ExecutorConnection(SocketTransport(where, shared_memory, tls), hello, patience)
     try:
@@ -159,12 +162,13 @@ class _Siblings(GroupRows):
 
 
 class _VirtualLinear(nn.Linear):
-    """A linear of a base executor; `weight` has the linear's shape, and no data but NaN."""
+    """A linear of a base executor; `weight` and `bias` are absent."""
 
     path: str
     siblings: _Siblings
 
     def forward(self, x: Tensor) -> Tensor:
+        check_frozen(self.path, self)
         return self.siblings.product(self.path, x)
 
 
@@ -173,6 +177,7 @@ class _VirtualConv1D(Conv1D):  # type: ignore[misc]
     siblings: _Siblings
 
     def forward(self, x: Tensor) -> Tensor:
+        check_frozen(self.path, self)
         return self.siblings.product(self.path, x)
 
 
@@ -184,9 +189,7 @@ def _virtual(path: str, linear: nn.Module, siblings: _Siblings) -> nn.Module:
         made = _VirtualConv1D(out, into) if isinstance(linear, Conv1D) else _VirtualLinear(into, out)
     made.path, made.siblings = path, siblings
     for name, old in linear.named_parameters(recurse=False):
-        device = "cpu" if old.is_meta else old.device
-        nothing = torch.full((), torch.nan, dtype=old.dtype, device=device).expand(old.shape)
-        setattr(made, name, nn.Parameter(nothing, requires_grad=False))
+        setattr(made, name, AbsentWeight.instead_of(old, f"{path}.{name}"))
     if linear.bias is None:
         made.bias = None
     made.train(linear.training)

@@ -25,8 +25,8 @@ from coserve.split.address import shut
 from coserve.split.messages import (
     MOST_HEADER,
     BaseHello,
+    CallDtype,
     ClientHello,
-    Dtype,
     Limits,
     LinearAnswer,
     LinearCall,
@@ -76,7 +76,7 @@ class Channel(ABC, Generic[In]):
 
     @abstractmethod
     def receive_tensors(
-        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: Dtype
+        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: CallDtype
     ) -> list[Tensor]:
         """The tensors [rows, width] that the last message has. Raises ConnectionError where it has others,
         TimeoutError where they do not come, OSError: the connection is of no use then."""
@@ -154,7 +154,7 @@ class SocketChannel(Channel[In]):
         return None if data is None else self._decode(data, self.limits)
 
     def receive_tensors(
-        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: Dtype
+        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: CallDtype
     ) -> list[Tensor]:
         if message.slot is not None:
             raise ConnectionError("a slot of shared memory, of which there is none")

@@ -19,7 +19,16 @@ from torch import Tensor
 from coserve.errors import AdapterMismatch, CoserveError, EngineLost, Unreachable, error_named
 from coserve.split.address import Address
 from coserve.split.channel import MOST_UNDER_WAY, Channel, Transport
-from coserve.split.messages import BaseHello, Beat, ClientHello, Dtype, LinearAnswer, LinearCall, ToClient
+from coserve.split.messages import (
+    BaseHello,
+    Beat,
+    CallDtype,
+    ClientHello,
+    Dtype,
+    LinearAnswer,
+    LinearCall,
+    ToClient,
+)
 from coserve.split.transport import SocketTransport
 
 SILENT_SECONDS: Final = 5.0  # at least, that an executor may give no sign of life while calls wait
@@ -228,7 +237,7 @@ class ExecutorConnection:
             self._channel.shut()  # which wakes who receives
 
 
-def call_of(paths: Sequence[str], rows: Rows, dtype: Dtype, **fields: Any) -> LinearCall:
+def call_of(paths: Sequence[str], rows: Rows, dtype: CallDtype, **fields: Any) -> LinearCall:
     """A call with these tensors, for `ExecutorConnection.submit`; `fields` are its direction and work."""
     nbytes = sum(tensor.nbytes for tensor in rows)
     return LinearCall(0, tuple(paths), rows=len(rows[0]), dtype=dtype, nbytes=nbytes, **fields)

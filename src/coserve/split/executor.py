@@ -14,7 +14,7 @@ from coserve.core.contained import contained
 from coserve.errors import RequestError, UnsupportedModel
 from coserve.model.batch import BatchCell
 from coserve.model.load import load_model
-from coserve.model.placement import Placement, place_locally
+from coserve.model.placement import Offer, Placement, place_locally
 from coserve.model.placing import place_linears
 from coserve.split.batching import BatchingConfig
 from coserve.split.clients import ClientAccount
@@ -22,6 +22,7 @@ from coserve.split.layers import LayerChoice
 from coserve.split.linears import find_linears, fingerprint_of_linears, grouped, shape_of
 from coserve.split.messages import VERSION, BaseHello, Dtype, ExecutorStatus, GroupShape, Limits, LinearCall
 from coserve.split.payload import DTYPES
+from coserve.split.privacy.field import exponent_of, product, total
 from coserve.split.queues import CallQueues
 from coserve.split.work import Outcome, Work
 
@@ -39,17 +40,26 @@ class BaseLinears:
         head = next((p for p, module in every.items() if module is model.get_output_embeddings()), None)
         found = {path: every[path] for path in (choice or LayerChoice()).chosen(every, head)}
         shapes = {path: shape_of(module) for path, module in found.items()}
+        exponents = {
+            path: exponent
+            for path, module in found.items()
+            if (exponent := exponent_of(module.weight)) is not None  # type: ignore[arg-type]
+        }
         self.hello = BaseHello(
             VERSION,
             fingerprint_of_linears(found) or "",
             _dtype_of(model, [module.weight for module in found.values()]),  # type: ignore[misc]
             tuple(
-                GroupShape(shapes[paths[0]][1], {path: shapes[path][0] for path in paths})
+                GroupShape(
+                    shapes[paths[0]][1],
+                    {path: shapes[path][0] for path in paths},
+                    {path: exponents[path] for path in paths if path in exponents},
+                )
                 for paths in grouped(shapes)
             ),
             limits or Limits(),
         )
-        chosen = frozenset(found)
+        chosen, self._exponents = frozenset(found), exponents
         del every, found
         self._placements: dict[str, Placement] = {}
 
@@ -77,6 +87,8 @@ class BaseLinears:
     @torch.no_grad()
     def compute(self, call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The answer's tensors, for those of a call that was checked, with any number of rows."""
+        if call.dtype == "field":
+            return self._compute_in_field(call, tensors)
         placements = [self._placements[path] for path in call.paths]
         if call.direction == "forward":
             return [placement.forward(tensors[0]) for placement in placements]
@@ -84,6 +96,19 @@ class BaseLinears:
         for placement, own in zip(placements[1:], tensors[1:], strict=True):
             grad = grad + placement.backward(own)
         return [grad]
+
+    def _compute_in_field(self, call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Exact products of field elements, without biases. Raises RequestError, NotOffered."""
+        weights = []
+        for path in call.paths:
+            if path not in self._exponents:
+                raise RequestError(f"{path} has weights that are not finite, which the field does not have")
+            self._placements[path].expect(Offer.WEIGHT, path)
+            weights.append((self._placements[path].weight(), self._exponents[path]))
+        if call.direction == "forward":
+            return [product(tensors[0], weight, exponent) for weight, exponent in weights]
+        grads = zip(tensors, weights, strict=True)
+        return [total([product(grad, weight.t(), exponent) for grad, (weight, exponent) in grads])]
 
 
 class BaseExecutor:

@@ -11,8 +11,8 @@ from coserve.split.channel import Channel, Decode, In, Transport
 from coserve.split.executor import BaseExecutor
 from coserve.split.messages import (
     BaseHello,
+    CallDtype,
     ClientHello,
-    Dtype,
     LinearAnswer,
     LinearCall,
     ToClient,
@@ -21,7 +21,7 @@ from coserve.split.messages import (
     decode_to_executor,
     encode_header,
 )
-from coserve.split.payload import DTYPES
+from coserve.split.payload import CALL_DTYPES
 from coserve.split.session import ClientSession
 from coserve.split.transport import TICK_SECONDS, greet
 
@@ -65,10 +65,10 @@ class InProcessChannel(Channel[In]):
         return self._decode(data, self.limits)
 
     def receive_tensors(
-        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: Dtype
+        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: CallDtype
     ) -> list[Tensor]:
         tensors, self._tensors = self._tensors, []
-        expected = [((rows, width), DTYPES[dtype]) for width in widths]
+        expected = [((rows, width), CALL_DTYPES[dtype]) for width in widths]
         if [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != expected:
             raise ConnectionError("other tensors than the message says")
         return tensors

@@ -2,7 +2,8 @@
 
 A call's tensors are contiguous rows without padding, one tensor after the other. Forward: the input
 [rows, in]; the answer has the product [rows, out] of each path. Backward: the gradient [rows, out] of each
-path; the answer has that of the input [rows, in]. A header that cannot be decoded or is too large leaves
+path; the answer has that of the input [rows, in]. Values are of the base's type, or of the prime field of
+`privacy/field.py`: products without biases then, and exact. A header that cannot be decoded or is too large leaves
 no place to read on from, so its connection ends; a call that is only wrong is refused, and its connection
 goes on.
 """
@@ -21,9 +22,10 @@ MOST_HEADER: Final = 1 << 20  # bytes: the shapes of a base with a thousand grou
 MOST_PATHS: Final = 64  # linears in one call
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+CallDtype = Dtype | Literal["field"]
 Direction = Literal["forward", "backward"]
 WorkClass = Literal["inference", "training"]
-ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "field": 8}
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
@@ -33,10 +35,12 @@ _Paths = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=MOST
 
 
 class GroupShape(msgspec.Struct, frozen=True):
-    """Sibling linears: the width of their input, and their own widths by path."""
+    """Sibling linears: the width of their input, and their own widths by path. `exponents` are of the powers
+    of two that weights are multiplied by in the field; those that are not finite have none."""
 
     inputs: _Count
     outputs: dict[_Name, _Count]
+    exponents: dict[_Name, int] = {}
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -88,7 +92,7 @@ class LinearCall(WireMessage, frozen=True):
     paths: _Paths
     direction: Direction
     rows: _Count
-    dtype: Dtype
+    dtype: CallDtype
     work: WorkClass
     nbytes: _Bytes
     deadline: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -219,7 +223,7 @@ class GroupTable:
 
     def check_call(self, call: LinearCall) -> None:
         """Raises RequestError for a call that the base cannot compute; the connection goes on."""
-        if call.dtype != self._hello.dtype:
+        if call.dtype not in (self._hello.dtype, "field"):
             raise RequestError(f"the call's rows are {call.dtype}, the base is {self._hello.dtype}")
         if call.rows > self._hello.limits.rows:
             raise RequestError(f"{call.rows} rows in one call: at most {self._hello.limits.rows} may be")

@@ -6,13 +6,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from coserve.split.messages import Dtype
+from coserve.split.messages import CallDtype, Dtype
 
 DTYPES: Final[Mapping[Dtype, torch.dtype]] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+CALL_DTYPES: Final[dict[CallDtype, torch.dtype]] = {"field": torch.int64, **DTYPES}
 
 
 def view_of(tensor: Tensor) -> memoryview:
@@ -20,9 +21,14 @@ def view_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def new_rows(rows: int, widths: Sequence[int], dtype: Dtype) -> tuple[Tensor, list[Tensor]]:
-    """A buffer for a payload, [bytes], and its tensors [rows, width] for each width: views."""
-    kind = DTYPES[dtype]
-    flat = torch.empty(rows * sum(widths), dtype=kind)
-    parts = torch.split(flat, [rows * width for width in widths])
-    return flat, [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
+def new_rows(rows: int, widths: Sequence[int], dtype: CallDtype) -> tuple[Tensor, list[Tensor]]:
+    """A buffer for a payload, [bytes], and its tensors [rows, width] for each width, which share its memory.
+
+    For autograd they are no views: scripts add to products in place, which views of one tensor do not allow.
+    """
+    flat = torch.empty(rows * sum(widths), dtype=CALL_DTYPES[dtype])
+    tensors, start = [], 0
+    for width in widths:
+        tensors.append(flat.new_empty(0).set_(flat.untyped_storage(), start, (rows, width), (width, 1)))
+        start += rows * width
+    return flat, tensors

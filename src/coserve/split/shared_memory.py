@@ -30,7 +30,7 @@ from torch import Tensor
 from coserve.split.channel import MOST_UNDER_WAY, Decode, In, Rest, SocketChannel
 from coserve.split.messages import (
     BaseHello,
-    Dtype,
+    CallDtype,
     LinearAnswer,
     LinearCall,
     SlotShape,
@@ -38,7 +38,7 @@ from coserve.split.messages import (
     ToExecutor,
     encode_header,
 )
-from coserve.split.payload import DTYPES, new_rows
+from coserve.split.payload import new_rows
 from coserve.wire.frames import frame_views, send_views
 
 SLOT_BYTES: Final = 32 << 20  # 4,096 rows of 2,048 in float32; memory that nobody wrote to takes no room
@@ -59,7 +59,7 @@ class Slots:
             dtype: [slot.view(kind) for slot in whole.split(shape.nbytes)] for dtype, kind in DTYPES.items()
         }
 
-    def tensors(self, slot: int, rows: int, widths: Sequence[int], dtype: Dtype) -> list[Tensor]:
+    def tensors(self, slot: int, rows: int, widths: Sequence[int], dtype: CallDtype) -> list[Tensor]:
         """Tensors [rows, width] at the beginning of a slot, uncopied."""
         flat = self._views[dtype][slot]
         if len(widths) == 1:
@@ -108,7 +108,7 @@ class SharedChannel(SocketChannel[In]):
         self._slots = slots
 
     def receive_tensors(
-        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: Dtype
+        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: CallDtype
     ) -> list[Tensor]:
         """The slot itself, if the message names one."""
         if message.slot is None:
@@ -178,7 +178,7 @@ class ClientSharedChannel(SharedChannel[ToClient]):
         return message
 
     def receive_tensors(
-        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: Dtype
+        self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: CallDtype
     ) -> list[Tensor]:
         if message.slot is None:
             return super().receive_tensors(message, rows, widths, dtype)

@@ -32,7 +32,7 @@ class Work:
     @property
     def product(self) -> ProductName:
         """Names what it asks for: calls with the same name can be computed together."""
-        return self.call.direction, *self.call.paths
+        return self.call.direction, self.call.dtype, *self.call.paths
 
     def is_urgent(self, now: float) -> bool:
         """Tells whether it goes with inference: training does after `AGE_SECONDS`."""
