@@ -194,7 +194,7 @@ class _Client:
                 if isinstance(message, LinearCall):
                     self._take(message, reader)
                 else:
-                    self._answers.put(_Answer(self._executor.status()))
+                    self._answers.put(_Answer(self._executor.status(self._account)))
         finally:
             if self._account is not None:
                 self._executor.leave(self._account)
