@@ -5,7 +5,20 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli import adapters, chat, demo, doctor, executor, finetune, jobs, keys, plan, quarantine, serve
+from coserve.cli import (
+    adapters,
+    chat,
+    demo,
+    doctor,
+    executor,
+    finetune,
+    jobs,
+    keys,
+    plan,
+    quarantine,
+    serve,
+    status,
+)
 from coserve.cli.bench import add_bench
 from coserve.cli.options import Config
 from coserve.errors import CoserveError
@@ -25,6 +38,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(quarantine.app, name="quarantine")
 add_bench(app)
 app.command()(executor.executor)
+app.command()(status.status)
 app.command()(plan.plan)
 app.command()(doctor.doctor)
 

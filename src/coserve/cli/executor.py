@@ -26,7 +26,7 @@ def executor(
     ] = "opportunistic",
     wait_factor: Annotated[
         float, typer.Option(help="Longest wait for company, in parts of the call's own product time.")
-    ] = 0.5,
+    ] = 1.0,
     wait_cap: Annotated[
         float, typer.Option(help="Seconds that one pass of a client may wait for company in all.")
     ] = 0.05,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from coserve.errors import ConfigError
-from coserve.split.clients import ACTIVE_SECONDS, ClientAccount
+from coserve.split.clients import ACTIVE_SECONDS, ClientAccount, Expected
 from coserve.split.work import ProductQueue, Work
 
 Batching = Literal["opportunistic", "waiting", "lockstep", "none"]
@@ -30,7 +30,7 @@ class BatchingConfig:
     """
 
     mode: Batching = "opportunistic"
-    wait_factor: float = 0.5
+    wait_factor: float = 1.0
     wait_cap: float = 0.05
     client_rows: int = 16384
 
@@ -98,10 +98,10 @@ class Alone(BatchingPolicy):
 class Opportunistic(BatchingPolicy):
     """A call waits for company a part of the seconds that its own product takes, so small ones pass quickly.
 
-    None waits where no other client may call, or where a product would be full. While the most urgent calls
-    are held, others that are ready go first, if their product ends before these have waited long enough:
-    else these stop waiting. So being held costs a call no more than it may wait, and the executor is never
-    idle while a call is ready.
+    None waits but for a client whose next call is expected at the same product in time, and where a product
+    would be full. While the most urgent calls are held, others that are ready go first, if their product ends
+    before these have waited long enough: else these stop waiting. So being held costs a call no more than
+    it may wait, and the executor is never idle while a call is ready.
     """
 
     def __init__(self, most_rows: int, wait_factor: float, wait_cap: float) -> None:
@@ -111,13 +111,14 @@ class Opportunistic(BatchingPolicy):
     def choose(
         self, queues: Collection[ProductQueue], clients: Collection[ClientAccount], now: float
     ) -> ProductQueue | float:
-        if not self._factor or not any(client.may_call(now) for client in clients):
+        expected = [call for client in clients if (call := client.expected(now))] if self._factor else []
+        if not expected:
             return _most_urgent(queues, now)
         held: ProductQueue | None = None
         until = NEVER
         for queue in sorted(queues, key=lambda queue: queue.urgency(now)):
-            waits_until = self._waits_until(queue)
-            if waits_until <= now or queue.rows >= self._most_rows:
+            waits_until = self._waits_until(queue, expected, now)
+            if waits_until <= now:
                 rows = sum(work.call.rows for work in self.together(queue, now))
                 return queue if held is None or now + queue.cost.seconds(rows) <= until else held
             held, until = held or queue, min(until, waits_until)
@@ -139,8 +140,15 @@ class Opportunistic(BatchingPolicy):
                     return taken[:number]
         return taken
 
-    def _waits_until(self, queue: ProductQueue) -> float:
-        return min(work.came + self._allowance(work, queue) for work in queue.works)
+    def _waits_until(self, queue: ProductQueue, expected: Sequence[Expected], now: float) -> float:
+        if queue.rows >= self._most_rows:
+            return now
+        until = min(
+            (now if work.held is None else work.held) + self._allowance(work, queue) for work in queue.works
+        )
+        product = queue.product
+        coming = [call.until for call in expected if call.product == product and call.at <= until]
+        return min(until, max(coming)) if coming else now
 
     def _allowance(self, work: Work, queue: ProductQueue) -> float:
         """Seconds that a call may wait for company."""

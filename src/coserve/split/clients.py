@@ -8,6 +8,31 @@ from coserve.split.messages import ClientStatus, Direction, LinearCall, WorkClas
 
 ACTIVE_SECONDS: Final = 1.0  # without a sign of it, after which nobody waits for a client any longer
 _MOST_SEEN: Final = 1 << 14  # products of one pass: a base has fewer
+_MEMORY: Final = 0.25  # of a newest measurement in the running mean
+_OVERDUE: Final = 2.0  # times its usual seconds, after which a call is no longer expected
+ProductName = tuple[str, ...]  # the direction, the rows' type, and the paths
+
+
+def product_of(call: LinearCall) -> ProductName:
+    """Names what a call asks for: calls with the same name can be computed together."""
+    return call.direction, call.dtype, *call.paths
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A call that will come at about `at`, and is no longer expected from `until` on."""
+
+    product: ProductName
+    at: float
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The product that a client calls after another one, and the seconds from an answer to that call."""
+
+    product: ProductName
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -15,7 +40,7 @@ class Pass:
     """A client's way through the model, with the seconds that it waited for company: it ends where the client
     calls a product again."""
 
-    seen: set[tuple[Direction, str]] = field(default_factory=set)
+    seen: set[ProductName] = field(default_factory=set)
     waited: float = 0.0
 
 
@@ -36,19 +61,39 @@ class ClientAccount:
     received: RecentRate = field(default_factory=RecentRate)  # bytes of tensors
     sent: RecentRate = field(default_factory=RecentRate)
     _passes: dict[WorkClass, Pass] = field(default_factory=dict)
+    _last: ProductName = ()
+    _steps: dict[ProductName, "_Step"] = field(default_factory=dict)
 
     def add(self, call: LinearCall, now: float) -> Pass:
         """Notes a call that came, and returns the pass that it belongs to."""
-        self.heard, self.newest = now, (call.work, call.direction)
+        product = product_of(call)
+        if self._last and not self.waiting_calls:
+            self._learn(product, now - self.heard)
+        self.heard, self.newest, self._last = now, (call.work, call.direction), product
         self.waiting_calls += 1
         self.waiting_rows += call.rows
         self.received.add(call.nbytes, now)
-        product = call.direction, call.paths[0]
         own = self._passes.get(call.work)
         if own is None or product in own.seen or len(own.seen) >= _MOST_SEEN:
             own = self._passes[call.work] = Pass()
         own.seen.add(product)
         return own
+
+    def expected(self, now: float) -> "Expected | None":
+        """Its next call, as after the same product before; None while it waits itself, or where nothing is
+        known, or it is long overdue."""
+        step = self._steps.get(self._last)
+        if step is None or self.waiting_calls or now >= (until := self.heard + _OVERDUE * step.seconds):
+            return None
+        return Expected(step.product, self.heard + step.seconds, until)
+
+    def _learn(self, product: ProductName, seconds: float) -> None:
+        step = self._steps.get(self._last)
+        if step is None and len(self._steps) >= _MOST_SEEN:
+            self._steps.clear()
+        if step is not None and step.product == product:
+            seconds = step.seconds + _MEMORY * (seconds - step.seconds)
+        self._steps[self._last] = _Step(product, seconds)
 
     def answer(self, call: LinearCall, now: float) -> None:
         """Notes that a call is about to be answered."""

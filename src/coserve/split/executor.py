@@ -146,8 +146,8 @@ class BaseExecutor:
         """Queues a call that was checked, of a client that has joined."""
         self._queues.put(work)
 
-    def status(self) -> ExecutorStatus:
-        """What it is, and what it has done so far."""
+    def status(self, asking: ClientAccount | None = None) -> ExecutorStatus:
+        """What it is, and what it has done so far; the connection that asks is left out."""
         now, queues = self._clock(), self._queues
         return ExecutorStatus(
             model=self._linears.name,
@@ -167,7 +167,7 @@ class BaseExecutor:
             received_a_second=queues.received.a_second(now),
             sent_a_second=queues.sent.a_second(now),
             products=queues.products(),
-            clients=queues.clients(),
+            clients=queues.clients(asking),
         )
 
     def close(self) -> None:

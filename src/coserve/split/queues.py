@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from coserve.split.batching import NEVER, BatchingConfig
-from coserve.split.clients import ClientAccount
+from coserve.split.clients import ClientAccount, ProductName
 from coserve.split.costs import ProductCost, RecentRate
 from coserve.split.messages import ClientStatus, Direction, GroupShape, ProductStatus
-from coserve.split.work import ProductName, ProductQueue, Work
+from coserve.split.work import ProductQueue, Work
 
 MOST_PRODUCTS: Final = 2000  # in a status: those computed most often
 
@@ -121,11 +121,11 @@ class CallQueues:
             self._is_closed = True
             self._changed.notify_all()
 
-    def clients(self) -> tuple[ClientStatus, ...]:
-        """All clients now."""
+    def clients(self, but: ClientAccount | None = None) -> tuple[ClientStatus, ...]:
+        """All clients now but one."""
         with self._changed:
             now = self._clock()
-            return tuple(client.status(now) for client in self._clients)
+            return tuple(client.status(now) for client in self._clients if client is not but)
 
     def products(self) -> tuple[ProductStatus, ...]:
         """Products that were asked for, in the order of the base's linears: at most `MOST_PRODUCTS`."""

@@ -133,7 +133,7 @@ class ClientSession:
                 if isinstance(message, LinearCall):
                     self._take(message)
                 else:
-                    self._post(self._executor.status(), (), 0)
+                    self._post(self._executor.status(self._account), (), 0)
         finally:
             if self._account is not None:
                 self._executor.leave(self._account)

@@ -56,7 +56,7 @@ class Slots:
         self.shape = shape
         whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
         self._views = {
-            dtype: [slot.view(kind) for slot in whole.split(shape.nbytes)] for dtype, kind in DTYPES.items()
+            dtype: [slot.view(kind) for slot in whole.split(shape.nbytes)] for dtype, kind in CALL_DTYPES.items()
         }
 
     def tensors(self, slot: int, rows: int, widths: Sequence[int], dtype: CallDtype) -> list[Tensor]:
@@ -77,7 +77,7 @@ class Slots:
             start += count
 
 
-_NAMES: Final = {kind: dtype for dtype, kind in DTYPES.items()}
+_NAMES: Final = {kind: dtype for dtype, kind in CALL_DTYPES.items()}
 
 
 def make_slots(nbytes: int) -> tuple[int, Slots] | None:

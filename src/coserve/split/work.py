@@ -7,13 +7,13 @@ from typing import Final
 from torch import Tensor
 
 from coserve.errors import CoserveError
-from coserve.split.clients import ClientAccount, Pass
+from coserve.split.clients import ClientAccount, Pass, ProductName, product_of
 from coserve.split.costs import ProductCost
 from coserve.split.messages import Direction, LinearCall
 
 Outcome = Sequence[Tensor] | CoserveError
+Urgency = tuple[bool, bool, float, float]  # smaller is more urgent
 AGE_SECONDS: Final = 0.5  # in which a call without a deadline is due; training waits behind inference so long
-ProductName = tuple[str, ...]  # the direction and the paths
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +31,8 @@ class Work:
 
     @property
     def product(self) -> ProductName:
-        """Names what it asks for: calls with the same name can be computed together."""
-        return self.call.direction, self.call.dtype, *self.call.paths
+        """Names what it asks for."""
+        return product_of(self.call)
 
     def is_urgent(self, now: float) -> bool:
         """Tells whether it goes with inference: training does after `AGE_SECONDS`."""
@@ -42,11 +42,16 @@ class Work:
         """Tells whether its deadline has passed."""
         return self.call.deadline is not None and now - self.came > self.call.deadline
 
-    def urgency(self, now: float) -> tuple[bool, float]:
-        """Sorts calls: inference ahead of training, then by deadline. As a call without one is due in
-        `AGE_SECONDS`, new calls with deadlines do not hold it up for ever."""
+    def urgency(self, now: float) -> Urgency:
+        """Sorts calls: inference ahead of training; within a class by deadline, and without one by progress.
+
+        Those that have come least far go first until they meet others, and go on with them: in the order of
+        arrival they would stay apart. A call without a deadline is due after `AGE_SECONDS`.
+        """
+        is_due = self.call.deadline is not None or now - self.came >= AGE_SECONDS
         deadline = AGE_SECONDS if self.call.deadline is None else self.call.deadline
-        return not self.is_urgent(now), self.came + deadline
+        due = self.came + deadline
+        return not self.is_urgent(now), not is_due, due if is_due else float(self.progress), self.came
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +67,15 @@ class ProductQueue:
         return self.works[0].call.direction
 
     @property
+    def product(self) -> ProductName:
+        """Of its calls."""
+        return self.works[0].product
+
+    @property
     def rows(self) -> int:
         """Rows of all calls."""
         return sum(work.call.rows for work in self.works)
 
-    def urgency(self, now: float) -> tuple[bool, float]:
+    def urgency(self, now: float) -> Urgency:
         """Of its most urgent call."""
         return min(work.urgency(now) for work in self.works)

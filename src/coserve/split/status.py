@@ -1,0 +1,65 @@
+"""Asks an executor for its status; loads no torch."""
+
+import os
+import socket
+import threading
+from typing import Final, TypeVar
+
+from coserve.errors import Unreachable, error_named
+from coserve.split.address import Address, shut
+from coserve.split.messages import (
+    MOST_HEADER,
+    VERSION,
+    BaseHello,
+    ClientHello,
+    ExecutorStatus,
+    Limits,
+    StatusRequest,
+    ToClient,
+    decode_to_client,
+    encode_header,
+)
+from coserve.wire.frames import FrameReader, send_frame
+from coserve.wire.messages import Fault
+
+PATIENCE: Final = 10.0  # seconds until an executor that says nothing counts as none
+NAME: Final = "coserve status"  # of the connection that asks
+T = TypeVar("T", bound=ToClient)
+
+
+def ask_status(address: Address, key: str = "", patience: float = PATIENCE) -> ExecutorStatus:
+    """Connects, asks, and leaves. Raises Unreachable, and what the executor refuses: ConfigError for a key or
+    a version."""
+    try:
+        connected = address.connect()
+    except OSError as error:
+        raise Unreachable(f"no executor answers at {address}: {error.strerror or error}") from error
+    timer = threading.Timer(patience, shut, [connected])
+    timer.start()
+    try:
+        return _asked(connected, address, key)
+    except (OSError, EOFError) as error:
+        raise Unreachable(f"what answers at {address} is no executor: {error}") from error
+    finally:
+        timer.cancel()
+        connected.close()
+
+
+def _asked(connected: socket.socket, address: Address, key: str) -> ExecutorStatus:
+    hello = ClientHello(VERSION, f"{NAME} {os.uname().nodename}/{os.getpid()}"[:512], key=key)
+    reader = FrameReader(connected, most=MOST_HEADER)
+    send_frame(connected, encode_header(hello))
+    _next(reader, address, BaseHello)
+    send_frame(connected, encode_header(StatusRequest()))
+    return _next(reader, address, ExecutorStatus)
+
+
+def _next(reader: FrameReader, address: Address, kind: type[T]) -> T:
+    """The next message. Raises what it refuses, and Unreachable where it is none of this kind."""
+    data = reader.read()
+    answer = None if data is None else decode_to_client(data, Limits())
+    if isinstance(answer, Fault):
+        raise error_named(answer.kind, answer.text)
+    if not isinstance(answer, kind):
+        raise Unreachable(f"what answers at {address} is no executor of version {VERSION}")
+    return answer
