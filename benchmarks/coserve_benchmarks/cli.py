@@ -221,7 +221,12 @@ def memory(
 
 @app.command()
 def streamed(
-    json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "1.5b"
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Annotated[
+        str | None, typer.Option(help="1.5b where the processor multiplies bfloat16 fast, else 780m.")
+    ] = None,
 ) -> None:
     """Measures a base four times as large as memory, beside peers under the same limit."""
     check_writable("--json", json_file)

@@ -36,6 +36,8 @@ def _place(found: Mapping[str, Any], kind: str) -> tuple[str, str] | None:
     ours = "coserve_benchmarks."
     series = found.get("series") or {}
     if kind == "table":
+        if "resident.peak" in (found.get("bars") or {}):
+            return ours + "streamed.page", "write_rows"
         return (ours + "policies.sheet", "write_cells") if "cells" in found else None
     if kind == "page":
         return (ours + "policies.page", "write_page") if "workloads" in found else None

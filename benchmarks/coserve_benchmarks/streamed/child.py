@@ -113,8 +113,9 @@ def _swap(order: StreamedOrder) -> StreamedReport:
 
 
 def _share(order: StreamedOrder) -> StreamedReport:
-    """Rates of a base of which `base_memory` bytes stay or pass through at a time."""
-    engine = _open(order)
+    """Rates of a base of which `base_memory` bytes stay or pass through at a time. Its passes are shared
+    whatever they cost, so costs are not measured."""
+    engine = _open(order, calibrate=False)
     _warm(engine, order)
     ours, streaming = _Ours(engine, order), engine.streaming
     assert streaming is not None
@@ -123,12 +124,13 @@ def _share(order: StreamedOrder) -> StreamedReport:
     )
 
 
-def _open(order: StreamedOrder) -> Engine:
-    """A calibrated engine."""
+def _open(order: StreamedOrder, calibrate: bool = True) -> Engine:
+    """An engine, calibrated unless told otherwise."""
     keep_freed_memory()
     engine = Engine(order.folder, _config(order))
     engine.memory.count_process()
-    engine.calibrate()
+    if calibrate:
+        engine.calibrate()
     return engine
 
 
@@ -282,8 +284,9 @@ def _read_rate(file: Path, flag: int) -> float:
     descriptor = os.open(file, os.O_RDONLY | flag)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        began, done = time.perf_counter(), 0
-        while done < _TRIAL and (count := os.preadv(descriptor, [buffer], done)) == _PIECE:
+        began, done, count = time.perf_counter(), 0, _PIECE
+        while done < _TRIAL and count == _PIECE:  # the last one of a small file may be shorter
+            count = os.preadv(descriptor, [buffer], done)
             os.posix_fadvise(descriptor, done, count, os.POSIX_FADV_DONTNEED)
             done += count
         return done / (time.perf_counter() - began)

@@ -1,30 +1,33 @@
 """`coserve bench streamed`: the whole table.
 
-The group `deferral` runs on predicted seconds. For all others the model is made on the spot, four times as
-large as the limit where the imports leave room for that. Each contestant is a process of its own under the
-limit (`limit`), one after the other.
+The group `deferral` runs on predicted seconds, `long` and `swap` on small models without a limit
+(`elsewhere`). For all others the model is made on the spot, in the type that this processor multiplies fast,
+and four times as large as the limit where the imports leave room for that. Each contestant is a process of
+its own under the limit (`limit`), one after the other.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import msgspec
 
 from coserve.core.size import show_size
 from coserve.errors import ServerError
-from coserve.workload.shapes import ModelShape, shape_named
+from coserve.kernels.cpu import choose_dtype
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
 from coserve_benchmarks.streamed import deferral
-from coserve_benchmarks.streamed.limit import Limited, run_limited
-from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport, SwapCase
-from coserve_benchmarks.timing import ratio_of, share_interval
+from coserve_benchmarks.streamed.contestants import order_for, read_report, run_contestant
+from coserve_benchmarks.streamed.elsewhere import Elsewhere
+from coserve_benchmarks.streamed.limit import Limited
+from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport
+from coserve_benchmarks.timing import ratio_of
 
 GROUPS: Final = ("coserve", "peers", "shares", "long", "swap", "deferral")
 BARS: Final[dict[str, Bar | None]] = {
@@ -38,20 +41,14 @@ BARS: Final[dict[str, Bar | None]] = {
     "swap.vs_recompute": Bar(1.0, at_most=True),
     "swap.right": Bar(0.9),
 }
+# By type: as many bytes, of which a pass reads 3.06 GB.
+SHAPES: Final = {"bfloat16": "1.5b", "float32": "780m"}
 _TIMES: Final = 4  # the model's bytes over the limit
 _ROOM: Final = 192 << 20  # bytes beside the weights: for pages, activations, and compiled products
 _SPARE: Final = 48 << 20  # bytes for what no ledger knows: threads' stacks, freed memory
-_SHAPES: Final = 64  # of products whose code oneDNN keeps, of 0.65 MB each; 256 by default
-_PATIENCE: Final = 3600.0  # seconds of one contestant
 _PEER_ROUNDS: Final = 2
 _SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks that stay
 _SHARE_ROUNDS: Final = 3
-_LONG_SHAPE: Final = "19m"  # of the model that answers a long prompt, in float32
-_LONG: Final = 2000  # tokens of that prompt
-_SWAP_SHAPE: Final = ModelShape("19m-longer", 384, 8, 1024, 6, 3, 8192, 4096)  # twice the positions
-_SWAPPED: Final = (64, 256, 1024, 2048)  # tokens of sequences that are preempted
-_PAUSES: Final = (0.0, 0.25, 1.0, 2.0)  # of tiers, with each page, in units of what computing it takes
-_SWAP_ROUNDS: Final = 3
 _SHARE_STEPS: Final = 2  # optimizer steps of a round
 _PEERS: Final[dict[Act, str]] = {
     "accelerate": "transformers, accelerate's offload to disk, PEFT with checkpointing",
@@ -60,49 +57,50 @@ _PEERS: Final[dict[Act, str]] = {
 
 
 def run_streamed(
-    shape: str = "1.5b",
+    shape: str | None = None,
     quick: bool = False,
     only: Collection[str] | None = None,
     json_path: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Measures the rows of some groups (all, by default) and returns what `--json` writes. Raises ConfigError
-    for an unknown shape or group, ServerError where ours does not stay within the limit or a plain load does.
+    """Measures the rows of some groups (all, by default) and returns what `--json` writes. The shape is the
+    one that suits the processor's type, unless one is given. Raises ConfigError for an unknown shape or
+    group, ServerError where ours does not stay within the limit or a plain load does.
     """
+    dtype, why = choose_dtype()
     groups = GROUPS if only is None else tuple(only)
-    bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
-    runs: dict[str, Callable[[], object]] = {"deferral": lambda: deferral.run_deferral(bench.results, quick)}
-    with tempfile.TemporaryDirectory(prefix="coserve-streamed-") as folder:
-        if groups != ("deferral",):  # which needs no model
-            rows = _Rows(bench, Path(folder), quick)
-            runs |= {group: getattr(rows, group) for group in GROUPS if group not in runs}
+    bench = begin(shape or SHAPES[dtype], quick, groups, GROUPS, json_path, BARS)
+    bench = replace(bench, shape=bench.shape.in_dtype(dtype))
+    bench.results.header["dtype"] = dtype
+    bench.results.note("dtype", why)
+    with tempfile.TemporaryDirectory(prefix="coserve-streamed-") as name:
+        folder = Path(name)
+        limited = cache(lambda: _Limited(bench, folder, quick))
+        elsewhere = Elsewhere(bench, folder, quick)
+        runs: dict[str, Callable[[], object]] = {
+            "coserve": lambda: limited().coserve(),
+            "peers": lambda: limited().peers(),
+            "shares": lambda: limited().shares(),
+            "long": elsewhere.long,
+            "swap": elsewhere.swap,
+            "deferral": lambda: deferral.run_deferral(bench.results, quick),
+        }
         run_groups(bench, groups, runs)
     return bench.results.as_dict()
 
 
-class _Rows:
+class _Limited:
     """Rows of one model under one limit."""
 
     def __init__(self, bench: Bench, folder: Path, quick: bool) -> None:
         self._bench, self._quick = bench, quick
-        scratch = folder / "scratch"
-        scratch.mkdir()
-        model = save_shape(bench.shape, folder)
+        shape = bench.shape
+        model = save_shape(shape, folder)
         self._saved = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-        self._order = StreamedOrder(
-            act="size",
-            folder=str(model),
-            scratch=str(scratch),
-            threads=bench.machine.threads,
-            seed=bench.settings.seed,
-            vocabulary=bench.shape.vocabulary,
-        )
-        if quick:
-            few = {"rounds": 1, "bound_rounds": 1, "steps": 2, "answer": 3}
-            self._order = msgspec.structs.replace(self._order, **few)
+        self._order = order_for(bench, model, quick)
         imports = self._ask("size", 1 << 40).imports
-        self._blocks = 2 * bench.shape.layer_weights  # bytes
-        block = self._blocks // bench.shape.layers  # of which two pass through; with norms a little more
-        self._least = int(1.05 * 2 * (2 * bench.shape.head_weights + block))
+        self._blocks = shape.item_bytes * shape.layer_weights  # bytes
+        ends, block = 2 * shape.item_bytes * shape.head_weights, self._blocks // shape.layers
+        self._least = int(1.05 * (ends + 2 * block))  # two blocks pass through; with norms a little more
         self._limit = max(self._saved // _TIMES, imports + _SPARE + self._least + _ROOM)
         memory = self._limit - imports - _SPARE
         room = {"memory": memory, "base_memory": self._least}
@@ -118,7 +116,7 @@ class _Rows:
         if not control.was_killed and self._saved > self._limit:
             raise ServerError(f"a plain load survived {show_size(self._limit)}: no limit is enforced")
         ended = self._run("coserve", self._limit)
-        found, results = _read(ended), self._bench.results
+        found, results = read_report(ended), self._bench.results
         results.figure("loading", found.loading, "seconds it took")
         results.figure("pass.bytes", found.pass_nbytes, "bytes")
         results.figure("pass.seconds", found.pass_seconds, "s")
@@ -159,7 +157,7 @@ class _Rows:
                 end = "killed at the limit" if ended.was_killed else f"failed: {last[0][:200]}"
                 told.append(f"{name}: {end}")
                 continue
-            found = _read(ended)
+            found = read_report(ended)
             rate = self._rate(found, found.peer)
             results.figure(f"peer.{act}", rate, "tokens/s")
             told.append(f"{name}: {rate:.2f} tokens/s, peak {show_size(ended.peak)}")
@@ -179,7 +177,7 @@ class _Rows:
             stay = int(share * self._blocks)
             room = {"memory": order.memory + 2 * stay, "base_memory": order.base_memory + stay}
             given = msgspec.structs.replace(order, **few, **room)
-            found = _read(self._run("share", self._limit + 2 * stay, given))
+            found = read_report(self._run("share", self._limit + 2 * stay, given))
             points["share"].append(1 - found.pass_nbytes / self._blocks)
             for kind in ("answers", "training", "both"):
                 rate = ratio_of([getattr(one, kind) for one in found.rates])
@@ -189,85 +187,12 @@ class _Rows:
         for name, values in points.items():
             results.series(f"share.{name}", values)
 
-    def long(self) -> None:
-        """A prompt answered with pages for a quarter of it, beside full memory, in float32; no limit, as the
-        whole cache has to fit beside the model."""
-        results = self._bench.results
-        order = self._order
-        if not self._quick:
-            small = shape_named(_LONG_SHAPE)
-            saved = save_shape(small, Path(order.folder).parent)
-            order = msgspec.structs.replace(order, folder=str(saved), vocabulary=small.vocabulary, long=_LONG)
-        found = _read(self._run("long", 1 << 40, order))
-        assert found.long is not None, "it was asked for"
-        results.row(
-            "long.tokens", found.differs, note="largest difference of log-probabilities from full memory's"
-        )
-        results.figure("long.prompt", order.long, "tokens")
-        results.figure("long.seconds", found.long.ours, "s with pages for a quarter of the prompt")
-        results.figure("long.full", found.long.theirs, "s with pages for all of it")
-        results.figure("long.read", found.long_nbytes, "bytes of keys and values")
-
-    def swap(self) -> None:
-        """Pages of preempted sequences moved, in float32, and their tokens computed again; no limit."""
-        results, order = self._bench.results, self._order
-        if not self._quick:
-            saved = save_shape(_SWAP_SHAPE, Path(order.folder).parent)
-            order = msgspec.structs.replace(
-                order,
-                folder=str(saved),
-                vocabulary=_SWAP_SHAPE.vocabulary,
-                swapped=_SWAPPED,
-                pauses=_PAUSES,
-                rounds=_SWAP_ROUNDS,
-            )
-        cases = _read(self._run("swap", 1 << 40, order)).swapped
-        right = [one.chosen == (median(one.moved) < median(one.computed)) for one in cases]
-        share = sum(right) / len(cases)
-        told = "; ".join(_told(one, is_right) for one, is_right in zip(cases, right, strict=True))
-        results.row("swap.right", share, share_interval(share, len(cases)), note=told)
-        longest = max(one.tokens for one in cases)
-        plain = next(one for one in cases if one.tokens == longest and not one.pause)
-        results.figure("swap.pages", plain.pages, "pages of the longest")
-        results.figure("swap.written", plain.nbytes[0], "bytes, as the system counts them")
-        results.figure("swap.read", plain.nbytes[1], "bytes, as the system counts them")
-        results.figure("swap.moving", median(plain.moving), "s written and read")
-        results.figure("swap.computing", median(plain.computing), "s of steps that computed them again")
-        results.figure("swap.moved", median(plain.moved), "s to the next token")
-        results.figure("swap.computed", median(plain.computed), "s to the next token")
-        if plain.chosen:
-            ratio = ratio_of([a / b for a, b in zip(plain.moving, plain.computing, strict=True)])
-            results.row("swap.vs_recompute", ratio.value, (ratio.low, ratio.high))
-        else:
-            results.note("swap.vs_recompute", "the scheduler would not have moved them")
-
     def _rate(self, found: StreamedReport, seconds: "Collection[float]") -> float:
         """Tokens answered and trained a second, in the median round."""
         return 1 / ratio_of([one / found.tokens for one in seconds]).value
 
     def _ask(self, act: Act, limit: int) -> StreamedReport:
-        return _read(self._run(act, limit))
+        return read_report(self._run(act, limit))
 
     def _run(self, act: Act, limit: int, order: StreamedOrder | None = None) -> Limited:
-        few = {name: str(_SHAPES) for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")}
-        given = msgspec.json.encode(msgspec.structs.replace(order or self._order, act=act)).decode()
-        command = [sys.executable, "-m", "coserve_benchmarks.streamed.child"]
-        return run_limited(command, given, limit, _PATIENCE, few)
-
-
-def _told(case: SwapCase, is_right: bool) -> str:
-    """A case in words."""
-    choice = "moved" if case.chosen else "computed"
-    seconds = f"{1e3 * median(case.moved):.1f} and {1e3 * median(case.computed):.1f} ms"
-    wrong = "" if is_right else ", wrong"
-    return (
-        f"{case.tokens} tokens, pause {case.pause:g}: {seconds} moved and computed, chosen: {choice}{wrong}"
-    )
-
-
-def _read(ended: Limited) -> StreamedReport:
-    """A contestant's answer. Raises ServerError where it failed."""
-    if ended.returncode != 0:
-        lines = ended.stderr.strip().splitlines()[-3:]
-        raise ServerError(f"a contestant ended with {ended.returncode}: {' '.join(lines)}")
-    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=StreamedReport)
+        return run_contestant(order or self._order, act, limit)

@@ -2,13 +2,12 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
-import torch
 from transformers.utils import logging
 
 from coserve.config import EngineConfig
@@ -19,9 +18,9 @@ from coserve.demo.load_generator import LoadGenerator, RequestSource
 from coserve.demo.view import DemoView, JobProgress, Snapshot
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning
+from coserve.kernels.cpu import choose_dtype
 
 NEWEST: Final = 1500  # times between tokens that the figures on screen look back on
-_TRIES: Final = 7
 _LONGEST: Final = 3.0  # times an act's seconds, after which it ends although a job has made no step
 
 
@@ -146,27 +145,6 @@ def open_engine(model: str | Path, device: str) -> tuple[Engine, str]:
     logging.disable_progress_bar()  # a loading bar would stand in the middle of the view
     dtype, why = ("bfloat16", "in bfloat16") if device != "cpu" else choose_dtype()
     return Engine(model, EngineConfig(dtype=dtype, device=device)), why
-
-
-def choose_dtype() -> tuple[str, str]:
-    """bfloat16 where this processor multiplies it faster than float32, measured on one small product."""
-    single, half = _product_seconds(torch.float32), _product_seconds(torch.bfloat16)
-    name = "bfloat16" if half < single else "float32"
-    took = f"{half * 1e3:.2f} ms in bfloat16 and {single * 1e3:.2f} ms in float32"
-    return name, f"in {name}, as one product of matrices took {took}"
-
-
-@torch.no_grad()
-def _product_seconds(dtype: torch.dtype) -> float:
-    """The shortest of a few runs of one linear of the engine's usual size."""
-    x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    return min(_timed(lambda: torch.nn.functional.linear(x, weight)) for _ in range(_TRIES))
-
-
-def _timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def _all_begun(jobs: Sequence[FineTuning]) -> bool:

@@ -4,20 +4,20 @@ Importing this module loads no torch; making configurations and weights does.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedModel
 
-_BYTES = 2  # of a bfloat16
+_ITEM_BYTES: Final = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama in bfloat16 with untied embeddings and random weights."""
+    """A Llama with untied embeddings and random weights."""
 
     name: str
     hidden: int
@@ -27,6 +27,12 @@ class ModelShape:
     groups: int  # key-value heads
     vocabulary: int
     positions: int
+    dtype: str = "bfloat16"
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a weight."""
+        return _ITEM_BYTES[self.dtype]
 
     @property
     def config(self) -> "LlamaConfig":
@@ -46,7 +52,7 @@ class ModelShape:
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=0,
-            dtype=torch.bfloat16,
+            dtype=getattr(torch, self.dtype),
         )
 
     def build(self, device: str = "cpu") -> "PreTrainedModel":
@@ -57,9 +63,14 @@ class ModelShape:
 
         with torch.random.fork_rng(devices=[]), nullcontext() if device == "cpu" else torch.device(device):
             torch.manual_seed(0)
-            model = LlamaForCausalLM._from_config(self.config, dtype=torch.bfloat16)
+            model = LlamaForCausalLM._from_config(self.config, dtype=getattr(torch, self.dtype))
         built: PreTrainedModel = model.eval()
         return built
+
+    def in_dtype(self, dtype: str) -> "ModelShape":
+        """The same shape with weights of another type."""
+        assert dtype in _ITEM_BYTES, dtype
+        return replace(self, dtype=dtype)
 
     @property
     def parameters(self) -> int:
@@ -88,7 +99,7 @@ class ModelShape:
         """Bytes one decode step must read: every linear once, and the keys and values of `context` tokens
         for each of its sequences."""
         cached = 2 * self.layers * self.hidden * self.groups // self.heads * context * sequences
-        return _BYTES * (self.layer_weights + self.head_weights + cached)
+        return self.item_bytes * (self.layer_weights + self.head_weights + cached)
 
     def prefill_flops(self, prompts: int, length: int) -> int:
         """Operations of prefill for prompts of `length` tokens; only their last rows pass the head."""
@@ -115,6 +126,7 @@ _SHAPES = {
         ModelShape("8b", 4096, 32, 14336, 32, 8, 128256, 16384),
         ModelShape("1.5b", 1280, 88, 3456, 20, 5, 4096, 2048),
         ModelShape("600m", 1536, 18, 4096, 12, 6, 16384, 4096),
+        ModelShape("780m", 1280, 44, 3456, 20, 5, 4096, 2048),  # 1.5b's bytes, if in float32
         ModelShape("255m", 1024, 16, 2816, 16, 8, 32000, 4096),
         ModelShape("19m", 384, 8, 1024, 6, 3, 8192, 2048),
         ModelShape("tiny", 64, 4, 176, 4, 2, 512, 1024),

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from coserve import EngineConfig
-from coserve.errors import ServerError
+from coserve.errors import ConfigError, ServerError
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.redraw import redraw
-from coserve_benchmarks.streamed import deferral, limit
+from coserve_benchmarks.streamed import deferral, limit, run
 from coserve_benchmarks.streamed.deferral import COMPARED, MACHINES, Grid
 from coserve_benchmarks.streamed.limit import run_limited
+from coserve_benchmarks.streamed.page import BEGIN, END, write_rows
 from coserve_benchmarks.streamed.run import BARS, run_streamed
 
 LIMIT = 80 << 20
+IMPORTS = 304_000_000  # bytes that importing everything took
 PAGE_SIZE = EngineConfig().page_size
 TAKES = 'import sys; held = b"x" * int(sys.stdin.read()); import time; time.sleep(0.2); print(len(held))'
 
@@ -56,14 +58,18 @@ def test_settings_are_in_its_environment() -> None:
     assert run_limited(command, "", LIMIT, 60.0, {"COLOUR": "blue"}).stdout == "blue\n"
 
 
-def test_a_long_prompt_is_compared_with_full_memory() -> None:
+def test_a_long_prompt_is_compared_with_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_Limited", None)  # makes a model of which this needs nothing
     found = run_streamed("tiny", quick=True, only=["long"])
     assert 0 <= found["long.tokens"] <= 1e-5
     figures = found["figures"]
     assert figures["long.read"]["value"] > 0 and figures["long.prompt"]["value"] == 480
 
 
-def test_preempted_sequences_are_moved_and_computed_again() -> None:
+def test_preempted_sequences_are_moved_and_computed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "_Limited", None)
     found = run_streamed("tiny", quick=True, only=["swap"])
     figures, shape = found["figures"], shape_named("tiny")
     head = shape.hidden // shape.heads
@@ -76,6 +82,30 @@ def test_preempted_sequences_are_moved_and_computed_again() -> None:
     assert 0 <= found["swap.right"] <= 1 and found["notes"]["swap.right"].count(";") == 3
     assert ("swap.vs_recompute" in found) != ("swap.vs_recompute" in found["notes"])
     assert found["figures"]["swap.moving"]["value"] < found["figures"]["swap.moved"]["value"]
+    assert found["dtype"] in run.SHAPES and found["dtype"] in found["notes"]["dtype"]
+    (tmp_path / "streamed.json").write_text(json.dumps(found))
+    sheet = tmp_path / "page.md"
+    sheet.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\nprose\n")
+    redraw(tmp_path / "streamed.json", sheet)
+    lines = sheet.read_text().splitlines()
+    assert lines[0] == "# Title" and lines[-1] == "prose" and "old" not in lines
+    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+    assert rows.keys() == BARS.keys() | found["figures"].keys()
+    assert "not measured" in rows["vs_peer"] and f"{found['swap.right']:.3g}" in rows["swap.right"]
+
+
+def test_a_page_without_a_place_for_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("# Title\n")
+    with pytest.raises(ConfigError, match="no place for rows"):
+        write_rows({}, tmp_path / "page.md")
+
+
+def test_either_shape_is_four_times_a_limit_that_holds_two_of_its_blocks() -> None:
+    for dtype, name in run.SHAPES.items():
+        shape = shape_named(name).in_dtype(dtype)
+        block = shape.layer_weights * shape.item_bytes // shape.layers
+        beside = 2 * shape.head_weights * shape.item_bytes + 2 * block + run._ROOM + run._SPARE
+        assert shape.parameters * shape.item_bytes / 4 > beside + IMPORTS
 
 
 def test_deferral_is_compared_on_predicted_seconds(tmp_path: Path) -> None:
@@ -98,7 +128,7 @@ def test_algorithm_2_keeps_bounds_where_the_way_back_takes_longer_than_reading()
 
 @pytest.mark.slow
 def test_a_quick_run_fills_the_table(tmp_path: Path) -> None:
-    found = run_streamed("19m", quick=True, json_path=tmp_path / "streamed.json")
+    found = run_streamed("tiny", quick=True, json_path=tmp_path / "streamed.json")
     assert json.loads((tmp_path / "streamed.json").read_text())["figures"]
     assert {key for key in BARS if key in found} >= BARS.keys() - {"vs_peer"}
     assert found["resident.peak"] <= 1.0 and found["read.share"] > 0

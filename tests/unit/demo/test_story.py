@@ -17,7 +17,6 @@ from coserve import Engine, EngineConfig, tiny
 from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json, rounded
 from coserve.demo import acts, lessons, score
-from coserve.demo.acts import choose_dtype
 from coserve.demo.figures import Bounds
 from coserve.demo.lessons import TASKS, from_file, new_tasks
 from coserve.demo.page import read_runs
@@ -25,6 +24,7 @@ from coserve.demo.request_sources import OFFERED
 from coserve.demo.story import Options, Story
 from coserve.demo.view import make_view
 from coserve.errors import DataError
+from coserve.kernels.cpu import choose_dtype
 from coserve.train.example import IGNORED, Example
 
 

@@ -1,0 +1,77 @@
+"""The page of a run of `coserve bench streamed`, from its JSON.
+
+`coserve bench draw docs/results/streamed.json docs/results/streamed.md` replaces what stands between the
+page's two marks; everything else stays.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from coserve.errors import ConfigError
+from coserve_benchmarks.report import code_and_load
+from coserve_benchmarks.streamed.run import BARS
+
+BEGIN: Final = "<!-- rows: made of streamed.json by coserve bench draw -->"
+END: Final = "<!-- end of rows -->"
+
+
+def write_rows(found: Mapping[str, Any], path: str | Path) -> None:
+    """Writes the rows into a page. Raises ConfigError where the page has no marks for them."""
+    path = Path(path)
+    page = path.read_text(encoding="utf-8") if path.exists() else ""
+    before, begun, rest = page.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not begun or not ended:
+        raise ConfigError(f"{path} has no place for rows: expected {BEGIN!r} and {END!r}")
+    path.write_text(f"{before}{BEGIN}\n\n{render(found)}\n{END}{after}", encoding="utf-8")
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The run, its rows beside their bars, its figures and its notes."""
+    bars = {key: str(bar) for key, bar in BARS.items()} | found["bars"]
+    rows = [_row(found, key, bar) for key, bar in bars.items()]
+    figures = [
+        (f"`{name}`", _number(figure["value"]), figure["unit"]) for name, figure in found["figures"].items()
+    ]
+    notes = [f"- `{name}`: {text}" for name, text in found["notes"].items()]
+    return "\n".join(
+        [
+            f"{_source(found)}\n",
+            *_table(("key", "measured", "95 % interval", "bar", ""), rows),
+            "",
+            *_table(("figure", "", "unit"), figures),
+            "",
+            *notes,
+        ]
+    )
+
+
+def _source(found: Mapping[str, Any]) -> str:
+    machine = found["machine"]
+    dtype = f" in {found['dtype']}" if "dtype" in found else ""
+    end = found["ended"] or "no end: it was interrupted"
+    return (
+        f"`{found['command']}`, {found['date']} to {end}; {code_and_load(found)}. {found['shape']} "
+        f"({found['parameters'] / 1e6:,.0f}M parameters){dtype}, {machine['threads']} threads of an "
+        f"{machine['cpu']}, torch {machine['torch_version']}; groups {', '.join(found['groups'])}."
+    )
+
+
+def _row(found: Mapping[str, Any], key: str, bar: str) -> tuple[str, ...]:
+    if key not in found:
+        return f"`{key}`", "not measured", "", bar, ""
+    low, high = found["spreads"].get(key, (None, None))
+    spread = "" if low is None else f"{_number(low)} to {_number(high)}"
+    met = {True: "met", False: "missed", None: ""}[found["met"].get(key)]
+    return f"`{key}`", _number(found[key]), spread, bar, met
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    lines = (heads, ("---",) * len(heads), *rows)
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _number(value: float) -> str:
+    """Whole from a thousand on, three significant digits below, a power of ten where it is tiny."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
