@@ -13,9 +13,10 @@ from coserve.core.contained import contained
 from coserve.errors import CoserveError, RequestError, UnsupportedModel
 from coserve.model.batch import BatchCell
 from coserve.model.load import load_model
+from coserve.model.origin import linears_digest
 from coserve.model.placement import Placement, place_locally
 from coserve.model.placing import place_linears
-from coserve.split.linears import find_linears, fingerprint_of_linears, grouped, shape_of
+from coserve.split.linears import digests_of, find_linears, grouped, shape_of
 from coserve.split.messages import VERSION, BaseHello, Dtype, GroupShape, Limits, LinearCall
 from coserve.split.payload import DTYPES
 from coserve.split.queues import Batching, CallQueues, Outcome, Work
@@ -28,12 +29,17 @@ class BaseLinears:
         """Takes the model over; everything but its linears is freed with it. Raises UnsupportedModel."""
         found = {path: module for path, (_, module) in find_linears(model).items()}
         shapes = {path: shape_of(module) for path, module in found.items()}
+        digests = digests_of(found) or {}
         self.hello = BaseHello(
             VERSION,
-            fingerprint_of_linears(found) or "",
+            linears_digest(digests),
             _dtype_of(model, [module.weight for module in found.values()]),  # type: ignore[misc]
             tuple(
-                GroupShape(shapes[paths[0]][1], {path: shapes[path][0] for path in paths})
+                GroupShape(
+                    shapes[paths[0]][1],
+                    {path: shapes[path][0] for path in paths},
+                    {path: digests[path] for path in paths if path in digests},
+                )
                 for paths in grouped(shapes)
             ),
             limits or Limits(),

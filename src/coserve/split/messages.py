@@ -33,10 +33,11 @@ _Paths = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=MOST
 
 
 class GroupShape(msgspec.Struct, frozen=True):
-    """Sibling linears: the width of their input, and their own widths by path."""
+    """Sibling linears: the width of their input, and their own widths and content hashes by path."""
 
     inputs: _Count
     outputs: dict[_Name, _Count]
+    digests: dict[_Name, _Name] = {}
 
 
 class Limits(msgspec.Struct, frozen=True):
