@@ -51,7 +51,7 @@ class LaterGroup(Group):
             path: placement.forward(ones[path]).shape[-1] for path, placement in placements.items()
         }
 
-    def launch(self, x: Tensor, paths: Sequence[str]) -> Pending[Sequence[Tensor]]:
+    def launch(self, x: Tensor, paths: Sequence[str], is_training: bool = False) -> Pending[Sequence[Tensor]]:
         placements = [self._placements[path] for path in paths]
         return self.place.submit("forward", paths, lambda: [own.forward(x) for own in placements])
 

@@ -60,7 +60,9 @@ class SplitWorld:
 
     @property
     def lines(self) -> list[str]:
-        return [f"{begin:g}-{end:g} {product}: {' '.join(names)}" for begin, end, product, names in self.batches]
+        return [
+            f"{begin:g}-{end:g} {product}: {' '.join(names)}" for begin, end, product, names in self.batches
+        ]
 
     def know(self) -> None:
         """Has the queues learn what products take, as from a client that came before."""

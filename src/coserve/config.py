@@ -14,6 +14,9 @@ class EngineConfig:
     dtype: str = "auto"  # float32, bfloat16, float16, float64, or what the model was saved in
     quantize: str = "none"  # bits of the base's weights: 8bit halves their bytes, 4bit thirds them; both err
     device: str = "cpu"  # or cuda, cuda:1, ...
+    # Addresses of base executors that compute the base's linears, separated by commas; empty: none.
+    base: str = ""
+    base_patience: float = 5.0  # seconds that a step waits for one that went away, before all work waits
     executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
     async_scheduling: bool | None = None  # plans a step while one runs; None: if the executor is remote
     cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
@@ -58,12 +61,30 @@ class EngineConfig:
             raise ConfigError(f"engine.cache_dtype must be auto or int8, not {self.cache_dtype!r}")
         if self.executor not in ("local", "remote"):
             raise ConfigError(f"engine.executor must be local or remote, not {self.executor!r}")
+        if self.base:
+            self._check_base()
         if self.deterministic:
             settings = self.scheduler_settings
             if settings["micro_batches_in_flight"] != 1 or settings["training_window"] is None:
                 raise ConfigError(
                     "engine.deterministic needs a scheduler.training_window, and micro_batches_in_flight of 1"
                 )
+
+    def _check_base(self) -> None:
+        """Raises ConfigError for what needs the base's weights in this process."""
+        needs = {
+            "quantize": (self.quantize != "none", "an executor's linears are as it has loaded them"),
+            "base_memory": (self.base_memory != "auto", "the executors' memory is not this engine's"),
+            "deterministic": (
+                self.deterministic,
+                "an executor computes rows of several clients together, which changes their last bits",
+            ),
+        }
+        for name, (is_set, reason) in needs.items():
+            if is_set:
+                raise ConfigError(f"engine.{name} does not go with engine.base: {reason}")
+        if not self.base_patience >= 0:
+            raise ConfigError(f"engine.base_patience must be at least 0 seconds, not {self.base_patience}")
 
     @property
     def scheduler_settings(self) -> dict[str, Any]:

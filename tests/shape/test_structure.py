@@ -31,9 +31,9 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"attention", "memory.arena", "memory.measured", "memory.exhausted"}),
     frozenset({"adapters"}),
     frozenset({"model"}),
-    frozenset({"streamed"}),
+    frozenset({"streamed", "split"}),  # bases from elsewhere
     frozenset({"train"}),
-    frozenset({"executors", "split"}),
+    frozenset({"executors"}),
     frozenset({"engine"}),
     frozenset({"plan"}),
     frozenset({"tiny", "demo", "serve"}),

@@ -40,6 +40,14 @@ def serve(
     memory: Annotated[
         str | None, typer.Option(help="Bytes for everything, as 6GiB, or a share, as 0.5.")
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Base executors that compute the base's linears, as unix:PATH or tcp:HOST:PORT; several are "
+            "separated by commas. Their key is read from COSERVE_EXECUTOR_KEY.",
+        ),
+    ] = None,
     base_memory: Annotated[
         str | None,
         typer.Option(help="Of that, for the base's weights: what exceeds it is read from disk in each pass."),
@@ -161,6 +169,7 @@ def serve(
             quantize=quantize,
             cache_tokens=cache_tokens,
             memory=memory,
+            base=base,
             base_memory=base_memory,
             adapter_memory=adapter_memory,
             swap_space=swap_space,

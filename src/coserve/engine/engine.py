@@ -86,7 +86,7 @@ class Engine:
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.streaming = self.executor.spec.streaming
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
-        self._plans_ahead = config.plans_ahead and not reads
+        self._plans_ahead = config.plans_ahead and not reads and not config.base
         self.text = texts()
         reader = Reader(self._read_stored, self.executor.pause_training)
         room = self.executor.spec.host_room
@@ -359,8 +359,9 @@ class Engine:
     def _next_result(self) -> StepResult:
         """The result of the oldest plan under way: of the last one where the base's weights could not be
         read, and it stayed. With asynchronous scheduling the next plan is launched first, if it can be made
-        already. Not on a streamed base: a command that a result leads to, such as one for a job's state,
-        would have to wait until that plan can be read. Planning takes milliseconds, and its steps longer."""
+        already. Not on a streamed or remote base: a command that a result leads to, such as one for a job's
+        state, would have to wait until that plan can run. Planning takes milliseconds, and its steps longer.
+        """
         if not self.scheduler.under_way:
             plan = self.scheduler.plan(self.clock())
             if not self._plans_ahead:

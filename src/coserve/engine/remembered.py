@@ -88,6 +88,7 @@ def circumstances(base: Base, config: EngineConfig) -> Circumstances:
         "cache_dtype": config.cache_dtype,
         "max_running": config.max_running,
         "deterministic": config.deterministic,
+        "base": config.base,
     }
 
 

@@ -34,7 +34,8 @@ class ExecutorSpec:
     its type's name, `row_buckets` the row counts of the device's steps, `sites` the base's sites for
     adapters, `streaming` how the base is streamed (None for one that was loaded as a whole). `swap_pages` are
     those that the second tier has room for, `offload_pages` the same for sequences that lie there as a whole;
-    `offload_refusal` says why there are none."""
+    `offload_refusal` says why there are none. `elsewhere` are paths of linears that base executors
+    compute."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -50,6 +51,7 @@ class ExecutorSpec:
     swap_pages: int = 0
     offload_pages: int = 0
     offload_refusal: str = ""
+    elsewhere: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

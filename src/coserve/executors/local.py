@@ -104,6 +104,9 @@ class LocalExecutor(Executor):
         self._offloaded = None if offload_space is None else offload_space.cache
         self._swapped: StepResult | None = None  # what came of moving the pages of the oldest plan
         self._lanes = LaneRunner(base.device)
+        self._calls = frozenset(
+            path for path, linear in base.linears.items() if linear.placement.is_elsewhere
+        )
         self._short = Shortages(self.held.drop_activations)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
@@ -131,12 +134,14 @@ class LocalExecutor(Executor):
             swap_pages=0 if self._swap_space is None else self._swap_space.pages,
             offload_pages=0 if self._offload_space is None else self._offload_space.pages,
             offload_refusal="" if self._offload_space is None else self._offload_space.refusal,
+            elsewhere=self._calls,
         )
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`. A plan runs on the thread that collects its result: a thread of its own would
-        compete with the planning of the next."""
-        self._launched.append(plan)
+        compete with the planning of the next. Where linears are computed elsewhere two lanes would share
+        nothing of this device but Python, so there is one."""
+        self._launched.append(replace(plan, split=None) if self._calls else plan)
 
     def collect(self, wait: bool = True) -> StepResult | None:
         """See `Executor`."""
@@ -261,9 +266,13 @@ class LocalExecutor(Executor):
         trained = []
         for segment in lane.training:
             if segment.direction.is_tail and not self._pause.is_due:
-                if (job := segment.job) not in self._short:
-                    with self._short.of(job):
-                        self._through_tail(segment)
+                try:
+                    if (job := segment.job) not in self._short:
+                        with self._short.of(job):
+                            self._through_tail(segment)
+                except WeightsUnreadable as error:
+                    self._pause.failure = error
+                    return trained
                 self._pause.passed()
                 trained.append(segment)
         if self._pause.is_due:
@@ -381,7 +390,7 @@ class LocalExecutor(Executor):
             training.append((slice(start, start + window.window.rows), window.bypasses))
             start += window.window.rows
         lora = self.slot_pools.batch([] if inference is None else inference.adapters).with_rows(training)
-        return FusedRows(parts, lora.rest, lora), self.base.arguments.concat(calls)
+        return FusedRows(parts, lora.rest, lora, inference is None), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows

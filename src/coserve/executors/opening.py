@@ -1,6 +1,7 @@
 """Opens an executor for a model: loads the base, checks it, and builds the executor."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
 from coserve.model.together import linears_together
+from coserve.split.load import EXECUTOR_KEY, load_remote
 from coserve.streamed.load import load_streamed
 from coserve.streamed.model_files import saved_bytes
 from coserve.streamed.planner import Streaming
@@ -130,6 +132,10 @@ def eos_ids(base: Base) -> tuple[int, ...]:
 
 def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
     """The base; with how it is streamed, where it does not fit or its memory is limited."""
+    if config.base:
+        key = os.environ.get(EXECUTOR_KEY, "")
+        where, patience = config.device, config.base_patience
+        return load_remote(model, config.base, key, dtype_of(config), where, patience), None
     room = base_room(config, lambda: saved_bytes(model, config.quantize))
     if room is None:
         return load_base(model, dtype_of(config), config.device, config.quantize), None

@@ -1,11 +1,14 @@
 """The frozen parameters of a base without data, read by commands from an executor with the data."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import FrozenParameters, Weights
 from coserve.errors import UnsupportedModel
 from coserve.executors.executor import EmbedTokens, Executor, ReadParameter
+from coserve.model.placement import Offer, Placement
 
 
 class RemoteParameters(FrozenParameters):
@@ -15,6 +18,7 @@ class RemoteParameters(FrozenParameters):
         self._executor, self._shapes = executor, shapes
 
     def weights(self, path: str) -> Weights:
+        self._shapes.weights(path)  # which refuses what the placement does not offer
         return _RemoteWeights(path, self._executor)
 
     def bias(self, path: str) -> Tensor | None:
@@ -31,6 +35,25 @@ class RemoteParameters(FrozenParameters):
 
     def rounded(self, path: str, weight: Tensor) -> Tensor:
         return self._shapes.rounded(path, weight)
+
+
+class ShapedPlacement(Placement):
+    """Stands, where there are shapes alone, for a placement that computes elsewhere."""
+
+    offers = frozenset({Offer.BACKWARD})
+    is_elsewhere = True
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement, self.bias = placement, placement.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._placement.forward(x)
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return self._placement.backward(grad)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {}
 
 
 class _RemoteWeights:

@@ -33,7 +33,7 @@ from coserve.executors.channel import (
 )
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R, ReadMemory
-from coserve.executors.parameters import RemoteParameters
+from coserve.executors.parameters import RemoteParameters, ShapedPlacement
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base
@@ -264,6 +264,8 @@ def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Ba
     with fake_tensors():
         shapes = AutoModelForCausalLM.from_config(loaded, dtype=dtype, trust_remote_code=False)
         base = load_base(shapes, dtype, "cpu", config.quantize)
+        for path in spec.elsewhere:
+            base.linears[path].placement = ShapedPlacement(base.linears[path].placement)
     base.fingerprint, base.parameters = spec.fingerprint, spec.parameters
     base.row_buckets, base.sites = spec.row_buckets, {site.path: site for site in spec.sites}
     return base

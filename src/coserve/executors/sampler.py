@@ -27,9 +27,10 @@ class Sampler:
     def sample(self, batch: InferenceBatch) -> dict[int, Sampled]:
         """Samples and scores the rows of a pass; returns results by sequence key."""
         ends = list(accumulate(batch.counts))
+        scored = self._score_prompts(batch, ends)  # may fail, and is repeated then; sampling counts at once
         newest = self._sample_newest(batch, ends)
         results = {s.key: newest.get(s.key) or Sampled(None) for s in batch.segments}
-        for key, of_prompt in self._score_prompts(batch, ends).items():
+        for key, of_prompt in scored.items():
             results[key] = replace(results[key], prompt_logprobs=of_prompt)
         return results
 

@@ -147,14 +147,22 @@ class Base:
         if head is None or type(hidden) is not Tensor or hidden.is_meta:  # without data there are no bits
             return None
         x = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
-        logits = self.tail(x)
+        calls: list[tuple[Tensor, Tensor]] = []
+        # One run of the head alone: the bits of a second one may be others, where it is computed elsewhere.
+        handle = head.register_forward_hook(lambda _, given, y: calls.append((given[0], y)))
+        try:
+            logits = self.tail(x)
+        finally:
+            handle.remove()
+        if len(calls) != 1 or not torch.equal(calls[0][1].squeeze(0), logits):
+            return None
         with self._standing_aside, self.chain.ends.visit(Direction.INFER):
             for norm in self._decoder.children():
                 try:
-                    found = head(norm(x)).squeeze(0)
+                    found = norm(x)
                 except (TypeError, RuntimeError, ValueError, IndexError):  # embeddings, lists of layers
                     continue
-                if torch.equal(found, logits):
+                if isinstance(found, Tensor) and torch.equal(found, calls[0][0]):
                     return norm, head
         return None
 

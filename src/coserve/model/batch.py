@@ -96,8 +96,10 @@ class FusedRows(GroupRows):
         parts: Sequence[BatchPart],
         adapters: Sequence[tuple[slice, Bypasses]],
         lora: LoraBatch | None = None,
+        is_training: bool = False,
     ) -> None:
         super().__init__()
+        self._is_training = is_training
         self._adapters, self._lora = adapters, None if lora is None or lora.is_empty else lora
         self._parts: list[tuple[slice, BatchPart]] = []
         start = 0
@@ -140,6 +142,11 @@ class FusedRows(GroupRows):
             for rows, bypass in found:
                 self._add(bypass, rows, x[0], y[0])
         return y
+
+    @property
+    def is_training(self) -> bool:
+        """Tells that there are no rows of answers."""
+        return self._is_training
 
     def _is_changed(self, path: str) -> bool:
         return any(path in bypasses.inputs for _, bypasses in self._adapters)

@@ -51,6 +51,10 @@ class GraphRows(GroupRows):
             return y
         return self._added(bypasses, x[0], y[0])[None]
 
+    @property
+    def is_training(self) -> bool:
+        return True
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         raise AssertionError("nothing attends outside of the layers")
 

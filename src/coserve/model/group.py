@@ -29,9 +29,10 @@ class Group(ABC):
     outputs: Mapping[str, int]
 
     @abstractmethod
-    def launch(self, x: Tensor, paths: Sequence[str]) -> Pending[Sequence[Tensor]]:
+    def launch(self, x: Tensor, paths: Sequence[str], is_training: bool = False) -> Pending[Sequence[Tensor]]:
         """Starts the products of x [..., in] at these linears, biases included; the results are new
-        contiguous tensors."""
+        contiguous tensors. x does not change before they are there. `is_training` tells that no answer waits
+        for them."""
 
     @abstractmethod
     def launch_backward(self, grads: Mapping[str, Tensor]) -> Pending[Tensor]:
@@ -49,7 +50,8 @@ Answer = tuple[Tensor, Tensor | None]  # the product, and that sum
 
 
 class GroupRows(ABC):
-    """Rows that call groups, and give each linear its own result."""
+    """Rows that call groups, and give each linear its own result. `is_training` tells that there are no rows
+    of answers."""
 
     def __init__(self) -> None:
         self._answers: dict[str, tuple[Tensor, Answer]] = {}  # and what was given for them
@@ -60,8 +62,14 @@ class GroupRows(ABC):
             is_own = self._is_changed(path)
             paths = [path] if is_own else [p for p in group.outputs if not self._is_changed(p)]
             prepared = {path: self._prepared(path, x, group.outputs[path]) for path in paths}
-            self._answers |= {path: (x, found) for path, found in ask(group, x, prepared).items()}
+            self._answers |= {
+                path: (x, found) for path, found in ask(group, x, prepared, self.is_training).items()
+            }
         return self._answers.pop(path)[1]
+
+    @property
+    @abstractmethod
+    def is_training(self) -> bool: ...
 
     @abstractmethod
     def _is_changed(self, path: str) -> bool:
@@ -72,14 +80,16 @@ class GroupRows(ABC):
         """The linear's product where it need not be computed, and its low-rank bypasses, for x [..., in]."""
 
 
-def ask(group: Group, x: Tensor, prepared: Mapping[str, Prepared]) -> dict[str, Answer]:
+def ask(
+    group: Group, x: Tensor, prepared: Mapping[str, Prepared], is_training: bool = False
+) -> dict[str, Answer]:
     """One call for those of a group's linears without a stand-in for their product; in the current graph, if
     any, with one backward call for all that receive a gradient."""
     missing = [path for path, (kept, _) in prepared.items() if kept is None]
     call = _Call(group, list(prepared))
     in_graph = torch.is_grad_enabled() and x.requires_grad
     source: Tensor = _Awaited.apply(x, call) if in_graph else x  # type: ignore[no-untyped-call]
-    pending = group.launch(x.detach(), missing) if missing else None
+    pending = group.launch(x.detach(), missing, is_training) if missing else None
     sums = [meanwhile() for _, meanwhile in prepared.values()]
     answers = iter(() if pending is None else pending.result())
     products = [next(answers) if kept is None else kept for kept, _ in prepared.values()]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -32,7 +33,7 @@ from coserve.model.decode_layer import find_decode_layers
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
-from coserve.model.origin import Origin, fingerprint_of, first_values
+from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
 from coserve.model.placement import Placement, place_locally
 from coserve.model.placing import Holds, place_linears
 from coserve.model.probe import Own, ProbeRows, own_forward, prove, same_arguments
@@ -68,8 +69,8 @@ def load_base(
 def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base:
     """Takes the model over, and proves it."""
     layers = adopt(loaded)
-    samples = {name: first_values(tensor) for name, tensor in loaded.state_dict().items()}
-    fingerprint = fingerprint_of(loaded.config, samples, quantize)
+    samples = {name: sample_of(tensor) for name, tensor in loaded.state_dict().items()}
+    fingerprint = fingerprint_of(loaded.config, samples, linear_paths(loaded), quantize)
     origin = Origin.of(loaded, layers, quantize, where, fingerprint)
     cell = BatchCell()
     if quantize != "none":
@@ -77,6 +78,11 @@ def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base
     if any(tensor.device != where for tensor in loaded.state_dict().values()):
         loaded = loaded.to(device=where)
     base = make_base(loaded, layers, origin, cell)
+    return drive(base)
+
+
+def drive(base: Base) -> Base:
+    """Completes a base that is in memory as a whole. Linears that are placed already stay where they are."""
     return complete(base, own_forward(base), lambda: _placed_at_once(base))
 
 
@@ -138,13 +144,19 @@ def usable_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"engine.device {str(device)!r} cannot be used: {reason}") from error
 
 
-def load_model(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
+def load_model(
+    model: str | Path, dtype: torch.dtype | str, change: Callable[[PreTrainedModel], None] | None = None
+) -> PreTrainedModel:
+    """Loads a folder or hub name. `change` may replace modules of the model while its parameters are on the
+    meta device: of files in safetensors only tensors for those that are left are read. Raises ModelError."""
     try:
         config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
         _refuse_unsupported(config)
-        loaded, report = AutoModelForCausalLM.from_pretrained(
+        kind = AutoModelForCausalLM if change is None else hooked_class(config, partial(_changed, change))
+        loaded, report = kind.from_pretrained(
             str(model), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
+        loaded.__class__ = plain_class(type(loaded))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if isinstance(error, CoserveError):
             raise
@@ -156,6 +168,40 @@ def load_model(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
         )
     assert isinstance(loaded, PreTrainedModel)
     return loaded
+
+
+OwnLoader = Callable[..., tuple[Any, Any]]  # transformers' step that fills a model with weights
+_HOOK: Final = "_load_pretrained_model"
+
+
+def hooked_class(config: PreTrainedConfig, load: Callable[..., tuple[Any, Any]]) -> Any:
+    """The model's class with another step that fills a model with weights: `load(own, model, state_dict,
+    files, options, ...)`, where `own` is the class's own step."""
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    own: OwnLoader = getattr(kind, _HOOK)
+    names = {_HOOK: staticmethod(partial(load, own)), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), names)
+
+
+def plain_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class that a hooked one was made of."""
+    return kind.__mro__[1] if _HOOK in vars(kind) else kind
+
+
+def _changed(
+    change: Callable[[PreTrainedModel], None],
+    own: OwnLoader,
+    model: PreTrainedModel,
+    state_dict: Any,
+    files: list[str] | None,
+    *args: Any,
+) -> tuple[Any, Any]:
+    if not files or not all(file.endswith(".safetensors") for file in files):
+        raise UnsupportedModel("weights of a model can be left unread in files of safetensors only")
+    change(model)
+    model._keys_to_ignore_on_load_unexpected = {"."}  # no warning for those that are left
+    return own(model, state_dict, files, *args)
 
 
 def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> None:

@@ -1,12 +1,14 @@
 """Facts about a model, taken before any module is replaced."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from coserve.adapters.sites import Site, find_sites
 
@@ -42,19 +44,54 @@ class Origin:
         )
 
 
-def first_values(tensor: Tensor) -> bytes:
-    """A sample of a tensor for the fingerprint."""
+def linear_paths(model: nn.Module) -> list[str]:
+    """Paths of linears of exact type: some routers subclass nn.Linear and behave otherwise (design decision
+    5)."""
+    return [path for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+
+
+def sample_of(tensor: Tensor) -> bytes:
+    """A tensor's shape, type and first values, for the fingerprint."""
     values: bytes = tensor.flatten()[:64].float().cpu().numpy().tobytes()
-    return values
+    return f"{tuple(tensor.shape)} {tensor.dtype}\n".encode() + values
 
 
-def fingerprint_of(config: PreTrainedConfig, samples: Mapping[str, bytes], quantized: str) -> str:
-    """Content hash of the configuration and the first values of every tensor, by name: it identifies the
-    base, and keys caches."""
-    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
-    for name, values in sorted(samples.items()):
-        digest.update(name.encode())
-        digest.update(values)
-    if quantized != "none":
-        digest.update(quantized.encode())
+def digest_of(samples: Mapping[str, bytes]) -> str:
+    """Content hash of a module's tensors, given the samples by name."""
+    digest = hashlib.sha256()
+    for name, sample in sorted(samples.items()):
+        digest.update(f"{name}\n".encode())
+        digest.update(sample)
     return digest.hexdigest()[:16]
+
+
+def linears_digest(digests: Mapping[str, str]) -> str:
+    """Content hash of linears, given that of each by its path: of those of several executors, too."""
+    lines = "".join(f"{path} {digest}\n" for path, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def fingerprint_of(
+    config: PreTrainedConfig,
+    samples: Mapping[str, bytes],
+    linears: Collection[str],
+    quantized: str,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Content hash of the configuration and of samples of every tensor, by name: it identifies the base, and
+    keys caches. `linears` are paths of linears; those of them whose tensors are `elsewhere` have their
+    digests there, and give the same hash."""
+    found: dict[str, dict[str, bytes]] = {path: {} for path in linears if path not in elsewhere}
+    rest = {}
+    for name, sample in samples.items():
+        path, _, tensor = name.rpartition(".")
+        if path in found:
+            found[path][tensor] = sample
+        else:
+            rest[name] = sample
+    digests = {path: digest_of(own) for path, own in found.items()} | dict(elsewhere)
+    whole = hashlib.sha256(config.to_json_string(use_diff=False).encode())
+    whole.update(f"{digest_of(rest)} {linears_digest(digests)}\n".encode())
+    if quantized != "none":
+        whole.update(quantized.encode())
+    return whole.hexdigest()[:16]

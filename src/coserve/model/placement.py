@@ -61,6 +61,12 @@ class Placement(ABC):
         if offer not in self.offers:
             raise self._lacks(offer, path)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Tells whether another process computes its products: a call for each, so none is asked for twice
+        that can be kept."""
+        return self.group is not None
+
     @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
         """Tensors on this device, by name; none of a remote placement."""

@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from coserve.model.batch import BatchCell
 from coserve.model.linear import FrozenLinear
+from coserve.model.origin import linear_paths
 from coserve.model.placement import Placement
 
 Choose = Callable[[str, Tensor, Tensor | None], Placement | None]  # of path, weight [out, in] and bias
@@ -18,12 +19,8 @@ def place_linears(
     model: PreTrainedModel, cell: BatchCell, choose: Choose, holds: Holds = lambda _: True
 ) -> None:
     """Replaces linears at paths that `holds` accepts for which `choose` gives a placement, one at a time:
-    each weight is freed before the next is placed.
-
-    Exact types only: some routers subclass nn.Linear and behave otherwise (design decision 5).
-    """
-    paths = [path for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
-    for path in filter(holds, paths):
+    each weight is freed before the next is placed."""
+    for path in filter(holds, linear_paths(model)):
         weight, bias = _weights(model.get_submodule(path))
         placement = choose(path, weight, bias)
         if placement is not None:

@@ -4,11 +4,14 @@ Adapters of linears with one input (queries, keys and values; gate and up) can s
 remote linears one call.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.base import Base
+from coserve.model.group import Group
 from coserve.model.placement import Placement
 
 Together = tuple[tuple[str, ...], ...]  # paths of linears, in the order in which the model calls them
@@ -41,11 +44,23 @@ def join_siblings(base: Base) -> None:
         return
     for paths in linears_together(base):
         placements = [base.linears[path].placement for path in paths]
-        groups = [placement.group for placement in placements if placement.group is not None]
-        joined = groups[0].joined(groups[1:]) if len(groups) > 1 else None
-        for placement in placements:
-            if joined is not None and placement.group is not None:
-                placement.group = joined
+        joined = _joined([placement.group for placement in placements if placement.group is not None])
+        for path, placement in zip(paths, placements, strict=True):
+            if placement.group is not None:
+                placement.group = next(group for group in joined if path in group.outputs)
+
+
+def _joined(groups: Sequence[Group]) -> list[Group]:
+    """The groups, merged where they can be."""
+    found: list[Group] = []
+    for group in groups:
+        merged = ((place, other.joined([group])) for place, other in enumerate(found))
+        place, both = next((one for one in merged if one[1] is not None), (None, None))
+        if place is None or both is None:
+            found.append(group)
+        else:
+            found[place] = both
+    return found
 
 
 @torch.no_grad()

@@ -12,21 +12,28 @@ executor, all else stays in this process.
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from coserve.errors import AdapterMismatch
-from coserve.model.group import Group, GroupRows, Prepared
+from coserve.model.group import Group, GroupRows, Pending, Prepared
 from coserve.model.placing import put
 from coserve.split.absent import AbsentWeight, check_frozen, check_methods
 from coserve.split.address import Address
-from coserve.split.connection import ExecutorConnection, call_of
+from coserve.split.connection import ExecutorConnection, Rows, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
-from coserve.split.messages import ITEM_BYTES, VERSION, BaseHello, ClientHello, Direction, GroupShape
+from coserve.split.messages import (
+    ITEM_BYTES,
+    VERSION,
+    BaseHello,
+    ClientHello,
+    Direction,
+    GroupShape,
+    LinearCall,
+)
 from coserve.split.payload import DTYPES
 from coserve.split.tls import ClientTls
 from coserve.split.transport import SocketTransport
@@ -73,19 +80,29 @@ def attach(
     return connection
 
 
+class Calls(Protocol):
+    """Takes calls to a base executor, such as `ExecutorConnection`."""
+
+    base: BaseHello
+
+    def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> Pending[list[Tensor]]:
+        """Sends a call, whose number is replaced; the answer's tensors are [rows, width]."""
+        ...
+
+
 class RemoteGroup(Group):
     """Linears of a base executor with the same input."""
 
-    def __init__(self, connection: ExecutorConnection, shape: GroupShape) -> None:
+    def __init__(self, connection: Calls, shape: GroupShape) -> None:
         self._connection, self._inputs = connection, shape.inputs
         self.outputs = shape.outputs
         base = connection.base
         widest = max(shape.inputs, sum(shape.outputs.values())) * ITEM_BYTES[base.dtype]
         self._most_rows = max(1, min(base.limits.rows, base.limits.payload // widest))
 
-    def launch(self, x: Tensor, paths: Sequence[str]) -> "_Answer":
+    def launch(self, x: Tensor, paths: Sequence[str], is_training: bool = False) -> "_Answer":
         widths = [self.outputs[path] for path in paths]
-        return self._launch("forward", [x], paths, widths, is_training=torch.is_grad_enabled())
+        return self._launch("forward", [x], paths, widths, is_training)
 
     def launch_backward(self, grads: Mapping[str, Tensor]) -> "_First":
         answer = self._launch("backward", list(grads.values()), list(grads), [self._inputs], is_training=True)
@@ -120,7 +137,7 @@ class RemoteGroup(Group):
 class _Answer:
     """Tensors [..., width] for each width, of the type and on the device of `like` [..., any]."""
 
-    def __init__(self, futures: Sequence[Future[list[Tensor]]], like: Tensor, widths: Sequence[int]) -> None:
+    def __init__(self, futures: Sequence[Pending[list[Tensor]]], like: Tensor, widths: Sequence[int]) -> None:
         self._futures, self._widths = futures, widths
         self._rows, self._dtype, self._device = like.shape[:-1], like.dtype, like.device
 
@@ -149,6 +166,11 @@ class _Siblings(GroupRows):
     def __init__(self, group: RemoteGroup) -> None:
         super().__init__()
         self._group = group
+
+    @property
+    def is_training(self) -> bool:
+        """Tells whether a graph is recorded."""
+        return torch.is_grad_enabled()
 
     def product(self, path: str, x: Tensor) -> Tensor:
         """The linear's product, in the current graph."""

@@ -14,12 +14,13 @@ from coserve.core.contained import contained
 from coserve.errors import RequestError, UnsupportedModel
 from coserve.model.batch import BatchCell
 from coserve.model.load import load_model
+from coserve.model.origin import linears_digest
 from coserve.model.placement import Offer, Placement, place_locally
 from coserve.model.placing import place_linears
 from coserve.split.batching import BatchingConfig
 from coserve.split.clients import ClientAccount
 from coserve.split.layers import LayerChoice
-from coserve.split.linears import find_linears, fingerprint_of_linears, grouped, shape_of
+from coserve.split.linears import digests_of, find_linears, grouped, shape_of
 from coserve.split.messages import VERSION, BaseHello, Dtype, ExecutorStatus, GroupShape, Limits, LinearCall
 from coserve.split.payload import DTYPES
 from coserve.split.privacy.field import exponent_of, product, total
@@ -45,14 +46,16 @@ class BaseLinears:
             for path, module in found.items()
             if (exponent := exponent_of(module.weight)) is not None  # type: ignore[arg-type]
         }
+        digests = digests_of(found) or {}
         self.hello = BaseHello(
             VERSION,
-            fingerprint_of_linears(found) or "",
+            linears_digest(digests),
             _dtype_of(model, [module.weight for module in found.values()]),  # type: ignore[misc]
             tuple(
                 GroupShape(
                     shapes[paths[0]][1],
                     {path: shapes[path][0] for path in paths},
+                    {path: digests[path] for path in paths if path in digests},
                     {path: exponents[path] for path in paths if path in exponents},
                 )
                 for paths in grouped(shapes)

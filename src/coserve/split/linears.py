@@ -1,6 +1,5 @@
 """The frozen linears of a model: their paths, siblings and content hash, alike for executor and client."""
 
-import hashlib
 from collections.abc import Mapping
 from typing import Final
 
@@ -10,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.errors import UnsupportedModel
-from coserve.model.origin import first_values
+from coserve.model.origin import digest_of, linears_digest, sample_of
 
 # Names of linears that get the same input within one module. All others are computed alone.
 _SIBLINGS: Final = (
@@ -78,13 +77,18 @@ def shape_of(linear: nn.Module) -> tuple[int, int]:
     )
 
 
+def digests_of(linears: Mapping[str, nn.Module]) -> dict[str, str] | None:
+    """Content hash of each linear by its path; None where a weight has no data."""
+    tensors = {path: dict(linear.named_parameters(recurse=False)) for path, linear in linears.items()}
+    if any(tensor.is_meta for own in tensors.values() for tensor in own.values()):
+        return None
+    return {
+        path: digest_of({name: sample_of(tensor.detach()) for name, tensor in own.items()})
+        for path, own in tensors.items()
+    }
+
+
 def fingerprint_of_linears(linears: Mapping[str, nn.Module]) -> str | None:
     """Content hash of their shapes, types and first values; None where a weight has no data."""
-    digest = hashlib.sha256()
-    for path, linear in sorted(linears.items()):
-        for name, tensor in sorted(linear.named_parameters(recurse=False)):
-            if tensor.is_meta:
-                return None
-            digest.update(f"{path}.{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(first_values(tensor.detach()))
-    return digest.hexdigest()[:16]
+    digests = digests_of(linears)
+    return None if digests is None else linears_digest(digests)

@@ -35,11 +35,13 @@ _Paths = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=MOST
 
 
 class GroupShape(msgspec.Struct, frozen=True):
-    """Sibling linears: the width of their input, and their own widths by path. `exponents` are of the powers
-    of two that weights are multiplied by in the field; those that are not finite have none."""
+    """Sibling linears: the width of their input, and their own widths and content hashes by path. `exponents`
+    are of the powers of two that weights are multiplied by in the field; those that are not finite have
+    none."""
 
     inputs: _Count
     outputs: dict[_Name, _Count]
+    digests: dict[_Name, _Name] = {}
     exponents: dict[_Name, int] = {}
 
 

@@ -38,7 +38,7 @@ from coserve.split.messages import (
     ToExecutor,
     encode_header,
 )
-from coserve.split.payload import new_rows
+from coserve.split.payload import CALL_DTYPES, new_rows
 from coserve.wire.frames import frame_views, send_views
 
 SLOT_BYTES: Final = 32 << 20  # 4,096 rows of 2,048 in float32; memory that nobody wrote to takes no room
@@ -56,7 +56,8 @@ class Slots:
         self.shape = shape
         whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
         self._views = {
-            dtype: [slot.view(kind) for slot in whole.split(shape.nbytes)] for dtype, kind in CALL_DTYPES.items()
+            dtype: [slot.view(kind) for slot in whole.split(shape.nbytes)]
+            for dtype, kind in CALL_DTYPES.items()
         }
 
     def tensors(self, slot: int, rows: int, widths: Sequence[int], dtype: CallDtype) -> list[Tensor]:

@@ -22,7 +22,7 @@ from coserve.model.base import Base
 from coserve.model.batch import BatchCell
 from coserve.model.block import Block, Resident
 from coserve.model.load import adopt, complete, make_base, place_modules, usable_device
-from coserve.model.origin import Origin, fingerprint_of, first_values
+from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
 from coserve.model.parameters import held_bytes, parameters_of
 from coserve.model.probe import Own, own_forward
 from coserve.model.quantized.quantize import quantize_ends, quantize_layers, say_what_stays
@@ -119,8 +119,9 @@ class _Loading:
         model = files.model
         layers, self._cell = adopt(model), BatchCell()
         self._origin = Origin.of(model, layers, quantize, torch.device("cpu"), "")
+        self._linears = linear_paths(model)
         self._samples = {
-            name: first_values(tensor) for name, tensor in model.state_dict().items() if not tensor.is_meta
+            name: sample_of(tensor) for name, tensor in model.state_dict().items() if not tensor.is_meta
         }
         inside = tuple(f"{path}." for path in layers)
         if quantize != "none":
@@ -141,7 +142,7 @@ class _Loading:
         for place in plan.resident:
             _keep(blocks[place], stored[place])
         streamed = {place: one for place, one in enumerate(stored) if place not in plan.resident}
-        base.fingerprint = fingerprint_of(base.model.config, self._samples, self._quantize)
+        base.fingerprint = fingerprint_of(base.model.config, self._samples, self._linears, self._quantize)
         complete(base, own, lambda: self._placed(plan, streamed))
         return base, Streaming(plan, base.nbytes, self._rate)
 
@@ -164,7 +165,7 @@ class _Loading:
                 return
             reads = self._files.load(block, buffer)
             for name, tensor in block.module.state_dict().items():
-                self._samples[f"{block.path}.{name}"] = first_values(tensor)
+                self._samples[f"{block.path}.{name}"] = sample_of(tensor)
             if self._quantize != "none":
                 quantize_layers(self._base.model, self._origin, self._cell, block.holds)
 

@@ -11,17 +11,17 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from coserve.adapters.sites import decoder_layers
 from coserve.errors import ModelError, UnsupportedModel
 from coserve.model.block import Block
+from coserve.model.load import OwnLoader, hooked_class, plain_class
 from coserve.streamed.files import FileTensor, WeightFile, ranges, read_header, tensor_in
 from coserve.streamed.stored import Read, ReadBuffer
 
 _BYTES: Final = {"none": None, "8bit": 1.0, "4bit": 0.55}  # of a weight; None: as saved
-_HOOK: Final = "_load_pretrained_model"  # the step of `from_pretrained` that fills a model with weights
 
 
 class ModelFiles:
@@ -35,24 +35,26 @@ class ModelFiles:
         ModelError for damaged ones."""
         self._stored: dict[str, tuple[WeightFile, FileTensor]] = {}
         config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
-        with torch.device("meta"):
-            kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-        self._own_loader: Callable[..., tuple[Any, Any]] = getattr(kind, _HOOK)
-        hooked = type(
-            kind.__name__, (kind,), {_HOOK: staticmethod(self._begin), "__module__": kind.__module__}
-        )
-        loaded, report = hooked.from_pretrained(  # type: ignore[attr-defined]
+        hooked = hooked_class(config, self._begin)
+        loaded, report = hooked.from_pretrained(
             str(model), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
-        loaded.__class__ = kind
+        loaded.__class__ = plain_class(type(loaded))
         self.model = loaded
         if missing := sorted(report["missing_keys"]):
             raise ModelError(f"{str(model)!r} lacks {len(missing)} tensors, such as {missing[0]!r}")
 
     def _begin(
-        self, model: PreTrainedModel, state_dict: Any, files: list[str] | None, options: Any, *args: Any
+        self,
+        own: OwnLoader,
+        model: PreTrainedModel,
+        state_dict: Any,
+        files: list[str] | None,
+        options: Any,
+        *args: Any,
     ) -> tuple[Any, Any]:
         """Loads what is around the layers. Takes the place of transformers' own loader."""
+        self._own_loader = own
         if not files or not all(file.endswith(".safetensors") for file in files):
             raise UnsupportedModel("only a model in files of safetensors can be streamed")
         for file in map(Path, files):

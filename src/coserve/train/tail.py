@@ -12,6 +12,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec
+from coserve.errors import WeightsUnreadable
 from coserve.kernels.loss import cross_entropy, logprob_vjp, target_logprobs
 from coserve.model.graph import GraphRows
 from coserve.train.activations import ActivationStore
@@ -51,6 +52,9 @@ class Tail:
             (store.rows if spec.couples else 0,), torch.nan, dtype=exact, device=device
         )
         self._coupled: Tensor | None = None  # the loss's gradient for all log-probabilities
+        # Of rows whose window's pass has failed since: for the last layer's output, [rows, width].
+        self._begun: Tensor | None = None
+        self._is_done = torch.zeros(store.rows, dtype=torch.bool, device=device)
 
     def logprobs(self, window: Window, bypasses: Bypasses) -> None:
         """Computes the log-probabilities of the targets of the window's rows, without a loss."""
@@ -63,25 +67,44 @@ class Tail:
 
     def loss(self, window: Window, bypasses: Bypasses) -> None:
         """Adds the loss of the window's rows to the store's, and stores its gradient for the last layer's
-        output."""
+        output. Where that raises WeightsUnreadable after some chunks, the next call goes on with the rest."""
         hidden = self._store.hidden.last(window)[0]
-        gradient = torch.zeros_like(hidden)
-        for chunk in self._chunks(window):
-            count = len(chunk)
-            with self._base.chain.ends.visit(Direction.BACKWARD):
-                with torch.enable_grad():
-                    leaf, logits = self._logits(hidden[chunk], bypasses)
-                found = self._logits_gradient(logits.detach()[:count], chunk + window.start)
-                if count < len(logits):
-                    found = F.pad(found, (0, 0, 0, len(logits) - count))
-                of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found)
-            gradient[chunk] = of_leaf[0, :count]
-            self._accumulate(self._leaves, of_leaves)
+        gradient = torch.zeros_like(hidden) if self._begun is None else self._begun[window.span].clone()
+        done: list[Tensor] = []
+        try:
+            for chunk in self._chunks(window):
+                gradient[chunk] = self._chunk_gradient(hidden[chunk], chunk + window.start, bypasses)
+                done.append(chunk + window.start)
+        except WeightsUnreadable:
+            if self._begun is None:
+                self._begun = hidden.new_zeros(self._store.rows, hidden.shape[1])
+            self._begun[window.span] = gradient
+            for rows in done:
+                self._is_done[rows] = True
+            raise
         self._store.hidden.save_gradient(window, gradient[None])
 
+    def _chunk_gradient(self, hidden: Tensor, rows: Tensor, bypasses: Bypasses) -> Tensor:
+        """Adds the loss of rows [n] of the micro-batch, and its gradients for the leaves; returns that for
+        hidden [n, width]. Adds nothing where it raises."""
+        count = len(rows)
+        with self._base.chain.ends.visit(Direction.BACKWARD):
+            with torch.enable_grad():
+                leaf, logits = self._logits(hidden, bypasses)
+            loss, found = self._logits_gradient(logits.detach()[:count], rows)
+            if count < len(logits):
+                found = F.pad(found, (0, 0, 0, len(logits) - count))
+            of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found)
+        if loss is not None:
+            self._store.loss += loss
+        self._accumulate(self._leaves, of_leaves)
+        gradient: Tensor = of_leaf[0, :count]
+        return gradient
+
     def _chunks(self, window: Window) -> Sequence[Tensor]:
-        """Rows of the window that have a label, counted from its first, a few at a time."""
-        rows = (self._store.labels[window.span] >= 0).nonzero().squeeze(1)
+        """Rows of the window that have a label and are not done, counted from its first, a few at a time."""
+        is_due = (self._store.labels[window.span] >= 0) & ~self._is_done[window.span]
+        rows = is_due.nonzero().squeeze(1)
         most = loss_rows(self._base.vocabulary, self._base.row_buckets, self._base.device)
         return torch.split(rows, most) if len(rows) else ()
 
@@ -91,25 +114,26 @@ class Tail:
         leaf = F.pad(hidden, (0, 0, 0, rows - len(hidden)))[None].requires_grad_()
         return leaf, self._base.tail(leaf, GraphRows([bypasses], [rows]) if self._leaves else None)
 
-    def _logits_gradient(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """The loss's gradient for logits [n, vocabulary] of rows [n] of the micro-batch."""
+    def _logits_gradient(self, logits: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The loss of rows [n] of the micro-batch, None if it has been added, and its gradient for their
+        logits [n, vocabulary]."""
         labels = self._store.labels[rows]
         if self._spec == CROSS_ENTROPY:
-            loss, gradient = cross_entropy(logits, labels, self._weight)
-            self._store.loss += loss
-            return gradient
+            return cross_entropy(logits, labels, self._weight)
+        loss = None
         if self._spec.couples:
             by_logprobs = self._coupled_gradient()[rows]
         else:
-            by_logprobs = self._gradient(target_logprobs(logits, labels), rows)
-        return logprob_vjp(logits, labels, by_logprobs * self._weight)
+            loss, by_logprobs = self._gradient(target_logprobs(logits, labels), rows)
+        return loss, logprob_vjp(logits, labels, by_logprobs * self._weight)
 
     def _coupled_gradient(self) -> Tensor:
         """The loss's gradient for the log-probabilities of all rows, which must be known."""
         if self._coupled is None:
             rows = (self._store.labels >= 0).nonzero().squeeze(1)
             self._coupled = torch.zeros_like(self._logprobs)
-            self._coupled[rows] = self._gradient(self._logprobs[rows], rows)
+            loss, self._coupled[rows] = self._gradient(self._logprobs[rows], rows)
+            self._store.loss += loss
         return self._coupled
 
     @cached_property
@@ -119,11 +143,9 @@ class Tail:
         numbers = torch.arange(len(lengths), device=device) - int(self._store.prompt > 0)
         return numbers.repeat_interleave(torch.tensor(lengths, device=device))
 
-    def _gradient(self, logprobs: Tensor, rows: Tensor) -> Tensor:
+    def _gradient(self, logprobs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         inputs = {name: x[rows] for name, x in self._inputs.items()}
-        loss, gradient = self._loss.gradient(logprobs, self._examples[rows], inputs, self._spec.settings)
-        self._store.loss += loss
-        return gradient
+        return self._loss.gradient(logprobs, self._examples[rows], inputs, self._spec.settings)
 
 
 def loss_rows(vocabulary: int, buckets: RowBuckets, device: torch.device) -> int:

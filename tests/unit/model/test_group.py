@@ -145,7 +145,7 @@ class Noted(Group):
         self._placements, self._events = placements, events
         self.outputs = WIDTHS
 
-    def launch(self, x: Tensor, paths: Sequence[str]) -> Pending[Sequence[Tensor]]:
+    def launch(self, x: Tensor, paths: Sequence[str], is_training: bool = False) -> Pending[Sequence[Tensor]]:
         return self._answer([self._placements[path].forward(x) for path in paths])
 
     def launch_backward(self, grads: Mapping[str, Tensor]) -> Pending[Tensor]:

@@ -1,6 +1,7 @@
 """Derives `Fates` (which activations a job keeps) from its adapter, model configuration and save policy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -29,7 +30,7 @@ def fates_of(base: Base, adapter: AdapterVersion, keep: SavePolicySetting, rows:
     model = Modelled.of(type(base.model), base.model.config)
     found = choices(model, adapter, base.sites, base.dtype) if _is_worth_it(base, keep) else {}
     traced = {layer: choice for layer, choice in found.items() if choice is not None}
-    kept = kept_activations(traced, keep, _room(base, keep, rows))
+    kept = kept_activations(traced, keep, _room(base, keep, rows), _calls_of(base))
     products: dict[str, Fate] = {path: Fate.COMPUTED for path in base.linears if path not in base.sites}
     attention: dict[int, Fate] = {}
     nbytes = 0.0
@@ -64,16 +65,38 @@ def _is_worth_it(base: Base, keep: SavePolicySetting) -> bool:
     return keep is not SavePolicy.INPUTS or base.nbytes >= _LARGE
 
 
-def kept_activations(layers: Choices, keep: SavePolicySetting, room: float) -> dict[int, frozenset[str]]:
+def _calls_of(base: Base) -> dict[int, frozenset[str]]:
+    """Linears of each layer that are computed elsewhere, by their paths in it."""
+    found = {}
+    for layer, block in enumerate(base.chain):
+        paths = (path for path, linear in base.linears.items() if linear.placement.is_elsewhere)
+        found[layer] = frozenset(path.removeprefix(f"{block.path}.") for path in paths if block.holds(path))
+    return found
+
+
+def kept_activations(
+    layers: Choices,
+    keep: SavePolicySetting,
+    room: float,
+    calls: Mapping[int, Collection[str]] = MappingProxyType({}),
+) -> dict[int, frozenset[str]]:
     """Names of the activations of each layer to keep. Where `keep` is a budget: those of all layers that save
-    most per byte, up to `room` bytes a row."""
+    most per byte, up to `room` bytes a row. `calls` are linears of layers that are computed elsewhere: all of
+    their products that a gradient depends on are worthwhile, and come first."""
     if keep is SavePolicy.PRUNED:
-        return {layer: choice.worthwhile() for layer, choice in layers.items()}
+        return {
+            layer: choice.worthwhile()
+            | {own.name for own in choice.savable if own.name in calls.get(layer, ())}
+            for layer, choice in layers.items()
+        }
     if isinstance(keep, SavePolicy):
         return dict.fromkeys(layers, frozenset())
     kept: dict[int, set[str]] = {layer: set() for layer in layers}
     offers = [(activation, layer) for layer, choice in layers.items() for activation in choice.savable]
-    for activation, layer in sorted(offers, key=lambda offer: -offer[0].worth):  # of equals the lower layer's
+    # Of equals the lower layer's.
+    for activation, layer in sorted(
+        offers, key=lambda o: (o[0].name not in calls.get(o[1], ()), -o[0].worth)
+    ):
         if activation.nbytes <= room:
             room -= activation.nbytes
             kept[layer].add(activation.name)

@@ -1,0 +1,196 @@
+"""Loads a base whose frozen linears base executors compute (Symbiosis, 3.2).
+
+The model is made on the meta device. Linears that an executor has become remote ones, and of their weights
+no byte is read; all else is loaded from the model's files: norms, embeddings, fused experts, routers, and
+linears that no executor has. Here stays, too, a head that shares the embedding's weight, as that is here
+anyway and logits are long, and any other linear outside of the layers.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from coserve.adapters.sites import decoder_layers
+from coserve.errors import AdapterMismatch, ConfigError, ModelError
+from coserve.model.base import Base
+from coserve.model.batch import BatchCell
+from coserve.model.linear import FrozenLinear
+from coserve.model.load import adopt, drive, load_model, make_base, usable_device
+from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
+from coserve.model.placing import leave_file, put
+from coserve.model.refusal import refusing
+from coserve.split.endpoint import Endpoint, connect
+from coserve.split.linears import digests_of, shape_of
+from coserve.split.messages import Dtype
+from coserve.split.payload import DTYPES
+from coserve.split.placement import Offered
+
+EXECUTOR_KEY: Final = "COSERVE_EXECUTOR_KEY"  # in the environment: what executors ask for
+
+
+def load_remote(
+    model: str | Path | PreTrainedModel,
+    addresses: str,
+    key: str = "",
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    patience: float = 5.0,
+) -> Base:
+    """Loads a base as `load_base` does, with the linears of the executors at `addresses` (separated by
+    commas; of a linear that several have, the first one's).
+
+    `patience` is how long a call waits for an executor that went away, in seconds, before it raises
+    WeightsUnreadable. The executors tell the content hash of their linears, which is a part of the base's
+    fingerprint: where the model is an object with these weights it is compared, else it is trusted. Raises
+    the errors of `load_base`, AdapterMismatch for an executor of another model, ConfigError and Unreachable.
+    """
+    where = usable_device(device)
+    endpoints = connect(addresses, key, patience)
+    try:
+        return _load(model, endpoints, dtype, where)
+    except BaseException:
+        _close(endpoints)
+        raise
+
+
+def _load(
+    model: str | Path | PreTrainedModel,
+    endpoints: Sequence[Endpoint],
+    dtype: torch.dtype | str,
+    where: torch.device,
+) -> Base:
+    kind = _one_type(endpoints, dtype)
+    linears = _RemoteLinears(Offered(endpoints), where)
+    if isinstance(model, PreTrainedModel):
+        loaded = model
+        with refusing(loaded.config.model_type, "cannot be driven"):
+            linears.take_out(loaded)
+    else:
+        with refusing(repr(str(model)), "cannot be loaded"):
+            loaded = load_model(model, DTYPES[kind], linears.take_out)
+            leave_file(loaded)
+    with refusing(loaded.config.model_type, "cannot be driven"):
+        base = linears.base_of(loaded)
+        weakref.finalize(loaded, _close, endpoints)
+        for endpoint in endpoints:
+            endpoint.beat = _beat_of(weakref.ref(base))
+        return drive(base)
+
+
+class _Unread(nn.Module):
+    """Stands for a linear while the rest of a model is loaded: tensors of its shapes, without data, which are
+    no parameters; models' code that draws weights asks for them."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        for name, own in linear.named_parameters(recurse=False):
+            setattr(self, name, torch.empty(own.shape, dtype=own.dtype, device="meta"))
+
+
+class _RemoteLinears:
+    """The linears of one model that executors compute."""
+
+    def __init__(self, offered: Offered, where: torch.device) -> None:
+        self._offered, self._where, self._cell = offered, where, BatchCell()
+        self._linears: list[str] = []
+        self._taken: dict[str, nn.Module] = {}
+        self._digests: dict[str, str] = {}  # of these
+
+    def take_out(self, model: PreTrainedModel) -> None:
+        """Takes out the linears that will be remote; the model may be on the meta device. Raises
+        AdapterMismatch where an executor's linears are not the model's."""
+        self._linears = linear_paths(model)
+        for path in self._offered:
+            self._check(path, model)
+        for path in _remote_paths(model, decoder_layers(model)):
+            if path in self._offered:
+                self._take_out(model, path)
+        if not self._taken:
+            raise AdapterMismatch(f"no executor has any linear of {model.config.model_type}'s layers")
+
+    def base_of(self, model: PreTrainedModel) -> Base:
+        """The base of a model of which all else is loaded, with remote linears in their places."""
+        layers = adopt(model)
+        state = model.state_dict()
+        if lacking := [name for name, tensor in state.items() if tensor.is_meta]:
+            raise ModelError(f"no executor has {lacking[0]!r}, and the model has no weights for it")
+        samples = {name: sample_of(tensor) for name, tensor in state.items()}
+        fingerprint = fingerprint_of(model.config, samples, self._linears, "none", self._digests)
+        for path, linear in self._taken.items():
+            put(model, path, linear)
+        origin = Origin.of(model, layers, "none", self._where, fingerprint)
+        for path, linear in self._taken.items():
+            placement = self._offered.placement(path, linear.bias is not None)
+            put(model, path, FrozenLinear(path, placement, self._offered.shape(path), self._cell))
+        self._taken.clear()
+        if any(tensor.device != self._where for tensor in state.values()):
+            model = model.to(device=self._where)
+        return make_base(model, layers, origin, self._cell)
+
+    def _take_out(self, model: PreTrainedModel, path: str) -> None:
+        linear, digest = model.get_submodule(path), self._offered.digest(path)
+        own = digests_of({path: linear})
+        if own is not None and own[path] != digest:
+            raise AdapterMismatch(f"the executor's {path} has other weights than the model's")
+        put(model, path, _Unread(linear))
+        self._taken[path], self._digests[path] = linear, digest
+
+    def _check(self, path: str, model: PreTrainedModel) -> None:
+        out, into = self._offered.shape(path)
+        if path not in self._linears:
+            raise AdapterMismatch(f"the executor's {path} is no linear of {model.config.model_type}")
+        own = shape_of(model.get_submodule(path))
+        if own != (out, into):
+            shown = "x".join(map(str, own))
+            raise AdapterMismatch(f"the executor's {path} is {out}x{into}, the model's is {shown}")
+
+
+def _remote_paths(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> list[str]:
+    """Linears that may be remote: those inside of layers, and a head with a weight of its own."""
+    inside = tuple(f"{path}." for path in layers)
+    head = model.get_output_embeddings()
+    paths = [path for path in linear_paths(model) if path.startswith(inside)]
+    return paths + [
+        path
+        for path, module in model.named_modules()
+        if module is head and path in linear_paths(model) and not _is_tied(path, model, head)
+    ]
+
+
+def _is_tied(path: str, model: PreTrainedModel, head: nn.Module) -> bool:
+    tied: Collection[str] = model.all_tied_weights_keys
+    return f"{path}.weight" in tied or head.weight is model.get_input_embeddings().weight
+
+
+def _one_type(endpoints: Sequence[Endpoint], dtype: torch.dtype | str) -> Dtype:
+    """The type of all executors' linears. Raises ConfigError."""
+    kinds = {endpoint.base.dtype for endpoint in endpoints}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"engine.base: the executors' linears have several types: {', '.join(sorted(kinds))}"
+        )
+    (kind,) = kinds
+    if dtype not in ("auto", DTYPES[kind]):
+        asked = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"engine.dtype is {asked}, and the linears of engine.base are {kind}")
+    return kind
+
+
+def _beat_of(base: "weakref.ref[Base]") -> Callable[[], object]:
+    """Gives the base's sign of life, for who waits."""
+
+    def beat() -> None:
+        if (found := base()) is not None:
+            found.chain.on_layer()
+
+    return beat
+
+
+def _close(endpoints: Sequence[Endpoint]) -> None:
+    for endpoint in endpoints:
+        endpoint.give_up()

@@ -1,0 +1,88 @@
+"""Frozen linears that a base executor computes, for an engine."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from coserve.errors import AdapterMismatch
+from coserve.model.placement import Offer, Placement
+from coserve.split.attach import RemoteGroup
+from coserve.split.endpoint import Endpoint
+from coserve.split.messages import GroupShape
+from coserve.split.payload import DTYPES
+
+
+class EndpointGroup(RemoteGroup):
+    """Linears of one endpoint that are given the same input: some of those that it takes in one call."""
+
+    def __init__(self, endpoint: Endpoint, shape: GroupShape, paths: Sequence[str]) -> None:
+        super().__init__(endpoint, shape)
+        self._endpoint, self._shape = endpoint, shape
+        self.outputs = {path: shape.outputs[path] for path in paths}
+
+    def joined(self, others: Sequence[Self]) -> "EndpointGroup | None":
+        if any(not isinstance(other, EndpointGroup) or other._shape is not self._shape for other in others):
+            return None
+        paths = [path for group in (self, *others) for path in group.outputs]
+        return EndpointGroup(self._endpoint, self._shape, paths)
+
+
+class RemotePlacement(Placement):
+    """A linear of a base executor. Of its weight there is nothing here."""
+
+    offers = frozenset({Offer.BACKWARD})
+
+    def __init__(self, endpoint: Endpoint, shape: GroupShape, path: str, has_bias: bool) -> None:
+        """Raises WeightsUnreadable."""
+        self._path = path
+        self._own = EndpointGroup(endpoint, shape, [path])
+        self.group = self._own
+        # The product of zeros is the bias, to the bit.
+        zeros = torch.zeros(1, shape.inputs, dtype=DTYPES[endpoint.base.dtype])
+        self.bias = self.forward(zeros)[0] if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        (y,) = self._own.launch(x, [self._path]).result()
+        return y
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return self._own.launch_backward({self._path: grad}).result()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+
+class Offered:
+    """All linears of several executors by path; of a linear that several have, the first one's."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self.endpoints = endpoints
+        self._found: dict[str, tuple[Endpoint, GroupShape]] = {}
+        for endpoint in endpoints:
+            for shape in endpoint.base.groups:
+                for path in shape.outputs:
+                    self._found.setdefault(path, (endpoint, shape))
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def shape(self, path: str) -> tuple[int, int]:
+        """Widths of output and input."""
+        _, shape = self._found[path]
+        return shape.outputs[path], shape.inputs
+
+    def digest(self, path: str) -> str:
+        """Content hash. Raises AdapterMismatch where the executor does not know it."""
+        endpoint, shape = self._found[path]
+        if path not in shape.digests:
+            raise AdapterMismatch(f"the executor at {endpoint.address} does not tell what {path} is")
+        return shape.digests[path]
+
+    def placement(self, path: str, has_bias: bool) -> RemotePlacement:
+        """Raises WeightsUnreadable."""
+        return RemotePlacement(*self._found[path], path, has_bias)
