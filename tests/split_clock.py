@@ -1,6 +1,7 @@
-"""The executor's queues on a scripted clock, with linears that take `fixed` seconds and `per_row` for each row.
+"""The executor's queues on a scripted clock, with linears that take `fixed` and `per_row` for each row.
 
-Clients call one product after the other, each a time of their own after the last one's answer.
+Clients call one product after the other, each a time of their own after the last one's answer. All times here
+are in milliseconds.
 """
 
 import heapq
@@ -14,13 +15,13 @@ from coserve.split.messages import Direction, GroupShape, LinearCall, WorkClass
 from coserve.split.queues import CallQueues
 from coserve.split.work import Outcome, Work
 
-LAYERS = 4
+LAYERS = 4  # products of a pass, one way
 NEVER = float("inf")
 
 
 @dataclass
 class Caller:
-    """A client: `rows` in each call, `think` seconds from an answer to the next call, before its first one, too.
+    """A client: `rows` in each call, `think` from an answer to the next call, before its first one, too.
     A training client goes all the way back after each pass. `leaves` is when its connection ends."""
 
     name: str
@@ -43,17 +44,17 @@ class Caller:
 
 
 class SplitWorld:
-    """Plays clients until all have ended. `batches` are (begin, end, product, names); `lines` says the same."""
+    """Plays clients until all have ended. `batches` are (begin, end, product, names), as are `lines`."""
 
     def __init__(
         self, config: BatchingConfig, fixed: float = 1.0, per_row: float = 0.01, most_rows: int = 8192
     ) -> None:
         self.now = 0.0
         groups = [GroupShape(1, {f"layers.{layer}": 1}) for layer in range(LAYERS)]
-        self.queues = CallQueues(config, groups, most_rows, lambda: self.now)
+        self.queues = CallQueues(config, groups, most_rows, lambda: self.now / 1e3)
         self.fixed, self.per_row = fixed, per_row
         self.batches: list[tuple[float, float, str, list[str]]] = []
-        self.idle = 0.0  # seconds in which calls waited and nothing was computed
+        self.idle = 0.0  # in which calls waited and nothing was computed
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._computing: list[Work] | None = None
@@ -72,7 +73,7 @@ class SplitWorld:
                 for rows in (1, 100):
                     call = LinearCall(0, (f"layers.{layer}",), direction, rows, "float32", "inference", 0)
                     work = Work(call, [], lambda outcome: None, account)
-                    self.queues.count([work], self.fixed + rows * self.per_row, [0])
+                    self.queues.count([work], (self.fixed + rows * self.per_row) / 1e3, [0])
         self.queues.leave(account)
 
     def play(self, *callers: Caller, until: float = NEVER) -> None:
@@ -87,6 +88,7 @@ class SplitWorld:
                 if works:
                     self._compute(works)
                     continue
+                again = max(again * 1e3, self.now + 1e-9)  # what rounding makes equal would be asked for ever
             then = min(again, self._events[0][0] if self._events else NEVER)
             if then == NEVER or then > until:
                 return
@@ -115,10 +117,17 @@ class SplitWorld:
         self, caller: Caller, product: tuple[Direction, int], left: Iterator[tuple[Direction, int]]
     ) -> None:
         direction, layer = product
+        path, nbytes = f"layers.{layer}", 4 * caller.rows
         call = LinearCall(
-            next(self._numbers), (f"layers.{layer}",), direction, caller.rows, "float32", caller.work, 4 * caller.rows,
+            next(self._numbers),
+            (path,),
+            direction,
+            caller.rows,
+            "float32",
+            caller.work,
+            nbytes,
             caller.deadline,
-        )  # fmt: skip
+        )
 
         def reply(outcome: Outcome) -> None:
             caller.answers.append((self.now, outcome))
@@ -128,16 +137,16 @@ class SplitWorld:
         self.queues.put(Work(call, [], reply, caller.account))
 
     def _compute(self, works: list[Work]) -> None:
-        seconds = self.fixed + self.per_row * sum(work.call.rows for work in works)
+        taken = self.fixed + self.per_row * sum(work.call.rows for work in works)
         direction, layer = works[0].call.direction, works[0].call.paths[0].removeprefix("layers.")
         names = [work.client.name for work in works]
-        self.batches.append((self.now, self.now + seconds, f"{direction[0]}{layer}", names))
+        self.batches.append((self.now, self.now + taken, f"{direction[0]}{layer}", names))
         self._computing = works
-        self.at(self.now + seconds, lambda: self._answer(works, seconds))
+        self.at(self.now + taken, lambda: self._answer(works, taken))
 
-    def _answer(self, works: list[Work], seconds: float) -> None:
+    def _answer(self, works: list[Work], taken: float) -> None:
         self._computing = None
-        self.queues.count(works, seconds, [4 * work.call.rows for work in works])
+        self.queues.count(works, taken / 1e3, [4 * work.call.rows for work in works])
         self.queues.answer(works)
         for work in works:
             work.reply([])

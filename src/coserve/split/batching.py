@@ -123,7 +123,7 @@ class Opportunistic(BatchingPolicy):
                 return queue if held is None or now + queue.cost.seconds(rows) <= until else held
             held, until = held or queue, min(until, waits_until)
             for work in queue.works:
-                work.held = now if work.held is None else work.held
+                work.held = work.held or (now, now + self._allowance(work, queue))
         return until
 
     def together(self, queue: ProductQueue, now: float) -> list[Work]:
@@ -143,9 +143,7 @@ class Opportunistic(BatchingPolicy):
     def _waits_until(self, queue: ProductQueue, expected: Sequence[Expected], now: float) -> float:
         if queue.rows >= self._most_rows:
             return now
-        until = min(
-            (now if work.held is None else work.held) + self._allowance(work, queue) for work in queue.works
-        )
+        until = min(work.held[1] if work.held else now + self._allowance(work, queue) for work in queue.works)
         product = queue.product
         coming = [call.until for call in expected if call.product == product and call.at <= until]
         return min(until, max(coming)) if coming else now

@@ -162,8 +162,9 @@ class CallQueues:
         works = self._policy.together(chosen, now)
         for work in works:
             if work.held is not None:
-                work.own_pass.waited += now - work.held
-                work.client.held += now - work.held
+                since, until = work.held
+                work.own_pass.waited += min(now, until) - since
+                work.client.held += min(now, until) - since
         self._keep(works[0].product, [work for work in chosen.works if work not in works])
         return works, now
 

@@ -24,8 +24,8 @@ class Work:
     tensors: Sequence[Tensor]
     reply: Callable[[Outcome], None]
     client: ClientAccount
-    came: float = 0.0  # by the executor's clock, as `held`: since when it could be computed, and waits
-    held: float | None = None
+    came: float = 0.0  # by the executor's clock
+    held: tuple[float, float] | None = None  # since when it waits for company, and how long it may at most
     own_pass: Pass = field(default_factory=Pass)
     progress: int = 0  # products of its pass up to this one
 

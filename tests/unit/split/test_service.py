@@ -1,8 +1,10 @@
 """Clients that do wrong, die or are strangers: each hurts its own connection alone."""
 
+import os
 import random
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -24,11 +26,13 @@ from coserve.errors import (
 )
 from coserve.split.address import Address
 from coserve.split.attach import RemoteGroup, attach
+from coserve.split.batching import BatchingConfig
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.linears import find_linears
 from coserve.split.messages import VERSION, ClientHello, Limits, LinearCall, encode_header
 from coserve.split.service import MOST_CLIENTS, SplitService
+from coserve.split.status import ask_status
 from coserve.wire.frames import FrameReader, send_frame
 from models import tiny
 
@@ -39,15 +43,15 @@ DOWN = "model.layers.0.mlp.down_proj"  # [64, 96]
 class Served:
     """An executor in this process."""
 
-    def __init__(self, address: Address, seed: int = 0) -> None:
+    def __init__(self, address: Address, seed: int = 0, config: BatchingConfig | None = None) -> None:
         self.linears = BaseLinears(tiny("llama", seed=seed), Limits(rows=64, payload=1 << 20))
-        self.executor = BaseExecutor(self.linears)
+        self.executor = BaseExecutor(self.linears, config)
         self.service = SplitService(self.executor, address, KEY)
         self.address = self.service.address
 
-    def connect(self, **fields: Any) -> ExecutorConnection:
+    def connect(self, client: str = "test", **fields: Any) -> ExecutorConnection:
         return ExecutorConnection(
-            self.address, ClientHello(VERSION, "test", **{"key": KEY, **fields}), patience=0.0
+            self.address, ClientHello(VERSION, client, **{"key": KEY, **fields}), patience=0.0
         )
 
     def raw(self, *, greet: bool = True) -> socket.socket:
@@ -219,6 +223,102 @@ def test_a_client_that_reads_no_answers_holds_up_itself_alone(
     check(healthy)
     raw.close()
     wait_until(lambda: served.service.clients == 1)
+
+
+def test_a_client_has_few_rows_waiting_whatever_it_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its four calls of 40 rows, two are not read: 100 rows may wait."""
+    served = Served(Address(path=str(tmp_path / "executor.sock")), config=BatchingConfig(client_rows=100))
+    compute, may_go, begun = served.linears.compute, threading.Event(), threading.Event()
+
+    def slow(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+        begun.set()
+        assert may_go.wait(20)
+        return compute(call, tensors)
+
+    monkeypatch.setattr(served.linears, "compute", slow)
+    connection, other = served.connect(client="many"), served.connect(client="other")
+    x = torch.randn(40, 96)
+    good = call_of([DOWN], [x], "float32", direction="forward", work="inference")
+    futures = [connection.submit(good, [x], [64]) for _ in range(4)]
+    assert begun.wait(10)
+    wait_until(lambda: waiting(served)["many"] == (2, 80))
+    one = call_of([DOWN], [x[:1]], "float32", direction="forward", work="inference")
+    last = other.submit(one, [x[:1]], [64])
+    wait_until(lambda: waiting(served)["other"] == (1, 1))  # is not held up
+    assert waiting(served)["many"] == (2, 80)
+    may_go.set()
+    for future in (*futures, last):
+        future.result(10)
+    wait_until(lambda: set(waiting(served).values()) == {(0, 0)})
+    connection.close()
+    other.close()
+    served.close()
+
+
+def waiting(served: Served) -> dict[str, tuple[int, int]]:
+    """Calls and rows without an answer, by client."""
+    clients = served.executor.status().clients
+    return {client.name: (client.waiting_calls, client.waiting_rows) for client in clients}
+
+
+def test_status_counts_what_crossed(tmp_path: Path) -> None:
+    served, draws = Served(Address(path=str(tmp_path / "executor.sock"))), random.Random()
+    connections = {name: served.connect(client=name) for name in ("one", "two")}
+    calls = {name: [draws.randint(1, 64) for _ in range(draws.randint(1, 9))] for name in connections}
+    for name, connection in connections.items():
+        for rows in calls[name]:
+            x = torch.randn(rows, 96)
+            work = "training" if name == "two" else "inference"
+            good = call_of([DOWN], [x], "float32", direction="forward", work=work)
+            connection.submit(good, [x], [64]).result(10)
+            with pytest.raises(RequestError):  # counts for nothing
+                wrong = call_of([DOWN], [x], "float32", direction="backward", work=work)
+                connection.submit(wrong, [x], [96]).result(10)
+    found = ask_status(served.address, KEY)
+    rows = {name: sum(counts) for name, counts in calls.items()}
+    assert {(c.name, c.work, c.calls, c.rows, c.received_bytes, c.sent_bytes) for c in found.clients} == {
+        (name, work, len(calls[name]), rows[name], rows[name] * 96 * 4, rows[name] * 64 * 4)
+        for name, work in (("one", "inference"), ("two", "training"))
+    }
+    (product,) = found.products
+    assert (product.direction, product.paths) == ("forward", (DOWN,))
+    assert (product.calls, product.rows) == (sum(map(len, calls.values())), sum(rows.values()))
+    assert product.batches == product.calls and product.seconds > 0
+    assert (found.received_bytes, found.sent_bytes) == (product.rows * 96 * 4, product.rows * 64 * 4)
+    assert 0 < found.received_a_second <= found.received_bytes
+    assert found.fingerprint == served.linears.hello.fingerprint and found.process == os.getpid()
+    assert found.weight_bytes == served.linears.nbytes
+    connections["one"].close()
+    wait_until(lambda: [client.name for client in ask_status(served.address, KEY).clients] == ["two"])
+    with pytest.raises(ConfigError, match="key"):
+        ask_status(served.address, "wrong")
+    connections["two"].close()
+    served.close()
+    with pytest.raises(Unreachable, match="no executor answers"):
+        ask_status(served.address, KEY)
+
+
+def test_what_answers_a_status_request_otherwise_is_no_executor(tmp_path: Path) -> None:
+    for said in (b"", b"HTTP/1.1 400 Bad Request", struct.pack(">I", 1) + b"\xc1", b"silence"):
+        address = Address(path=str(tmp_path / "other.sock"))
+        listening, _ = address.listen()
+
+        def answer(listening: socket.socket = listening, said: bytes = said) -> None:
+            with listening.accept()[0] as connected:
+                if said != b"silence":
+                    connected.sendall(said)
+                    return
+                assert has_ended(connected)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Unreachable, match="no executor"):
+            ask_status(address, KEY, patience=0.3)
+        thread.join(10)
+        listening.close()
+        address.remove()
 
 
 def test_too_many_clients(served: Served, healthy: ExecutorConnection) -> None:
