@@ -12,7 +12,6 @@ executor, all else stays in this process.
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from coserve.errors import AdapterMismatch
 from coserve.model.group import Group, GroupRows, Prepared
 from coserve.model.placing import put
 from coserve.split.address import Address
-from coserve.split.connection import ExecutorConnection, call_of
+from coserve.split.connection import ExecutorConnection, PendingAnswer, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import ITEM_BYTES, VERSION, ClientHello, Direction, GroupShape
 from coserve.split.payload import DTYPES
@@ -116,7 +115,7 @@ class RemoteGroup(Group):
 class _Answer:
     """Tensors [..., width] for each width, of the type and on the device of `like` [..., any]."""
 
-    def __init__(self, futures: Sequence[Future[list[Tensor]]], like: Tensor, widths: Sequence[int]) -> None:
+    def __init__(self, futures: Sequence[PendingAnswer], like: Tensor, widths: Sequence[int]) -> None:
         self._futures, self._widths = futures, widths
         self._rows, self._dtype, self._device = like.shape[:-1], like.dtype, like.device
 

@@ -54,11 +54,9 @@ class ClientSession:
         self._accepts, self._slot_bytes = accepts, slot_bytes
         self.key: str | None = None  # that was accepted
         self._table = GroupTable(executor.hello)
-        self._room = threading.Semaphore(MOST_UNDER_WAY)
         self._under_way = 0  # calls without an answer
-        self._lock = (
-            threading.Lock()
-        )  # of the channel's sending end while nothing waits there; never held long
+        self._lock = threading.Lock()  # of the channel's sending end while nothing waits there
+        self._answered = threading.Condition(self._lock)
         self._waiting = 0  # messages that the writer has still to send
         self._rests: SimpleQueue[tuple[Rest, bool] | None] = SimpleQueue()
 
@@ -99,7 +97,6 @@ class ClientSession:
             while (call := self._next()) is not None:
                 if not isinstance(call, LinearCall):
                     raise ConnectionError("a second greeting")
-                self._room.acquire()
                 self._take(call)
         finally:
             self._channel.shut()
@@ -155,6 +152,8 @@ class ClientSession:
 
     def _take(self, call: LinearCall) -> None:
         with self._lock:
+            while self._under_way >= MOST_UNDER_WAY:
+                self._answered.wait()
             self._under_way += 1
         try:
             self._table.check_call(call)
@@ -190,11 +189,11 @@ class ClientSession:
                 self._waiting += 1
                 self._rests.put((rest, is_answer))
             elif is_answer:
-                self._answered()
+                self._make_room()
 
-    def _answered(self) -> None:
+    def _make_room(self) -> None:
         self._under_way -= 1
-        self._room.release()
+        self._answered.notify()
 
     def _write(self) -> None:
         """Sends what waits; where that fails only makes room, until the reader has ended too."""
@@ -208,7 +207,7 @@ class ClientSession:
             with self._lock:
                 self._waiting -= 1
                 if is_answer:
-                    self._answered()
+                    self._make_room()
 
 
 def _fault(error: CoserveError) -> Fault:
