@@ -22,6 +22,7 @@ from coserve.errors import AdapterMismatch
 from coserve.model.group import Group, GroupRows, Prepared
 from coserve.model.placing import put
 from coserve.split.address import Address
+from coserve.split.channel import Transport
 from coserve.split.connection import ExecutorConnection, PendingAnswer, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import ITEM_BYTES, VERSION, ClientHello, Direction, GroupShape
@@ -32,7 +33,7 @@ from coserve.split.transport import SocketTransport
 
 def attach(
     model: nn.Module,
-    address: str,
+    address: str | Transport,
     key: str = "",
     patience: float = 60.0,
     *,
@@ -41,19 +42,20 @@ def attach(
 ) -> ExecutorConnection:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
     weights. `patience` is how long a call waits for an executor that went away or gives no sign of life, in
-    seconds. At a unix socket tensors are in shared memory, where the executor gives some; `tls` says how the
-    executor at a `tls:` address is known.
+    seconds. `address` is the executor's, or a way to it that was made already. At a unix socket tensors are
+    in shared memory, where the executor gives some; `tls` says how the executor at a `tls:` address is known.
 
     The executor's base must have the content hash of the model's linears; where the model was made on the
     meta device, only paths and widths are compared. Parameters of these linears do not require a gradient
     afterwards and have no data: merging, and methods that read them (DoRA, PiSSA), do not work. Raises
     AdapterMismatch, ConfigError and Unreachable.
     """
-    where = Address.parse(address)
+    if isinstance(address, str):
+        address = SocketTransport(Address.parse(address), shared_memory, tls)
     found = find_linears(model)
     own = fingerprint_of_linears({path: module for path, (_, module) in found.items()})
     hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], own or "", key)
-    connection = ExecutorConnection(SocketTransport(where, shared_memory, tls), hello, patience)
+    connection = ExecutorConnection(address, hello, patience)
     try:
         _check(connection.base.groups, {path: shape_of(module) for path, (_, module) in found.items()})
     except AdapterMismatch:

@@ -153,6 +153,9 @@ class ExecutorConnection:
             )
         except OSError:
             error = None  # a malformed answer ends its connection, as a dead executor does
+        except BaseException:  # interrupted between two bytes: what follows them has no meaning
+            channel.shut()
+            raise
         channel.shut()
         try:
             if error is not None:
@@ -235,6 +238,9 @@ class ExecutorConnection:
             self._channel.send(found.call, found.rows)
         except OSError:
             self._channel.shut()  # which wakes who receives
+        except BaseException:  # interrupted: part of the call may have been sent
+            self._channel.shut()
+            raise
 
 
 def call_of(paths: Sequence[str], rows: Rows, dtype: Dtype, **fields: Any) -> LinearCall:

@@ -49,9 +49,11 @@ class SplitService:
         key_check: KeyCheck | None = None,
         tls: ssl.SSLContext | None = None,
         slot_bytes: int = SLOT_BYTES,
+        silence: float = SILENT_SECONDS,
     ) -> None:
         """Listens. `tls` is for `tls:` addresses (`tls.executor_context`). `slot_bytes` are those of a slot
-        of shared memory, which clients at a unix socket are offered; 0 for none. Raises ServerError;
+        of shared memory, which clients at a unix socket are offered; 0 for none. A client that stops for
+        `silence` seconds within a message, or before it has taken an answer, is dropped. Raises ServerError;
         ConfigError for an address that other hosts can reach, without a key, and for TLS elsewhere."""
         if not key and key_check is None and not address.is_local:
             raise ConfigError(f"{address} can be reached from other hosts, so a key is needed")
@@ -59,7 +61,8 @@ class SplitService:
             raise ConfigError(f"a certificate is for tls:HOST:PORT, which needs one, and {address} is not")
         if not address.is_local and tls is None:
             _log.warning("keys and tensors are readable on the network to %s: tls:HOST:PORT is not", address)
-        self._executor, self._tls, self._slot_bytes = executor, tls, slot_bytes
+        self._executor, self._tls = executor, tls
+        self._slot_bytes, self._silence = slot_bytes, silence
         checks = [*([shared_key(key)] if key else ()), *([key_check] if key_check else ())]
         self._accepts: KeyCheck = lambda given: not checks or any(check(given) for check in checks)
         self._clients: set[ClientSession] = set()
@@ -104,7 +107,9 @@ class SplitService:
                 continue
             prepare(connected)
             channel = self._channel(connected)
-            client = ClientSession(channel, self._executor, self._accepts, self._left, self._slot_bytes)
+            client = ClientSession(
+                channel, self._executor, self._accepts, self._left, self._slot_bytes, self._silence
+            )
             with self._lock:
                 is_room = len(self._clients) < MOST_CLIENTS and not self._closing.is_set()
                 if is_room:
@@ -116,7 +121,7 @@ class SplitService:
 
     def _channel(self, connected: socket.socket) -> SocketChannel[ToExecutor]:
         stream = None if self._tls is None else TlsStream(connected, self._tls)
-        return SocketChannel(connected, decode_to_executor, stream, SILENT_SECONDS, SILENT_SECONDS)
+        return SocketChannel(connected, decode_to_executor, stream, self._silence, self._silence)
 
     def _left(self, client: ClientSession) -> None:
         with self._lock:
@@ -158,7 +163,7 @@ def run_service(
     """Loads a model and serves its linears until SIGTERM or SIGINT. With `tls`, `tcp:` addresses are `tls:`
     ones. Raises ConfigError, ModelError, ServerError."""
     address = Address.parse(listen)
-    if tls is not None and not address.path:
+    if tls is not None and not address.path:  # a unix socket is refused
         address = replace(address, is_encrypted=True)
     context = None if tls is None else tls.context()
     if batching not in get_args(Batching):

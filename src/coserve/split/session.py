@@ -47,11 +47,13 @@ class ClientSession:
         accepts: Callable[[str], bool],
         left: "Callable[[ClientSession], None]",
         slot_bytes: int = 0,
+        silence: float = SILENT_SECONDS,
     ) -> None:
         """`accepts` tells whether a key is a right one; `left` is called once, when the session is over.
-        `slot_bytes` are offered as shared memory to clients at a unix socket; 0 is none."""
+        `slot_bytes` are offered as shared memory to clients at a unix socket; 0 is none. `silence` is that of
+        the channel."""
         self._channel, self._executor, self._left = channel, executor, left
-        self._accepts, self._slot_bytes = accepts, slot_bytes
+        self._accepts, self._slot_bytes, self._silence = accepts, slot_bytes, silence
         self.key: str | None = None  # that was accepted
         self._table = GroupTable(executor.hello)
         self._under_way = 0  # calls without an answer
@@ -143,7 +145,7 @@ class ClientSession:
         try:
             # A client's first call comes after this, so nothing has been read ahead.
             self._channel = ExecutorSharedChannel(
-                channel.socket, decode_to_executor, slots, SILENT_SECONDS, SILENT_SECONDS
+                channel.socket, decode_to_executor, slots, self._silence, self._silence
             )
             self._channel.limits = base.limits
             send_with_file(channel.socket, msgspec.structs.replace(base, slots=slots.shape), file)
