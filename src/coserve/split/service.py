@@ -105,19 +105,23 @@ class SplitService:
                     return
                 time.sleep(_REFUSED_SECONDS)
                 continue
-            prepare(connected)
-            channel = self._channel(connected)
-            client = ClientSession(
-                channel, self._executor, self._accepts, self._left, self._slot_bytes, self._silence
-            )
-            with self._lock:
-                is_room = len(self._clients) < MOST_CLIENTS and not self._closing.is_set()
-                if is_room:
-                    self._clients.add(client)
+            self._admit(connected)
+            del connected  # nothing of a client is kept while it waits for the next
+
+    def _admit(self, connected: socket.socket) -> None:
+        prepare(connected)
+        channel = self._channel(connected)
+        client = ClientSession(
+            channel, self._executor, self._accepts, self._left, self._slot_bytes, self._silence
+        )
+        with self._lock:
+            is_room = len(self._clients) < MOST_CLIENTS and not self._closing.is_set()
             if is_room:
-                client.start()
-            else:
-                client.refuse(Unreachable(f"the executor has {MOST_CLIENTS} clients, which is all it takes"))
+                self._clients.add(client)
+        if is_room:
+            client.start()
+        else:
+            client.refuse(Unreachable(f"the executor has {MOST_CLIENTS} clients, which is all it takes"))
 
     def _channel(self, connected: socket.socket) -> SocketChannel[ToExecutor]:
         stream = None if self._tls is None else TlsStream(connected, self._tls)
@@ -131,23 +135,26 @@ class SplitService:
         """Signs of life, unless a product takes for ever."""
         while not self._closing.wait(BEAT_SECONDS):
             if self._executor.busy_seconds < _STUCK_SECONDS:
-                for client in self._present():
-                    client.beat()
+                self._for_each(ClientSession.beat)
 
     def _check_keys(self) -> None:
         """Ends connections whose key is no longer a right one."""
         while not self._closing.wait(_KEYS_SECONDS):
-            for client in self._present():
-                try:
-                    if client.key is not None and not self._accepts(client.key):
-                        _log.info("a client's key is no longer accepted: its connection ends")
-                        client.close()
-                except CoserveError as error:
-                    _log.warning("keys cannot be looked up now: %s", error)
+            self._for_each(self._check_key)
 
-    def _present(self) -> list[ClientSession]:
+    def _check_key(self, client: ClientSession) -> None:
+        try:
+            if client.key is not None and not self._accepts(client.key):
+                _log.info("a client's key is no longer accepted: its connection ends")
+                client.close()
+        except CoserveError as error:
+            _log.warning("keys cannot be looked up now: %s", error)
+
+    def _for_each(self, act: Callable[[ClientSession], None]) -> None:
         with self._lock:
-            return list(self._clients)
+            clients = list(self._clients)
+        for client in clients:
+            act(client)
 
 
 def run_service(

@@ -79,9 +79,11 @@ class Ways:
 
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ways]:
-    ways = Ways(tmp_path_factory.mktemp("split"))
-    yield ways
-    ways.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "BEAT_SECONDS", 0.1)
+        ways = Ways(tmp_path_factory.mktemp("split"))
+        yield ways
+        ways.close()
 
 
 @pytest.fixture(params=KINDS)
@@ -191,12 +193,11 @@ def test_an_interrupt_within_an_answer_costs_a_reconnect(ways: Ways, monkeypatch
     connection.close()
 
 
-@pytest.mark.parametrize("is_stuck", [False, True])
+@pytest.mark.parametrize(("kind", "is_stuck"), [("shared", False), ("tls", False), ("socket", True)])
 def test_a_long_product_is_waited_for_unless_it_takes_for_ever(
-    connection: ExecutorConnection, ways: Ways, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+    ways: Ways, monkeypatch: pytest.MonkeyPatch, kind: str, is_stuck: bool
 ) -> None:
-    if connection.address == str(ways.transports["in-process"]):
-        pytest.skip("it gives no signs of life, as the client would end with it")
+    connection = ways.connect(kind)
     go_on = threading.Event()
     compute = ways.linears.compute
 
@@ -206,14 +207,14 @@ def test_a_long_product_is_waited_for_unless_it_takes_for_ever(
 
     with monkeypatch.context() as patch:
         patch.setattr(ways.linears, "compute", slow)
-        patch.setattr(connection, "_silence", 1.5)
+        patch.setattr(connection, "_silence", 0.5)
         patch.setattr(services, "_STUCK_SECONDS", 0.0 if is_stuck else 100.0)
         call, given, widths = drawn_call(torch.Generator())
         answer = connection.submit(call, given, widths)
-        timer = threading.Timer(3.0, go_on.set)
+        timer = threading.Timer(1.5, go_on.set)
         timer.start()
         if is_stuck:
-            with pytest.raises(EngineLost, match=r"no sign of life for 1\.5 s"):
+            with pytest.raises(EngineLost, match=r"no sign of life for 0\.5 s"):
                 answer.result(30)
             with pytest.raises(EngineLost, match="no sign of life"):
                 connection.submit(call, given, widths)
@@ -350,12 +351,8 @@ def test_an_executor_without_memory_to_share_goes_on_without(
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_client_that_stops_is_dropped_and_others_go_on(ways: Ways, tmp_path: Path, is_shared: bool) -> None:
-    service = SplitService(
-        ways.executor,
-        Address(path=str(tmp_path / "a.sock")),
-        slot_bytes=SLOT if is_shared else 0,
-        silence=0.3,
-    )
+    address, slot_bytes = Address(path=str(tmp_path / "a.sock")), SLOT if is_shared else 0
+    service = SplitService(ways.executor, address, slot_bytes=slot_bytes, silence=0.3)
     other = ExecutorConnection(SocketTransport(service.address), HELLO)
     call, given, widths = drawn_call(torch.Generator().manual_seed(1))
 
