@@ -162,9 +162,8 @@ def test_files_that_are_no_certificates(authorities: tuple[Authority, Authority]
             files.context()
     both = tmp_path / "both.pem"
     both.write_text(own.key.read_text() + own.certificate.read_text())
-    assert (
-        TlsFiles(both).context() and TlsFiles(both).fingerprint() == TlsFiles(own.certificate).fingerprint()
-    )
+    assert TlsFiles(both).context()
+    assert TlsFiles(both).fingerprint() == TlsFiles(own.certificate).fingerprint()
 
 
 def test_readable_tcp_to_other_hosts_is_said(
