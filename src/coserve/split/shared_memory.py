@@ -59,7 +59,7 @@ class Slots:
         self._whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
         self._start = self._whole.data_ptr()
         self._views = {
-            dtype: [slot.view(kind) for slot in self._whole.split(shape.nbytes)]
+            dtype: [slot.view(kind) for slot in torch.split(self._whole, shape.nbytes)]
             for dtype, kind in DTYPES.items()
         }
 

@@ -3,8 +3,10 @@
 import fcntl
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,15 @@ from coserve.split.messages import (
     LinearCall,
     SlotShape,
     ToClient,
+    ToExecutor,
     decode_to_client,
+    decode_to_executor,
 )
 from coserve.split.service import SplitService
 from coserve.split.shared_memory import ClientSharedChannel, FileStream, Slots, make_slots
 from coserve.split.tls import ClientTls, TlsFiles
 from coserve.split.transport import SocketTransport, greet
+from coserve.wire.messages import Fault
 from models import tiny
 
 SLOT = 16 << 10  # bytes: 42 rows of width 96, so that some calls and answers do not fit
@@ -381,6 +386,28 @@ def test_a_client_that_stops_is_dropped_and_others_go_on(ways: Ways, tmp_path: P
         raw.close()
     other.close()
     service.close()
+
+
+def test_who_is_refused_cannot_hold_up_who_refuses() -> None:
+    """It sends a byte every now and then, for ever."""
+    ours, theirs = socket.socketpair()
+    over = threading.Event()
+
+    def dribble() -> None:
+        with suppress(OSError):
+            while not over.wait(0.01):
+                theirs.sendall(b"x")
+
+    dribbling = threading.Thread(target=dribble)
+    dribbling.start()
+    channel = SocketChannel[ToExecutor](ours, decode_to_executor)
+    refusing = threading.Thread(target=channel.refuse, args=(Fault("ConfigError", "no"),), daemon=True)
+    refusing.start()
+    refusing.join(10)
+    over.set()
+    dribbling.join()
+    assert not refusing.is_alive()
+    theirs.close()
 
 
 def until(is_so: Callable[[], bool], seconds: float = 15.0) -> None:
