@@ -1,5 +1,6 @@
 """An executor that is killed under its client, replaced, and ended as it should be."""
 
+import os
 import signal
 import socket
 import threading
@@ -10,6 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from coserve.errors import EngineLost, Unreachable
+from coserve.split import connection as connections
+from coserve.split import transport as transports
 from coserve.split.attach import attach
 from models import VOCABULARY, tiny
 from split_process import executor_process
@@ -45,13 +49,21 @@ def with_lora() -> nn.Module:
     return get_peft_model(tiny("llama"), config).train()
 
 
-def test_training_survives_a_kill_and_ends_where_it_would_have(folder: Path, tmp_path: Path) -> None:
-    address = f"tcp:127.0.0.1:{free_port()}"
+@pytest.mark.sample(1)  # each starts two processes
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_training_survives_a_kill_and_ends_where_it_would_have(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    """Over a unix socket the successor makes new shared memory, and nothing stays of the old."""
+    address = f"tcp:127.0.0.1:{free_port()}" if kind == "tcp" else f"unix:{tmp_path / 'a.sock'}"
+    shown = set(os.listdir("/dev/shm"))
     kill, got = threading.Event(), list[float]()
     client, undisturbed = with_lora(), with_lora()
     with executor_process(folder, address, COSERVE_EXECUTOR_KEY="secret") as first:
         attach(undisturbed, address, "secret")
-        attach(client, address, "secret")
+        connection = attach(client, address, "secret")
+        assert (connection.base.slots is None) == (kind == "tcp")
+        memory = getattr(connection._channel, "_slots", None)
         wanted = trained(undisturbed, 40)
         assert wanted == pytest.approx(trained(with_lora(), 40), rel=1e-4)
         assert wanted[-1] < wanted[0] - 0.1
@@ -61,11 +73,37 @@ def test_training_survives_a_kill_and_ends_where_it_would_have(folder: Path, tmp
         first.send_signal(signal.SIGKILL)
         first.wait()
         assert not got
+    assert set(os.listdir("/dev/shm")) == shown
     with executor_process(folder, address, COSERVE_EXECUTOR_KEY="secret") as second:
         thread.join(60)
         assert got == wanted  # bit for bit: no call was lost, none was answered twice
+        assert kind == "tcp" or getattr(connection._channel, "_slots", None) is not memory
         second.send_signal(signal.SIGTERM)
         assert second.wait(20) == 0
+
+
+def test_an_executor_that_is_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clients are told after their patience, those within a call and those that come."""
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 1.5)
+    monkeypatch.setattr(transports, "HANDSHAKE_SECONDS", 0.5)
+    address, ids = f"unix:{tmp_path / 'a.sock'}", torch.ones(1, 3, dtype=torch.long)
+    models = [tiny("llama") for _ in range(3)]
+    with executor_process(folder, address) as process:
+        for model, shared_memory in zip(models, (True, False, True), strict=True):
+            attach(model, address, patience=0.0, shared_memory=shared_memory)
+        wanted = models[2](ids).logits
+        process.send_signal(signal.SIGSTOP)
+        for model in models[:2]:
+            with pytest.raises(EngineLost, match="no sign of life"):
+                model(ids)
+            with pytest.raises(EngineLost, match="no sign of life"):
+                model(ids)
+        with pytest.raises(Unreachable):
+            attach(tiny("llama"), address)
+        process.send_signal(signal.SIGCONT)
+        assert torch.equal(models[2](ids).logits, wanted)  # it made no call meanwhile
+        attach(again := tiny("llama"), address)
+        assert torch.equal(again(ids).logits, wanted)
 
 
 def free_port() -> int:

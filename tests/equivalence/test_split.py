@@ -15,18 +15,22 @@ from coserve.errors import NotOffered
 from coserve.split.absent import AbsentWeight
 from coserve.split.address import Address
 from coserve.split.attach import attach
+from coserve.split.channel import Transport
 from coserve.split.executor import BaseExecutor, BaseLinears
+from coserve.split.in_process import InProcess
 from coserve.split.service import SplitService
+from coserve.split.transport import SocketTransport
 from models import VOCABULARY, tiny
 
-KINDS = ("llama", "gpt2", "gemma2", "mixtral")
+KINDS = ("llama", "gpt2", "gemma2", "mixtral")  # over shared memory
+WAYS = ("shared", "socket", "tcp", "in-process")  # for the first
 TOLERANCE = 1e-5  # float32: products of joined rows round differently
 
 
 class Served:
     """An executor of a tiny model, and its calls."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, way: str, folder: Path) -> None:
         self.kind = kind
         linears = BaseLinears(tiny(kind))
         self.calls: list[tuple[str, tuple[str, ...]]] = []
@@ -38,13 +42,22 @@ class Served:
 
         linears.compute = noted  # type: ignore[method-assign]
         self.executor = BaseExecutor(linears)
-        self.service = SplitService(self.executor, Address(path=str(folder / f"{kind}.sock")))
-        self.address = str(self.service.address)
+        unix, tcp = Address(path=str(folder / f"{kind}.sock")), Address.parse("tcp:127.0.0.1:0")
+        self.service = SplitService(self.executor, tcp if way == "tcp" else unix)
+        self.address: str | Transport = str(self.service.address)
+        if way == "in-process":
+            self.address = InProcess(self.executor)
+        if way == "socket":
+            self.address = SocketTransport(unix, shared_memory=False)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[*((kind, WAYS[0]) for kind in KINDS), *((KINDS[0], way) for way in WAYS[1:])],
+    ids="-".join,
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(request.param, tmp_path_factory.mktemp("split"))
+    served = Served(*request.param, tmp_path_factory.mktemp("split"))
     yield served
     served.service.close()
     served.executor.close()

@@ -1,13 +1,20 @@
 """`coserve executor`: the frozen linears of a model, for clients in other processes."""
 
-from typing import Annotated
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from coserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coserve.serve.store.store import Store
 
 
 def executor(
     model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.")],
-    listen: Annotated[str, typer.Option(help="unix:PATH, or tcp:HOST:PORT (port 0: any).")],
+    listen: Annotated[str, typer.Option(help="unix:PATH, tcp:HOST:PORT or tls:HOST:PORT (port 0: any).")],
     key: Annotated[
         str,
         typer.Option(
@@ -15,6 +22,25 @@ def executor(
             help="What clients must present; needed where other hosts can connect. Better set as variable.",
         ),
     ] = "",
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="State folder of a server, whose API keys (`coserve keys create`) are accepted too.",
+            metavar="FOLDER",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="The executor's certificate in PEM: with it, TCP is TLS.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="Its key in PEM, where the certificate's file has none.")
+    ] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Clients need a certificate that one in this file signed.")
+    ] = None,
+    shared_memory: Annotated[
+        bool, typer.Option(help="Tensors of clients at a unix socket are in memory shared with each.")
+    ] = True,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     batching: Annotated[
         str,
@@ -51,6 +77,29 @@ def executor(
     from coserve.split.batching import BatchingConfig
     from coserve.split.layers import LayerChoice
     from coserve.split.service import run_service
+    from coserve.split.tls import TlsFiles
 
     config = BatchingConfig(batching, wait_factor, wait_cap, client_rows)  # type: ignore[arg-type]
-    run_service(model, listen, key, dtype, config, LayerChoice(layers, with_head))
+    if tls_cert is None and (tls_key is not None or tls_client_ca is not None):
+        raise ConfigError("--tls-key and --tls-client-ca are for an executor with --tls-cert")
+    tls = None if tls_cert is None else TlsFiles(tls_cert, tls_key, tls_client_ca)
+    with nullcontext() if state is None else _opened(state) as store:
+        keys = None if store is None else lambda secret: is_key(store, secret)
+        run_service(
+            model, listen, key, dtype, config, LayerChoice(layers, with_head), shared_memory, keys, tls
+        )
+
+
+def _opened(state: Path) -> "Store":
+    from coserve.serve.store.store import Store
+
+    if not state.is_dir():
+        raise ConfigError(f"there is no state folder {state}")
+    return Store(state)
+
+
+def is_key(store: "Store", secret: str) -> bool:
+    """Tells whether it is a key in force; called on any thread."""
+    import asyncio
+
+    return asyncio.run(store.tenants.of_key(secret)) is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from coserve.errors import ConfigError, ServerError
+from coserve.wire.frames import timeout_option
 
 CONNECT_SECONDS: Final = 5.0
 _BACKLOG: Final = 64
@@ -60,8 +61,10 @@ class Address:
         else:
             connected = socket.socket(socket.AF_UNIX)
             try:
-                connected.settimeout(CONNECT_SECONDS)
+                # The system's own timeout: with one of Python's, a full queue would fail at once.
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout_option(CONNECT_SECONDS))
                 connected.connect(self.path)
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout_option(0.0))
             except OSError:
                 connected.close()
                 raise

@@ -23,6 +23,7 @@ from coserve.model.group import Group, GroupRows, Pending, Prepared
 from coserve.model.placing import put
 from coserve.split.absent import AbsentWeight, check_frozen, check_methods
 from coserve.split.address import Address
+from coserve.split.channel import Transport
 from coserve.split.connection import ExecutorConnection, Rows, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import (
@@ -43,7 +44,7 @@ _SHOWN: Final = 20  # paths in an error
 
 def attach(
     model: nn.Module,
-    address: str,
+    address: str | Transport,
     key: str = "",
     patience: float = 60.0,
     *,
@@ -51,9 +52,10 @@ def attach(
     tls: ClientTls | None = None,
 ) -> ExecutorConnection:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
-    weights; others stay as they are. `patience` is how long a call waits for an executor that went away or
-    gives no sign of life, in seconds. At a unix socket tensors are in shared memory, where the executor gives
-    some; `tls` says how the executor at a `tls:` address is known.
+    weights; others stay as they are. `address` is the executor's, or a way to it that was made already.
+    `patience` is how long a call waits for an executor that went away or gives no sign of life, in seconds.
+    At a unix socket tensors are in shared memory, where the executor gives some; `tls` says how the executor
+    at a `tls:` address is known.
 
     These linears must have the content hash of the executor's; where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters
@@ -61,11 +63,12 @@ def attach(
     PiSSA, merging) gets NotOffered: here where its adapter is in the model already, else when it does so.
     Raises AdapterMismatch, ConfigError and Unreachable.
     """
-    where = Address.parse(address)
+    if isinstance(address, str):
+        address = SocketTransport(Address.parse(address), shared_memory, tls)
     found = find_linears(model)
     check_methods(model, {path: module for path, (_, module) in found.items()})
     hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], key=key)
-    connection = ExecutorConnection(SocketTransport(where, shared_memory, tls), hello, patience)
+    connection = ExecutorConnection(address, hello, patience)
     try:
         _check(connection.base, {path: module for path, (_, module) in found.items()})
     except AdapterMismatch:

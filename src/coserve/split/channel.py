@@ -14,6 +14,7 @@ the executor's join of rows, and nothing else: calls, queues, retries and refusa
 """
 
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -49,7 +50,7 @@ _AT_ONCE: Final = 1 << 16  # bytes of a message that a computing thread sends it
 _SKIP: Final = 1 << 20  # bytes of a refused payload that are read at once
 _LAST_SECONDS: Final = 0.2  # that a refused client has to read why
 
-In = TypeVar("In", ToExecutor, ToClient)
+In = TypeVar("In")  # ToExecutor or ToClient
 Decode = Callable[[bytes, Limits], In]
 Rest = Callable[[], None]  # sends what is left of a message; blocks, and raises OSError
 
@@ -181,12 +182,14 @@ class SocketChannel(Channel[In]):
         self.socket.close()
 
     def refuse(self, message: ToClient) -> None:
-        self.socket.settimeout(_LAST_SECONDS)
+        timer = threading.Timer(_LAST_SECONDS, self.shut)  # whatever the other end sends meanwhile
+        timer.start()
         with suppress(OSError):
             self.send(message)
             self.socket.shutdown(socket.SHUT_WR)
             while self.socket.recv(_SKIP):  # closed with bytes unread, TCP would take the message back
                 pass
+        timer.cancel()
         self.close()
 
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Final
 
 import msgspec
@@ -37,27 +36,28 @@ _RETRY_SECONDS: Final = 0.1  # between two attempts to reconnect
 Rows = Sequence[Tensor]  # each [rows, width], contiguous, on the CPU, of the base's type
 
 
-class PendingAnswer(Future[list[Tensor]]):
-    """A call without an answer, which may be sent again. It is there once somebody waits for it, or for a
-    later one of the same connection."""
+class PendingAnswer:
+    """A call, which may be sent again until its answer is there. It is received once somebody waits for it,
+    or for a later one of the same connection."""
+
+    __slots__ = ("_connection", "call", "outcome", "rows", "sent", "widths")
 
     def __init__(
         self, connection: "ExecutorConnection", call: LinearCall, rows: Rows, widths: Sequence[int]
     ) -> None:
         """`widths` are those of the answer's tensors."""
-        super().__init__()
         self._connection, self.call, self.rows, self.widths = connection, call, rows, widths
+        self.outcome: list[Tensor] | CoserveError | None = None
         self.sent = 0
 
     def result(self, timeout: float | None = None) -> list[Tensor]:
         """Waits; raises the call's error, TimeoutError."""
-        self._connection.wait(self, timeout)
-        return super().result(0)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits; raises TimeoutError."""
-        self._connection.wait(self, timeout)
-        return super().exception(0)
+        if self.outcome is None:
+            self._connection.wait(self, timeout)
+        assert self.outcome is not None, "it was waited for"
+        if isinstance(self.outcome, CoserveError):
+            raise self.outcome
+        return self.outcome
 
 
 class ExecutorConnection:
@@ -77,8 +77,10 @@ class ExecutorConnection:
         self._sending = threading.Lock()  # of the channel's sending end, and of what precedes
         self._number = 0
         self._closed: CoserveError | None = None
-        self._turn = threading.Condition()  # for the receiving end: one thread has it, others wait
+        # For the receiving end: one thread has it, others wait for it or their answer.
+        self._turn = threading.Condition(threading.Lock())
         self._is_receiving = False
+        self._followers = 0  # that wait, or are about to
         self._heard = time.monotonic()
         self._channel, self.base = self._transport.connect(hello, self._silence)
 
@@ -101,22 +103,31 @@ class ExecutorConnection:
     def wait(self, answer: PendingAnswer, timeout: float | None = None) -> None:
         """Receives until this answer is there, or waits while another thread does. Raises TimeoutError."""
         until = None if timeout is None else time.monotonic() + timeout
-        with self._turn:
-            while not answer.done() and self._is_receiving:
-                if not self._turn.wait(None if until is None else until - time.monotonic()):
-                    raise TimeoutError("the answer is not there yet")
-            if answer.done():
-                return
-            self._is_receiving = True
+        if not self._take_turn(answer, until):
+            return
         try:
-            while not answer.done():
+            while answer.outcome is None:
                 self._receive()
-                if until is not None and time.monotonic() > until and not answer.done():
+                if until is not None and time.monotonic() > until and answer.outcome is None:
                     raise TimeoutError("the answer is not there yet")
         finally:
             with self._turn:
                 self._is_receiving = False
                 self._turn.notify_all()
+
+    def _take_turn(self, answer: PendingAnswer, until: float | None) -> bool:
+        """Waits for the turn to receive, or for the answer; tells whether it got the turn."""
+        with self._turn:
+            self._followers += 1  # before it looks: an answer that comes later is told
+            try:
+                while answer.outcome is None and self._is_receiving:
+                    if not self._turn.wait(None if until is None else until - time.monotonic()):
+                        raise TimeoutError("the answer is not there yet")
+            finally:
+                self._followers -= 1
+            gets_turn = answer.outcome is None
+            self._is_receiving = self._is_receiving or gets_turn
+            return gets_turn
 
     def close(self) -> None:
         """Ends the connection; calls without an answer fail."""
@@ -151,6 +162,9 @@ class ExecutorConnection:
             )
         except OSError:
             error = None  # a malformed answer ends its connection, as a dead executor does
+        except BaseException:  # interrupted between two bytes: what follows them has no meaning
+            channel.shut()
+            raise
         channel.shut()
         try:
             if error is not None:
@@ -180,12 +194,10 @@ class ExecutorConnection:
         found = self._open.pop(number, None)
         if found is None:
             return  # the connection was closed meanwhile
-        if isinstance(outcome, CoserveError):
-            found.set_exception(outcome)
-        else:
-            found.set_result(outcome)
-        with self._turn:
-            self._turn.notify_all()
+        found.outcome = outcome
+        if self._followers:
+            with self._turn:
+                self._turn.notify_all()
 
     def _reconnect(self) -> None:
         """Connects again, and sends open calls again. Raises CoserveError."""
@@ -235,6 +247,9 @@ class ExecutorConnection:
             self._channel.send(found.call, found.rows)
         except OSError:
             self._channel.shut()  # which wakes who receives
+        except BaseException:  # interrupted: part of the call may have been sent
+            self._channel.shut()
+            raise
 
 
 def call_of(paths: Sequence[str], rows: Rows, dtype: CallDtype, **fields: Any) -> LinearCall:

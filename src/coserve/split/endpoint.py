@@ -6,20 +6,17 @@ connect once more, so that an executor that comes back after hours is found too.
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Final
 
 from torch import Tensor
 
 from coserve.errors import CoserveError, WeightsUnreadable
 from coserve.split.address import Address
-from coserve.split.connection import ExecutorConnection, Rows
+from coserve.split.connection import ExecutorConnection, PendingAnswer, Rows
 from coserve.split.messages import VERSION, BaseHello, ClientHello, LinearCall
 
 _BEAT_SECONDS: Final = 0.25  # between two signs of life of who waits
-_LONGEST_SECONDS: Final = 120.0  # that an answer of a connected executor may take
 
 
 class Endpoint:
@@ -72,31 +69,18 @@ class Endpoint:
 
 
 class _Answer:
-    def __init__(self, endpoint: Endpoint, future: Future[list[Tensor]]) -> None:
-        self._endpoint, self._future = endpoint, future
+    def __init__(self, endpoint: Endpoint, answer: PendingAnswer) -> None:
+        self._endpoint, self._answer = endpoint, answer
 
     def result(self) -> list[Tensor]:
         """Waits for the answer's tensors. Raises WeightsUnreadable."""
-        if self._future.done():
-            return self._found()
-        until = time.monotonic() + _LONGEST_SECONDS
         while True:
             try:
-                self._future.exception(_BEAT_SECONDS)
-                return self._found()
+                return self._answer.result(_BEAT_SECONDS)
             except TimeoutError:
                 self._endpoint.beat()
-            if time.monotonic() > until:
-                self._endpoint.give_up()
-                raise WeightsUnreadable(
-                    f"the executor at {self._endpoint.address} has not answered for {_LONGEST_SECONDS:.0f} s"
-                )
-
-    def _found(self) -> list[Tensor]:
-        try:
-            return self._future.result()
-        except CoserveError as error:
-            raise WeightsUnreadable(str(error)) from error
+            except CoserveError as error:
+                raise WeightsUnreadable(str(error)) from error
 
 
 def connect(addresses: str, key: str = "", patience: float = 5.0) -> list[Endpoint]:

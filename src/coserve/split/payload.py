@@ -13,7 +13,9 @@ DTYPES: Final[Mapping[Dtype, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-CALL_DTYPES: Final[dict[CallDtype, torch.dtype]] = {"field": torch.int64, **DTYPES}
+CALL_DTYPES: Final[Mapping[str, torch.dtype]] = {"field": torch.int64} | {
+    str(k): v for k, v in DTYPES.items()
+}
 
 
 def view_of(tensor: Tensor) -> memoryview:

@@ -50,9 +50,11 @@ class SplitService:
         key_check: KeyCheck | None = None,
         tls: ssl.SSLContext | None = None,
         slot_bytes: int = SLOT_BYTES,
+        silence: float = SILENT_SECONDS,
     ) -> None:
         """Listens. `tls` is for `tls:` addresses (`tls.executor_context`). `slot_bytes` are those of a slot
-        of shared memory, which clients at a unix socket are offered; 0 for none. Raises ServerError;
+        of shared memory, which clients at a unix socket are offered; 0 for none. A client that stops for
+        `silence` seconds within a message, or before it has taken an answer, is dropped. Raises ServerError;
         ConfigError for an address that other hosts can reach, without a key, and for TLS elsewhere."""
         if not key and key_check is None and not address.is_local:
             raise ConfigError(f"{address} can be reached from other hosts, so a key is needed")
@@ -60,7 +62,8 @@ class SplitService:
             raise ConfigError(f"a certificate is for tls:HOST:PORT, which needs one, and {address} is not")
         if not address.is_local and tls is None:
             _log.warning("keys and tensors are readable on the network to %s: tls:HOST:PORT is not", address)
-        self._executor, self._tls, self._slot_bytes = executor, tls, slot_bytes
+        self._executor, self._tls = executor, tls
+        self._slot_bytes, self._silence = slot_bytes, silence
         checks = [*([shared_key(key)] if key else ()), *([key_check] if key_check else ())]
         self._accepts: KeyCheck = lambda given: not checks or any(check(given) for check in checks)
         self._clients: set[ClientSession] = set()
@@ -103,21 +106,27 @@ class SplitService:
                     return
                 time.sleep(_REFUSED_SECONDS)
                 continue
-            prepare(connected)
-            channel = self._channel(connected)
-            client = ClientSession(channel, self._executor, self._accepts, self._left, self._slot_bytes)
-            with self._lock:
-                is_room = len(self._clients) < MOST_CLIENTS and not self._closing.is_set()
-                if is_room:
-                    self._clients.add(client)
+            self._admit(connected)
+            del connected  # nothing of a client is kept while it waits for the next
+
+    def _admit(self, connected: socket.socket) -> None:
+        prepare(connected)
+        channel = self._channel(connected)
+        client = ClientSession(
+            channel, self._executor, self._accepts, self._left, self._slot_bytes, self._silence
+        )
+        with self._lock:
+            is_room = len(self._clients) < MOST_CLIENTS and not self._closing.is_set()
             if is_room:
-                client.start()
-            else:
-                client.refuse(Unreachable(f"the executor has {MOST_CLIENTS} clients, which is all it takes"))
+                self._clients.add(client)
+        if is_room:
+            client.start()
+        else:
+            client.refuse(Unreachable(f"the executor has {MOST_CLIENTS} clients, which is all it takes"))
 
     def _channel(self, connected: socket.socket) -> SocketChannel[ToExecutor]:
         stream = None if self._tls is None else TlsStream(connected, self._tls)
-        return SocketChannel(connected, decode_to_executor, stream, SILENT_SECONDS, SILENT_SECONDS)
+        return SocketChannel(connected, decode_to_executor, stream, self._silence, self._silence)
 
     def _left(self, client: ClientSession) -> None:
         with self._lock:
@@ -127,23 +136,26 @@ class SplitService:
         """Signs of life, unless a product takes for ever."""
         while not self._closing.wait(BEAT_SECONDS):
             if self._executor.busy_seconds < _STUCK_SECONDS:
-                for client in self._present():
-                    client.beat()
+                self._for_each(ClientSession.beat)
 
     def _check_keys(self) -> None:
         """Ends connections whose key is no longer a right one."""
         while not self._closing.wait(_KEYS_SECONDS):
-            for client in self._present():
-                try:
-                    if client.key is not None and not self._accepts(client.key):
-                        _log.info("a client's key is no longer accepted: its connection ends")
-                        client.close()
-                except CoserveError as error:
-                    _log.warning("keys cannot be looked up now: %s", error)
+            self._for_each(self._check_key)
 
-    def _present(self) -> list[ClientSession]:
+    def _check_key(self, client: ClientSession) -> None:
+        try:
+            if client.key is not None and not self._accepts(client.key):
+                _log.info("a client's key is no longer accepted: its connection ends")
+                client.close()
+        except CoserveError as error:
+            _log.warning("keys cannot be looked up now: %s", error)
+
+    def _for_each(self, act: Callable[[ClientSession], None]) -> None:
         with self._lock:
-            return list(self._clients)
+            clients = list(self._clients)
+        for client in clients:
+            act(client)
 
 
 def run_service(
@@ -160,7 +172,7 @@ def run_service(
     """Loads a model and serves its linears until SIGTERM or SIGINT. With `tls`, `tcp:` addresses are `tls:`
     ones. Raises ConfigError, ModelError, ServerError."""
     address = Address.parse(listen)
-    if tls is not None and not address.path:
+    if tls is not None and not address.path:  # a unix socket is refused
         address = replace(address, is_encrypted=True)
     context = None if tls is None else tls.context()
     if dtype != "auto" and dtype not in DTYPES:

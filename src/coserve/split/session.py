@@ -39,31 +39,6 @@ _log = logging.getLogger(__name__)
 SILENT_SECONDS: Final = 30.0
 
 
-class _Room:
-    """Room for so many messages without an answer, and so many rows in all of them; one message may have more
-    rows than that."""
-
-    def __init__(self, messages: int, rows: int) -> None:
-        self._messages, self._rows, self._most_rows = messages, 0, rows
-        self._changed = threading.Condition()
-
-    def acquire(self, rows: int) -> None:
-        """Waits until there is room."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._messages and (not self._rows or self._rows + rows <= self._most_rows)
-            )
-            self._messages -= 1
-            self._rows += rows
-
-    def release(self, rows: int) -> None:
-        """Makes room, once a message has been answered."""
-        with self._changed:
-            self._messages += 1
-            self._rows -= rows
-            self._changed.notify()
-
-
 class ClientSession:
     """Serves the client at the other end of a channel."""
 
@@ -74,19 +49,20 @@ class ClientSession:
         accepts: Callable[[str], bool],
         left: "Callable[[ClientSession], None]",
         slot_bytes: int = 0,
+        silence: float = SILENT_SECONDS,
     ) -> None:
         """`accepts` tells whether a key is a right one; `left` is called once, when the session is over.
-        `slot_bytes` are offered as shared memory to clients at a unix socket; 0 is none."""
+        `slot_bytes` are offered as shared memory to clients at a unix socket; 0 is none. `silence` is that of
+        the channel."""
         self._channel, self._executor, self._left = channel, executor, left
-        self._accepts, self._slot_bytes = accepts, slot_bytes
+        self._accepts, self._slot_bytes, self._silence = accepts, slot_bytes, silence
         self.key: str | None = None  # that was accepted
         self._table = GroupTable(executor.hello)
         self._account: ClientAccount | None = None  # after its greeting
-        self._room = _Room(MOST_UNDER_WAY, executor.config.client_rows)
-        self._under_way = 0  # calls without an answer
-        self._lock = (
-            threading.Lock()
-        )  # of the channel's sending end while nothing waits there; never held long
+        self._under_way = 0  # messages without an answer
+        self._rows = 0  # in these
+        self._lock = threading.Lock()  # of the channel's sending end while nothing waits there
+        self._answered = threading.Condition(self._lock)
         self._waiting = 0  # messages that the writer has still to send
         self._rests: SimpleQueue[tuple[Rest, int | None] | None] = SimpleQueue()
 
@@ -127,12 +103,11 @@ class ClientSession:
             while (message := self._next()) is not None:
                 if isinstance(message, ClientHello):
                     raise ConnectionError("a second greeting")
-                self._room.acquire(message.rows if isinstance(message, LinearCall) else 0)
-                with self._lock:
-                    self._under_way += 1
                 if isinstance(message, LinearCall):
+                    self._wait_for_room(message.rows)
                     self._take(message)
                 else:
+                    self._wait_for_room(0)
                     self._post(self._executor.status(self._account), (), 0)
         finally:
             if self._account is not None:
@@ -182,7 +157,7 @@ class ClientSession:
         try:
             # A client's first call comes after this, so nothing has been read ahead.
             self._channel = ExecutorSharedChannel(
-                channel.socket, decode_to_executor, slots, SILENT_SECONDS, SILENT_SECONDS
+                channel.socket, decode_to_executor, slots, self._silence, self._silence
             )
             self._channel.limits = base.limits
             send_with_file(channel.socket, msgspec.structs.replace(base, slots=slots.shape), file)
@@ -227,13 +202,24 @@ class ClientSession:
             if rest is not None:
                 self._waiting += 1
                 self._rests.put((rest, rows))
-            else:
-                self._answered(rows)
+            elif rows is not None:
+                self._make_room(rows)
 
-    def _answered(self, rows: int | None) -> None:
-        if rows is not None:
-            self._under_way -= 1
-            self._room.release(rows)
+    def _wait_for_room(self, rows: int) -> None:
+        """Waits until so many messages, and rows in all of them, have been answered that one of `rows` may be
+        under way; a single one may have any number of rows."""
+        most = self._executor.config.client_rows
+        with self._lock:
+            self._answered.wait_for(
+                lambda: self._under_way < MOST_UNDER_WAY and (not self._rows or self._rows + rows <= most)
+            )
+            self._under_way += 1
+            self._rows += rows
+
+    def _make_room(self, rows: int) -> None:
+        self._under_way -= 1
+        self._rows -= rows
+        self._answered.notify()
 
     def _write(self) -> None:
         """Sends what waits; where that fails only makes room, until the reader has ended too."""
@@ -246,7 +232,8 @@ class ClientSession:
             del rest, item
             with self._lock:
                 self._waiting -= 1
-                self._answered(rows)
+                if rows is not None:
+                    self._make_room(rows)
 
 
 def _fault(error: CoserveError) -> Fault:

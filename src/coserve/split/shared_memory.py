@@ -15,6 +15,7 @@ makes four in it, in pieces of its buffer.
 """
 
 import array
+import ctypes
 import fcntl
 import mmap
 import os
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from coserve.split.channel import MOST_UNDER_WAY, Decode, In, Rest, SocketChannel
 from coserve.split.messages import (
+    ITEM_BYTES,
     BaseHello,
     CallDtype,
     LinearAnswer,
@@ -38,7 +40,7 @@ from coserve.split.messages import (
     ToExecutor,
     encode_header,
 )
-from coserve.split.payload import CALL_DTYPES, new_rows
+from coserve.split.payload import CALL_DTYPES
 from coserve.wire.frames import frame_views, send_views
 
 SLOT_BYTES: Final = 32 << 20  # 4,096 rows of 2,048 in float32; memory that nobody wrote to takes no room
@@ -54,31 +56,30 @@ class Slots:
         if os.fstat(file).st_size < size or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError("the shared memory's size is not sealed, or too small")
         self.shape = shape
-        whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        self._whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        self._start = self._whole.data_ptr()
         self._views = {
-            dtype: [slot.view(kind) for slot in whole.split(shape.nbytes)]
+            dtype: [slot.view(kind) for slot in torch.split(self._whole, shape.nbytes)]
             for dtype, kind in CALL_DTYPES.items()
         }
 
     def tensors(self, slot: int, rows: int, widths: Sequence[int], dtype: CallDtype) -> list[Tensor]:
         """Tensors [rows, width] at the beginning of a slot, uncopied."""
-        flat = self._views[dtype][slot]
-        if len(widths) == 1:
-            return [flat[: rows * widths[0]].view(rows, widths[0])]
-        parts = flat[: rows * sum(widths)].split([rows * width for width in widths])
-        return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
+        flat, start, found = self._views[dtype][slot], slot * self.shape.nbytes // ITEM_BYTES[dtype], []
+        for width in widths:
+            found.append(flat.as_strided((rows, width), (width, 1), start))
+            start += rows * width
+        return found
 
     def write(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Copies tensors to the beginning of a slot."""
-        start = 0
-        flat = self._views[_NAMES[tensors[0].dtype]][slot]
+        """Copies contiguous tensors to the beginning of a slot. (A call of memmove takes 1 us, torch's copy
+        to a view 8.)"""
+        if sum(tensor.nbytes for tensor in tensors) > self.shape.nbytes:
+            raise ValueError("tensors that are larger than a slot")
+        start = self._start + slot * self.shape.nbytes
         for tensor in tensors:
-            count = tensor.numel()
-            flat[start : start + count].view(tensor.shape).copy_(tensor)
-            start += count
-
-
-_NAMES: Final = {kind: dtype for dtype, kind in CALL_DTYPES.items()}
+            ctypes.memmove(start, tensor.data_ptr(), tensor.nbytes)
+            start += tensor.nbytes
 
 
 def make_slots(nbytes: int) -> tuple[int, Slots] | None:
@@ -115,6 +116,8 @@ class SharedChannel(SocketChannel[In]):
         if message.slot is None:
             return super().receive_tensors(message, rows, widths, dtype)
         self._check(message)
+        if (nbytes := rows * sum(widths) * ITEM_BYTES[dtype]) != message.nbytes:
+            raise ConnectionError(f"{message.nbytes} bytes in a slot instead of {nbytes}")
         return self._slots.tensors(message.slot, rows, widths, dtype)
 
     def skip_tensors(self, message: LinearCall | LinearAnswer) -> None:
@@ -147,7 +150,7 @@ class ExecutorSharedChannel(SharedChannel[ToExecutor]):
             return message, tensors
         if not tensors or message.nbytes > self._slots.shape.nbytes:
             return msgspec.structs.replace(message, slot=None), tensors
-        self._slots.write(message.slot, tensors)
+        self._slots.write(message.slot, [tensor.contiguous() for tensor in tensors])
         return message, ()
 
 
@@ -185,14 +188,9 @@ class ClientSharedChannel(SharedChannel[ToClient]):
             return super().receive_tensors(message, rows, widths, dtype)
         if message.slot != self._of_call.get(message.number):
             raise ConnectionError(f"an answer in slot {message.slot}, which is not the call's")
-        there = super().receive_tensors(message, rows, widths, dtype)
-        flat, tensors = new_rows(rows, widths, dtype)
-        if flat.nbytes != message.nbytes:
-            raise ConnectionError(f"an answer of {message.nbytes} bytes instead of {flat.nbytes}")
-        for own, shared in zip(tensors, there, strict=True):
-            own.copy_(shared)
+        answer = [tensor.clone() for tensor in super().receive_tensors(message, rows, widths, dtype)]
         self._release(message.number)
-        return tensors
+        return answer
 
     def _release(self, number: int) -> None:
         if (slot := self._of_call.pop(number, None)) is not None:

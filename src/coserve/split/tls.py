@@ -146,7 +146,7 @@ class TlsStream:
         while True:
             try:
                 with self._lock:
-                    return self._tls.read(len(buffer), buffer)  # type: ignore[arg-type, return-value]
+                    return self._tls.read(len(buffer), buffer)  # type: ignore[return-value]
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLZeroReturnError:
@@ -161,7 +161,7 @@ class TlsStream:
         self._ensure_open()
         part = next(iter(buffers))[:_PART]
         with self._lock:
-            sent = self._tls.write(part)  # type: ignore[arg-type]
+            sent = self._tls.write(part)
             data = self._outgoing.read()  # with what a received message made it answer
         self._socket.sendall(data)
         return sent

@@ -78,7 +78,9 @@ class SocketTransport(Transport):
             if files.file is None:
                 raise ConnectionError("the shared memory that it promises has not come")
             slots = Slots(files.file, base.slots)
-            made = ClientSharedChannel(connected, decode_to_client, slots, TICK_SECONDS, silence)
+            made: SocketChannel[ToClient] = ClientSharedChannel(
+                connected, decode_to_client, slots, TICK_SECONDS, silence
+            )
         elif self._proposes:
             made = SocketChannel(connected, decode_to_client, None, TICK_SECONDS, silence)
         else:
