@@ -12,9 +12,9 @@ executor, all else stays in this process.
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -24,21 +24,30 @@ from coserve.model.group import Group, GroupRows, Prepared
 from coserve.model.placing import put
 from coserve.split.absent import AbsentWeight, check_frozen, check_methods
 from coserve.split.address import Address
+from coserve.split.calls import Answer, Calls
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import ITEM_BYTES, VERSION, ClientHello, Direction, GroupShape
 from coserve.split.payload import DTYPES
+from coserve.split.privacy.modes import Privacy, private
 
 
-def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0) -> ExecutorConnection:
+def attach(
+    model: nn.Module,
+    address: str,
+    key: str = "",
+    patience: float = 60.0,
+    privacy: Privacy | None = None,
+) -> Calls:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
-    weights. `patience` is how long a call waits for an executor that went away, in seconds.
+    weights. `patience` is how long a call waits for an executor that went away, in seconds. `privacy` is what
+    the executor may see of rows: everything with None.
 
     The executor's base must have the content hash of the model's linears; where the model was made on the
     meta device, only paths and widths are compared. Parameters of these linears do not require a gradient
     afterwards and have no data. What reads, changes or trains them (DoRA, PiSSA, merging) gets NotOffered:
     here where its adapter is in the model already, else when it does so. Raises AdapterMismatch, ConfigError
-    and Unreachable.
+    and Unreachable; WrongAnswer in a call.
     """
     where = Address.parse(address)
     found = find_linears(model)
@@ -46,27 +55,35 @@ def attach(model: nn.Module, address: str, key: str = "", patience: float = 60.0
     own = fingerprint_of_linears({path: module for path, (_, module) in found.items()})
     hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], own or "", key)
     connection = ExecutorConnection(where, hello, patience)
+    calls: Calls = connection
     try:
         _check(connection.base.groups, {path: shape_of(module) for path, (_, module) in found.items()})
-    except AdapterMismatch:
+        if privacy is not None:
+            calls = private(
+                connection,
+                where,
+                privacy,
+                lambda at, key: ExecutorConnection(at, msgspec.structs.replace(hello, key=key), patience),
+            )
+    except BaseException:
         connection.close()
         raise
-    for shape in connection.base.groups:
-        rows = _Siblings(RemoteGroup(connection, shape))
+    for shape in calls.base.groups:
+        rows = _Siblings(RemoteGroup(calls, shape))
         for path in shape.outputs:
             place, module = found[path]
             put(model, place, _virtual(path, module, rows))
-    weakref.finalize(model, connection.close)
-    return connection
+    weakref.finalize(model, calls.close)
+    return calls
 
 
 class RemoteGroup(Group):
     """Linears of a base executor with the same input."""
 
-    def __init__(self, connection: ExecutorConnection, shape: GroupShape) -> None:
-        self._connection, self._inputs = connection, shape.inputs
+    def __init__(self, calls: Calls, shape: GroupShape) -> None:
+        self._calls, self._inputs = calls, shape.inputs
         self.outputs = shape.outputs
-        base = connection.base
+        base = calls.base
         widest = max(shape.inputs, sum(shape.outputs.values())) * ITEM_BYTES[base.dtype]
         self._most_rows = max(1, min(base.limits.rows, base.limits.payload // widest))
 
@@ -86,33 +103,31 @@ class RemoteGroup(Group):
         widths: Sequence[int],
         is_training: bool,
     ) -> "_Answer":
-        base, work = self._connection.base, "training" if is_training else "inference"
+        base, work = self._calls.base, "training" if is_training else "inference"
         like = given[0]
         rows = [self._rows(tensor) for tensor in given]
         parts = [torch.split(tensor, self._most_rows) for tensor in rows] if len(rows[0]) else []
-        futures = [
-            self._connection.submit(
-                call_of(paths, part, base.dtype, direction=direction, work=work), part, widths
-            )
+        answers = [
+            self._calls.submit(call_of(paths, part, base.dtype, direction=direction, work=work), part, widths)
             for part in zip(*parts, strict=True)
         ]
-        return _Answer(futures, like, widths)
+        return _Answer(answers, like, widths)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """[..., width] to [rows, width], as it is sent."""
         flat = tensor.detach().reshape(-1, tensor.shape[-1])
-        return flat.to("cpu", DTYPES[self._connection.base.dtype]).contiguous()
+        return flat.to("cpu", DTYPES[self._calls.base.dtype]).contiguous()
 
 
 class _Answer:
     """Tensors [..., width] for each width, of the type and on the device of `like` [..., any]."""
 
-    def __init__(self, futures: Sequence[Future[list[Tensor]]], like: Tensor, widths: Sequence[int]) -> None:
-        self._futures, self._widths = futures, widths
+    def __init__(self, answers: Sequence[Answer], like: Tensor, widths: Sequence[int]) -> None:
+        self._answers, self._widths = answers, widths
         self._rows, self._dtype, self._device = like.shape[:-1], like.dtype, like.device
 
     def result(self) -> list[Tensor]:
-        parts = [future.result() for future in self._futures]
+        parts = [answer.result() for answer in self._answers]
         if not parts:  # no rows
             return [
                 torch.empty(*self._rows, width, dtype=self._dtype, device=self._device)

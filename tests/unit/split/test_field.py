@@ -45,7 +45,9 @@ def test_products_of_the_largest_values_are_exact() -> None:
         for extreme in (-1.0, 1.0):
             weight = torch.full((3, 4099), extreme * (1 - 2**-24))
             exponent = field.exponent_of(weight)
-            assert exponent == 23 and torch.equal(field.product(x, weight, exponent), exact(x, weight, exponent))
+            assert exponent == 23 and torch.equal(
+                field.product(x, weight, exponent), exact(x, weight, exponent)
+            )
 
 
 def test_products_with_elements_as_weights() -> None:
