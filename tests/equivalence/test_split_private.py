@@ -1,6 +1,7 @@
 """A client in a mode of privacy computes what the same script computes alone."""
 
 import copy
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from coserve.split.service import SplitService
 from models import VOCABULARY, tiny
 
 MODES = ("noise", "shares")
-TOLERANCE = {"noise": 1e-4, "shares": 1e-5}  # noise of 4 times the rows' size costs two bits
+TOLERANCE = {"noise": 1e-4, "shares": 1e-5}  # noise of 8 times the rows' size costs three bits
 
 
 class Pair:
@@ -107,10 +108,15 @@ def test_a_client_that_never_loads_the_linears(pair: Pair, name: str) -> None:
 
 
 def test_shares_give_the_same_bits_each_time_and_in_any_company(pair: Pair) -> None:
-    client, ids = with_lora(pair.kind).eval(), drawn_ids(3, 7)
-    attach(client, pair.addresses[0], privacy=pair.mode("shares"))
-    first, again = gradients(client, ids), gradients(copy.deepcopy(client), ids)
-    assert all(torch.equal(first[path], again[path]) for path in first)
+    client, other, ids = with_lora(pair.kind).eval(), with_lora(pair.kind), drawn_ids(3, 7)
+    for model in (client, other):
+        attach(model, pair.addresses[0], privacy=pair.mode("shares"))
+    alone = gradients(client, ids)
+    beside = threading.Thread(target=lambda: [gradients(other, drawn_ids(2, 5)) for _ in range(3)])
+    beside.start()
+    again = gradients(copy.deepcopy(client), ids)
+    beside.join(60)
+    assert all(torch.equal(alone[path], again[path]) for path in alone)
 
 
 def products(group: RemoteGroup, x: Tensor, grads: dict[str, Tensor]) -> list[Tensor]:
@@ -139,9 +145,11 @@ def check_sizes(group: RemoteGroup, outputs: dict[str, int], inputs: int, name: 
     wanted = [x.double() @ w + (0 if m.bias is None else m.bias) for w, m in zip(weights, wide, strict=True)]
     back = sum(grad.double() @ w.t() for grad, w in zip(grads.values(), weights, strict=True))
     assert isinstance(back, Tensor)
+    widest = max(inputs, *outputs.values())  # noise is the larger by its root
+    limit = {"noise": 6e-7 * widest**0.5, "shares": 5e-7}[name]
     for found, exact in zip(got, [*wanted, back], strict=True):
         error = (found - exact).norm() / exact.norm()
-        assert found.shape == exact.shape and error < {"noise": 5e-6, "shares": 5e-7}[name]
+        assert found.shape == exact.shape and error < limit
     if name == "shares":
         check_extremes(group, list(outputs), x.flatten(0, 1), weights, [m.bias for m in wide])
 

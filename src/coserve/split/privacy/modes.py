@@ -13,17 +13,18 @@ from coserve.split.privacy.shares import SharedCalls
 @dataclass(frozen=True, slots=True)
 class Noise:
     """Additive noise (Symbiosis, 3.8): obfuscation, as the executor has seen the noise. Each linear has
-    `values` noise values, of which each row gets one at random, `level` times as large as the rows; after
-    `uses` calls there are new ones."""
+    `values` noise values, of which each row gets one at random; after `uses` calls there are new ones. They
+    are `level` times the square root of the width larger than the rows: less does not hide which of many
+    rows is the nearest one. That costs as many digits, so the base must have float32."""
 
     values: int = 4
-    level: float = 4.0
+    level: float = 1.0
     uses: int = 256
 
     def __post_init__(self) -> None:
-        if self.values < 1 or self.uses < 1 or not 0 < self.level < 1e4:
+        if self.values < 1 or self.uses < 1 or not 0 < self.level < 100:
             raise ConfigError(
-                "noise needs at least one value and one use, and a level above 0 and below 10,000"
+                "noise needs at least one value and one use, and a level above 0 and below 100"
             )
 
 
@@ -47,6 +48,8 @@ def private(
     """Calls in a mode of privacy, given those of the executor at `where`; `connect` connects to another one,
     with a key. What is connected is closed where the mode cannot be set up. Raises CoserveError."""
     if isinstance(privacy, Noise):
+        if first.base.dtype != "float32":
+            raise ConfigError(f"noise needs a base in float32: in {first.base.dtype} it would destroy the rows")
         return NoisyCalls(first, privacy.values, privacy.level, privacy.uses)
     second_at = Address.parse(privacy.address)
     if second_at == where:

@@ -25,7 +25,7 @@ class NoisyCalls:
 
     def __init__(self, calls: Calls, values: int, level: float, uses: int) -> None:
         """Each linear's input and output gradient has `values` noise values, of which each row gets one,
-        `level` times as large as the call's rows are; after `uses` calls they are replaced. Asks for the
+        `level` times the width's square root larger than the call's rows are; after `uses` calls they are replaced. Asks for the
         effects of those on the way forward; those on the way back are asked for when first needed. Raises
         what calls raise."""
         self.base = calls.base
@@ -54,7 +54,7 @@ class NoisyCalls:
         for noise, part in zip(noises, rows, strict=True):
             values, of_values = noise.next()
             chosen = noise.chosen(len(part))
-            size = self._level * part.float().square().mean().sqrt()
+            size = self._level * part.float().norm() / max(1, len(part)) ** 0.5  # a row's norm
             sent.append((part + (size * values[chosen]).to(part.dtype)).contiguous())
             wanted = call.paths if forward else of_values
             effects.append([size * of_values[path][chosen] for path in wanted])
