@@ -137,10 +137,11 @@ def nearest(rows: Tensor, known: Tensor) -> Tensor:
 
 
 def numbers(rows: Tensor) -> Tensor:
-    """Elements of the field as numbers around zero of size one; other rows as they are."""
+    """Elements of the field as numbers around zero, of size one in the mean; other rows as they are."""
     if rows.dtype != torch.int64:
         return rows.double()
-    return torch.where(rows > PRIME // 2, rows - PRIME, rows).double() / PRIME
+    near = torch.where(rows > PRIME // 2, rows - PRIME, rows).double()
+    return near / near.square().mean().sqrt()
 
 
 def without_clusters(rows: Tensor, values: int = 4) -> Tensor:

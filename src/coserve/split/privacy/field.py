@@ -34,8 +34,7 @@ def product(x: Tensor, weight: Tensor, exponent: int = 0) -> Tensor:
 
     `weight` times the power must be at most 2**23 in magnitude. Bits of x above the 57th are ignored.
     """
-    x = x & ((1 << _BITS) - 1)
-    parts = torch.cat([x >> 2 * _PART, (x >> _PART) & _PART_MASK, x & _PART_MASK]).double()
+    parts = split_element(x)
     outputs = [
         _joined(_sums(parts, weight[start : start + _OUTPUTS], exponent))
         for start in range(0, len(weight), _OUTPUTS)
@@ -45,11 +44,23 @@ def product(x: Tensor, weight: Tensor, exponent: int = 0) -> Tensor:
 
 def _sums(parts: Tensor, weight: Tensor, exponent: int) -> Tensor:
     """[rows, in] to [rows, out]: integers below 2**62 for up to 2**20 inputs."""
-    sums = torch.zeros(len(parts), len(weight), dtype=torch.int64)
+    terms = []
     for start in range(0, weight.shape[1], _MOST_TERMS):
         some = weight[:, start : start + _MOST_TERMS].double().mul_(2.0**exponent).round_()
-        sums += (parts[:, start : start + _MOST_TERMS] @ some.t()).long()
-    return sums
+        terms.append((parts[:, start : start + _MOST_TERMS] @ some.t()).long())
+    first, *others = terms
+    for term in others:
+        first += term
+    return first
+
+
+def split_element(x: Tensor) -> Tensor:
+    """Elements [n, in] as their highest 19 bits, the middle ones and the lowest, [3 * n, in] in float64. As
+    weights for `product` they have results that `joined_product` joins."""
+    parts = torch.empty(3 * len(x), x.shape[1], dtype=torch.float64)
+    for number, part in enumerate(parts.chunk(3)):
+        part.copy_((x >> (2 - number) * _PART) & _PART_MASK)
+    return parts
 
 
 def _joined(sums: Tensor) -> Tensor:
@@ -63,20 +74,15 @@ def _shifted(x: Tensor) -> Tensor:
     return ((x & ((1 << _BITS - _PART) - 1)) << _PART) + 13 * (x >> _BITS - _PART)
 
 
-def split_element(x: Tensor) -> Tensor:
-    """Elements [n, in] as weights [3 * n, in] for `product`, whose results `joined_product` joins."""
-    return torch.cat([x >> 2 * _PART, (x >> _PART) & _PART_MASK, x & _PART_MASK]).double()
-
-
 def joined_product(x: Tensor) -> Tensor:
     """[rows, 3 * n], products with weights from `split_element`, to [rows, n]."""
     return _joined(x.t().contiguous()).t()
 
 
 def total(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of elements."""
-    first, *others = terms
-    for term in others:
+    """The sum of elements; of a single term, the element that any integers are."""
+    first = terms[0].remainder(PRIME)
+    for term in terms[1:]:
         first = (first + term).remainder_(PRIME)
     return first
 

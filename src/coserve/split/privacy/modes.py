@@ -23,9 +23,7 @@ class Noise:
 
     def __post_init__(self) -> None:
         if self.values < 1 or self.uses < 1 or not 0 < self.level < 100:
-            raise ConfigError(
-                "noise needs at least one value and one use, and a level above 0 and below 100"
-            )
+            raise ConfigError("noise needs at least one value and one use, and a level above 0 and below 100")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,9 @@ def private(
     with a key. What is connected is closed where the mode cannot be set up. Raises CoserveError."""
     if isinstance(privacy, Noise):
         if first.base.dtype != "float32":
-            raise ConfigError(f"noise needs a base in float32: in {first.base.dtype} it would destroy the rows")
+            raise ConfigError(
+                f"noise needs a base in float32: in {first.base.dtype} it would destroy the rows"
+            )
         return NoisyCalls(first, privacy.values, privacy.level, privacy.uses)
     second_at = Address.parse(privacy.address)
     if second_at == where:

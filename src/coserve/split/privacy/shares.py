@@ -97,10 +97,13 @@ class _Pair:
     ) -> "_SharedAnswer":
         """Starts a call on shares of elements, each [rows, width]; its answer is checked where there are
         checks."""
+        elements = tuple(elements)
         masks = [uniform(*part.shape) for part in elements]
         shares = [difference(part, mask) for part, mask in zip(elements, masks, strict=True)]
         call = msgspec.structs.replace(call, dtype="field", nbytes=sum(mask.nbytes for mask in masks))
-        return _SharedAnswer(self.same(call, (shares, masks), widths), call, (shares, masks), checks)
+        return _SharedAnswer(
+            self.same(call, (shares, masks), widths), call, elements, (shares, masks), checks
+        )
 
     def same(self, call: LinearCall, rows: Sequence[Rows], widths: Sequence[int]) -> "_Both":
         """Starts a call at each executor, with rows of its own."""
@@ -135,18 +138,32 @@ class _Both:
 class _SharedAnswer:
     """The answer to a call on shares: elements, each [rows, width]."""
 
-    def __init__(self, both: _Both, call: LinearCall, shares: Sequence[Rows], checks: Checks | None) -> None:
-        self._both, self._call, self._shares, self._checks = both, call, shares, checks
+    def __init__(
+        self,
+        both: _Both,
+        call: LinearCall,
+        elements: Sequence[Tensor],
+        shares: Sequence[Rows],
+        checks: Checks | None,
+    ) -> None:
+        self._both, self._call, self._checks = both, call, checks
+        self._elements, self._shares = elements, shares
 
     def result(self, timeout: float | None = None) -> list[Tensor]:
         """Raises WrongAnswer, and what calls raise."""
         answers = self._both.result(timeout)
-        if self._checks is not None:
-            pairs = zip(self._both.names, self._shares, answers, strict=True)
-            wrong = [name for name, own, answer in pairs if not self._checks.hold(self._call, own, answer)]
-            if wrong:
-                raise WrongAnswer(_blamed(self._call, wrong))
-        return [total(terms) for terms in zip(*answers, strict=True)]
+        whole = [total(terms) for terms in zip(*answers, strict=True)]
+        if self._checks is not None and not self._checks.hold(self._call, self._elements, whole):
+            raise WrongAnswer(_blamed(self._call, self._wrong(self._checks, answers)))
+        return whole
+
+    def _wrong(self, checks: Checks, answers: Sequence[Sequence[Tensor]]) -> list[str]:
+        """Names the executors whose own answer is wrong."""
+        found = []
+        for name, share, answer in zip(self._both.names, self._shares, answers, strict=True):
+            if not checks.hold(self._call, share, [total([part]) for part in answer]):
+                found.append(name)
+        return found
 
 
 class _Secrets:
