@@ -3,9 +3,9 @@
 A call's tensors are contiguous rows without padding, one tensor after the other. Forward: the input
 [rows, in]; the answer has the product [rows, out] of each path. Backward: the gradient [rows, out] of each
 path; the answer has that of the input [rows, in]. Values are of the base's type, or of the prime field of
-`privacy/field.py`: products without biases then, and exact. A header that cannot be decoded or is too large leaves
-no place to read on from, so its connection ends; a call that is only wrong is refused, and its connection
-goes on.
+`privacy/field.py`: products without biases then, and exact. A header that cannot be decoded or is too large
+leaves no place to read on from, so its connection ends; a call that is only wrong is refused, and its
+connection goes on.
 """
 
 from collections.abc import Mapping, Sequence

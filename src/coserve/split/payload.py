@@ -13,7 +13,6 @@ DTYPES: Final[Mapping[Dtype, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_OF_CALLS: Final[Mapping[CallDtype, torch.dtype]] = {**DTYPES, "field": torch.int64}
 
 
 def view_of(tensor: Tensor) -> memoryview:
@@ -26,7 +25,7 @@ def new_rows(rows: int, widths: Sequence[int], dtype: CallDtype) -> tuple[Tensor
 
     For autograd they are no views: scripts add to products in place, which views of one tensor do not allow.
     """
-    flat = torch.empty(rows * sum(widths), dtype=_OF_CALLS[dtype])
+    flat = torch.empty(rows * sum(widths), dtype=torch.int64 if dtype == "field" else DTYPES[dtype])
     tensors, start = [], 0
     for width in widths:
         tensors.append(flat.new_empty(0).set_(flat.untyped_storage(), start, (rows, width), (width, 1)))

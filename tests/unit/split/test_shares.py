@@ -15,8 +15,8 @@ from coserve.errors import (
     AdapterMismatch,
     ConfigError,
     RequestError,
-    UnsupportedModel,
     Unreachable,
+    UnsupportedModel,
     WrongAnswer,
 )
 from coserve.split.address import Address

@@ -1,5 +1,5 @@
-"""Freivalds' check of exact products (1977): for secret random r and v = r W, known beforehand, the answer y to
-an input x has r y = v x.
+"""Freivalds' check of exact products (1977): for secret random r and v = r W, known beforehand, the answer y
+to an input x has r y = v x.
 
 A wrong answer passes with a probability of at most 2**-46: the check is made with two random r of 23 bits for
 each output.
@@ -51,7 +51,7 @@ class Checks:
         """Tells whether the answer to a call with these elements, each [rows, width], is the product."""
         if call.direction == "forward":
             known = torch.cat([self._forward[path] for path in call.paths])
-            expected = product(given[0], known).split(_PARTS, 1)
+            expected = torch.split(product(given[0], known), _PARTS, 1)
             return all(
                 torch.equal(product(part, self._factors.outputs[path]), joined_product(wanted))
                 for path, part, wanted in zip(call.paths, answer, expected, strict=True)

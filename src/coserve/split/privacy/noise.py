@@ -1,7 +1,7 @@
 """Additive noise with effects computed ahead (Symbiosis, 3.8).
 
-This is obfuscation: the executor has computed the effects, so it has seen every noise value, and can take them
-out again. Rows are hidden from those who see later traffic alone, such as one who starts to listen late.
+This is obfuscation: the executor has computed the effects, so it has seen every noise value, and can take
+them out again. One who has not seen them finds them as the means of clusters of rows (docs/privacy.md).
 """
 
 import secrets
@@ -25,9 +25,9 @@ class NoisyCalls:
 
     def __init__(self, calls: Calls, values: int, level: float, uses: int) -> None:
         """Each linear's input and output gradient has `values` noise values, of which each row gets one,
-        `level` times the width's square root larger than the call's rows are; after `uses` calls they are replaced. Asks for the
-        effects of those on the way forward; those on the way back are asked for when first needed. Raises
-        what calls raise."""
+        `level` times the width's square root larger than the call's rows are; after `uses` calls they are
+        replaced. Asks for the effects of those on the way forward; those on the way back are asked for when
+        first needed. Raises what calls raise."""
         self.base = calls.base
         self._calls, self._level = calls, level
         self._of_input: dict[str, _Noise] = {}
