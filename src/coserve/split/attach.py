@@ -12,19 +12,21 @@ executor, all else stays in this process.
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from coserve.errors import AdapterMismatch
-from coserve.model.group import Group, GroupRows, Pending, Prepared
+from coserve.model.group import Group, GroupRows, Prepared
 from coserve.model.placing import put
 from coserve.split.absent import AbsentWeight, check_frozen, check_methods
 from coserve.split.address import Address
+from coserve.split.calls import Answer, Calls
 from coserve.split.channel import Transport
-from coserve.split.connection import ExecutorConnection, Rows, call_of
+from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import (
     ITEM_BYTES,
@@ -33,9 +35,9 @@ from coserve.split.messages import (
     ClientHello,
     Direction,
     GroupShape,
-    LinearCall,
 )
 from coserve.split.payload import DTYPES
+from coserve.split.privacy.modes import Privacy, private
 from coserve.split.tls import ClientTls
 from coserve.split.transport import SocketTransport
 
@@ -47,59 +49,65 @@ def attach(
     address: str | Transport,
     key: str = "",
     patience: float = 60.0,
+    privacy: Privacy | None = None,
     *,
     shared_memory: bool = True,
     tls: ClientTls | None = None,
-) -> ExecutorConnection:
+) -> Calls:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
     weights; others stay as they are. `address` is the executor's, or a way to it that was made already.
     `patience` is how long a call waits for an executor that went away or gives no sign of life, in seconds.
-    At a unix socket tensors are in shared memory, where the executor gives some; `tls` says how the executor
-    at a `tls:` address is known.
+    `privacy` is what the executor may see of rows: everything with None. At a unix socket tensors are in
+    shared memory, where the executor gives some; `tls` says how the executor at a `tls:` address is known.
 
     These linears must have the content hash of the executor's; where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters
     of virtual layers do not require a gradient and have no data. What reads, changes or trains them (DoRA,
     PiSSA, merging) gets NotOffered: here where its adapter is in the model already, else when it does so.
-    Raises AdapterMismatch, ConfigError and Unreachable.
+    Raises AdapterMismatch, ConfigError and Unreachable; WrongAnswer in a call.
     """
-    if isinstance(address, str):
-        address = SocketTransport(Address.parse(address), shared_memory, tls)
     found = find_linears(model)
     check_methods(model, {path: module for path, (_, module) in found.items()})
     hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], key=key)
-    connection = ExecutorConnection(address, hello, patience)
+
+    def way(where: str) -> Transport:
+        return SocketTransport(Address.parse(where), shared_memory, tls)
+
+    def second(where: str, key: str) -> Calls:
+        return ExecutorConnection(way(where), msgspec.structs.replace(hello, key=key), patience)
+
+    connection = ExecutorConnection(way(address) if isinstance(address, str) else address, hello, patience)
+    calls: Calls = connection
     try:
         _check(connection.base, {path: module for path, (_, module) in found.items()})
-    except AdapterMismatch:
+        if privacy is not None:
+            calls = private(
+                connection,
+                connection.address,
+                privacy,
+                lambda at, key: ExecutorConnection(
+                    way(at), msgspec.structs.replace(hello, key=key), patience
+                ),
+            )
+    except BaseException:
         connection.close()
         raise
-    for shape in connection.base.groups:
-        rows = _Siblings(RemoteGroup(connection, shape))
+    for shape in calls.base.groups:
+        rows = _Siblings(RemoteGroup(calls, shape))
         for path in shape.outputs:
             place, module = found[path]
             put(model, place, _virtual(path, module, rows))
-    weakref.finalize(model, connection.close)
-    return connection
-
-
-class Calls(Protocol):
-    """Takes calls to a base executor, such as `ExecutorConnection`."""
-
-    base: BaseHello
-
-    def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> Pending[list[Tensor]]:
-        """Sends a call, whose number is replaced; the answer's tensors are [rows, width]."""
-        ...
+    weakref.finalize(model, calls.close)
+    return calls
 
 
 class RemoteGroup(Group):
     """Linears of a base executor with the same input."""
 
-    def __init__(self, connection: Calls, shape: GroupShape) -> None:
-        self._connection, self._inputs = connection, shape.inputs
+    def __init__(self, calls: Calls, shape: GroupShape) -> None:
+        self._calls, self._inputs = calls, shape.inputs
         self.outputs = shape.outputs
-        base = connection.base
+        base = calls.base
         widest = max(shape.inputs, sum(shape.outputs.values())) * ITEM_BYTES[base.dtype]
         self._most_rows = max(1, min(base.limits.rows, base.limits.payload // widest))
 
@@ -119,33 +127,31 @@ class RemoteGroup(Group):
         widths: Sequence[int],
         is_training: bool,
     ) -> "_Answer":
-        base, work = self._connection.base, "training" if is_training else "inference"
+        base, work = self._calls.base, "training" if is_training else "inference"
         like = given[0]
         rows = [self._rows(tensor) for tensor in given]
         parts = [torch.split(tensor, self._most_rows) for tensor in rows] if len(rows[0]) else []
-        futures = [
-            self._connection.submit(
-                call_of(paths, part, base.dtype, direction=direction, work=work), part, widths
-            )
+        answers = [
+            self._calls.submit(call_of(paths, part, base.dtype, direction=direction, work=work), part, widths)
             for part in zip(*parts, strict=True)
         ]
-        return _Answer(futures, like, widths)
+        return _Answer(answers, like, widths)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """[..., width] to [rows, width], as it is sent."""
         flat = tensor.detach().reshape(-1, tensor.shape[-1])
-        return flat.to("cpu", DTYPES[self._connection.base.dtype]).contiguous()
+        return flat.to("cpu", DTYPES[self._calls.base.dtype]).contiguous()
 
 
 class _Answer:
     """Tensors [..., width] for each width, of the type and on the device of `like` [..., any]."""
 
-    def __init__(self, futures: Sequence[Pending[list[Tensor]]], like: Tensor, widths: Sequence[int]) -> None:
-        self._futures, self._widths = futures, widths
+    def __init__(self, answers: Sequence[Answer], like: Tensor, widths: Sequence[int]) -> None:
+        self._answers, self._widths = answers, widths
         self._rows, self._dtype, self._device = like.shape[:-1], like.dtype, like.device
 
     def result(self) -> list[Tensor]:
-        parts = [future.result() for future in self._futures]
+        parts = [answer.result() for answer in self._answers]
         if not parts:  # no rows
             return [
                 torch.empty(*self._rows, width, dtype=self._dtype, device=self._device)

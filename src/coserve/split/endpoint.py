@@ -6,6 +6,7 @@ connect once more, so that an executor that comes back after hours is found too.
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -45,7 +46,7 @@ class Endpoint:
         except CoserveError as error:
             raise WeightsUnreadable(str(error)) from error
 
-    def give_up(self) -> None:
+    def close(self) -> None:
         """Ends the connection; calls without an answer fail."""
         self._connection.close()
 
@@ -72,13 +73,17 @@ class _Answer:
     def __init__(self, endpoint: Endpoint, answer: PendingAnswer) -> None:
         self._endpoint, self._answer = endpoint, answer
 
-    def result(self) -> list[Tensor]:
-        """Waits for the answer's tensors. Raises WeightsUnreadable."""
+    def result(self, timeout: float | None = None) -> list[Tensor]:
+        """Waits for the answer's tensors. Raises WeightsUnreadable, and TimeoutError after about `timeout`
+        seconds."""
+        until = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             try:
                 return self._answer.result(_BEAT_SECONDS)
             except TimeoutError:
                 self._endpoint.beat()
+                if time.monotonic() >= until:
+                    raise
             except CoserveError as error:
                 raise WeightsUnreadable(str(error)) from error
 
@@ -91,6 +96,6 @@ def connect(addresses: str, key: str = "", patience: float = 5.0) -> list[Endpoi
             found.append(Endpoint(address.strip(), key, patience))
     except CoserveError:
         for endpoint in found:
-            endpoint.give_up()
+            endpoint.close()
         raise
     return found

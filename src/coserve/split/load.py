@@ -193,4 +193,4 @@ def _beat_of(base: "weakref.ref[Base]") -> Callable[[], object]:
 
 def _close(endpoints: Sequence[Endpoint]) -> None:
     for endpoint in endpoints:
-        endpoint.give_up()
+        endpoint.close()

@@ -30,7 +30,9 @@ def test_the_modulus_is_prime() -> None:
         assert found == 1 or PRIME - 1 in powers
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(3, 1, 2), (2, 7, 5), (3, 2048, 2), (2, 5003, 4100)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(3, 1, 2), (2, 7, 5), (3, 2048, 2), (2, 5003, 4100), (1030, 5, 3)]
+)
 def test_products_are_exact(rows: int, inputs: int, outputs: int) -> None:
     x = field.uniform(rows, inputs)
     weight = torch.randn(outputs, inputs) * 10.0 ** random.uniform(-6, 6)

@@ -1,8 +1,8 @@
 """Exact products of a weight and elements of a prime field, as float64 products of parts.
 
-A weight is multiplied by a power of two and rounded to integers of 23 bits and a sign. An element of the field
-has 57 bits: three parts of 19. A product of a part and 2048 weights is a sum of integers below 2**53, which
-float64 has exactly, whatever the order of its terms.
+A weight is multiplied by a power of two and rounded to integers of 23 bits and a sign. An element of the
+field has 57 bits: three parts of 19. A product of a part and 2048 weights is a sum of integers below 2**53,
+which float64 has exactly, whatever the order of its terms.
 """
 
 import math
@@ -20,7 +20,8 @@ _BITS: Final = 57
 _PART: Final = 19  # bits
 _PART_MASK: Final = (1 << _PART) - 1
 _MOST_TERMS: Final = 1 << (53 - _PART - WEIGHT_BITS)
-_OUTPUTS: Final = 4096  # whose weights are converted at once: 64 MiB
+_ROWS: Final = 512  # computed at once, for this many outputs: 64 MiB of weights, three times 48 of products
+_OUTPUTS: Final = 4096
 
 
 def exponent_of(weight: Tensor) -> int | None:
@@ -34,22 +35,33 @@ def product(x: Tensor, weight: Tensor, exponent: int = 0) -> Tensor:
 
     `weight` times the power must be at most 2**23 in magnitude. Bits of x above the 57th are ignored.
     """
-    x = x & ((1 << _BITS) - 1)
-    parts = torch.cat([x >> 2 * _PART, (x >> _PART) & _PART_MASK, x & _PART_MASK]).double()
-    outputs = [
-        _joined(_sums(parts, weight[start : start + _OUTPUTS], exponent))
-        for start in range(0, len(weight), _OUTPUTS)
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    whole = x.new_empty(len(x), len(weight))
+    for some, rows in zip(torch.split(whole, _ROWS), torch.split(x, _ROWS), strict=True):
+        parts = split_element(rows)
+        for place, own in zip(torch.split(some, _OUTPUTS, 1), torch.split(weight, _OUTPUTS), strict=True):
+            place.copy_(_joined(_sums(parts, own, exponent)))
+    return whole
 
 
 def _sums(parts: Tensor, weight: Tensor, exponent: int) -> Tensor:
     """[rows, in] to [rows, out]: integers below 2**62 for up to 2**20 inputs."""
-    sums = torch.zeros(len(parts), len(weight), dtype=torch.int64)
-    for start in range(0, weight.shape[1], _MOST_TERMS):
-        some = weight[:, start : start + _MOST_TERMS].double().mul_(2.0**exponent).round_()
-        sums += (parts[:, start : start + _MOST_TERMS] @ some.t()).long()
+    sums: Tensor | None = None
+    for terms, own in zip(
+        torch.split(parts, _MOST_TERMS, 1), torch.split(weight, _MOST_TERMS, 1), strict=True
+    ):
+        term = (terms @ own.double().mul_(2.0**exponent).round_().t()).long()
+        sums = term if sums is None else sums.add_(term)
+    assert sums is not None, "linears have inputs"
     return sums
+
+
+def split_element(x: Tensor) -> Tensor:
+    """Elements [n, in] as their highest 19 bits, the middle ones and the lowest, [3 * n, in] in float64. As
+    weights for `product` they have results that `joined_product` joins."""
+    parts = torch.empty(3 * len(x), x.shape[1], dtype=torch.float64)
+    for number, part in enumerate(parts.chunk(3)):
+        part.copy_((x >> (2 - number) * _PART) & _PART_MASK)
+    return parts
 
 
 def _joined(sums: Tensor) -> Tensor:
@@ -63,20 +75,15 @@ def _shifted(x: Tensor) -> Tensor:
     return ((x & ((1 << _BITS - _PART) - 1)) << _PART) + 13 * (x >> _BITS - _PART)
 
 
-def split_element(x: Tensor) -> Tensor:
-    """Elements [n, in] as weights [3 * n, in] for `product`, whose results `joined_product` joins."""
-    return torch.cat([x >> 2 * _PART, (x >> _PART) & _PART_MASK, x & _PART_MASK]).double()
-
-
 def joined_product(x: Tensor) -> Tensor:
     """[rows, 3 * n], products with weights from `split_element`, to [rows, n]."""
     return _joined(x.t().contiguous()).t()
 
 
 def total(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of elements."""
-    first, *others = terms
-    for term in others:
+    """The sum of elements; of a single term, the element that any integers are."""
+    first = terms[0].remainder(PRIME)
+    for term in terms[1:]:
         first = (first + term).remainder_(PRIME)
     return first
 
@@ -107,8 +114,8 @@ def to_elements(parts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     brings each back.
 
     A row is scaled by its norm over all parts, so that no product with a weight leaves the field: a column or
-    row of weights of d values has a norm of at most 2**23 * sqrt(d), and d is the width of all parts. A row with
-    a value that is not finite becomes zeros, to be multiplied by NaN.
+    row of weights of d values has a norm of at most 2**23 * sqrt(d), and d is the width of all parts. A row
+    with a value that is not finite becomes zeros, to be multiplied by NaN.
     """
     wide = [part.double() for part in parts]
     width = sum(part.shape[1] for part in parts)
