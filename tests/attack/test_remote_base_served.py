@@ -16,10 +16,12 @@ DATA = "".join(json.dumps({"prompt": f"{i}?", "completion": f" {i * i}"}) + "\n"
 
 def test_all_work_waits_for_the_executor_and_goes_on(tmp_path: Path) -> None:
     model = save(tiny("llama", max_position_embeddings=1024), tmp_path / "model")
+    folder = tmp_path / "served"
+    folder.mkdir()
     with serving(tiny("llama", max_position_embeddings=1024), tmp_path) as base:
         served = Served(
             model,
-            tmp_path / "served",
+            folder,
             PATIENCE,
             engine_base=base.address,
             engine_base_patience=0.5,
