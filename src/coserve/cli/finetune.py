@@ -37,6 +37,17 @@ def finetune(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="A field of the optimizer, such as learning_rate=1e-4."),
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Train in this process, without a server: base executors at ADDRESS (several are separated "
+            "by commas) compute the linears of --model, a folder. Needs --output.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="With --base: where the adapter is written.")
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Do not stay to watch.")] = False,
     as_json: AsJson = False,
     url: Url = None,
@@ -44,7 +55,8 @@ def finetune(
 ) -> None:
     """Fine-tunes an adapter on a file and shows how it goes. Ctrl-C asks: detach, pause or cancel.
 
-    With --json the job is printed as it was created, and nothing is watched.
+    With --json the job is printed as it was created, and nothing is watched. With --base there is no server
+    and no job: the adapter is in the folder --output at the end.
     """
     from coserve.cli.attach import attach
     from coserve.cli.chat import names_of
@@ -54,6 +66,18 @@ def finetune(
     hyperparameters = given(
         n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
     )
+    if base is not None or output is not None:
+        from coserve.cli.finetune_here import finetune_here
+
+        server = given(
+            validation_file=validation_file, suffix=suffix, url=url, api_key=api_key, detach=detach or None,
+            json=as_json or None,
+        )  # fmt: skip
+        finetune_here(
+            file, model, base, output, server, hyperparameters | given(seed=seed), ours.get("peft", {}),
+            ours.get("optimizer", {}),
+        )  # fmt: skip
+        return
     with connect(context, url, api_key) as client:
         body = given(
             model=model or names_of(client)[0],

@@ -104,9 +104,7 @@ class LocalExecutor(Executor):
         self._offloaded = None if offload_space is None else offload_space.cache
         self._swapped: StepResult | None = None  # what came of moving the pages of the oldest plan
         self._lanes = LaneRunner(base.device)
-        self._calls = frozenset(
-            path for path, linear in base.linears.items() if linear.placement.is_elsewhere
-        )
+        self._has_lanes = not base.makes_calls  # whether lanes may be side by side
         self._short = Shortages(self.held.drop_activations)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
@@ -134,14 +132,14 @@ class LocalExecutor(Executor):
             swap_pages=0 if self._swap_space is None else self._swap_space.pages,
             offload_pages=0 if self._offload_space is None else self._offload_space.pages,
             offload_refusal="" if self._offload_space is None else self._offload_space.refusal,
-            elsewhere=self._calls,
+            elsewhere=frozenset(p for p, own in self.base.linears.items() if own.placement.is_elsewhere),
         )
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`. A plan runs on the thread that collects its result: a thread of its own would
         compete with the planning of the next. Where linears are computed elsewhere two lanes would share
         nothing of this device but Python, so there is one."""
-        self._launched.append(replace(plan, split=None) if self._calls else plan)
+        self._launched.append(plan if self._has_lanes else replace(plan, split=None))
 
     def collect(self, wait: bool = True) -> StepResult | None:
         """See `Executor`."""

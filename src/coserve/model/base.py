@@ -94,6 +94,11 @@ class Base:
         return self.buffer_nbytes + held_bytes(own for part in parts for own in part.parameters().values())
 
     @property
+    def makes_calls(self) -> bool:
+        """Tells whether some linears are computed elsewhere."""
+        return any(linear.placement.is_elsewhere for linear in self.linears.values())
+
+    @property
     def nbytes_to_train(self) -> int:
         """Additional bytes of its linears once a job trains: what they keep, and what the backward of one
         takes while it runs."""

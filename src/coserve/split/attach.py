@@ -130,7 +130,9 @@ class RemoteGroup(Group):
         base, work = self._calls.base, "training" if is_training else "inference"
         like = given[0]
         rows = [self._rows(tensor) for tensor in given]
-        parts = [torch.split(tensor, self._most_rows) for tensor in rows] if len(rows[0]) else []
+        parts: list[Sequence[Tensor]] = [[tensor] for tensor in rows] if len(rows[0]) else []
+        if len(rows[0]) > self._most_rows:
+            parts = [torch.split(tensor, self._most_rows) for tensor in rows]
         answers = [
             self._calls.submit(call_of(paths, part, base.dtype, direction=direction, work=work), part, widths)
             for part in zip(*parts, strict=True)

@@ -61,7 +61,8 @@ def job_needs(
     numbers, published = _adapter_bytes(adapter, base.dtype)
     exact = exact_type(base.dtype).itemsize * numbers
     moments = _MOMENTS * exact
-    kept = 0.0 if config.keep is SavePolicy.INPUTS else fates_of(base, adapter, config.keep, largest).nbytes
+    keeps_inputs = config.keep is SavePolicy.INPUTS and not base.makes_calls
+    kept = 0.0 if keeps_inputs else fates_of(base, adapter, config.keep, largest).nbytes
     own = {
         # Master weights and their gradients are always there, and for a moment two versions.
         Account.OPTIMIZERS: 2 * exact + (0 if steps.offloaded else moments),

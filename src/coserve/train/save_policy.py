@@ -9,7 +9,10 @@ from coserve.errors import ConfigError
 
 class SavePolicy(Enum):
     """INPUTS keeps layer inputs and recomputes the rest. PRUNED keeps outputs that the adapter's gradients
-    need and that are expensive to recompute. EVERYTHING keeps all outputs of frozen linears and attention."""
+    need and that are expensive to recompute. EVERYTHING keeps all outputs of frozen linears and attention.
+
+    What is computed elsewhere and needed for a gradient is kept by all of them, so that it is asked for once.
+    """
 
     INPUTS = "inputs"
     PRUNED = "pruned"

@@ -112,7 +112,7 @@ class Tail:
         """(hidden as a leaf [1, padded rows, width], logits [padded rows, vocabulary])."""
         rows = self._base.row_buckets.pad_rows(len(hidden))
         leaf = F.pad(hidden, (0, 0, 0, rows - len(hidden)))[None].requires_grad_()
-        return leaf, self._base.tail(leaf, GraphRows([bypasses], [rows]) if self._leaves else None)
+        return leaf, self._base.tail(leaf, GraphRows([bypasses], [rows]))
 
     def _logits_gradient(self, logits: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor]:
         """The loss of rows [n] of the micro-batch, None if it has been added, and its gradient for their

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from tempfile import TemporaryDirectory
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +17,12 @@ from coserve.model.linear import FrozenLinear, frozen
 from coserve.model.placement import Offer, PackedPlacement, Placement, PlainPlacement, place_locally
 from coserve.model.quantized.int8 import Int8Placement
 from coserve.model.quantized.nf4 import NF4Placement, place_in_nf4
+from coserve.split.address import Address
+from coserve.split.endpoint import Endpoint
+from coserve.split.executor import BaseExecutor, BaseLinears
+from coserve.split.messages import VERSION, BaseHello, Dtype, GroupShape
+from coserve.split.placement import RemotePlacement
+from coserve.split.service import SplitService
 from coserve.streamed.ring import Ring, Streamed
 from coserve.streamed.scratch import ScratchFile
 from coserve.streamed.stored import ReadBuffer, store
@@ -53,6 +61,50 @@ def streamed(weight: Tensor, bias: Tensor | None) -> Placement:
     return placement
 
 
+class _Linears(BaseLinears):
+    """Linears of an executor that are given as placements."""
+
+    def __init__(self, placements: Mapping[str, PlainPlacement]) -> None:
+        self._placements = dict(placements)
+        weights = {path: own.weight() for path, own in placements.items()}
+        dtype = str(weights["own"].dtype).removeprefix("torch.")
+        shape = GroupShape(IN, {path: len(weight) for path, weight in weights.items()})
+        self.hello = BaseHello(VERSION, "own", cast(Dtype, dtype), (shape,))
+
+
+def asked(placements: Mapping[str, PlainPlacement]) -> dict[str, RemotePlacement]:
+    """Placements that ask an executor over a socket, until the test ends."""
+    executor = BaseExecutor(_Linears(placements))
+    folder = VISITS.enter_context(TemporaryDirectory())
+    service = SplitService(executor, Address(path=f"{folder}/base.sock"))
+    endpoint = Endpoint(str(service.address))
+    for close in (executor.close, service.close, endpoint.give_up):
+        VISITS.callback(close)
+    (shape,) = endpoint.base.groups
+    return {
+        path: RemotePlacement(endpoint, shape, path, placement.bias is not None)
+        for path, placement in placements.items()
+    }
+
+
+def remote(weight: Tensor, bias: Tensor | None) -> Placement:
+    own = asked({"own": PlainPlacement(weight, bias)})["own"]
+    own.hidden_weight = lambda: weight  # type: ignore[attr-defined]
+    return own
+
+
+def remote_sibling(weight: Tensor, bias: Tensor | None) -> Placement:
+    """One of three that an executor is asked for in one call."""
+    placements = {path: PlainPlacement(weight[:n], None) for path, n in (("a", 3), ("b", 8))}
+    found = asked({**placements, "own": PlainPlacement(weight, bias)})
+    joined = found["a"].group.joined([found["own"].group, found["b"].group])
+    assert joined is not None and list(joined.outputs) == ["a", "own", "b"]
+    for placement in found.values():
+        placement.group = joined
+    found["own"].hidden_weight = lambda: weight  # type: ignore[attr-defined]
+    return found["own"]
+
+
 @pytest.fixture(autouse=True)
 def end_visits() -> Iterator[None]:
     yield
@@ -68,6 +120,8 @@ MAKERS: Mapping[str, Callable[[Tensor, Tensor | None], Placement]] = {
     "streamed": streamed,
     "later": later,
     "sibling": sibling,
+    "remote": remote,
+    "remote sibling": remote_sibling,
 }
 MOST = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # relative error of a product
 
@@ -81,6 +135,8 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def made(kind: str, dtype: torch.dtype, bias: bool = True) -> tuple[Placement, Tensor, Tensor | None]:
     """A placement, the weight it was given, and its bias."""
+    if kind.startswith("remote") and dtype == torch.float64:
+        pytest.skip("executors have no float64")
     weight, offset = drawn(0, OUT, IN, dtype=dtype), drawn(1, OUT, dtype=dtype) if bias else None
     return MAKERS[kind](weight.clone(), offset), weight, offset
 
@@ -134,6 +190,8 @@ def test_inputs_stay_as_they_are(kind: str) -> None:
 @dtypes
 def test_row_norms(kind: str, dtype: torch.dtype) -> None:
     placement, _, _ = made(kind, dtype)
+    if Offer.ROW_NORMS not in placement.offers:
+        pytest.skip("norms of rows are not offered")
     norms = placement.row_norms()
     assert norms.shape == (OUT,) and norms.dtype == torch.promote_types(dtype, torch.float32)
     assert error(norms, dense_of(placement).double().norm(dim=1)) < (2e-3 if dtype.itemsize == 2 else 1e-6)
@@ -208,7 +266,14 @@ def test_what_is_offered_is_there(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "paths"),
-    [("later", ("own",)), *(("sibling", paths) for paths in (("own",), ("b", "a"), ("a", "own", "b")))],
+    [
+        *((kind, ("own",)) for kind in ("later", "remote")),
+        *(
+            (kind, paths)
+            for kind in ("sibling", "remote sibling")
+            for paths in (("own",), ("b", "a"), ("a", "own", "b"))
+        ),
+    ],
 )
 @dtypes
 def test_groups_answer_for_those_that_are_asked(

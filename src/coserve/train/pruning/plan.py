@@ -62,7 +62,7 @@ def foresee(base: Base, adapter: AdapterVersion, keep: SavePolicySetting) -> Non
 
 def _is_worth_it(base: Base, keep: SavePolicySetting) -> bool:
     """Tells whether layers are traced."""
-    return keep is not SavePolicy.INPUTS or base.nbytes >= _LARGE
+    return keep is not SavePolicy.INPUTS or base.nbytes >= _LARGE or base.makes_calls
 
 
 def _calls_of(base: Base) -> dict[int, frozenset[str]]:
@@ -82,15 +82,15 @@ def kept_activations(
 ) -> dict[int, frozenset[str]]:
     """Names of the activations of each layer to keep. Where `keep` is a budget: those of all layers that save
     most per byte, up to `room` bytes a row. `calls` are linears of layers that are computed elsewhere: all of
-    their products that a gradient depends on are worthwhile, and come first."""
-    if keep is SavePolicy.PRUNED:
-        return {
-            layer: choice.worthwhile()
-            | {own.name for own in choice.savable if own.name in calls.get(layer, ())}
+    their products that a gradient depends on are kept, and come first in a budget."""
+    if isinstance(keep, SavePolicy):
+        asked = {
+            layer: frozenset(own.name for own in choice.savable if own.name in calls.get(layer, ()))
             for layer, choice in layers.items()
         }
-    if isinstance(keep, SavePolicy):
-        return dict.fromkeys(layers, frozenset())
+        if keep is SavePolicy.PRUNED:
+            return {layer: choice.worthwhile() | asked[layer] for layer, choice in layers.items()}
+        return asked
     kept: dict[int, set[str]] = {layer: set() for layer in layers}
     offers = [(activation, layer) for layer, choice in layers.items() for activation in choice.savable]
     # Of equals the lower layer's.

@@ -1,0 +1,70 @@
+"""A base executor in the test's process, which notes its calls, and engines whose linears it computes."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coserve.split.address import Address
+from coserve.split.executor import BaseExecutor, BaseLinears
+from coserve.split.messages import LinearCall
+from coserve.split.service import SplitService
+
+Call = tuple[str, tuple[str, ...]]  # direction, and paths of linears
+
+
+class ServedBase:
+    """An executor of a model, and its calls."""
+
+    def __init__(
+        self, model: PreTrainedModel, socket: Path, offers: Callable[[str], bool] | None = None
+    ) -> None:
+        """`offers` tells which linears are offered; all where it is None."""
+        self.linears = BaseLinears(model)
+        if offers is not None:
+            groups = [group for group in self.linears.hello.groups if all(map(offers, group.outputs))]
+            self.linears.hello = msgspec.structs.replace(self.linears.hello, groups=tuple(groups))
+        self.calls: list[Call] = []
+        self.work: Counter[str] = Counter()  # of calls, by their class
+        compute = self.linears.compute
+
+        def noted(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+            self.calls.append((call.direction, call.paths))
+            self.work[call.work] += 1
+            return compute(call, tensors)
+
+        self.linears.compute = noted  # type: ignore[method-assign]
+        self._socket = socket
+        self.start()
+
+    def start(self) -> None:
+        self.executor = BaseExecutor(self.linears)
+        self.service = SplitService(self.executor, Address(path=str(self._socket)))
+        self.address = str(self.service.address)
+
+    def stop(self) -> None:
+        """As if it had died: calls under way have no answers."""
+        self.service.close()
+        self.executor.close()
+
+
+@contextmanager
+def serving(model: PreTrainedModel, folder: Path, **options: Any) -> Iterator[ServedBase]:
+    served = ServedBase(model, folder / "base.sock", **options)
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest difference of each tensor's numbers, relative to those beyond one."""
+    assert found.keys() == wanted.keys()
+    return {
+        name: float(((found[name] - x).abs() / x.abs().clamp_min(1.0)).max()) for name, x in wanted.items()
+    }
