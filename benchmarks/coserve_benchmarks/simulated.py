@@ -183,6 +183,9 @@ class SimulatedMachine:
                 MicroBatch(self.scheduler.new_key(), name, f"{name}@0", lengths, self._layers)
                 for lengths in groups
             ]
+            if self._truth.reads.layers:  # memory bears whole micro-batches under any policy
+                rows = max(batch.length for batch in batches)
+                self.scheduler.window_rows = max(self.scheduler.window_rows, rows)
             self.scheduler.training.add(name, batches, self._weights[name])
             return
         self._stop(name)

@@ -63,6 +63,9 @@ _KIND_OF = tuple(
     for name in NAMES
 )
 
+_BACK = (_BACKWARD_LAYERS, _BACKWARD_ROWS, _BACKWARD_ATTENTION)
+_NO_PASS = (_LOSS_ROWS, _UPDATES)  # beside no reads of weights
+
 _RIDGE = 1e-6  # per sample; keeps features that always occur together at small, equal weights
 _RATE = 0.02  # of the error that one observation moves the weights by
 _RANGE = 3.0  # how far a weight may move from what was measured, either way
@@ -142,8 +145,12 @@ class Features:
 
     def visits(self, layers: int) -> int:
         """Number of visits to layers with a bit in `layers`, forward and back."""
-        passes = (self._covered, *self._back)
-        return self._fills * layers.bit_count() + sum((way & layers).bit_count() for way in passes)
+        there = self._fills * layers.bit_count() + (self._covered & layers).bit_count()
+        return there + self.visits_back(layers)
+
+    def visits_back(self, layers: int) -> int:
+        """Number of these that are on a way back."""
+        return sum((way & layers).bit_count() for way in self._back)
 
     def add(self, segment: InferenceSegment) -> None:
         """Adds a segment of a sequence."""
@@ -282,22 +289,15 @@ class CostModel:
         return self._executed(features) + self.host
 
     def predict_iteration(self, batches: Iterable[MicroBatch]) -> float:
-        """Seconds of a whole optimizer step on these micro-batches: FineInfer's t_f.
-
-        Forward and back are passes of their own: where weights are read, each takes the longer of reading and
-        computing. What one waits for them is no time in which the other computes.
-        """
-        whole, there, back = Features(), Features(), Features()
+        """Seconds of a whole optimizer step on these micro-batches: FineInfer's t_f."""
+        whole = Features()
         whole.add_update()
         for batch in batches:
             forward = training_segment(batch, 0, batch.length, Direction.TRAIN_FORWARD, Span(0, batch.layers))
             ways = [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD]
             for way in ways + [Direction.LOGPROBS] * batch.loss.couples:
                 whole.add_training(replace(forward, direction=way))
-            there.add_training(forward)
-            back.add_training(replace(forward, direction=Direction.BACKWARD))
-        waited = sum(max(self._executed(way) - self._computed(way.values), 0.0) for way in (there, back))
-        return self._computed(whole.values) + waited + self.host
+        return self.predict_features(whole)
 
     @property
     def pass_seconds(self) -> float:
@@ -408,11 +408,20 @@ class CostModel:
         self.lanes.start(*costs.lanes)
 
     def _executed(self, features: Features) -> float:
-        """The executor's seconds of a step with these features."""
+        """The executor's seconds of a step with these features.
+
+        Forward and back are passes of their own: where weights are read, each takes the longer of reading and
+        computing. What one waits for them is no time in which the other computes, and losses and updates come
+        between passes.
+        """
         computed = self._computed(features.values) + self.offload.seconds(features.offloaded)
         if not self.reads.layers:
             return computed
-        return max(computed, self.reads.seconds(features.visits(self.reads.layers)))
+        back = sum(self._effective[index] * features.values[index] for index in _BACK)
+        beside = sum(self._effective[index] * features.values[index] for index in _NO_PASS)
+        visits, visits_back = (count(self.reads.layers) for count in (features.visits, features.visits_back))
+        there = max(computed - back - beside, self.reads.seconds(visits - visits_back))
+        return there + max(back, self.reads.seconds(visits_back)) + beside
 
     def _computed(self, values: list[float]) -> float:
         """Seconds of arithmetic, without waiting for weights."""

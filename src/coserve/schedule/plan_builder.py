@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from coserve.core.plan import InferenceSegment, OptimStep, TrainingSegment
-from coserve.core.sequence import Sequence
+from coserve.core.sequence import Direction, Sequence
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.segments import inference_segment
 
@@ -46,6 +46,21 @@ class PlanBuilder:
         if not self.training:
             return updates
         return (cost.predict_features(self.beside) - updates) * cost.lanes.training + updates
+
+    @property
+    def goes_back(self) -> bool:
+        """Tells whether the step trains, and no window of it goes forward."""
+        directions = {segment.direction for segment in self.training}
+        return bool(directions or self.updates) and Direction.TRAIN_FORWARD not in directions
+
+    def training_alone(self) -> "PlanBuilder":
+        """The step without its inference."""
+        alone = PlanBuilder(self.now, self.moving, training=self.training, updates=self.updates)
+        for segment in self.training:
+            alone.features.add_training(segment)
+        for _ in self.updates:
+            alone.features.add_update()
+        return alone
 
     def add(self, sequence: Sequence, rows: int, filled: int = 0) -> None:
         """Adds the next `rows` of a sequence, preceded by its adapter's last `filled` virtual tokens."""

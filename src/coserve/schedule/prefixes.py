@@ -178,6 +178,11 @@ class Prefixes:
                 self._pages.name(sequence.pages[index], name)
         sequence.named = max(sequence.named, full)
 
+    @property
+    def has_unfilled(self) -> bool:
+        """Tells whether the next plan fills pages with virtual tokens."""
+        return bool(self._unfilled)
+
     def take_unfilled(self) -> tuple[Prefix, ...]:
         """Virtual tokens that got pages since the last call and have to be filled."""
         unfilled, self._unfilled = tuple(self._unfilled), []

@@ -36,6 +36,7 @@ from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_thro
 from coserve.schedule.utilization import Utilization
 
 _NAP: Final = 0.001  # seconds between two checks of blocked sequences
+_FREE: Final = 1.05  # times a step's inference that it may take with training that costs it nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Scheduler:
         self._events: list[Event] = []  # from between two steps
         self._launched: deque[Launched] = deque()  # plans under way
         self._pauses = 0  # results with paused training
+        self._made_way = 0.0  # seconds of training since answers had rows, in steps that they made way for
         self._underway: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._split: float | None = None  # the machine's split meanwhile
         self._newcomer_at = -INFINITE  # when the last newcomer came
@@ -237,6 +239,8 @@ class Scheduler:
             builder.split = self._split
         elif jobs and (held or not any(is_new(sequence) for sequence in self._requests.running)):
             self._train(builder, view, jobs)
+            if self._gives_way(builder):
+                builder = builder.training_alone()
         plan = self._close(builder)
         return replace(plan, idle=self._idle(view)) if plan.is_empty else plan
 
@@ -296,6 +300,7 @@ class Scheduler:
             utilization=self._utilization.share,
             places=count_places(self._requests),
             beside=bool(self._underway),
+            made_way=self._made_way,
         )
 
     def _decode(self, builder: PlanBuilder) -> bool:
@@ -434,6 +439,13 @@ class Scheduler:
                 if not packer.has(batch) and not packer.window_group(batch, self.training.level(job, jobs)):
                     packer.window(batch)
 
+    def _gives_way(self, builder: PlanBuilder) -> bool:
+        """Tells whether answers' rows wait for the next step, as nothing of this one's training shares their
+        pass over weights that are read. Behind it in one step they would have their tokens no sooner, and a
+        window that goes forward then does share the pass."""
+        shares = builder.split is not None or not self.cost.reads.layers or not builder.goes_back
+        return not shares and not self._requests.prefixes.has_unfilled
+
     def _idle(self, view: View) -> float:
         """Seconds for which an empty step sleeps, as the policy or blocked sequences require."""
         if not view.waiting:
@@ -457,16 +469,26 @@ class Scheduler:
             released=released,
             predicted=builder.predict(self.cost),
             split=builder.split,
-            pausable=self.policy.pausable and builder.split is None,
+            pausable=self.policy.pausable and builder.split is None and self._pause_saves(builder),
             pauses=self._pauses,
             swap_out=tuple(moves.out.values()),
             swap_in=tuple(moves.back.values()),
             swap_dropped=tuple(moves.dropped),
         )
 
+    def _pause_saves(self, builder: PlanBuilder) -> bool:
+        """Tells whether a pause of the step's training would end it sooner. Rows that go forward while
+        answers wait for weights take no time, and what is left of them would take another pass."""
+        if not (builder.inference and self.cost.reads.layers) or builder.goes_back:
+            return True
+        alone = self.cost.predict_features(Features.of_segments(builder.inference))
+        return builder.predict(self.cost) > _FREE * alone
+
     def _launch(self, plan: Plan, now: float, begins: float) -> None:
         """Records a plan as under way, and its work as done."""
         ends = begins + self.swapping.planned + plan.predicted + plan.idle
+        ready = not plan.inference and any(s.remaining for s in self._requests.running)
+        self._made_way = self._made_way + plan.predicted if ready else 0.0
         for segment in plan.inference:
             note_planned(self._sequences[segment.key], segment, ends)
         batches = [self.training.find(segment) for segment in plan.training]

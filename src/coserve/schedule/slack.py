@@ -106,7 +106,9 @@ def _limits(
         whole = (arrival + slo.end_to_end - now) / (1 + margin / tokens**0.5) - ahead - (tokens - 1) * step
         shared.append((whole / tokens, whole))
     if slo.deferral is not None:
-        found.append(_deferral(sequence, margin))
+        # Any step may be the one that takes it beyond its bound: there is nothing left to make up for it.
+        each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
+        found.append(_deferral(sequence, each))
     return [*shared, *zip(found, found, strict=True)]
 
 

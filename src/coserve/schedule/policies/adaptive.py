@@ -57,7 +57,7 @@ class Adaptive(Hybrid):
     the weights saves a significant part of it (short mini-batches), or where they leave training no time of
     its own. Otherwise, if bounds allow slower answers, training runs in a lane of its own (FlexLLM, 8.3):
     reading weights for a few rows leaves compute units idle that products of many rows can use. Requests
-    without bounds are never deferred.
+    without bounds are never deferred, nor are any on a streamed base, where each pass is shared.
     """
 
     whole = True
@@ -79,7 +79,10 @@ class Adaptive(Hybrid):
         latest = LatestEntry(view, view.cost.lanes.inference if _splitting_pays(view) else 1.0)
         self._note(view, latest)
         self._prompts = 0.0 if latest.can_follow else latest.prompts
-        if not self._gathers(view.now) or len(view.waiting) + len(view.running) >= TAKEN * view.places:
+        # Each pass over weights that are read has training beside answers: nothing is saved by fewer passes.
+        if view.cost.reads.layers or not self._gathers(view.now):
+            return view.waiting
+        if len(view.waiting) + len(view.running) >= TAKEN * view.places:
             return view.waiting
         if view.beside and not view.running:  # a piece has lost the answers beside it, and would be awaited
             return view.waiting[:1]

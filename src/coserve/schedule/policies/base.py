@@ -34,6 +34,7 @@ class View:
     window_rows: int = 0  # of a window that memory bears, where it runs alone
     places: float = INFINITE  # for sequences that run at once, by their number and by pages
     beside: bool = False  # whether a piece in a lane is under way: a step without answers awaits its end
+    made_way: float = 0.0  # training that answers have made way for since they last had rows
     starving: bool = False  # whether the first in turn got nothing for as long as it may
     inference_seconds: float = 0.0
     slack: float = INFINITE  # most training that breaks no bound, if all steps to come have as much

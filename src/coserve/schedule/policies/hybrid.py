@@ -16,8 +16,9 @@ class Hybrid(Policy):
     Training alone runs for a quantum at a time (at least one window through one layer or the tail), the
     longest that an arriving request waits; where arrivals pause training, they wait for a product of a layer,
     which is then lost. Windows have the rows that are cheapest so (`TrainingPacker`), as far as memory bears.
-    Where a streamed base is read for each step, training beside answers has the rows that pass meanwhile, as
-    far as memory bears, and as long again as a pass for its way back.
+    Where a streamed base is read for each step, a window beside answers has the rows that pass meanwhile, as
+    far as memory bears, and training between two tokens takes as long as FineInfer's (3.3, algorithm 2): an
+    iteration.
     Beside answers a window is `fused`, cut to what each step bears, or `interleaved`: it stays whole, and
     steps without training go on until their slack adds up to one of its layers. `chosen` takes what has the
     cheaper rows by the cost model (`TrainingPacker`).
@@ -46,12 +47,24 @@ class Hybrid(Policy):
             most = max(rows, view.window_rows)
             return Allowance(self.quantum(view), most, minimum=INFINITE, arrivals=view.arrivals)
         rows = max(rows, min(view.cost.free_rows, view.window_rows))
-        seconds = min(view.slack, max(view.config.quantum_with_inference, view.cost.reads.pass_seconds))
+        seconds = min(view.slack, self._most_beside(view))
         if view.starving:
             return Allowance(seconds, rows, minimum=view.deferral)
         if self._windows == "interleaved":
             return Allowance(seconds, rows, cut=False)
         return Allowance(seconds, rows, coming=self._coming(view))
+
+    def _most_beside(self, view: View) -> float:
+        """Most seconds of training until answers have rows."""
+        least, batches = view.config.quantum_with_inference, view.jobs[0].micro_batches
+        if not view.cost.reads.layers:
+            return least
+        if view.waiting:  # for places: what answers make way for adds to the line
+            return least
+        iteration = view.cost.predict_iteration(batches)
+        if not batches:  # nothing but its end is left
+            return max(least, iteration)
+        return max(least, view.cost.pass_seconds, iteration) - view.made_way
 
     def _coming(self, view: View) -> float:
         """Seconds that a larger window may wait for; 0 where slack did not add up for too many steps."""
