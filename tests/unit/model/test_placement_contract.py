@@ -78,7 +78,7 @@ def asked(placements: Mapping[str, PlainPlacement]) -> dict[str, RemotePlacement
     folder = VISITS.enter_context(TemporaryDirectory())
     service = SplitService(executor, Address(path=f"{folder}/base.sock"))
     endpoint = Endpoint(str(service.address))
-    for close in (executor.close, service.close, endpoint.give_up):
+    for close in (executor.close, service.close, endpoint.close):
         VISITS.callback(close)
     (shape,) = endpoint.base.groups
     return {

@@ -27,8 +27,8 @@ from coserve.split.messages import LinearCall
 from coserve.split.privacy.field import PRIME, uniform
 from coserve.split.privacy.modes import Noise, Shares
 from coserve.split.privacy.shares import SharedCalls
-from coserve.split.queues import Outcome, Work
 from coserve.split.service import SplitService
+from coserve.split.work import Outcome, Work
 from models import tiny
 
 NAMES = ("here", "there")
@@ -40,6 +40,7 @@ class Direct:
 
     def __init__(self, linears: BaseLinears) -> None:
         self._executor = BaseExecutor(linears)
+        self._account = self._executor.join("test")
         self.base = linears.hello
         self.change: Change | None = None
         self.is_silent = False
@@ -47,7 +48,7 @@ class Direct:
     def submit(self, call: LinearCall, rows: Sequence[Tensor], widths: Sequence[int]) -> "_Later":
         later = _Later(call, self.change)
         if not self.is_silent:
-            self._executor.submit(Work(call, rows, later.take))
+            self._executor.submit(Work(call, rows, later.take, self._account))
         return later
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from coserve.errors import EngineLost
 from coserve.split import service as services
 from coserve.split.address import Address
 from coserve.split.attach import RemoteGroup
+from coserve.split.batching import BatchingConfig
 from coserve.split.channel import SocketChannel, Transport
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.executor import BaseExecutor, BaseLinears
@@ -55,7 +56,7 @@ class Ways:
 
     def __init__(self, folder: Path) -> None:
         self.linears = BaseLinears(tiny("llama"), Limits(rows=256, payload=1 << 20))
-        self.executor = BaseExecutor(self.linears, "none")
+        self.executor = BaseExecutor(self.linears, BatchingConfig("none"))
         authority = Authority(folder / "authority")
         own = authority.sign("executor")
         context = TlsFiles(own.certificate, own.key).context()
