@@ -22,9 +22,10 @@ from coserve.errors import (
 from coserve.split.address import Address
 from coserve.split.attach import RemoteGroup, attach
 from coserve.split.calls import Calls
+from coserve.split.connection import call_of
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import LinearCall
-from coserve.split.privacy.field import PRIME, uniform
+from coserve.split.privacy.field import PRIME, product, uniform
 from coserve.split.privacy.modes import Noise, Shares
 from coserve.split.privacy.shares import SharedCalls
 from coserve.split.service import SplitService
@@ -271,6 +272,25 @@ def test_a_lie_ends_a_training_step_without_a_gradient_step(tmp_path: Path, dire
         step(client)
     for served in pair:
         served.stop()
+
+
+def test_malformed_calls_in_the_field_hurt_nobody(tmp_path: Path) -> None:
+    served = Served(tmp_path / "0.sock")
+    connection = attach(tiny_client := tiny("llama"), served.address)
+    path, width = "model.layers.0.mlp.down_proj", 96
+    fields: dict[str, Any] = {"direction": "forward", "work": "inference"}
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (3, width))
+    drawn[0, :2] = torch.tensor([-(1 << 63), (1 << 63) - 1])
+    (answer,) = connection.submit(call_of([path], [drawn], "field", **fields), [drawn], [64]).result(30)
+    shape = next(group for group in connection.base.groups if path in group.outputs)
+    weight = tiny("llama").get_submodule(path).weight
+    assert torch.equal(answer, product(drawn & ((1 << 57) - 1), weight, shape.exponents[path]))
+    short = torch.zeros(3, width, dtype=torch.int32)  # half of the bytes
+    with pytest.raises(RequestError, match="bytes came"):
+        connection.submit(call_of([path], [short], "field", **fields), [short], [64]).result(30)
+    assert tiny_client(torch.arange(5)[None]).logits.isfinite().all()
+    connection.close()
+    served.stop()
 
 
 def test_what_cannot_be_private_is_refused(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ _OUTPUTS: Final = 4096
 
 def exponent_of(weight: Tensor) -> int | None:
     """The power of two that brings a weight to 23 bits; None for one that is not finite."""
-    largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
-    return WEIGHT_BITS - math.frexp(largest)[1] if math.isfinite(largest) else None
+    low, high = torch.aminmax(weight.detach())  # NaN where there is any
+    largest = max(abs(float(low)), abs(float(high)))
+    return WEIGHT_BITS - math.frexp(largest)[1] if math.isfinite(float(low) - float(high)) else None
 
 
 def product(x: Tensor, weight: Tensor, exponent: int = 0) -> Tensor:

@@ -117,8 +117,9 @@ class _Noise:
         with self._lock:
             if not self._left:
                 self.prepare()
-                assert self._pending is not None, "just asked for"
-                answers, self._pending = self._pending.result(), None
+                pending, self._pending = self._pending, None  # one that fails is asked for again
+                assert pending is not None, "just asked for"
+                answers = pending.result()
                 effects = [part[:-1].float() - part[-1:].float() for part in answers]
                 self._effects = dict(zip(self._outputs, effects, strict=True))
                 self._left = self._uses
