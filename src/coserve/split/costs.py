@@ -4,7 +4,7 @@ from math import exp
 from typing import Final
 
 _FADE: Final = 0.98  # of what earlier products taught, with each further one
-_OUTLIER: Final = 4.0  # a product this many times slower or faster teaches no more than one exactly so
+_OUTLIER: Final = 4.0  # a product this many times slower teaches no more than one exactly so
 _ALIKE: Final = 1e-6  # variance of the row counts, relative to their square, below which they are one
 _SPAN: Final = 10.0  # seconds that a rate is taken over; older ones fade
 
@@ -29,8 +29,8 @@ class ProductCost:
         """Learns from one product."""
         if seconds <= 0:
             return
-        if known := self.seconds(rows):
-            seconds = min(max(seconds, known / _OUTLIER), known * _OUTLIER)
+        if self._sums[0] and self._longest == float("inf"):  # of one row count nothing follows for others
+            seconds = min(seconds, _OUTLIER * self.seconds(rows))
         weight = seconds**-2
         new = (1.0, rows, rows * rows, seconds, rows * seconds)
         self._sums = [_FADE * old + weight * value for old, value in zip(self._sums, new, strict=True)]

@@ -158,6 +158,23 @@ def test_rows_of_a_product_are_bounded(
     assert desk.taken() == wanted
 
 
+@pytest.mark.parametrize("batching", ["opportunistic", "lockstep"])
+@pytest.mark.parametrize(("rows", "waits"), [(3, True), (10, False)])
+def test_a_product_that_is_full_waits_for_nobody(batching: Batching, rows: int, waits: bool) -> None:
+    desk = Desk(batching, wait_cap=10.0)
+    desk.learn(1.0, 0.0)
+    other = desk.queues.join("other")
+    for _ in range(2):  # calls a half a second after an answer
+        desk.queues.put(work := Work(call(0, "a"), [], lambda outcome: None, other))
+        assert desk.queues.poll()[0] == [work]
+        desk.queues.answer([work])
+        desk.now += 0.5
+    desk.now -= 0.4
+    desk.put(1, rows=rows)
+    works, again = desk.queues.poll()
+    assert bool(works) is not waits and (again > desk.now) is waits
+
+
 @pytest.mark.parametrize("batching", ["opportunistic", "waiting", "lockstep", "none"])
 def test_who_leaves_takes_its_calls_along(batching: Batching) -> None:
     desk = Desk(batching)
