@@ -56,11 +56,11 @@ class ClientSession:
         self._accepts, self._slot_bytes, self._silence = accepts, slot_bytes, silence
         self.key: str | None = None  # that was accepted
         self._table = GroupTable(executor.hello)
-        self._under_way = 0  # calls without an answer
+        self._under_way = self._rows_under_way = 0  # calls without an answer
         self._lock = threading.Lock()  # of the channel's sending end while nothing waits there
         self._answered = threading.Condition(self._lock)
         self._waiting = 0  # messages that the writer has still to send
-        self._rests: SimpleQueue[tuple[Rest, bool] | None] = SimpleQueue()
+        self._rests: SimpleQueue[tuple[Rest, int] | None] = SimpleQueue()
 
     def start(self) -> None:
         """Greets and serves on a thread of its own."""
@@ -77,7 +77,7 @@ class ClientSession:
     def beat(self) -> None:
         """Tells a client that waits that the executor is alive. Does not block."""
         if self._under_way:
-            self._post(Beat(), (), is_answer=False)
+            self._post(Beat(), (), rows=0)
 
     def _serve(self) -> None:
         try:
@@ -154,9 +154,10 @@ class ClientSession:
 
     def _take(self, call: LinearCall) -> None:
         with self._lock:
-            while self._under_way >= MOST_UNDER_WAY:
+            while not self._has_room(call):
                 self._answered.wait()
             self._under_way += 1
+            self._rows_under_way += call.rows
         try:
             self._table.check_call(call)
         except RequestError as error:
@@ -166,19 +167,25 @@ class ClientSession:
         tensors = self._channel.receive_tensors(call, call.rows, self._table.call_widths(call), call.dtype)
         self._executor.submit(Work(call, tensors, lambda outcome: self._reply(call, outcome)))
 
+    def _has_room(self, call: LinearCall) -> bool:
+        most = self._executor.hello.limits.waiting_rows
+        return not self._under_way or (
+            self._under_way < MOST_UNDER_WAY and self._rows_under_way + call.rows <= most
+        )
+
     def _reply(self, call: LinearCall, outcome: Outcome) -> None:
         if isinstance(outcome, CoserveError):
-            self._post(LinearAnswer(call.number, 0, _fault(outcome)), (), is_answer=True)
+            self._post(LinearAnswer(call.number, 0, _fault(outcome)), (), call.rows)
         else:
             nbytes = sum(tensor.nbytes for tensor in outcome)
-            self._post(LinearAnswer(call.number, nbytes, slot=call.slot), outcome, is_answer=True)
+            self._post(LinearAnswer(call.number, nbytes, slot=call.slot), outcome, call.rows)
 
-    def _post(self, message: LinearAnswer | Beat, tensors: Sequence[Tensor], is_answer: bool) -> None:
+    def _post(self, message: LinearAnswer | Beat, tensors: Sequence[Tensor], rows: int) -> None:
         """Sends at once what the channel takes at once, and leaves the rest to the writer. Does not block: a
-        handover to another thread costs up to 50 us."""
+        handover to another thread costs up to 50 us. `rows` are those of the call that it answers, else 0."""
         with self._lock:
             if self._waiting:
-                if not is_answer:
+                if not rows:
                     return  # what waits is a sign of life as well
                 rest: Rest | None = partial(self._channel.send, message, tensors)
             else:
@@ -189,18 +196,19 @@ class ClientSession:
                     rest = None
             if rest is not None:
                 self._waiting += 1
-                self._rests.put((rest, is_answer))
-            elif is_answer:
-                self._make_room()
+                self._rests.put((rest, rows))
+            elif rows:
+                self._make_room(rows)
 
-    def _make_room(self) -> None:
+    def _make_room(self, rows: int) -> None:
         self._under_way -= 1
+        self._rows_under_way -= rows
         self._answered.notify()
 
     def _write(self) -> None:
         """Sends what waits; where that fails only makes room, until the reader has ended too."""
         while (item := self._rests.get()) is not None:
-            rest, is_answer = item
+            rest, rows = item
             try:
                 rest()
             except OSError:
@@ -208,8 +216,8 @@ class ClientSession:
             del rest, item
             with self._lock:
                 self._waiting -= 1
-                if is_answer:
-                    self._make_room()
+                if rows:
+                    self._make_room(rows)
 
 
 def _fault(error: CoserveError) -> Fault:

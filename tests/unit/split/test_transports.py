@@ -54,7 +54,7 @@ class Ways:
     """One executor, and every transport to it."""
 
     def __init__(self, folder: Path) -> None:
-        self.linears = BaseLinears(tiny("llama"), Limits(rows=256, payload=1 << 20))
+        self.linears = BaseLinears(tiny("llama"), Limits(rows=256, payload=1 << 20, waiting_rows=300))
         self.executor = BaseExecutor(self.linears, "none")
         authority = Authority(folder / "authority")
         own = authority.sign("executor")
@@ -181,6 +181,30 @@ def test_an_answer_that_does_not_come_in_time(
             answer.result(0.01)
         threading.Timer(0.2, go_on.set).start()
         assert all(map(torch.equal, answer.result(30), compute(call, given)))
+
+
+def test_no_more_rows_are_under_way_than_the_executor_takes(
+    connection: ExecutorConnection, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of calls with 100, 150, 250, 20 and 30 rows, at most 300: in their order, others wait at the client."""
+    go_on, seen = threading.Event(), list[int]()
+    compute = ways.linears.compute
+
+    def noted(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+        assert go_on.wait(30)
+        seen.append(connection._rows_under_way)
+        return compute(call, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ways.linears, "compute", noted)
+        given = [torch.randn(rows, 96) for rows in (100, 150, 250, 20, 30)]
+        calls = [call_of([DOWN], [x], "float32", direction="forward", work="inference") for x in given]
+        answers = [connection.submit(call, [x], [64]) for call, x in zip(calls, given, strict=True)]
+        assert [answer.sent for answer in answers] == [1, 1, 0, 0, 0]
+        go_on.set()
+        for call, x, answer in zip(calls, given, answers, strict=True):
+            assert torch.equal(answer.result(30)[0], compute(call, [x])[0])
+        assert len(seen) == 5 and max(seen) <= 300
 
 
 def test_an_interrupt_within_an_answer_costs_a_reconnect(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
