@@ -52,12 +52,20 @@ class PendingAnswer:
 
     def result(self, timeout: float | None = None) -> list[Tensor]:
         """Waits; raises the call's error, TimeoutError."""
+        if (error := self.exception(timeout)) is not None:
+            raise error
+        assert isinstance(self.outcome, list), "it was waited for, and is no error"
+        return self.outcome
+
+    def exception(self, timeout: float | None = None) -> CoserveError | None:
+        """Waits; the call's error, if it has one. Raises TimeoutError."""
         if self.outcome is None:
             self._connection.wait(self, timeout)
-        assert self.outcome is not None, "it was waited for"
-        if isinstance(self.outcome, CoserveError):
-            raise self.outcome
-        return self.outcome
+        return self.outcome if isinstance(self.outcome, CoserveError) else None
+
+    def done(self) -> bool:
+        """Tells whether the answer is there."""
+        return self.outcome is not None
 
 
 class ExecutorConnection:
@@ -73,7 +81,7 @@ class ExecutorConnection:
         self._silence = max(patience, SILENT_SECONDS)
         self._open: dict[int, PendingAnswer] = {}
         self._unsent: deque[PendingAnswer] = deque()  # those of `_open` that wait for room under way
-        self._under_way = 0
+        self._under_way = self._rows_under_way = 0
         self._sending = threading.Lock()  # of the channel's sending end, and of what precedes
         self._number = 0
         self._closed: CoserveError | None = None
@@ -187,6 +195,7 @@ class ExecutorConnection:
             outcome = channel.receive_tensors(answer, found.call.rows, found.widths, found.call.dtype)
         with self._sending:
             self._under_way -= 1
+            self._rows_under_way -= found.call.rows
             self._send_unsent()
         self._settle(answer.number, outcome)
 
@@ -221,13 +230,13 @@ class ExecutorConnection:
             if self._closed is not None:
                 channel.close()
                 return
-            self._channel, self._under_way = channel, 0
+            self._channel, self._under_way, self._rows_under_way = channel, 0, 0
             self._unsent = deque(self._open[number] for number in sorted(self._open))
             self._send_unsent()
 
     def _send_unsent(self) -> None:
         """Sends what may be under way; the lock is held."""
-        while self._unsent and self._under_way < MOST_UNDER_WAY:
+        while self._unsent and self._has_room(self._unsent[0].call):
             found = self._unsent.popleft()
             if found.sent < _MOST_SENT:
                 self._send(found)
@@ -237,12 +246,19 @@ class ExecutorConnection:
                 )
                 self._settle(found.call.number, error)
 
+    def _has_room(self, call: LinearCall) -> bool:
+        return not self._under_way or (
+            self._under_way < MOST_UNDER_WAY
+            and self._rows_under_way + call.rows <= self.base.limits.waiting_rows
+        )
+
     def _send(self, found: PendingAnswer) -> None:
         """Sends a call; one that cannot be sent now is sent after reconnecting."""
         if not self._under_way:
             self._heard = time.monotonic()
         found.sent += 1
         self._under_way += 1
+        self._rows_under_way += found.call.rows
         try:
             self._channel.send(found.call, found.rows)
         except OSError:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -124,7 +125,9 @@ class BaseExecutor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` has seconds that do not go back."""
-        self.hello, self.config = linears.hello, config or BatchingConfig()
+        self.config = config or BatchingConfig()
+        limits = msgspec.structs.replace(linears.hello.limits, waiting_rows=self.config.client_rows)
+        self.hello = msgspec.structs.replace(linears.hello, limits=limits)
         self._linears, self._clock, self._began = linears, clock, clock()
         self._queues = CallQueues(self.config, self.hello.groups, self.hello.limits.rows, clock)
         self._busy_since: float | None = None  # when the product under way began

@@ -46,10 +46,13 @@ class GroupShape(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The provider's limits: rows of one call, and bytes of its tensors one way."""
+    """The provider's limits: rows of one call, bytes of its tensors one way, and rows of all calls of a
+    client without an answer, of which one may have more. A client keeps to the last, as it might wait to send
+    a call that is not read before it has received an answer."""
 
     rows: _Count = 8192
     payload: _Count = 1 << 30
+    waiting_rows: _Count = 16384
 
 
 class SlotShape(msgspec.Struct, frozen=True):

@@ -208,7 +208,7 @@ class ClientSession:
     def _wait_for_room(self, rows: int) -> None:
         """Waits until so many messages, and rows in all of them, have been answered that one of `rows` may be
         under way; a single one may have any number of rows."""
-        most = self._executor.config.client_rows
+        most = self._executor.hello.limits.waiting_rows
         with self._lock:
             self._answered.wait_for(
                 lambda: self._under_way < MOST_UNDER_WAY and (not self._rows or self._rows + rows <= most)

@@ -56,7 +56,7 @@ class Ways:
 
     def __init__(self, folder: Path) -> None:
         self.linears = BaseLinears(tiny("llama"), Limits(rows=256, payload=1 << 20))
-        self.executor = BaseExecutor(self.linears, BatchingConfig("none"))
+        self.executor = BaseExecutor(self.linears, BatchingConfig("none", client_rows=300))
         authority = Authority(folder / "authority")
         own = authority.sign("executor")
         context = TlsFiles(own.certificate, own.key).context()
@@ -137,7 +137,8 @@ def test_answers_stay_what_they_are_when_their_slot_is_used_again(ways: Ways) ->
     group = RemoteGroup(connection, next(g for g in connection.base.groups if DOWN in g.outputs))
     kept = [(x, group.launch(x, [DOWN]).result()[0]) for x in torch.randn(9, 3, 96)]
     for x, answer in kept:
-        assert torch.equal(answer, group.launch(x, [DOWN]).result()[0])
+        call = call_of([DOWN], [x], "float32", direction="forward", work="inference")
+        assert torch.equal(answer, ways.linears.compute(call, [x])[0])
     connection.close()
 
 
@@ -149,8 +150,9 @@ def test_many_threads_share_a_connection(connection: ExecutorConnection, ways: W
         generator = torch.Generator().manual_seed(seed)
         for _ in range(15):
             call, given, widths = drawn_call(generator)
-            found = connection.submit(call, given, widths).result(30)
-            if not all(map(torch.equal, found, ways.linears.compute(call, given))):
+            answer = connection.submit(call, given, widths)
+            found = answer.result(30)
+            if answer.sent != 1 or not all(map(torch.equal, found, ways.linears.compute(call, given))):
                 wrong.append(f"seed {seed}")
 
     threads = [threading.Thread(target=ask, args=(secrets.randbits(32),)) for _ in range(6)]
@@ -182,6 +184,30 @@ def test_an_answer_that_does_not_come_in_time(
         assert all(map(torch.equal, answer.result(30), compute(call, given)))
 
 
+def test_no_more_rows_are_under_way_than_the_executor_takes(
+    connection: ExecutorConnection, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of calls with 100, 150, 250, 20 and 30 rows, at most 300: in their order, others wait at the client."""
+    go_on, seen = threading.Event(), list[int]()
+    compute = ways.linears.compute
+
+    def noted(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+        assert go_on.wait(30)
+        seen.append(connection._rows_under_way)
+        return compute(call, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ways.linears, "compute", noted)
+        given = [torch.randn(rows, 96) for rows in (100, 150, 250, 20, 30)]
+        calls = [call_of([DOWN], [x], "float32", direction="forward", work="inference") for x in given]
+        answers = [connection.submit(call, [x], [64]) for call, x in zip(calls, given, strict=True)]
+        assert [answer.sent for answer in answers] == [1, 1, 0, 0, 0]
+        go_on.set()
+        for call, x, answer in zip(calls, given, answers, strict=True):
+            assert torch.equal(answer.result(30)[0], compute(call, [x])[0])
+        assert len(seen) == 5 and max(seen) <= 300
+
+
 def test_an_interrupt_within_an_answer_costs_a_reconnect(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     connection = ExecutorConnection(ways.transports["tcp"], HELLO, patience=10.0)
     calls = [drawn_call(torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -194,6 +220,8 @@ def test_an_interrupt_within_an_answer_costs_a_reconnect(ways: Ways, monkeypatch
         patch.setattr(connection._channel, "receive_tensors", interrupted)
         with pytest.raises(KeyboardInterrupt):
             answers[1].result(10)
+        with pytest.raises(OSError):  # which has bytes that mean nothing now
+            connection._channel.send(HELLO)
     for (call, given, _), answer in zip(calls, answers, strict=True):
         assert all(map(torch.equal, answer.result(10), ways.linears.compute(call, given)))
     connection.close()
