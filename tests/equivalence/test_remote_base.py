@@ -14,6 +14,7 @@ from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.errors import AdapterMismatch, ConfigError, ModelError, NotOffered, Unreachable
 from coserve.model.load import load_base
+from coserve.model.probe import ProbeRows, drive
 from coserve.split.load import load_remote
 from coserve.streamed.load import load_streamed
 from coserve.train.example import Example
@@ -201,6 +202,19 @@ def test_adapters_move_between_local_and_remote_bases(tmp_path: Path) -> None:
                 answers.append(engine.generate([1, 5, 9], "both", SAMPLING).result())
             own, other = ([x.chosen for x in answer.logprobs] for answer in answers)
             assert own == pytest.approx(other, abs=TOLERANCE)
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    """Norms and other modules that stay here have native kernels where there are any."""
+    ids = torch.arange(1, 9)
+    with serving(tiny("gemma2", torch.bfloat16), tmp_path) as served:
+        bases = [
+            load_base(tiny("gemma2", torch.bfloat16)),
+            load_remote(tiny("gemma2", torch.bfloat16), served.address),
+        ]
+        local, remote = (drive(base, [ProbeRows(8)], ids, ids - 1).float() for base in bases)
+    assert bases[0].fingerprint == bases[1].fingerprint
+    assert float((local - remote).norm() / local.norm()) < 6e-2
 
 
 def test_what_does_not_fit_is_refused_before_anything_runs(tmp_path: Path) -> None:
