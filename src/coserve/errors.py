@@ -65,8 +65,8 @@ class UnsupportedModel(ModelError):
 
 
 class WeightsUnreadable(ModelError):
-    """A file of the base's weights is missing, short or changed, or cannot be read. A later pass may succeed:
-    what is under way is as it was."""
+    """A file of the base's weights is missing, short or changed, or cannot be read, or a base executor does
+    not answer. A later pass may succeed: what is under way is as it was."""
 
 
 class NotOffered(CoserveError):

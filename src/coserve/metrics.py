@@ -121,7 +121,7 @@ class Metrics:
         self.engine_up = self._gauge("engine_up", "1 while the engine is connected and gives signs of life.")
         self.weights_unreadable = self._gauge(
             "weights_unreadable",
-            "1 while all work waits for weights of a streamed base that cannot be read.",
+            "1 while all work waits for weights of a streamed base that cannot be read, or a base executor.",
         )
         self.supervisor_up = self._gauge("supervisor_up", "1 while the supervisor gives signs of life.")
         self.engine_connections = self._gauge(

@@ -1,5 +1,6 @@
 """An engine whose frozen linears a base executor computes: the same answers and the same training."""
 
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
-from coserve.errors import ModelError, NotOffered
+from coserve.errors import AdapterMismatch, ConfigError, ModelError, NotOffered, Unreachable
 from coserve.model.load import load_base
+from coserve.model.probe import ProbeRows, drive
 from coserve.split.load import load_remote
 from coserve.streamed.load import load_streamed
 from coserve.train.example import Example
@@ -181,3 +183,69 @@ def test_what_needs_weights_is_refused_by_name(tmp_path: Path) -> None:
             with pytest.raises(NotOffered, match=r"proj is computed by a (Remote|Shaped)Placement"):
                 engine.finetune(examples, "mine", method, TrainingConfig(max_steps=1))
         engine.finetune(examples, "mine", LoRAConfig(), TrainingConfig(max_steps=1)).result()
+
+
+def test_adapters_move_between_local_and_remote_bases(tmp_path: Path) -> None:
+    folder, example = (
+        save(tiny("llama"), tmp_path / "model"),
+        Example(tuple(range(1, 13)), tuple(range(2, 14))),
+    )
+    with serving(tiny("llama"), tmp_path) as served:
+        engines = [Engine(folder, CONFIG), Engine(folder, replace(CONFIG, base=served.address))]
+        for number, engine in enumerate(engines):
+            engine.finetune([example], "own", LoRAConfig(rank=2), replace(GRADIENTS, seed=number)).result()
+            engine.save_adapter("own", tmp_path / str(number))
+        for number in range(2):
+            answers = []
+            for engine in engines:
+                engine.load_adapter("both", tmp_path / str(number))
+                answers.append(engine.generate([1, 5, 9], "both", SAMPLING).result())
+            own, other = ([x.chosen for x in answer.logprobs] for answer in answers)
+            assert own == pytest.approx(other, abs=TOLERANCE)
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    """Norms and other modules that stay here have native kernels where there are any."""
+    ids = torch.arange(1, 9)
+    with serving(tiny("gemma2", torch.bfloat16), tmp_path) as served:
+        bases = [
+            load_base(tiny("gemma2", torch.bfloat16)),
+            load_remote(tiny("gemma2", torch.bfloat16), served.address),
+        ]
+        local, remote = (drive(base, [ProbeRows(8)], ids, ids - 1).float() for base in bases)
+    assert bases[0].fingerprint == bases[1].fingerprint
+    assert float((local - remote).norm() / local.norm()) < 6e-2
+
+
+def test_what_does_not_fit_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    for wrong in (
+        {"quantize": "8bit"},
+        {"base_memory": "1GiB"},
+        {"deterministic": True},
+        {"base_patience": -1.0},
+    ):
+        with pytest.raises(ConfigError, match=f"engine.{next(iter(wrong))} "):
+            EngineConfig(base="unix:/nowhere", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(Unreachable, match="no executor answers at unix:/nowhere"):
+        load_remote(tiny("llama"), "unix:/nowhere")
+    with serving(tiny("llama"), tmp_path) as served:
+        with pytest.raises(
+            ConfigError, match=r"engine.dtype is bfloat16, and the linears of engine.base are float32"
+        ):
+            load_remote(tiny("llama"), served.address, dtype=torch.bfloat16)
+        with pytest.raises(AdapterMismatch, match=r"mlp.gate_proj is 96x64, the model's is 80x64"):
+            load_remote(tiny("llama", intermediate_size=80), served.address)
+        with pytest.raises(AdapterMismatch, match="is no linear of gpt2"):
+            load_remote(tiny("gpt2"), served.address)
+        other = tiny("llama")
+        other.model.layers[1].self_attn.o_proj.weight.data[0, 0] += 1
+        with pytest.raises(
+            AdapterMismatch, match=r"layers.1.self_attn.o_proj has other weights than the model's"
+        ):
+            load_remote(other, served.address)
+        with pytest.raises(Unreachable):
+            load_remote(tiny("llama"), f"{served.address},unix:/nowhere")
+        deadline = time.monotonic() + 10
+        while served.service.clients and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert served.service.clients == 0  # who was refused has left

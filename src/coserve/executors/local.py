@@ -261,7 +261,7 @@ class LocalExecutor(Executor):
 
     def _backward_all(self, lane: Lane) -> list[TrainingSegment]:
         """Takes windows through the tail, then others back through layers; returns the segments that ran."""
-        trained = list[TrainingSegment]()
+        trained: list[TrainingSegment] = []
         for segment in lane.training:
             if segment.direction.is_tail and not self._pause.is_due:
                 try:

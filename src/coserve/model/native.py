@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from coserve.kernels.native import gradients, ops
 from coserve.model.linear import FrozenLinear
+from coserve.model.placement import Placed
 from coserve.model.placing import Holds
 
 _ROTARY: Final = "apply_rotary_pos_emb"  # the function that attention modules of many models call
@@ -33,7 +34,7 @@ def use_native_kernels(model: PreTrainedModel, holds: Holds = lambda _: True) ->
         return
     rotary: dict[Callable[..., Any], FunctionType | None] = {}  # attention's forward, with another function
     for path, module in model.named_modules():
-        if holds(path):
+        if holds(path) and not isinstance(module, Placed):  # whose weight may be elsewhere
             _replace_norm(module) or _replace_gated(module) or _replace_rotary(module, rotary)
 
 

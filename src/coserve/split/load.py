@@ -126,6 +126,8 @@ class _RemoteLinears:
         origin = Origin.of(model, layers, "none", self._where, fingerprint)
         for path, linear in self._taken.items():
             placement = self._offered.placement(path, linear.bias is not None)
+            if placement.bias is not None:
+                placement.bias = placement.bias.to(self._where)
             put(model, path, FrozenLinear(path, placement, self._offered.shape(path), self._cell))
         self._taken.clear()
         if any(tensor.device != self._where for tensor in state.values()):

@@ -348,7 +348,7 @@ class EngineStats(WireMessage, frozen=True):
     offloaded_read_bytes: int = 0
     offload_failures: int = 0  # sequences whose keys and values could not be written or read
     recomputed_tokens: int = 0  # that passed the model again after a preemption
-    unreadable: str = ""  # why weights of a streamed base cannot be read now; all work waits meanwhile
+    unreadable: str = ""  # why weights of a streamed or remote base are not there now; all work waits
 
 
 class Report(WireMessage, frozen=True):

@@ -53,7 +53,7 @@ async def ready(state: Shared) -> Health:
             "takes very long; if it hangs it is replaced, and requests go on then"
         )
     if reason := _unreadable(state):
-        raise EngineLost(f"all work waits, and goes on once the model's weights can be read: {reason}")
+        raise EngineLost(f"all work waits, and goes on once the model's weights are there again: {reason}")
     return _health(state)
 
 
