@@ -202,9 +202,8 @@ def test_a_disk_that_hangs_while_a_visit_reads_for_itself_fails_the_visit_until_
             ring.enter(0, FORWARD)
     assert beats >= 3, "whoever waits gives signs of life"
     blocks[0].gate.set()
-    for place in range(3):
-        visit(ring, place)
-    assert sorted(reads(notes)) == [0, 1, 2], "nothing was read twice"
+    ring.enter(0, FORWARD)
+    assert reads(notes).count(0) == 1, "nothing is read twice"
     assert not ring._is_silent
 
 
