@@ -215,7 +215,8 @@ def test_visits_go_on_while_the_thread_that_reads_ahead_hangs() -> None:
         time.sleep(0.001)
     ring.leave(0)
     for place in (2, 3, 2):  # the other thread reads what the first has not begun
-        visit(ring, place)
+        ring.enter(place, FORWARD)
+        ring.leave(place)
     blocks[1].gate.set()
     visit(ring, 1)
 
