@@ -15,7 +15,7 @@ from coserve.streamed.stored import ReadBuffer, StoredBlock
 
 _SILENT: Final = "weights are being read for {:.0f} s: the disk does not answer"
 PATIENCE: Final = 60.0  # seconds for bytes that are being read, at an unknown rate; then a visit fails
-_LEAST: Final = 5.0  # seconds of it
+_LEAST: Final = 15.0  # seconds of it: a busy disk may stall for some
 _TIMES: Final = 20.0  # what reading a block should take
 _AGAIN: Final = 0.25  # seconds for what was waited for in vain: it is tried again and again
 _BEAT: Final = 0.25  # seconds between two signs of life
