@@ -150,6 +150,8 @@ class LocalExecutor(Executor):
     def on_progress(self, beat: Callable[[], object]) -> None:
         """See `Executor`."""
         self.base.chain.on_layer = beat
+        if self.base.reader is not None:
+            self.base.reader.on_wait = beat
 
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""

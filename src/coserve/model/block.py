@@ -39,9 +39,11 @@ class Residence(Protocol):
 
 class WeightReader(Protocol):
     """Reads the parameters of parts that are not resident. While it is `dry` it reads nothing, and they
-    compute with zeros, in the same time."""
+    compute with zeros, in the same time. While somebody waits for it `on_wait` is called, as a sign of
+    life."""
 
     dry: bool
+    on_wait: Callable[[], object]
 
     @property
     def total(self) -> WeightReads:

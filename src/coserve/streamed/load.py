@@ -207,6 +207,7 @@ class _Loading:
     def _stream(self, blocks: dict[int, StoredBlock]) -> None:
         self._rate = choose_modes([read for one in blocks.values() for read in one.reads])
         self._ring = Ring(blocks, RING)
+        self._ring.expect(self._rate)
         self._base.buffer_nbytes, self._base.reader = self._ring.nbytes, self._ring
         for place in blocks:
             self._base.chain.blocks[place].stream(Streamed(self._ring, place))

@@ -2,9 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
 
 from torch import Tensor
@@ -15,7 +14,11 @@ from coserve.errors import WeightsUnreadable
 from coserve.streamed.stored import ReadBuffer, StoredBlock
 
 _SILENT: Final = "weights are being read for {:.0f} s: the disk does not answer"
-PATIENCE: Final = 60.0  # seconds for bytes that are being read; then a visit fails
+PATIENCE: Final = 60.0  # seconds for bytes that are being read, at an unknown rate; then a visit fails
+_LEAST: Final = 15.0  # seconds of it: a busy disk may stall for some
+_TIMES: Final = 20.0  # what reading a block should take
+_AGAIN: Final = 0.25  # seconds for what was waited for in vain: it is tried again and again
+_BEAT: Final = 0.25  # seconds between two signs of life
 Visit = tuple[int, bool]  # a block's place in the chain, and whether on the way back
 
 
@@ -36,7 +39,8 @@ class _Slot:
 
 class Ring:
     """Buffers for streamed blocks. A thread reads the blocks that will be visited next, as far as there are
-    buffers; a visit reads for itself what that thread has not begun, so that it does not depend on it.
+    buffers; another one reads what a visit needs and the first has not begun. A visit waits for either with
+    `patience`, whatever the disk does, and is worth trying again: the bytes may still come.
 
     Which block comes next is learnt: it is the one that followed this one last time, in this direction. So
     passes forward and back, which turn at the last block and at the lowest one that trains, find there what
@@ -53,9 +57,12 @@ class Ring:
         self._lock = threading.RLock()  # cancelling a read notifies
         self._freed = threading.Condition(self._lock)
         self._reader = ThreadPoolExecutor(1, "coserve-reader")
+        self._urgent = ThreadPoolExecutor(1, "coserve-urgent-reader")
         self._after: dict[Visit, Visit] = {}
         self._last: dict[int, Visit] = {}  # by thread: two lanes go their own ways
-        self.patience = PATIENCE
+        self.patience = PATIENCE  # seconds
+        self.on_wait: Callable[[], object] = int  # see `WeightReader`; nothing
+        self._is_silent = False  # what was waited for in vain has not come yet
         self._dry = False
         self._total = WeightReads()
 
@@ -79,6 +86,10 @@ class Ring:
                 slot.place = slot.read = None
                 slot.buffer.tensor.zero_()
             self._dry = dry
+
+    def expect(self, rate: float) -> None:
+        """Has visits be patient with a disk of so many bytes a second: a slow one is not silent."""
+        self.patience = max(_LEAST, _TIMES * self._nbytes / max(rate, 1.0))
 
     @property
     def nbytes(self) -> int:
@@ -150,9 +161,12 @@ class Ring:
         if all(slot.visits for slot in self._slots):
             # The proof of training visits a layer of each kind at a time, and would wait for itself.
             self._slots.append(_Slot(self._nbytes))
-        found = self._freed.wait_for(self._least_wanted, self.patience)
-        if found is None:
-            raise WeightsUnreadable(f"no buffer for weights became free in {self.patience:.0f} s")
+        until = time.monotonic() + self._patience_now
+        while (found := self._freed.wait_for(self._least_wanted, _BEAT)) is None:
+            self.on_wait()
+            if time.monotonic() >= until:
+                self._is_silent = True
+                raise WeightsUnreadable(f"no buffer for weights became free in {self.patience:.0f} s")
         found.place, found.read = place, None
         return found
 
@@ -185,7 +199,10 @@ class Ring:
 
     def _fill(self, slot: _Slot, place: int) -> None:
         began = time.perf_counter()
-        self._blocks[place].read(slot.buffer)
+        try:
+            self._blocks[place].read(slot.buffer)
+        finally:
+            self._is_silent = False
         self._count(self._blocks[place].read_nbytes, time.perf_counter() - began)
 
     def _count(self, nbytes: int = 0, seconds: float = 0.0, waited: float = 0.0) -> None:
@@ -194,31 +211,51 @@ class Ring:
             self._total = WeightReads(now.nbytes + nbytes, now.seconds + seconds, now.waited + waited)
 
     def _read_now(self, slot: _Slot) -> None:
-        assert slot.place is not None
-        done: Future[None] = Future()
-        done.set_running_or_notify_cancel()
+        """Has a slot's block read at once. Raises WeightsUnreadable."""
+        place = slot.place
+        assert place is not None
         with self._lock:
-            slot.read = done
-        try:
-            self._fill(slot, slot.place)
-        except BaseException as error:
-            done.set_exception(error)
-            raise
-        done.set_result(None)
+            try:
+                slot.read = read = self._urgent.submit(self._fill, slot, place)
+            except RuntimeError:  # the interpreter ends
+                slot.read = read = _run(lambda: self._fill(slot, place))
+        read.add_done_callback(self._notify)
+        self._wait(read)
+        read.result()
 
     def _arrives(self, read: "Future[None]") -> bool:
         """Waits for a read; False if it failed and is worth another try."""
-        try:
-            read.result(self.patience)
-        except WeightsUnreadable:
-            return False
-        except FutureTimeout as error:
-            raise WeightsUnreadable(_SILENT.format(self.patience)) from error
-        return True
+        self._wait(read)
+        return _is_good(read)
+
+    def _wait(self, read: "Future[None]") -> None:
+        """Waits until a read is over. Raises WeightsUnreadable if it takes too long."""
+        until = time.monotonic() + self._patience_now
+        while not wait((read,), min(_BEAT, self.patience)).done:
+            self.on_wait()
+            if time.monotonic() >= until:
+                self._is_silent = True
+                raise WeightsUnreadable(_SILENT.format(self.patience))
+
+    @property
+    def _patience_now(self) -> float:
+        return min(_AGAIN, self.patience) if self._is_silent else self.patience
 
     def _notify(self, _: object) -> None:
         with self._lock:
             self._freed.notify_all()
+
+
+def _run(work: Callable[[], None]) -> "Future[None]":
+    """Runs work on this thread."""
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
+    try:
+        work()
+        done.set_result(None)
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 def _is_good(read: "Future[None]") -> bool:

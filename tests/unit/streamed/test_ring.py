@@ -184,6 +184,50 @@ def test_a_read_that_does_not_end_fails_the_visit() -> None:
     visit(ring, 1)
 
 
+def test_a_disk_that_hangs_while_a_visit_reads_for_itself_fails_the_visit_until_it_answers() -> None:
+    ring, blocks, notes = make(range(3))
+    blocks[0].gate.clear()
+    ring.patience, beats = 0.05, 0
+
+    def beat() -> None:
+        nonlocal beats
+        beats += 1
+
+    ring.on_wait = beat
+    with pytest.raises(WeightsUnreadable, match="the disk does not answer"):
+        ring.enter(0, FORWARD)
+    ring.patience = 1e6  # of which nothing is left for what was waited for in vain
+    for _ in range(2):
+        with pytest.raises(WeightsUnreadable, match="the disk does not answer"):
+            ring.enter(0, FORWARD)
+    assert beats >= 3, "whoever waits gives signs of life"
+    blocks[0].gate.set()
+    ring.enter(0, FORWARD)
+    assert reads(notes).count(0) == 1, "nothing is read twice"
+    assert not ring._is_silent
+
+
+def test_visits_go_on_while_the_thread_that_reads_ahead_hangs() -> None:
+    ring, blocks, _ = make(range(4), buffers=3)
+    blocks[1].gate.clear()
+    ring.enter(0, FORWARD)
+    while not isinstance(ring._slots[1].read, Future) or not ring._slots[1].read.running():
+        time.sleep(0.001)
+    ring.leave(0)
+    for place in (2, 3, 2):  # the other thread reads what the first has not begun
+        ring.enter(place, FORWARD)
+        ring.leave(place)
+    blocks[1].gate.set()
+    visit(ring, 1)
+
+
+@pytest.mark.parametrize(("rate", "patience"), [(1e9, 15.0), (4096.0, 20.0), (0.0, 20.0 * 4096)])
+def test_patience_is_that_of_the_disk(rate: float, patience: float) -> None:
+    ring, _, _ = make(range(2))
+    ring.expect(rate)
+    assert ring.patience == patience
+
+
 def test_more_visits_than_buffers_get_one_more() -> None:
     """Else a thread that visits three blocks would wait for itself."""
     ring, _, notes = make(range(4))

@@ -1,5 +1,6 @@
 """Weights that cannot be read for a while, in an executor of this process or of another: nothing is lost."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from coserve.executors.opening import Opened, open_local, open_remote
 from coserve.executors.remote import RemoteExecutor
 from coserve.model.load import load_base
 from coserve.schedule.segments import inference_plan
+from coserve.streamed.files import WeightFile
 from coserve.train.state import TrainingState
 from forked_executors import fork_executors
 from mixed import STEPS, TRAINING, make_examples, trained
@@ -150,3 +152,45 @@ def test_plans_launched_ahead_run_once_and_in_order(
     assert answer(executor, faults=True) == wanted
     if isinstance(executor, RemoteExecutor):
         executor.close()
+
+
+@pytest.mark.local  # holds up reads of this process
+def test_a_disk_that_hangs_is_waited_for_with_signs_of_life(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that does not come back holds no thread of the engine's, in whatever step it begins; nothing is
+    lost, and nothing is read twice, once the disk answers."""
+    wanted = Run(base).outcome()
+    answers, beats = threading.Event(), 0
+    answers.set()
+    read = WeightFile.read
+
+    def held_up(file: WeightFile, start: int, into: memoryview) -> None:
+        answers.wait()
+        read(file, start, into)
+
+    def beat() -> None:
+        nonlocal beats
+        beats += 1
+
+    monkeypatch.setattr(WeightFile, "read", held_up)
+    run = Run(base)
+    run.engine.executor.on_progress(beat)
+    ring = run.engine.executor.sampler.base.reader  # type: ignore[attr-defined]
+    hung = 0
+    while run.engine.has_work:
+        answers.clear()
+        ring.patience, before = 0.02, beats
+        try:
+            run.engine.step()
+        except WeightsUnreadable as error:
+            assert "the disk does not answer" in str(error) or "no buffer" in str(error)
+            assert beats > before
+            hung += 1
+        answers.set()
+        ring.patience = 60.0
+        if run.engine.has_work:
+            run.engine.step()
+    assert hung > 5
+    found = run.outcome()
+    assert all(torch.equal(found[key], numbers) for key, numbers in wanted.items())
