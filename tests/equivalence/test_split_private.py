@@ -16,7 +16,6 @@ from coserve.split.address import Address
 from coserve.split.attach import RemoteGroup, attach
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import Limits
-from coserve.split.privacy.cost import noise_cost, shares_cost
 from coserve.split.privacy.modes import Noise, Privacy, Shares
 from coserve.split.service import SplitService
 from models import VOCABULARY, tiny
@@ -167,23 +166,3 @@ def check_extremes(
         exact = (x.double() @ weight + (0 if bias is None else bias))[is_finite]
         assert found[~is_finite].isnan().all()
         assert ((found[is_finite] - exact).norm(dim=1) <= 1e-6 * exact.norm(dim=1)).all()
-
-
-def test_costs_are_of_the_same_steps(pair: Pair) -> None:
-    steps: list[int] = []
-    first, second = pair.addresses
-
-    def make() -> nn.Module:
-        return tiny(pair.kind)
-
-    def step(model: nn.Module) -> None:
-        steps.append(id(model))
-
-    for measure in (
-        lambda: noise_cost(make, step, first, rounds=2),
-        lambda: shares_cost(make, step, first, Shares(second), rounds=2),
-    ):
-        cost = measure()
-        assert len(cost.plain) == len(cost.private) == 2 and cost.ratio > 0
-        assert steps[0::2] == [steps[0]] * 3 and steps[1::2] == [steps[1]] * 3 and steps[0] != steps[1]
-        steps.clear()

@@ -23,12 +23,18 @@ from coserve.core.events import StepDone
 from coserve.engine.engine import Engine
 from coserve.memory.malloc import keep_freed_memory, return_freed_memory
 from coserve.split.attach import attach
+from coserve.split.privacy.modes import Noise, Privacy, Shares
 from coserve.workload.requests import TimedJob, fixed_prompts, training_tokens
 from coserve_benchmarks.ours import greedy, start_job
 from coserve_benchmarks.split.orders import ClientOrder, Ready, RoundOrder, RoundReport, Work
 
 _EXAMPLES: Final = 8  # mini-batches before they repeat
 _EPOCHS: Final = 100_000  # more than any run takes
+_PRIVACY: Final[dict[str, Callable[[ClientOrder], Privacy | None]]] = {
+    "": lambda _: None,
+    "noise": lambda _: Noise(),
+    "shares": lambda order: Shares(order.second),
+}
 Step = Callable[[], int]  # makes one step and returns its tokens
 
 
@@ -80,8 +86,7 @@ def _client(order: ClientOrder) -> nn.Module:
     config.dtype = getattr(torch, order.dtype)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    more: dict[str, Any] = {"privacy": order.privacy} if order.privacy else {}
-    attach(model, order.address, **more)
+    attach(model, order.address, privacy=_PRIVACY[order.privacy](order))
     own = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     model.load_state_dict(dict(_read(order, own)), strict=False, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)

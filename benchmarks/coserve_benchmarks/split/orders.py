@@ -12,8 +12,8 @@ class ClientOrder(msgspec.Struct, frozen=True):
     """A process's place in the bench, read once.
 
     `train` and `decode` are scripts with transformers and PEFT, `engine` is coserve's engine. With an
-    `address` the frozen linears are those of the executor there (two addresses with `privacy` "shares"),
-    without one the process has its own.
+    `address` the frozen linears are those of the executor there, without one the process has its own.
+    `privacy` is "", "noise" or "shares", for which there is a `second` executor.
     """
 
     act: Act
@@ -21,6 +21,7 @@ class ClientOrder(msgspec.Struct, frozen=True):
     dtype: str
     address: str = ""
     privacy: str = ""
+    second: str = ""
     threads: int = 1
     seed: int = 0
     vocabulary: int = 0

@@ -155,7 +155,7 @@ class _Rows:
         bed = self._bed
         with bed.executor() as first, bed.executor() as second:
             plain, noise = (bed.order(address=first.address, privacy=kind) for kind in ("", "noise"))
-            shares = bed.order(address=f"{first.address},{second.address}", privacy="shares")
+            shares = bed.order(address=first.address, second=second.address, privacy="shares")
             with Clients([plain]) as one, Clients([noise]) as two, Clients([shares]) as three:
                 rounds = bed.alternate({"plain": one, "noise": two, "shares": three}, "train")
         bed.ratio("privacy.noise_cost", rounds, "plain", "noise")
