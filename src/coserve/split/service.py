@@ -61,7 +61,7 @@ class SplitService:
         slot_bytes: int = SLOT_BYTES,
         silence: float = SILENT_SECONDS,
     ) -> None:
-        """Listens. `tls` is for `tls:` addresses (`tls.executor_context`). `slot_bytes` are those of a slot
+        """Listens. `tls` is for `tls:` addresses (`TlsFiles.context`). `slot_bytes` are those of a slot
         of shared memory, which clients at a unix socket are offered; 0 for none. A client that stops for
         `silence` seconds within a message, or before it has taken an answer, is dropped. Raises ServerError,
         and as `check_access`."""
