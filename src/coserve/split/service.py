@@ -38,6 +38,16 @@ def shared_key(key: str) -> KeyCheck:
     return lambda given: hmac.compare_digest(given.encode(), key.encode())
 
 
+def check_access(address: Address, has_keys: bool, has_certificate: bool) -> None:
+    """Raises ConfigError for an address that other hosts can reach, without a key, and for TLS elsewhere."""
+    if not has_keys and not address.is_local:
+        raise ConfigError(f"{address} can be reached from other hosts, so a key is needed")
+    if address.is_encrypted and not has_certificate:
+        raise ConfigError(f"{address} needs a certificate")
+    if has_certificate and not address.is_encrypted:
+        raise ConfigError(f"a certificate is for tls:HOST:PORT, not for {address}")
+
+
 class SplitService:
     """Accepts clients at an address. `key` is what they must present, empty for none; `key_check` may accept
     others."""
@@ -52,14 +62,11 @@ class SplitService:
         slot_bytes: int = SLOT_BYTES,
         silence: float = SILENT_SECONDS,
     ) -> None:
-        """Listens. `tls` is for `tls:` addresses (`tls.executor_context`). `slot_bytes` are those of a slot
+        """Listens. `tls` is for `tls:` addresses (`TlsFiles.context`). `slot_bytes` are those of a slot
         of shared memory, which clients at a unix socket are offered; 0 for none. A client that stops for
-        `silence` seconds within a message, or before it has taken an answer, is dropped. Raises ServerError;
-        ConfigError for an address that other hosts can reach, without a key, and for TLS elsewhere."""
-        if not key and key_check is None and not address.is_local:
-            raise ConfigError(f"{address} can be reached from other hosts, so a key is needed")
-        if address.is_encrypted != (tls is not None):
-            raise ConfigError(f"a certificate is for tls:HOST:PORT, which needs one, and {address} is not")
+        `silence` seconds within a message, or before it has taken an answer, is dropped. Raises ServerError,
+        and as `check_access`."""
+        check_access(address, bool(key) or key_check is not None, tls is not None)
         if not address.is_local and tls is None:
             _log.warning("keys and tensors are readable on the network to %s: tls:HOST:PORT is not", address)
         self._executor, self._tls = executor, tls
@@ -175,6 +182,7 @@ def run_service(
     if tls is not None and not address.path:  # a unix socket is refused
         address = replace(address, is_encrypted=True)
     context = None if tls is None else tls.context()
+    check_access(address, bool(key) or key_check is not None, tls is not None)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"type {dtype!r} is none of auto, {', '.join(DTYPES)}")
     stop = threading.Event()
