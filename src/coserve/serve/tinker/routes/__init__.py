@@ -1,0 +1,1 @@
+"""Endpoints of the dialect, by the client's resources."""
