@@ -19,6 +19,8 @@ from coserve.serve.http.revocation import Revocation
 from coserve.serve.http.shedding import ConcurrencyLimit
 from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
 from coserve.serve.state import State
+from coserve.serve.tinker import routes as tinker
+from coserve.serve.tinker.dialect import Dialect
 
 _FORM_BYTES = 2 * 2**20  # around the large file in an upload
 _UPLOADS = ("/v1/files", "/v1/adapters")
@@ -33,6 +35,9 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     app.state.coserve, settings = state, state.settings
     errors.install(app)
     for room in (chat, completions, models, adapters, transfers, files, jobs, health, docs):
+        app.include_router(room.router)
+    app.state.tinker = Dialect(state, clock)
+    for room in tinker.ROOMS:
         app.include_router(room.router)
 
     def body_limit(path: str) -> int:

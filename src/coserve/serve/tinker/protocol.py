@@ -184,7 +184,11 @@ def parse(name: str, data: bytes, most_messages: int) -> Any:
 def _count(kind: Any, data: memoryview, most: int) -> int:
     """Messages in `data`, which is one of type `kind`; stops counting beyond `most`. Depth is that of the schema,
     which is not recursive."""
-    count, place, inner = 1, 0, {field.number: field.message_type for field in kind.fields if field.message_type}
+    count, place, inner = (
+        1,
+        0,
+        {field.number: field.message_type for field in kind.fields if field.message_type},
+    )
     while place < len(data) and count <= most:
         tag, place = _varint(data, place)
         match tag & 7:
