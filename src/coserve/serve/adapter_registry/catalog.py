@@ -39,8 +39,8 @@ class Catalog:
         self._leaving: dict[str, asyncio.Event] = {}  # set when nobody uses the adapter any more
 
     async def find(self, tenant: Tenant, name: str) -> Model:
-        """The tenant's model of this name, or the checkpoint at a `tinker://` path. Raises ApiError 404 for an
-        unknown name, or one of another base."""
+        """The tenant's model of this name, or the checkpoint at a `tinker://` path. Raises ApiError 404 for
+        an unknown name, or one of another base."""
         if name == self.base.name:
             return self.base
         adapter = await self._named(tenant, name)

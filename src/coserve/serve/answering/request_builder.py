@@ -97,8 +97,8 @@ class RequestBuilder:
     async def of(
         cls, state: State, tenant: Tenant, model: str, most_choices: int | None = None
     ) -> "RequestBuilder":
-        """`most_choices` None is that of the settings. Raises ApiError 404 for an unknown model, 503 before the
-        first engine has connected."""
+        """`most_choices` None is that of the settings. Raises ApiError 404 for an unknown model, 503 before
+        the first engine has connected."""
         arrived = time.monotonic()
         hello = state.link.hello or await state.link.wait_ready(CONNECTING)
         found = await state.catalog.find(tenant, model)

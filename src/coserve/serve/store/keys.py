@@ -23,7 +23,8 @@ def draw() -> str:
 
 
 def plain(secret: str) -> str:
-    """A key without the mark that `tinker` clients want at its beginning: `tml-KEY` is the same key as `KEY`."""
+    """A key without the mark that `tinker` clients want at its beginning: `tml-KEY` is the same key as
+    `KEY`."""
     return secret.removeprefix(TINKER_MARK)
 
 

@@ -236,7 +236,8 @@ class SuspectRecord(TableRow):
 
 
 class TinkerSession(Record):
-    """A session of a `tinker` client. `finished` is the reason that its client gave at the end, with a detail."""
+    """A session of a `tinker` client. `finished` is the reason that its client gave at the end, with a
+    detail."""
 
     __tablename__ = "tinker_sessions"
     __table_args__ = (Index("tinker_sessions_of_tenant", "tenant", "number"),)
@@ -250,8 +251,8 @@ class TinkerSession(Record):
 
 
 class TinkerSampler(Record):
-    """A sampling session: what one sampling client samples from. `model` is a name as in `Catalog.find`: the base,
-    an adapter or a checkpoint's path."""
+    """A sampling session: what one sampling client samples from. `model` is a name as in `Catalog.find`: the
+    base, an adapter or a checkpoint's path."""
 
     __tablename__ = "tinker_samplers"
 
@@ -262,8 +263,8 @@ class TinkerSampler(Record):
 
 
 class TinkerRun(Record):
-    """A training run: one LoRA adapter that a client trains. `lora` are its rank, its seed and the modules it is
-    on, `used` the time of the last request."""
+    """A training run: one LoRA adapter that a client trains. `lora` are its rank, its seed and the modules it
+    is on, `used` the time of the last request."""
 
     __tablename__ = "tinker_runs"
     __table_args__ = (Index("tinker_runs_of_tenant", "tenant", "number"),)
@@ -278,10 +279,12 @@ class TinkerRun(Record):
 
 
 class TinkerCheckpoint(Record):
-    """Saved weights of a run, in a folder of their own, as `Adapter.path`; immutable. `id` is their key in engines.
+    """Saved weights of a run, in a folder of their own, as `Adapter.path`; immutable. `id` is their key in
+    engines.
 
-    `kind` is the second part of `tinker://RUN/KIND/NAME`: weights (with the optimizer's state), sampler_weights or
-    external_weights. A `temporary` one is deleted with its session. `expires` is None for never.
+    `kind` is the second part of `tinker://RUN/KIND/NAME`: weights (with the optimizer's state),
+    sampler_weights or external_weights. A `temporary` one is deleted with its session. `expires` is None for
+    never.
     """
 
     __tablename__ = "tinker_checkpoints"

@@ -1,8 +1,8 @@
 """Results that clients come back for: `retrieve_future` waits for one, and may ask again.
 
-A future's id follows from the session and the number that the client gave its request, so a request that is sent
-twice is one future. Results are kept in memory, bounded in number, bytes and age; a client that asks for one that
-was dropped is told so (410), and sends its request again.
+A future's id follows from the session and the number that the client gave its request, so a request that is
+sent twice is one future. Results are kept in memory, bounded in number, bytes and age; a client that asks for
+one that was dropped is told so (410), and sends its request again.
 """
 
 import asyncio

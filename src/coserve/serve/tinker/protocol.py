@@ -1,7 +1,8 @@
-"""Protobuf messages of the `tinker` client (package `tinker_public`), and a bound on what parsing one allocates.
+"""Protobuf messages of the `tinker` client (package `tinker_public`), and a bound on what parsing one
+allocates.
 
-The descriptors live in a pool of their own, so that a process may also import the client, whose generated module
-registers the same names in protobuf's default pool.
+The descriptors live in a pool of their own, so that a process may also import the client, whose generated
+module registers the same names in protobuf's default pool.
 """
 
 from collections.abc import Mapping
@@ -168,8 +169,9 @@ def message_class(name: str) -> Any:
 
 
 def parse(name: str, data: bytes, most_messages: int) -> Any:
-    """Parses a message. Raises DataError for a malformed one, and for one of more than `most_messages` messages in
-    all, itself and map entries included: an empty one takes two bytes in `data` and some hundred in memory."""
+    """Parses a message. Raises DataError for a malformed one, and for one of more than `most_messages`
+    messages in all, itself and map entries included: an empty one takes two bytes in `data` and some hundred
+    in memory."""
     kind = _POOL.FindMessageTypeByName(f"{PACKAGE}.{name}")
     if _count(kind, memoryview(data), most_messages) > most_messages:
         raise DataError(f"the protobuf message has more than {most_messages} parts; send less at a time")
@@ -182,8 +184,8 @@ def parse(name: str, data: bytes, most_messages: int) -> Any:
 
 
 def _count(kind: Any, data: memoryview, most: int) -> int:
-    """Messages in `data`, which is one of type `kind`; stops counting beyond `most`. Depth is that of the schema,
-    which is not recursive."""
+    """Messages in `data`, which is one of type `kind`; stops counting beyond `most`. Depth is that of the
+    schema, which is not recursive."""
     count, place, inner = (
         1,
         0,

@@ -35,7 +35,8 @@ def sample_payload(
 
 
 class PromptScores:
-    """Log-probabilities of a prompt's tokens: of the last `last`, and all but the first where that is None."""
+    """Log-probabilities of a prompt's tokens: of the last `last`, and all but the first where that is
+    None."""
 
     def __init__(self, scores: Sequence[TokenLogprobs], alternatives: int, last: int | None) -> None:
         skipped = 0 if last is None else max(len(scores) - last, 0)

@@ -21,8 +21,8 @@ _RETRY_SECONDS: Final = 0.2  # between two attempts to enter a queue that is ful
 
 
 async def submit_sample(dialect: Dialect, tenant: Tenant, body: SampleRequest) -> TinkerFuture:
-    """The future of a sample. Raises ApiError 404 for an unknown sampling session, and 429 while the tenant has as
-    much waiting as the queue takes."""
+    """The future of a sample. Raises ApiError 404 for an unknown sampling session, and 429 while the tenant
+    has as much waiting as the queue takes."""
     sampler = await dialect.sampler(tenant, body.sampling_session_id)
     await dialect.open_session(tenant, sampler.session)
     id = f"{sampler.id}:{body.seq_id}"
@@ -127,6 +127,6 @@ def _why(dialect: Dialect, generation: GenerationRequest, future: TinkerFuture) 
     place = own.index(future) + 1 if future in own else len(own)
     return Waiting(
         "paused_capacity",
-        f"place {place} of your {len(own)} samples, and {state.queue.waiting} answers of all callers wait for "
+        f"place {place} of your {len(own)} samples; {state.queue.waiting} answers of all callers wait for "
         f"the {state.queue.inside} that are being written",
     )

@@ -1,5 +1,5 @@
-"""JSON bodies of the `tinker` client's requests. Unknown fields are errors, as everywhere: they may change what is
-computed."""
+"""JSON bodies of the `tinker` client's requests. Unknown fields are errors, as everywhere: they may change
+what is computed."""
 
 from typing import Annotated, Any, Literal
 
@@ -235,7 +235,7 @@ class SearchCursor(RequestBody):
 class SearchSessionsRequest(TinkerBody):
     session_id: Id | None = None
     project_ids: list[Id] | None = Field(None, max_length=MOST_FIELDS)
-    user_metadata: Metadata = {}
+    user_metadata: Metadata = Field(default_factory=dict)
     display_name: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
     owner: Any = None
     statuses: list[Any] | None = Field(None, min_length=1, max_length=16)

@@ -35,8 +35,8 @@ async def asample(body: SampleRequest, caller: Caller, tinker: Tinker) -> dict[s
 async def retrieve_future(
     body: RetrieveFutureRequest, request: Request, caller: Caller, tinker: Tinker
 ) -> Response:
-    """A future's result, as protobuf where the client takes that. Waits for it for a while; 408 then says why it is
-    not there yet, and the client asks again."""
+    """A future's result, as protobuf where the client takes that. Waits for it for a while; 408 then says why
+    it is not there yet, and the client asks again."""
     future = await _future(tinker, caller, body.request_id)
     try:
         outcome = await unless_gone(request.receive, tinker.futures.wait(future, POLL_SECONDS))

@@ -22,8 +22,8 @@ from coserve.serve.tinker.schema import (
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute, include_in_schema=False)
 
-# Of the client's optional features these are on; all others stay off. A client holds a connection for each sample
-# that it waits for, and one address may have 256.
+# Of the client's optional features these are on; all others stay off. A client holds a connection for each
+# sample that it waits for, and one address may have 256.
 CONFIG: Final[dict[str, Any]] = {
     "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
