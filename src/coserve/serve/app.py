@@ -37,8 +37,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     for room in (chat, completions, models, adapters, transfers, files, jobs, health, docs):
         app.include_router(room.router)
     app.state.tinker = Dialect(state, clock)
-    for room in tinker.ROOMS:
-        app.include_router(room.router)
+    for router in tinker.ROUTERS:
+        app.include_router(router)
 
     def body_limit(path: str) -> int:
         if path in _UPLOADS:

@@ -11,6 +11,7 @@ from coserve.serve.errors import ApiError, not_found
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant, TinkerSampler, TinkerSession
 from coserve.serve.tinker.futures import Futures
+from coserve.serve.tinker.links import Links
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Dialect:
     ) -> None:
         self.state, self.clock, self.silent_seconds = state, clock, silent_seconds
         self.futures = Futures(clock=clock)
+        self.links = Links()
         self._heard: dict[tuple[str, str], float] = {}  # sessions with work under way: when a client spoke
 
     async def session(self, tenant: Tenant, id: str) -> TinkerSession:

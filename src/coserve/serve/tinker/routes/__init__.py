@@ -1,5 +1,5 @@
 """Endpoints of the dialect, by the client's resources."""
 
-from coserve.serve.tinker.routes import futures, service
+from coserve.serve.tinker.routes import account, checkpoints, futures, service
 
-ROOMS = (service, futures)
+ROUTERS = (service.router, futures.router, account.router, checkpoints.router, checkpoints.open_router)
