@@ -34,13 +34,17 @@ class Loss:
     settings: Mapping[str, float] | None = None
     couples: bool = False
 
+    def value(self, logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+        """The loss []."""
+        return self.function(logprobs, examples, inputs, {**(self.settings or {}), **settings})
+
     def gradient(
         self, logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings
     ) -> tuple[Tensor, Tensor]:
         """(loss [], its gradient for logprobs [n])."""
         leaf = logprobs.detach().requires_grad_()
         with torch.enable_grad():
-            loss = self.function(leaf, examples, inputs, {**(self.settings or {}), **settings})
+            loss = self.value(leaf, examples, inputs, settings)
         (gradient,) = torch.autograd.grad(loss, leaf)
         return loss.detach(), gradient
 

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from coserve.core.plan import OptimStep
+from coserve.core.plan import AdamW, OptimStep
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import MicroBatch
 from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example, epochs, pack, steps_per_epoch
-from coserve.train.optim import AdamW
 from coserve.train.rates import LearningRate
 from coserve.train.save_policy import SavePolicy
 from coserve.train.session import SessionConfig
@@ -84,14 +83,14 @@ class SupervisedSteps:
     @property
     def optim_step(self) -> OptimStep:
         """The optimizer step that ends the step under way."""
-        return OptimStep(self.job, self._rate.at(self.step), self.config.max_grad_norm)
+        config = self.config
+        optimizer = AdamW(config.betas, config.epsilon, config.weight_decay)
+        return OptimStep(self.job, self._rate.at(self.step), config.max_grad_norm, optimizer)
 
     @property
     def session(self) -> SessionConfig:
         """Settings of the job's session."""
-        config = self.config
-        optimizer = AdamW(config.betas, config.epsilon, config.weight_decay)
-        return SessionConfig(optimizer, config.keep, self._most_rows)
+        return SessionConfig(self.config.keep, self._most_rows)
 
     @property
     def _most_rows(self) -> int:
