@@ -191,8 +191,8 @@ class TrainingQueue:
     def ran(
         self, batch: MicroBatch, rows: float, output: MicroBatchOutput | None = None
     ) -> Mapping[int, MicroBatchOutput] | None:
-        """Adds `rows` rows through the whole depth to the progress of a micro-batch's job, and the `output` if
-        these were its last. Returns the outputs of a pass that ends with it."""
+        """Adds `rows` rows through the whole depth to the progress of a micro-batch's job, and its `output`
+        if these were its last. Returns the outputs of a pass that ends with it."""
         job = self._jobs[batch.job]
         job.progress += rows / job.weight
         batch.under_way -= 1

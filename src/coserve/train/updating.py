@@ -27,7 +27,9 @@ def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
     finite = [math.isfinite(loss) and math.isfinite(n) for loss, n in zip(losses, of_gradients, strict=True)]
     stepping = [one for one, is_finite in zip(due, finite, strict=True) if is_finite]
     _clip([(u, g, n) for (_, u), g, n in zip(due, gradients, of_gradients, strict=True) if math.isfinite(n)])
-    step([(session.weights.optimizer, update.optimizer, update.learning_rate) for session, update in stepping])
+    step(
+        [(session.weights.optimizer, update.optimizer, update.learning_rate) for session, update in stepping]
+    )
     of_weights = iter(_write([session.weights for session, _ in stepping]))
     found: list[Updated | LossNotFinite] = []
     for (session, update), loss, norm, is_finite in zip(due, losses, of_gradients, finite, strict=True):
