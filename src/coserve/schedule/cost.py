@@ -291,11 +291,11 @@ class CostModel:
         whole.add_update()
         for batch in batches:
             forward = training_segment(batch, 0, batch.length, Direction.TRAIN_FORWARD, Span(0, batch.layers))
-            ways = [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD]
-            for way in ways + [Direction.LOGPROBS] * batch.loss.couples:
+            for way in batch.directions:
                 whole.add_training(replace(forward, direction=way))
             there.add_training(forward)
-            back.add_training(replace(forward, direction=Direction.BACKWARD))
+            if not batch.forward_only:
+                back.add_training(replace(forward, direction=Direction.BACKWARD))
         waited = sum(max(self._executed(way) - self._computed(way.values), 0.0) for way in (there, back))
         return self._computed(whole.values) + waited + self.host
 
