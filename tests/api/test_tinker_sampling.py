@@ -165,10 +165,10 @@ def test_who_waits_is_told_why_and_may_leave(play: Play, monkeypatch: pytest.Mon
             sent = [sampler.sample(prompt(5), 8, long) for _ in range(3)]
             await world.until(
                 lambda: (
-                    world.state.queue.waiting > 0 and len(world.app.state.tinker.futures.of("local", "")) == 3
+                    world.state.queue.waiting > 0 and len(world.app.state.tinker.sessions.futures.of("local", "")) == 3
                 )
             )
-            ids = [one.id for one in world.app.state.tinker.futures.of("local", "")]
+            ids = [one.id for one in world.app.state.tinker.sessions.futures.of("local", "")]
             answer = await world.http.post("/api/v1/retrieve_future", json={"request_id": ids[-1]})
             told = answer.json()
             assert answer.status_code == 408 and told["queue_state"] == "paused_capacity"

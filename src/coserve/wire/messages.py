@@ -180,6 +180,7 @@ class Hello(WireMessage, frozen=True):
     cache_dtype: str = "auto"  # or int8
     offloaded_tokens: int = 0  # most tokens of a sequence in slower memory
     crash: str = ""  # how the engine before this one brought itself down; empty where it did not
+    linears: dict[str, tuple[str, ...]] = {}  # targets of adapters: in attention, feed_forward and the head
 
 
 class Fault(WireMessage, frozen=True):

@@ -12,7 +12,7 @@ from coserve.serve.store.durable import partial_of, settle
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSession
-from coserve.serve.tinker.dialect import Dialect
+from coserve.serve.tinker.sessions import Sessions
 from coserve.serve.tinker.schema import CopyWeightsRequest
 
 
@@ -37,16 +37,16 @@ async def delete_checkpoint(state: State, row: TinkerCheckpoint) -> None:
 
 
 async def copy_checkpoint(
-    dialect: Dialect, tenant: Tenant, body: CopyWeightsRequest, key: str
+    sessions: Sessions, tenant: Tenant, body: CopyWeightsRequest, key: str
 ) -> TinkerCheckpoint:
     """Copies a checkpoint into a new run. A `key` that was used before names the same copy.
 
     Raises ApiError 404 for one that the tenant may not read, and QuotaExceeded.
     """
-    state, now = dialect.state, int(time.time())
+    state, now = sessions.state, int(time.time())
     source = await readable_checkpoint(state, tenant, body.source_path)
     if body.session_id is not None:
-        session = (await dialect.open_session(tenant, body.session_id)).id
+        session = (await sessions.open_session(tenant, body.session_id)).id
         run = f"{session}:train:{body.model_seq_id or 0}"
     else:
         session = "copies-" + hashlib.sha256(f"{tenant.id} {key or new_id('copy')}".encode()).hexdigest()[:24]

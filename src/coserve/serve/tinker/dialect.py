@@ -1,5 +1,6 @@
-"""What the routes of the dialect share: futures, live sessions, and checks of who owns what."""
+"""The dialect's part of a running server, and the end of sessions."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -7,62 +8,59 @@ from typing import Annotated, Any, Final
 
 from fastapi import Depends, Request
 
-from coserve.serve.errors import ApiError, not_found
+from coserve.core.contained import contained
 from coserve.serve.state import State
-from coserve.serve.store.records import Tenant, TinkerSampler, TinkerSession
-from coserve.serve.tinker.futures import Futures
+from coserve.serve.store.records import Tenant, TinkerSession
+from coserve.serve.tinker.checkpoints import delete_checkpoint
 from coserve.serve.tinker.links import Links
+from coserve.serve.tinker.runs import Runs
+from coserve.serve.tinker.sessions import SILENT_SECONDS, Sessions
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS: Final = (
-    600.0  # without a sign of life from a session's client, which sends one every ten seconds
-)
-_LOOK_SECONDS: Final = 10.0  # between two looks at which sessions are silent
+_LOOK_SECONDS: Final = 10.0  # between two looks at silent sessions and expired checkpoints
 
 
 class Dialect:
-    """The dialect's part of a running server, stored in `app.state.tinker`. For one event loop."""
+    """Stored in `app.state.tinker`. For one event loop."""
 
-    def __init__(
-        self,
-        state: State,
-        clock: Callable[[], float] = time.monotonic,
-        silent_seconds: float = SILENT_SECONDS,
-    ) -> None:
-        self.state, self.clock, self.silent_seconds = state, clock, silent_seconds
-        self.futures = Futures(clock=clock)
+    def __init__(self, state: State, clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = state
+        self.sessions = Sessions(state, clock)
+        self.runs = Runs(self.sessions)
         self.links = Links()
-        self._heard: dict[tuple[str, str], float] = {}  # sessions with work under way: when a client spoke
+        self.look_seconds, self.silent_seconds = _LOOK_SECONDS, SILENT_SECONDS
+        self._watching: asyncio.Task[None] | None = None
 
-    async def session(self, tenant: Tenant, id: str) -> TinkerSession:
-        """The tenant's session, which may have ended. Raises ApiError 404."""
-        found = await self.state.store.tinker_sessions.get(TinkerSession, tenant.id, id)
-        if found is None:
-            raise not_found(f"There is no session '{id}', or it is not yours.", param="session_id")
-        return found
-
-    async def open_session(self, tenant: Tenant, id: str) -> TinkerSession:
-        """As `session`, and notes a sign of life. Raises ApiError 410 for one that has ended."""
-        found = await self.session(tenant, id)
-        if found.finished is not None:
-            raise ApiError(410, f"The session '{id}' has ended.", code="session_finished")
-        self._heard[tenant.id, id] = self.clock()
-        return found
+    async def begin(self, session: TinkerSession) -> None:
+        """Adds a session."""
+        await self.state.store.tinker_sessions.add(session)
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch(), name="tinker-sessions")
 
     async def finish(self, tenant: Tenant, id: str, reason: Mapping[str, Any]) -> None:
-        """Ends a session: its samples under way are cancelled."""
+        """Ends a session for the reason that its client gives."""
         await self.state.store.tinker_sessions.finish(tenant.id, id, reason)
-        self._heard.pop((tenant.id, id), None)
-        for future in self.futures.of(tenant.id, f"{id}:"):
-            self.futures.cancel(future, "The session has ended.")
+        await self._end(tenant.id, id, "The session has ended.")
 
-    async def sampler(self, tenant: Tenant, id: str) -> TinkerSampler:
-        """The tenant's sampling session. Raises ApiError 404."""
-        found = await self.state.store.tinker_sessions.get(TinkerSampler, tenant.id, id)
-        if found is None:
-            raise not_found(f"There is no sampling session '{id}', or it is not yours.")
-        return found
+    async def _end(self, tenant: str, id: str, reason: str) -> None:
+        """Ends what a session has under way, and deletes its temporary weights."""
+        self.sessions.forget(tenant, id, reason)
+        self.runs.close_session(tenant, id)
+        for row in await self.state.store.tinker_checkpoints.temporary(id):
+            await delete_checkpoint(self.state, row)
+
+    async def _watch(self) -> None:
+        """Ends silent sessions and deletes expired checkpoints; never returns."""
+        while True:
+            await asyncio.sleep(self.look_seconds)
+            try:
+                for tenant, id in self.sessions.silent(self.silent_seconds):
+                    await self._end(tenant, id, "The session's client gave no signs of life.")
+                for row in await self.state.store.tinker_checkpoints.outdated(time.time()):
+                    await delete_checkpoint(self.state, row)
+            except Exception as error:  # of the disk, or answers that go on: the next look tries again
+                log.warning("sessions could not be looked after: %s", contained(error, "sessions"))
 
 
 async def _dialect(request: Request) -> Dialect:

@@ -11,7 +11,7 @@ from coserve.serve.answering.request_builder import GenerationRequest, RequestBu
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.completions import CompletionRequest
 from coserve.serve.store.records import Tenant, TinkerSampler
-from coserve.serve.tinker.dialect import Dialect
+from coserve.serve.tinker.sessions import Sessions
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.sampled import PromptScores, sample_payload
 from coserve.serve.tinker.schema import SampleRequest
@@ -20,33 +20,33 @@ KIND: Final = "Sample"
 _RETRY_SECONDS: Final = 0.2  # between two attempts to enter a queue that is full
 
 
-async def submit_sample(dialect: Dialect, tenant: Tenant, body: SampleRequest) -> TinkerFuture:
+async def submit_sample(sessions: Sessions, tenant: Tenant, body: SampleRequest) -> TinkerFuture:
     """The future of a sample. Raises ApiError 404 for an unknown sampling session, and 429 while the tenant
     has as much waiting as the queue takes."""
-    sampler = await dialect.sampler(tenant, body.sampling_session_id)
-    await dialect.open_session(tenant, sampler.session)
+    sampler = await sessions.sampler(tenant, body.sampling_session_id)
+    await sessions.open_session(tenant, sampler.session)
     id = f"{sampler.id}:{body.seq_id}"
-    if dialect.futures.find(tenant.id, id) is None:
-        waiting = sum(one.kind == KIND and one.outcome is None for one in dialect.futures.of(tenant.id, ""))
-        dialect.state.queue.check(0, waiting)
+    if sessions.futures.find(tenant.id, id) is None:
+        waiting = sum(one.kind == KIND and one.outcome is None for one in sessions.futures.of(tenant.id, ""))
+        sessions.state.queue.check(0, waiting)
 
     async def work(future: TinkerFuture) -> Payload:
-        return await _sample(dialect, tenant, sampler, body, future)
+        return await _sample(sessions, tenant, sampler, body, future)
 
-    return dialect.futures.begin(tenant.id, id, KIND, work)
+    return sessions.futures.begin(tenant.id, id, KIND, work)
 
 
 async def _sample(
-    dialect: Dialect, tenant: Tenant, sampler: TinkerSampler, body: SampleRequest, future: TinkerFuture
+    sessions: Sessions, tenant: Tenant, sampler: TinkerSampler, body: SampleRequest, future: TinkerFuture
 ) -> Payload:
-    state = dialect.state
+    state = sessions.state
     most = min(state.settings.max_queue, state.settings.max_queue_tenant)
     builder = await RequestBuilder.of(state, tenant, sampler.model, most)
     generation = await builder.completion(_completion(body, builder))
-    future.why = lambda: _why(dialect, generation, future)
+    future.why = lambda: _why(sessions, generation, future)
     while True:
         try:
-            parts = await _answers(dialect, generation)
+            parts = await _answers(sessions, generation)
             break
         except ApiError as refusal:
             if refusal.status != 429:
@@ -61,9 +61,9 @@ async def _sample(
     return sample_payload(answers, body.topk_sample_logprobs, prompt)
 
 
-async def _answers(dialect: Dialect, generation: GenerationRequest) -> list[list[AnswerPiece]]:
+async def _answers(sessions: Sessions, generation: GenerationRequest) -> list[list[AnswerPiece]]:
     parts: list[list[AnswerPiece]] = [[] for _ in range(len(generation))]
-    async with aclosing(answer(dialect.state, generation)) as pieces:
+    async with aclosing(answer(sessions.state, generation)) as pieces:
         async for piece in pieces:
             parts[piece.index].append(piece)
     return parts
@@ -111,9 +111,9 @@ def _alternatives(body: SampleRequest) -> int:
     return most
 
 
-def _why(dialect: Dialect, generation: GenerationRequest, future: TinkerFuture) -> Waiting:
+def _why(sessions: Sessions, generation: GenerationRequest, future: TinkerFuture) -> Waiting:
     """Why a sample is not done: it runs, or waits for a place in the engine, the engine, or an adapter."""
-    state, names = dialect.state, [f"{generation.id}-{index}" for index in range(len(generation))]
+    state, names = sessions.state, [f"{generation.id}-{index}" for index in range(len(generation))]
     live = [name for name in names if name in state.link.live]
     if not state.link.ready:
         return Waiting("paused_capacity", "the engine is being started again")
@@ -123,7 +123,7 @@ def _why(dialect: Dialect, generation: GenerationRequest, future: TinkerFuture) 
         key = generation.model.key
         is_loaded = key is None or key in state.link.resident
         return Waiting("active", None if is_loaded else "its weights wait for room in the engine's memory")
-    own = [one for one in dialect.futures.of(future.tenant, "") if one.kind == KIND and one.outcome is None]
+    own = [one for one in sessions.futures.of(future.tenant, "") if one.kind == KIND and one.outcome is None]
     place = own.index(future) + 1 if future in own else len(own)
     return Waiting(
         "paused_capacity",

@@ -1,5 +1,12 @@
 """Endpoints of the dialect, by the client's resources."""
 
-from coserve.serve.tinker.routes import account, checkpoints, futures, service
+from coserve.serve.tinker.routes import account, checkpoints, futures, service, training
 
-ROUTERS = (service.router, futures.router, account.router, checkpoints.router, checkpoints.open_router)
+ROUTERS = (
+    service.router,
+    futures.router,
+    training.router,
+    account.router,
+    checkpoints.router,
+    checkpoints.open_router,
+)

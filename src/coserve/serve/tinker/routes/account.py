@@ -52,7 +52,7 @@ async def search_sessions(body: SearchSessionsRequest, caller: Caller, state: Sh
 @router.get("/sessions/{session_id}")
 async def get_session(session_id: str, caller: Caller, state: Shared, tinker: Tinker) -> dict[str, Any]:
     """A session's training runs and samplers."""
-    row, store = await tinker.session(caller, session_id), state.store.tinker_sessions
+    row, store = await tinker.sessions.session(caller, session_id), state.store.tinker_sessions
     runs, _ = await store.page(TinkerRun, caller.id, 0, _ALL, TinkerRun.session == row.id)
     samplers, _ = await store.page(TinkerSampler, caller.id, 0, _ALL, TinkerSampler.session == row.id)
     return {
@@ -68,7 +68,7 @@ async def assign_project(
     session_id: str, body: ProjectRequest, caller: Caller, state: Shared, tinker: Tinker
 ) -> Response:
     """Notes the project of a session: a name to search by, as there are no projects beside tenants."""
-    row = await tinker.session(caller, session_id)
+    row = await tinker.sessions.session(caller, session_id)
     await state.store.tinker_sessions.change(TinkerSession, row.id, project=body.project_id)
     return Response(status_code=204)
 

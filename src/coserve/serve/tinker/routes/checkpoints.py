@@ -90,7 +90,7 @@ async def copy_weights(
 ) -> dict[str, str]:
     """A copy of readable weights, in a run of its own that cannot be trained."""
     key = request.headers.get("x-idempotency-key", "")
-    row = await copy_checkpoint(tinker, caller, body, key)
+    row = await copy_checkpoint(tinker.sessions, caller, body, key)
     return {"tinker_path": row.tinker_path}
 
 

@@ -26,7 +26,7 @@ _PROTOBUF: Final = "application/x-protobuf"
 @router.post("/asample")
 async def asample(body: SampleRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """Submits a sample; the reply names its future, and each of its sequences."""
-    future = await submit_sample(tinker, caller, body)
+    future = await submit_sample(tinker.sessions, caller, body)
     names = [f"{future.id}:{index}" for index in range(body.num_samples)]
     return {"request_id": future.id, "sample_sequence_ids": names}
 
@@ -39,7 +39,7 @@ async def retrieve_future(
     it is not there yet, and the client asks again."""
     future = await _future(tinker, caller, body.request_id)
     try:
-        outcome = await unless_gone(request.receive, tinker.futures.wait(future, POLL_SECONDS))
+        outcome = await unless_gone(request.receive, tinker.sessions.futures.wait(future, POLL_SECONDS))
     except ClientGone:
         return Response(status_code=499)
     if outcome is None:
@@ -57,18 +57,18 @@ async def cancel_future(body: CancelFutureRequest, caller: Caller, tinker: Tinke
     future = await _future(tinker, caller, body.request_id)
     if future.kind != "Sample":
         raise ApiError(400, f"{future.id} is no sample: only samples can be cancelled.", param="request_id")
-    tinker.futures.cancel(future, "The request was cancelled.")
+    tinker.sessions.futures.cancel(future, "The request was cancelled.")
     return Response(status_code=204)
 
 
 async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
     """The caller's future. Raises ApiError 410 for one that its own session had, and 404 for any other."""
-    future = tinker.futures.find(caller.id, id)
+    future = tinker.sessions.futures.find(caller.id, id)
     if future is not None:
         return future
     session = id.partition(":")[0]
     try:
-        await tinker.session(caller, session)
+        await tinker.sessions.session(caller, session)
     except ApiError:
         raise not_found(f"There is no request '{id}', or it is not yours.", param="request_id") from None
     raise ApiError(

@@ -84,7 +84,7 @@ async def telemetry(request: Request, caller: Caller) -> dict[str, str]:
 
 
 @router.post("/create_session")
-async def create_session(body: CreateSessionRequest, caller: Caller, state: Shared) -> dict[str, Any]:
+async def create_session(body: CreateSessionRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """Begins a session."""
     row = TinkerSession(
         new_id("session"),
@@ -94,14 +94,14 @@ async def create_session(body: CreateSessionRequest, caller: Caller, state: Shar
         body.user_metadata,
         body.project_id,
     )
-    await state.store.tinker_sessions.add(row)
+    await tinker.begin(row)
     return {"type": "create_session", "session_id": row.id}
 
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(body: SessionBody, caller: Caller, tinker: Tinker) -> dict[str, str]:
     """A sign of life. Answers 410 where the session has ended."""
-    await tinker.open_session(caller, body.session_id)
+    await tinker.sessions.open_session(caller, body.session_id)
     return {"type": "session_heartbeat"}
 
 
@@ -110,7 +110,7 @@ async def finish_session(
     session_id: str, body: FinishSessionRequest, caller: Caller, tinker: Tinker
 ) -> Response:
     """Ends a session; the first reason given stays."""
-    await tinker.session(caller, session_id)
+    await tinker.sessions.session(caller, session_id)
     await tinker.finish(caller, session_id, {"type": body.reason.type, "detail": body.detail})
     return Response(status_code=204)
 
@@ -120,7 +120,7 @@ async def create_sampling_session(
     body: CreateSamplingSessionRequest, caller: Caller, state: Shared, tinker: Tinker
 ) -> dict[str, str]:
     """A sampling session of the base, of an adapter, or of the weights at a `tinker://` path."""
-    await tinker.open_session(caller, body.session_id)
+    await tinker.sessions.open_session(caller, body.session_id)
     name = body.model_path or body.base_model
     if name is None:
         raise ApiError(400, "Name a base_model or a model_path.", param="base_model")
@@ -129,7 +129,7 @@ async def create_sampling_session(
     await state.store.tinker_sessions.add(
         TinkerSampler(id, caller.id, body.session_id, model.name, int(datetime.now(UTC).timestamp()))
     )
-    found = await tinker.sampler(caller, id)
+    found = await tinker.sessions.sampler(caller, id)
     if found.model != model.name:
         raise ApiError(400, f"The sampling session {id} is of '{found.model}' already.")
     return {"type": "create_sampling_session", "sampling_session_id": id}
@@ -138,6 +138,6 @@ async def create_sampling_session(
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, caller: Caller, state: Shared, tinker: Tinker) -> dict[str, Any]:
     """What a sampling session samples from."""
-    found, base = await tinker.sampler(caller, sampler_id), state.catalog.base.name
+    found, base = await tinker.sessions.sampler(caller, sampler_id), state.catalog.base.name
     path = None if found.model == base else found.model
     return {"sampler_id": found.id, "base_model": base, "model_path": path}
