@@ -313,15 +313,15 @@ class Sessions:
         the rows."""
         operation = session.current
         is_pass = isinstance(operation, PassOperation)
+        if is_pass and isinstance(error, OutOfMemory):
+            session.config = replace(session.config, keep=SavePolicy.INPUTS)
         number = session.passes if is_pass else None
         self._executor.call(RestartStep(session.job, session.device_config, number))
-        if isinstance(operation, PassOperation) and isinstance(error, OutOfMemory):
-            if not operation.is_repeated and session.config.rows > 1:
-                operation.is_repeated = True
-                lean = replace(session.config, rows=session.config.rows // 2, keep=SavePolicy.INPUTS)
-                session.config = replace(session.config, keep=lean.keep)
-                self._run(session, operation, lean.rows)
-                return
+        is_short = isinstance(error, OutOfMemory) and session.config.rows > 1
+        if isinstance(operation, PassOperation) and is_short and not operation.is_repeated:
+            operation.is_repeated = True
+            self._run(session, operation, session.config.rows // 2)
+            return
         if not is_pass:
             session.accumulated = 0
         session.current = None

@@ -96,8 +96,8 @@ class Training:
 
     def refuse_while_trained(self, adapter: str) -> None:
         """Raises JobError if a session, or a job that runs or is queued, trains the adapter."""
-        handles = (*self.jobs.values(), *self._sessions.clients.values())
-        busy = [handle.job for handle in handles if handle.adapter == adapter]
+        busy = [job for job, handle in self.jobs.items() if handle.adapter == adapter]
+        busy += [name for name, client in self._sessions.clients.items() if client.adapter == adapter]
         if busy:
             raise JobError(f"adapter {adapter!r} is being trained by {busy[0]}")
 

@@ -29,9 +29,10 @@ class Tail:
     label pass.
 
     A loss that couples tokens needs two passes: `logprobs` for all windows, then `loss` for all. Others need
-    one. Without a gradient `logprobs` is the only one, and `evaluate` follows. Log-probabilities of all rows
-    are `known_logprobs` afterwards if it `scores`. `leaves` are the parameters that train in the tail; `accumulate(leaves, gradients)` receives their
-    gradients. `weight` scales the gradient: one over the labels of the whole optimizer step.
+    one. Without a gradient `logprobs` is the only one, and `evaluate` follows. A tail that `scores` knows all
+    log-probabilities afterwards. `leaves` are the parameters that train in the tail; `accumulate(leaves,
+    gradients)` receives their gradients. `weight` scales the gradient: one over the labels of the whole
+    optimizer step.
     """
 
     def __init__(

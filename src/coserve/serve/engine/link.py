@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+from msgspec import structs
+
 from coserve.errors import CoserveError, EngineLost, Quarantined, error_named
 from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.live import AnswerRequest, LiveRequest
@@ -32,7 +34,9 @@ from coserve.wire.messages import (
     MethodFields,
     PinAdapter,
     RemoveAdapter,
+    Reply,
     Report,
+    SessionCommand,
     Token,
 )
 
@@ -143,7 +147,8 @@ class EngineLink:
             with suppress(ConnectionError):
                 connection = self._current()
                 await self._load(connection, key, path)
-                return await connection.ask(PinAdapter(next(self._refs), key, pinned))
+                await connection.ask(PinAdapter(next(self._refs), key, pinned))
+                return
 
     async def check(self, asked: MethodFields | JobSpec) -> None:
         """Has the engine check the settings of an adapter method, or whether a job could ever run: its sites
@@ -163,8 +168,10 @@ class EngineLink:
                         connection, ref = self._current(), next(self._refs)
                         self.probation.enter(item)
                         if isinstance(asked, JobSpec):
-                            return await connection.ask(CheckJob(ref, asked))
-                        return await connection.ask(CheckMethod(ref, asked))
+                            await connection.ask(CheckJob(ref, asked))
+                        else:
+                            await connection.ask(CheckMethod(ref, asked))
+                        return
         except TimeoutError:
             raise EngineLost(
                 f"the engine did not get to the end of checking this within {self.patience:g} s; nothing "
@@ -172,6 +179,29 @@ class EngineLink:
             ) from None
         finally:
             self.probation.left(item)
+
+    def train(self, command: SessionCommand) -> "asyncio.Future[Reply]":
+        """Sends a training session's command, in the order of calls; its `ref` is set here. The future has
+        the reply. It raises the engine's error, or EngineLost where the engine dies: its sessions with it.
+        Raises EngineLost where there is none, and RequestError for a command that cannot be encoded."""
+        if self._connection is None:
+            raise EngineLost("the engine is not there, and no training session either")
+        asked = self._connection.ask(structs.replace(command, ref=next(self._refs)))
+        found: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+        def replied(asked: "asyncio.Future[Reply]") -> None:
+            if found.done():  # nobody waits any more
+                return
+            error = asked.exception()
+            if error is None:
+                found.set_result(asked.result())
+            else:
+                lost = EngineLost("the engine died, and its training sessions with it")
+                found.set_exception(lost if isinstance(error, ConnectionError) else error)
+                found.exception()  # read here, for nobody may be waiting
+
+        asked.add_done_callback(replied)
+        return found
 
     def send(self, command: Command) -> None:
         """Sends a command. Without an engine it is dropped: `news.on_connect` is the place to send it
@@ -362,7 +392,7 @@ class EngineLink:
             connection.loads.pop(key, None)  # the folder may be repaired before the next attempt
             raise
 
-    def _replied(self, item: WorkItem, reply: "asyncio.Future[None]") -> None:
+    def _replied(self, item: WorkItem, reply: "asyncio.Future[Reply]") -> None:
         if not isinstance(reply.exception(), ConnectionError):
             self.probation.left(item)
 
