@@ -165,7 +165,8 @@ def test_who_waits_is_told_why_and_may_leave(play: Play, monkeypatch: pytest.Mon
             sent = [sampler.sample(prompt(5), 8, long) for _ in range(3)]
             await world.until(
                 lambda: (
-                    world.state.queue.waiting > 0 and len(world.app.state.tinker.sessions.futures.of("local", "")) == 3
+                    world.state.queue.waiting > 0
+                    and len(world.app.state.tinker.sessions.futures.of("local", "")) == 3
                 )
             )
             ids = [one.id for one in world.app.state.tinker.sessions.futures.of("local", "")]

@@ -6,6 +6,7 @@ import pytest
 import tinker
 from tinker import types
 
+from coserve_benchmarks.training import compatibility
 from tinkering import serving_tiny
 
 
@@ -45,3 +46,26 @@ def test_a_run_learns_and_is_sampled(service: tinker.ServiceClient) -> None:
     greedy = types.SamplingParams(max_tokens=8, temperature=0.0)
     (sample,) = sampler.sample(types.ModelInput.from_ints(text[:20]), 1, greedy).result().sequences
     assert sample.tokens == text[20:28]
+
+
+def test_every_method_of_the_client_works(
+    address: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those that the table names, and these are few; a method without an entry fails here."""
+    assert {name: set(own) for name, own in compatibility.METHODS.items()} == {
+        name: set(own) for name, own in compatibility.discovered().items()
+    }
+    monkeypatch.chdir(tmp_path_factory.getbasetemp() / "tinker0")  # where the base's name is its folder
+    results = compatibility.check(address, "tml-unused", "tiny")
+    broken = [one for one in results if not one.works]
+    expected = {
+        (client, name)
+        for client, own in compatibility.METHODS.items()
+        for name, call in own.items()
+        if isinstance(call, compatibility.Unsupported)
+    }
+    assert {(one.client, one.method) for one in broken} == expected, broken
+    assert not any("not as expected" in one.note for one in broken)
+    assert compatibility.share(results) >= 0.95
+    page = compatibility.page(results)
+    assert f"{len(results) - len(broken)} of {len(results)} work" in page
