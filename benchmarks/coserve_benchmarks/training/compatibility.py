@@ -1,7 +1,8 @@
 """Calls every public method of the `tinker` client at a server, and tells which of them work.
 
-`METHODS` has a call for each, which checks what it returns; a method of the client that is not there makes `check`
-fail, so that a newer client shows what it can do more. A call of an async method runs in an event loop of its own.
+`METHODS` has a call for each, which checks what it returns; a method of the client that is not there makes
+`check` fail, so that a newer client shows what it can do more. A call of an async method runs in an event
+loop of its own.
 """
 
 import asyncio
@@ -64,7 +65,9 @@ class Surroundings:
             run.save_weights_for_sampler("start").result().path,
         )
         sampler = service.create_sampling_client(base_model=base).result()
-        return cls(url, key, base, service, RestClient(base_url=url, api_key=key), run, sampler, state, weights)
+        return cls(
+            url, key, base, service, RestClient(base_url=url, api_key=key), run, sampler, state, weights
+        )
 
     def name(self) -> str:
         """A name that no saved weights have yet."""
@@ -73,13 +76,13 @@ class Surroundings:
 
     def fresh(self, external: bool = False) -> str:
         """The path of weights that were just saved."""
-        if external:
-            return self.run.save_weights_external(self.name()).result().path
-        return self.run.save_weights_for_sampler(self.name()).result().path
+        save = self.run.save_weights_external if external else self.run.save_weights_for_sampler
+        path: str = save(self.name()).result().path
+        return path
 
     @property
     def session(self) -> str:
-        return self.run.model_id.partition(":")[0]
+        return str(self.run.model_id).partition(":")[0]
 
 
 Call = Callable[[Surroundings], Any]

@@ -197,8 +197,8 @@ def find_sites(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[
 
 
 def linear_names(sites: Sites, depth: int) -> dict[str, tuple[str, ...]]:
-    """Names of the linears in the attention of a model's layers, in the rest of them, and of its head, as path
-    endings that adapters' targets take; `depth` is the number of layers."""
+    """Names of the linears in the attention of a model's layers, in the rest of them, and of its head, as
+    path endings that adapters' targets take; `depth` is the number of layers."""
     names: dict[str, dict[str, None]] = {"attention": {}, "feed_forward": {}, "head": {}}
     attention = tuple(f"{site.path}." for site in sites.values() if site.kind is Kind.ATTENTION)
     for site in sites.values():

@@ -43,7 +43,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
             return settings.max_file_bytes + _FORM_BYTES
-        return MOST_BODY_BYTES if path in STREAMED else MOST_SMALL_BODY_BYTES
+        return MOST_BODY_BYTES if path in (*STREAMED, *tinker.LARGE) else MOST_SMALL_BODY_BYTES
 
     rates = TokenBuckets(settings.max_requests_minute, clock)
     bad_keys = TokenBuckets(settings.max_bad_keys_minute, clock)

@@ -25,7 +25,8 @@ async def readable_checkpoint(state: State, tenant: Tenant, path: str) -> Tinker
 
 
 async def delete_checkpoint(state: State, row: TinkerCheckpoint) -> None:
-    """Deletes a checkpoint once nobody uses it. Raises ApiError 400 where answers that use it go on for long."""
+    """Deletes a checkpoint once nobody uses it. Raises ApiError 400 where answers that use it go on for
+    long."""
     if not await state.catalog.retire(row.id, state.settings.drain_seconds):
         # No 409: clients would send it again for minutes.
         raise ApiError(400, f"Answers that use {row.tinker_path} are still under way.", code="adapter_in_use")
@@ -68,8 +69,8 @@ async def copy_checkpoint(
     return await add_checkpoint(
         state,
         TinkerCheckpoint(
-            new_id("tinker"), tenant.id, run, source.kind, source.name, Path(), source.base, source.lora, 0, now,
-            expires=expires, user_metadata=source.user_metadata,
+            new_id("tinker"), tenant.id, run, source.kind, source.name, Path(), source.base, source.lora, 0,
+            now, expires=expires, user_metadata=source.user_metadata,
         ),
         state.store.folder / source.path,
         copied=True,

@@ -40,7 +40,8 @@ class PassRequest:
 
 
 def read_pass(body: bytes, encoding: str) -> PassRequest:
-    """Reads a body with this Content-Encoding. Raises DataError for one that is no such message, or too large."""
+    """Reads a body with this Content-Encoding. Raises DataError for one that is no such message, or too
+    large."""
     if encoding not in ("", "identity", "zstd"):
         raise DataError(f"bodies are sent as they are or with Content-Encoding zstd, not {encoding!r}")
     plain = _decompressed(body) if encoding == "zstd" else body
@@ -63,8 +64,8 @@ def read_pass(body: bytes, encoding: str) -> PassRequest:
 
 
 def _decompressed(body: bytes) -> bytes:
-    """The content of a zstd frame that tells its size. Raises DataError for one that is damaged or too large, of
-    which no more than the most bytes of a body are ever written."""
+    """The content of a zstd frame that tells its size. Raises DataError for one that is damaged or too large,
+    of which no more than the most bytes of a body are ever written."""
     try:
         size = zstandard.frame_content_size(body)
         if size < 0 or size > MOST_BODY_BYTES:
@@ -136,8 +137,8 @@ def _numbers(number: int, name: str, code: str, data: bytes) -> list[Any]:
 
 
 def pass_payload(output: PassOutput) -> Payload:
-    """The reply to a pass: log-probabilities of the targets of each datum, and metrics whose names say how those
-    of several passes combine."""
+    """The reply to a pass: log-probabilities of the targets of each datum, and metrics whose names say how
+    those of several passes combine."""
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(output.logprobs))
     table, offsets = record.fields["logprobs"], [0]

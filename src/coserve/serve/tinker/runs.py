@@ -59,7 +59,7 @@ class Runs:
         if found is None:
             raise not_found(
                 f"There is no open training run '{id}', or it is not yours; a run ends with its session, with "
-                "unload_model, and with the server: make a new one from a saved state.",
+                "unload_model, and with the engine: make a new one from a saved state.",
                 param="model_id",
             )
         return found
@@ -276,7 +276,7 @@ class Runs:
         await self._state.link.wait_ready(self._state.link.patience)
         trainer = Trainer(self._state.link, id, lora)
         run = self._open[tenant.id, id] = OpenRun(row, tenant, trainer)
-        future.why = lambda: Waiting("paused_capacity" if trainer.reason else "active", trainer.reason or None)
+        future.why = lambda: Waiting("paused_capacity", trainer.reason) if trainer.reason else Waiting()
         try:
             await trainer.opened()
         except BaseException:

@@ -26,12 +26,12 @@ _WAITS: Final = "waits for memory that other training sessions and jobs have"
 
 
 class Trainer:
-    """One training session of the engine, which ends with the engine. Operations run in the order of these calls,
-    which send them at once; what they return is awaited for the outcome, and raises CoserveError."""
+    """One training session of the engine, which ends with the engine. Operations run in the order of these
+    calls, which send them at once; what they return is awaited for the outcome, and raises CoserveError."""
 
     def __init__(self, link: EngineLink, session: str, lora: Mapping[str, Any]) -> None:
-        """Opens the session, with a fresh adapter: `lora` are its rank, its seed and the modules it is on. Raises
-        ConfigError where the model has none of these, and EngineLost."""
+        """Opens the session, with a fresh adapter: `lora` are its rank, its seed and the modules it is on.
+        Raises ConfigError where the model has none of these, and EngineLost."""
         assert link.hello is not None
         self._link, self._session = link, session
         options: dict[str, Any] = {"rows": min(link.hello.positions, MOST_ROWS)}

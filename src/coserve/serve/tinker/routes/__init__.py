@@ -10,3 +10,4 @@ ROUTERS = (
     checkpoints.router,
     checkpoints.open_router,
 )
+LARGE = ("/api/v1/asample", "/api/v1/forward_backward")  # paths whose bodies may be large
