@@ -12,8 +12,8 @@ from coserve.serve.store.durable import partial_of, settle
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSession
-from coserve.serve.tinker.sessions import Sessions
 from coserve.serve.tinker.schema import CopyWeightsRequest
+from coserve.serve.tinker.sessions import Sessions
 
 
 async def readable_checkpoint(state: State, tenant: Tenant, path: str) -> TinkerCheckpoint:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import zstandard
@@ -160,7 +161,7 @@ def pass_json(body: bytes) -> dict[str, Any]:
     for record in message.loss_fn_outputs:
         table = record.fields["logprobs"]
         values, offsets = unpacked("f", table.data), unpacked("q", table.offsets)
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in pairwise(offsets):
             of_one = values[start // 4 : end // 4]
             outputs.append({"logprobs": {"data": of_one, "dtype": "float32", "shape": [len(of_one)]}})
     return {

@@ -14,7 +14,6 @@ from coserve.serve.errors import ApiError, not_found
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSampler
 from coserve.serve.tinker.checkpoints import add_checkpoint, readable_checkpoint
-from coserve.serve.tinker.sessions import Sessions
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.passes import PassRequest, pass_payload
 from coserve.serve.tinker.schema import (
@@ -26,6 +25,7 @@ from coserve.serve.tinker.schema import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
+from coserve.serve.tinker.sessions import Sessions
 from coserve.serve.tinker.trainer import Trainer
 from coserve.serve.tinker.turns import Turns
 from coserve.serve.training.watch import TRAINED_TOKEN
@@ -58,8 +58,8 @@ class Runs:
         found = self._open.get((tenant.id, id))
         if found is None:
             raise not_found(
-                f"There is no open training run '{id}', or it is not yours; a run ends with its session, with "
-                "unload_model, and with the engine: make a new one from a saved state.",
+                f"There is no open training run '{id}', or it is not yours; a run ends with its session, "
+                "with unload_model, and with the engine: make a new one from a saved state.",
                 param="model_id",
             )
         return found
@@ -227,8 +227,8 @@ class Runs:
         work: "Callable[[OpenRun, Submit], Coroutine[Any, Any, Payload]]",
     ) -> TinkerFuture:
         """The future of a request of a run. Its turn is over once it has been submitted to the engine, or has
-        failed before that. Raises ApiError 404 for a run that is not open, 400 for a number whose turn is over
-        and whose result is dropped."""
+        failed before that. Raises ApiError 404 for a run that is not open, 400 for a number whose turn is
+        over and whose result is dropped."""
         run = self.find(tenant, id)
         name = f"{id}:{number}"
         if self._sessions.futures.find(tenant.id, name) is None:

@@ -11,10 +11,10 @@ from coserve.serve.answering.request_builder import GenerationRequest, RequestBu
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.completions import CompletionRequest
 from coserve.serve.store.records import Tenant, TinkerSampler
-from coserve.serve.tinker.sessions import Sessions
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.sampled import PromptScores, sample_payload
 from coserve.serve.tinker.schema import SampleRequest
+from coserve.serve.tinker.sessions import Sessions
 
 KIND: Final = "Sample"
 _RETRY_SECONDS: Final = 0.2  # between two attempts to enter a queue that is full
