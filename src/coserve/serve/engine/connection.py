@@ -34,7 +34,7 @@ class EngineConnection:
     _outbox: list[msgspec.Raw] = field(default_factory=list)
     _is_open: bool = True
 
-    def post(self, command: Command) -> None:
+    def post(self, command: Command | SessionCommand) -> None:
         """Sends a command; commands of one turn of the event loop are sent as one message. Raises
         RequestError for a command that cannot be encoded."""
         packed = pack_command(command)
