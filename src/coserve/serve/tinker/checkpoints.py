@@ -13,7 +13,7 @@ from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSession
 from coserve.serve.tinker.schema import CopyWeightsRequest
-from coserve.serve.tinker.sessions import Sessions
+from coserve.serve.tinker.sessions import ClientSessions
 
 
 async def readable_checkpoint(state: State, tenant: Tenant, path: str) -> TinkerCheckpoint:
@@ -38,7 +38,7 @@ async def delete_checkpoint(state: State, row: TinkerCheckpoint) -> None:
 
 
 async def copy_checkpoint(
-    sessions: Sessions, tenant: Tenant, body: CopyWeightsRequest, key: str
+    sessions: ClientSessions, tenant: Tenant, body: CopyWeightsRequest, key: str
 ) -> TinkerCheckpoint:
     """Copies a checkpoint into a new run. A `key` that was used before names the same copy.
 

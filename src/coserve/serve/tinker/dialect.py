@@ -14,7 +14,7 @@ from coserve.serve.store.records import Tenant, TinkerSession
 from coserve.serve.tinker.checkpoints import delete_checkpoint
 from coserve.serve.tinker.links import Links
 from coserve.serve.tinker.runs import Runs
-from coserve.serve.tinker.sessions import SILENT_SECONDS, Sessions
+from coserve.serve.tinker.sessions import SILENT_SECONDS, ClientSessions
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Dialect:
 
     def __init__(self, state: State, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = state
-        self.sessions = Sessions(state, clock)
+        self.sessions = ClientSessions(state, clock)
         self.runs = Runs(self.sessions)
         self.links = Links()
         self.look_seconds, self.silent_seconds = _LOOK_SECONDS, SILENT_SECONDS

@@ -25,8 +25,8 @@ from coserve.serve.tinker.schema import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from coserve.serve.tinker.sessions import Sessions
-from coserve.serve.tinker.trainer import Trainer
+from coserve.serve.tinker.sessions import ClientSessions
+from coserve.serve.tinker.trainer import EngineTrainer
 from coserve.serve.tinker.turns import Turns
 from coserve.serve.training.watch import TRAINED_TOKEN
 
@@ -41,7 +41,7 @@ class OpenRun:
 
     row: TinkerRun
     tenant: Tenant
-    trainer: Trainer
+    trainer: EngineTrainer
     turns: Turns = field(default_factory=Turns)
     under_way: list[str] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ class OpenRun:
 class Runs:
     """All open runs of a server. For one event loop."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: ClientSessions) -> None:
         self._sessions, self._state = sessions, sessions.state
         self._open: dict[tuple[str, str], OpenRun] = {}
 
@@ -274,7 +274,7 @@ class Runs:
         if not await self._state.store.tinker_sessions.add(row):
             raise ApiError(400, f"There was a training run '{id}' before; make one with another number.")
         await self._state.link.wait_ready(self._state.link.patience)
-        trainer = Trainer(self._state.link, id, lora)
+        trainer = EngineTrainer(self._state.link, id, lora)
         run = self._open[tenant.id, id] = OpenRun(row, tenant, trainer)
         future.why = lambda: Waiting("paused_capacity", trainer.reason) if trainer.reason else Waiting()
         try:

@@ -14,13 +14,13 @@ from coserve.serve.store.records import Tenant, TinkerSampler
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.sampled import PromptScores, sample_payload
 from coserve.serve.tinker.schema import SampleRequest
-from coserve.serve.tinker.sessions import Sessions
+from coserve.serve.tinker.sessions import ClientSessions
 
 KIND: Final = "Sample"
 _RETRY_SECONDS: Final = 0.2  # between two attempts to enter a queue that is full
 
 
-async def submit_sample(sessions: Sessions, tenant: Tenant, body: SampleRequest) -> TinkerFuture:
+async def submit_sample(sessions: ClientSessions, tenant: Tenant, body: SampleRequest) -> TinkerFuture:
     """The future of a sample. Raises ApiError 404 for an unknown sampling session, and 429 while the tenant
     has as much waiting as the queue takes."""
     sampler = await sessions.sampler(tenant, body.sampling_session_id)
@@ -37,7 +37,11 @@ async def submit_sample(sessions: Sessions, tenant: Tenant, body: SampleRequest)
 
 
 async def _sample(
-    sessions: Sessions, tenant: Tenant, sampler: TinkerSampler, body: SampleRequest, future: TinkerFuture
+    sessions: ClientSessions,
+    tenant: Tenant,
+    sampler: TinkerSampler,
+    body: SampleRequest,
+    future: TinkerFuture,
 ) -> Payload:
     state = sessions.state
     most = min(state.settings.max_queue, state.settings.max_queue_tenant)
@@ -61,7 +65,7 @@ async def _sample(
     return sample_payload(answers, body.topk_sample_logprobs, prompt)
 
 
-async def _answers(sessions: Sessions, generation: GenerationRequest) -> list[list[AnswerPiece]]:
+async def _answers(sessions: ClientSessions, generation: GenerationRequest) -> list[list[AnswerPiece]]:
     parts: list[list[AnswerPiece]] = [[] for _ in range(len(generation))]
     async with aclosing(answer(sessions.state, generation)) as pieces:
         async for piece in pieces:
@@ -111,7 +115,7 @@ def _alternatives(body: SampleRequest) -> int:
     return most
 
 
-def _why(sessions: Sessions, generation: GenerationRequest, future: TinkerFuture) -> Waiting:
+def _why(sessions: ClientSessions, generation: GenerationRequest, future: TinkerFuture) -> Waiting:
     """Why a sample is not done: it runs, or waits for a place in the engine, the engine, or an adapter."""
     state, names = sessions.state, [f"{generation.id}-{index}" for index in range(len(generation))]
     live = [name for name in names if name in state.link.live]

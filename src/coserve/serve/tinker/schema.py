@@ -39,12 +39,12 @@ class SessionBody(TinkerBody):
     session_id: Id
 
 
-class FinishReason(RequestBody):
+class SessionEnd(RequestBody):
     type: Literal["success", "errored", "interrupted"]
 
 
 class FinishSessionRequest(TinkerBody):
-    reason: FinishReason
+    reason: SessionEnd
     detail: str | None = Field(None, max_length=4096)
 
 
@@ -78,7 +78,7 @@ class ModelInput(RequestBody):
         return [token for chunk in self.chunks for token in chunk.tokens]
 
 
-class SamplingParams(RequestBody):
+class TinkerSampling(RequestBody):
     """`stop` None leaves the end-of-sequence tokens, an empty list nothing but `max_tokens`."""
 
     max_tokens: int | None = Field(None, ge=1, le=MOST_TOKEN_ID)
@@ -99,7 +99,7 @@ class SampleRequest(TinkerBody):
     seq_id: Number
     num_samples: int = Field(1, ge=1)
     prompt: ModelInput
-    sampling_params: SamplingParams
+    sampling_params: TinkerSampling
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(0, ge=0)
     topk_sample_logprobs: int = Field(0, ge=0)
@@ -155,7 +155,7 @@ class OrderedBody(ModelBody):
     seq_id: Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class AdamParams(RequestBody):
+class TinkerAdam(RequestBody):
     learning_rate: float = Field(0.0001, ge=0, allow_inf_nan=False)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -165,7 +165,7 @@ class AdamParams(RequestBody):
 
 
 class OptimStepRequest(OrderedBody):
-    adam_params: AdamParams
+    adam_params: TinkerAdam
 
 
 class SaveWeightsRequest(OrderedBody):

@@ -13,7 +13,7 @@ from coserve.serve.tinker.futures import Futures
 SILENT_SECONDS: Final = 600.0
 
 
-class Sessions:
+class ClientSessions:
     """All sessions and the futures of their requests. For one event loop."""
 
     def __init__(self, state: State, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +44,7 @@ class Sessions:
         return found
 
     def __len__(self) -> int:
-        """Sessions that have given signs of life."""
+        """ClientSessions that have given signs of life."""
         return len(self._heard)
 
     def silent(self, seconds: float) -> list[tuple[str, str]]:

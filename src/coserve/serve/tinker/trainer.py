@@ -25,7 +25,7 @@ MOST_ROWS: Final = 2048  # of a micro-batch, and so of one datum: memory is rese
 _WAITS: Final = "waits for memory that other training sessions and jobs have"
 
 
-class Trainer:
+class EngineTrainer:
     """One training session of the engine, which ends with the engine. Operations run in the order of these
     calls, which send them at once; what they return is awaited for the outcome, and raises CoserveError."""
 
