@@ -1,7 +1,10 @@
 """Training through the `tinker` client: the whole server, with the embedded model."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -186,3 +189,13 @@ def test_wrong_data_and_losses_are_told(service: tinker.ServiceClient) -> None:
     assert run.forward_backward([good], "cross_entropy").result().metrics["loss:sum"] > 0
     with pytest.raises(tinker.NotFoundError, match="trains 'tiny'"):
         service.create_lora_training_client(base_model="other").result()
+
+
+@pytest.mark.parametrize(("name", "steps"), [("tinker_supervised", 12), ("tinker_reinforced", 10)])
+def test_the_examples_learn(address: str, name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short runs of the programs in `examples`."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-unused")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    seen = importlib.import_module(name).train(address, steps, model="tiny")
+    first, last = fmean(seen[:3]), fmean(seen[-3:])
+    assert last < first / 2 if name == "tinker_supervised" else last > first + 0.05, seen
