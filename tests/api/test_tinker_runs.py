@@ -8,6 +8,7 @@ import zstandard
 from tinker.proto import tinker_public_pb2 as public
 
 from coserve.serve.tinker import turns
+from coserve.serve.tinker.checkpoints import MOST_TEMPORARY
 from coserve.wire.messages import Fault, Forward, OpenTraining, SaveTraining, StepOptimizer, Submit
 from serving import Play, World
 
@@ -194,6 +195,20 @@ def test_temporary_weights_go_with_their_session(play: Play) -> None:
         assert (await caller.post(finish, {"reason": {"type": "success"}})).status_code == 204
         assert not list(folder.iterdir()) and not world.engine.sessions
         assert (await caller.post("forward_backward", passed(run, 2))).status_code == 404
+
+    play(story)
+
+
+def test_only_a_run_s_newest_temporary_weights_are_kept(play: Play) -> None:
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        run = await caller.run()
+        for number in range(1, MOST_TEMPORARY + 4):
+            body = {"model_id": run, "seq_id": number, "sampling_session_seq_id": number}
+            await caller.result(await caller.post("save_weights_for_sampler", body))
+        kept = await world.state.store.tinker_checkpoints.temporary()
+        assert [row.name for row in kept] == [f"temporary-{n}" for n in range(4, MOST_TEMPORARY + 4)]
+        assert len(list((world.state.store.folder / "tinker").iterdir())) == MOST_TEMPORARY
 
     play(story)
 

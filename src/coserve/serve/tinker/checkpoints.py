@@ -4,7 +4,9 @@ import asyncio
 import hashlib
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.state import State
@@ -15,6 +17,9 @@ from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, Tin
 from coserve.serve.tinker.schema import CopyWeightsRequest
 from coserve.serve.tinker.sessions import ClientSessions
 
+MOST_TEMPORARY: Final = 16  # checkpoints of one run that samplers without a name have
+_MOMENT: Final = 0.05  # seconds
+
 
 async def readable_checkpoint(state: State, tenant: Tenant, path: str) -> TinkerCheckpoint:
     """The checkpoint at a `tinker://` path that a tenant may read. Raises ApiError 404."""
@@ -24,10 +29,10 @@ async def readable_checkpoint(state: State, tenant: Tenant, path: str) -> Tinker
     return found
 
 
-async def delete_checkpoint(state: State, row: TinkerCheckpoint) -> None:
+async def delete_checkpoint(state: State, row: TinkerCheckpoint, patience: float | None = None) -> None:
     """Deletes a checkpoint once nobody uses it. Raises ApiError 400 where answers that use it go on for
-    long."""
-    if not await state.catalog.retire(row.id, state.settings.drain_seconds):
+    longer than `patience` seconds, by default the server's own."""
+    if not await state.catalog.retire(row.id, state.settings.drain_seconds if patience is None else patience):
         # No 409: clients would send it again for minutes.
         raise ApiError(400, f"Answers that use {row.tinker_path} are still under way.", code="adapter_in_use")
     try:
@@ -35,6 +40,14 @@ async def delete_checkpoint(state: State, row: TinkerCheckpoint) -> None:
         await state.store.tinker_checkpoints.remove(row.id)
     finally:
         state.catalog.forget(row.id)
+
+
+async def trim_temporary(state: State, session: str, run: str) -> None:
+    """Deletes a run's oldest temporary checkpoints beyond `MOST_TEMPORARY`, but for those in use."""
+    own = [row for row in await state.store.tinker_checkpoints.temporary(session) if row.run == run]
+    for row in own[:-MOST_TEMPORARY]:
+        with suppress(ApiError):
+            await delete_checkpoint(state, row, _MOMENT)
 
 
 async def copy_checkpoint(

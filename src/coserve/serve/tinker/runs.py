@@ -13,7 +13,7 @@ from coserve.errors import EngineLost
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSampler
-from coserve.serve.tinker.checkpoints import add_checkpoint, readable_checkpoint
+from coserve.serve.tinker.checkpoints import add_checkpoint, readable_checkpoint, trim_temporary
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.passes import PassRequest, pass_payload
 from coserve.serve.tinker.schema import (
@@ -64,12 +64,17 @@ class Runs:
             )
         return found
 
+    def used(self, row: TinkerRun) -> int:
+        """When a run had its last request, in Unix seconds."""
+        run = self._open.get((row.tenant, row.id))
+        return row.used if run is None else run.row.used
+
     # Requests without a turn
 
     async def create(self, tenant: Tenant, body: CreateModelRequest) -> TinkerFuture:
         """Makes a run with a fresh adapter. Raises ApiError for a base that is not served, and for too many
         runs."""
-        lora = (body.lora_config or LoraConfig(rank=DEFAULT_RANK)).model_dump()
+        lora = (body.lora_config or LoraConfig(rank=DEFAULT_RANK, seed=None)).model_dump()
         base = self._state.catalog.base.name
         if body.base_model != base:
             raise not_found(f"This server trains '{base}', not '{body.base_model}'.", "base_model")
@@ -186,6 +191,7 @@ class Runs:
             sampler = TinkerSampler(id, tenant.id, run.row.session, row.tinker_path, int(time.time()))
             if not await self._state.store.tinker_sessions.add(sampler):
                 raise ApiError(400, f"There is a sampling session '{id}' already.")
+            await trim_temporary(self._state, run.row.session, run.row.id)
             return Payload.of({**said, "sampling_session_id": id})
 
         return self._in_turn(tenant, body.model_id, body.seq_id, "SaveWeightsForSampler", save)
@@ -302,6 +308,7 @@ class Runs:
                 await asyncio.to_thread(staging.mkdir)
             written = await submit(lambda: run.trainer.save(staging, state))
             await add_checkpoint(self._state, row, written, replace=replace)
+            await store.tinker_sessions.change(TinkerRun, run.row.id, used=run.row.used)
         finally:
             await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
-from typing import Final
+from typing import Any, Final
 
 from coserve.serve.answering.answers import AnswerPiece, answer
 from coserve.serve.answering.cost import MOST_ALTERNATIVES
@@ -80,6 +80,10 @@ def _completion(body: SampleRequest, builder: RequestBuilder) -> CompletionReque
         raise ApiError(400, "Invalid value for 'temperature': at most 2 is allowed.", param="temperature")
     if not tokens:
         raise ApiError(400, "A prompt needs at least one token.", param="prompt")
+    most = builder.hello.positions
+    if len(tokens) >= most:
+        message = f"This model takes {most} tokens at most; the prompt has {len(tokens)}."
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
     scores_prompt = bool(body.prompt_logprobs)
     if (body.topk_prompt_logprobs or body.prompt_logprobs_last_n) and not scores_prompt:
         raise ApiError(
@@ -89,22 +93,23 @@ def _completion(body: SampleRequest, builder: RequestBuilder) -> CompletionReque
         message = f"The prompt has {len(tokens)} tokens, of which {len(tokens) - 1} have log-probabilities."
         raise ApiError(400, message, param="prompt_logprobs_last_n")
     stop = [asked.stop] if isinstance(asked.stop, str) else (asked.stop or [])
-    room = min(builder.hello.positions, builder.hello.cache_tokens) - len(tokens)
-    return CompletionRequest(
-        model=builder.model.name,
-        prompt=tokens,
-        max_tokens=asked.max_tokens or max(room, 1),
-        n=body.num_samples,
-        seed=asked.seed,
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        stop=[one for one in stop if isinstance(one, str)] or None,
-        stop_token_ids=[one for one in stop if isinstance(one, int)],
-        ignore_eos=asked.stop == [],
-        logprobs=_alternatives(body),
-        echo=scores_prompt,
-    )
+    room = min(most, builder.hello.cache_tokens) - len(tokens)
+    fields: dict[str, Any] = {
+        "model": builder.model.name,
+        "prompt": tokens,
+        "max_tokens": asked.max_tokens or max(room, 1),
+        "n": body.num_samples,
+        "seed": asked.seed,
+        "temperature": asked.temperature,
+        "top_k": asked.top_k,
+        "top_p": asked.top_p,
+        "stop": [one for one in stop if isinstance(one, str)] or None,
+        "stop_token_ids": [one for one in stop if isinstance(one, int)],
+        "ignore_eos": asked.stop == [],
+        "logprobs": _alternatives(body),
+        "echo": scores_prompt,
+    }
+    return CompletionRequest.model_validate(fields)
 
 
 def _alternatives(body: SampleRequest) -> int:

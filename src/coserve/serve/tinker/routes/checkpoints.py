@@ -17,7 +17,7 @@ from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, Tin
 from coserve.serve.store.tinker import SCHEME
 from coserve.serve.tinker.checkpoints import copy_checkpoint, delete_checkpoint, readable_checkpoint
 from coserve.serve.tinker.described import told_checkpoint, told_run, told_time
-from coserve.serve.tinker.dialect import Tinker
+from coserve.serve.tinker.dialect import Dialect, Tinker
 from coserve.serve.tinker.schema import CopyWeightsRequest, TtlRequest, WeightsInfoRequest
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute, include_in_schema=False)
@@ -30,7 +30,12 @@ _CHECKPOINT: Final = "/training_runs/{run}/checkpoints/{checkpoint:path}"
 
 @router.get("/training_runs")
 async def list_runs(
-    caller: Caller, state: Shared, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+    caller: Caller,
+    state: Shared,
+    tinker: Tinker,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    project_id: str | None = None,
 ) -> dict[str, Any]:
     """The caller's training runs, the newest first."""
     wanted = []
@@ -38,14 +43,14 @@ async def list_runs(
         wanted.append(TinkerRun.session == TinkerSession.id)
         wanted.append(TinkerSession.project == project_id)
     rows, total = await state.store.tinker_sessions.page(TinkerRun, caller.id, offset, limit, *wanted)
-    runs = [await _told_run(state, caller, row) for row in rows]
+    runs = [await _told_run(tinker, caller, row) for row in rows]
     return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
 
 @router.get("/training_runs/{run}")
-async def get_run(run: str, caller: Caller, state: Shared) -> dict[str, Any]:
+async def get_run(run: str, caller: Caller, state: Shared, tinker: Tinker) -> dict[str, Any]:
     """One of the caller's training runs."""
-    return await _told_run(state, caller, await _run(state, caller, run))
+    return await _told_run(tinker, caller, await _run(state, caller, run))
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -160,7 +165,8 @@ async def _run(state: State, caller: Tenant, id: str) -> TinkerRun:
     return found
 
 
-async def _told_run(state: State, caller: Tenant, row: TinkerRun) -> dict[str, Any]:
+async def _told_run(tinker: Dialect, caller: Tenant, row: TinkerRun) -> dict[str, Any]:
+    state, row.used = tinker.state, tinker.runs.used(row)
     rows, _ = await state.store.tinker_checkpoints.page(caller.id, time.time(), row.id)
     last = {one.kind: one for one in reversed(rows)}
     return told_run(row, last.get("weights"), last.get("sampler_weights"))
