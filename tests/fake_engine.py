@@ -33,6 +33,7 @@ from coserve.wire.messages import (
     RemoveAdapter,
     Reply,
     Report,
+    SessionCommand,
     Submit,
     Token,
 )
@@ -255,6 +256,9 @@ class FakeEngine:
                 self._replies.append(Reply(command.ref, self.refusals.get("method")))
             case CheckJob():
                 self._replies.append(Reply(command.ref, self.refusals.get("job")))
+            case SessionCommand():
+                fault = self.refusals.get(command.session)
+                self._replies.append(Reply(command.ref, fault, said=type(command).__name__))
             case Acknowledge():
                 self.news = [news for news in self.news if news.number > command.number]
             case Drain():
