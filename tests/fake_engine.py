@@ -30,7 +30,6 @@ from coserve.wire.messages import (
     Fault,
     Forward,
     Hello,
-    LoadTraining,
     Numbered,
     OpenTraining,
     Paging,
@@ -275,32 +274,32 @@ class FakeEngine:
                 pass  # jobs are told by `tell`
 
     def _trained(self, command: SessionCommand) -> Reply:
-        """A session's reply: it opens at once, a pass says -0.5 of every target, and files are empty."""
-        ref, fault = command.ref, self.refusals.get(type(command).__name__)
+        """A session's reply, which says the command's name: it opens at once, a pass has -0.5 for every
+        target, and files are empty. `refusals` are by session, or by the command's name."""
+        ref, name = command.ref, type(command).__name__
+        fault = self.refusals.get(command.session) or self.refusals.get(name)
         if fault is not None:
             return Reply(ref, fault)
         match command:
             case OpenTraining():
                 self.sessions.add(command.session)
+            case CloseTraining():
+                self.sessions.discard(command.session)
             case Forward():
                 scores = tuple((-0.5,) * len(datum.tokens) for datum in command.data)
-                return Reply(ref, output=PassOutput(0.5 * sum(map(len, scores)), scores))
+                output = PassOutput(0.5 * sum(map(len, scores)), scores)
+                return Reply(ref, output=output, said=name)
             case StepOptimizer():
                 self.updates += 1
-                return Reply(
-                    ref, updated=Updated(self.updates, 1.0, 1, 0.1, command.params.learning_rate, "v")
-                )
+                rate = command.params.learning_rate
+                return Reply(ref, updated=Updated(self.updates, 1.0, 1, 0.1, rate, "v"), said=name)
             case SaveTraining():
                 folder = Path(command.path) / "state" if command.state else Path(command.path)
                 folder.mkdir(exist_ok=True)
-                for name in ("adapter_config.json", "adapter_model.safetensors"):
-                    (folder / name).write_text("{}")
+                for file in ("adapter_config.json", "adapter_model.safetensors"):
+                    (folder / file).write_text("{}")
                 return Reply(ref, said=str(folder))
-            case LoadTraining():
-                pass
-            case CloseTraining():
-                self.sessions.discard(command.session)
-        return Reply(ref, said="version")
+        return Reply(ref, said=name)
 
     def _admit(self, request: Submit) -> None:
         if request.adapter is not None and request.adapter not in self.adapters:

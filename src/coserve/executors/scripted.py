@@ -162,7 +162,7 @@ class ScriptedExecutor(Executor):
             plan = replace(plan, training=trained)
         for window in plan.training:
             self._travel(window)
-        outputs = self._report([window for window in plan.training if window.job not in failed])
+        outputs = self._report([window for window in trained if window.job not in failed])
         updated = {step.job: self._update(step.job) for step in plan.updates if step.job not in failed}
         seconds += sum(moving)
         self.now += seconds + plan.idle + (0.0 if plan.is_empty else self._host())

@@ -243,12 +243,12 @@ class Runs:
         async def whole(future: TinkerFuture) -> Payload:
             future.why = lambda: Waiting("active", f"waits for the request with seq_id {run.turns.next}")
             async with run.turns.turn(number):
-                run.under_way.append(name)
+                self._enter(run, name)
                 try:
                     started = _Started(work, run)
                     await started.submitted()
                 except BaseException:
-                    run.under_way.remove(name)
+                    self._leave(run, name)
                     raise
             future.why = lambda: _why(run, name)
             try:
@@ -257,10 +257,19 @@ class Runs:
                 self.close(run)
                 raise
             finally:
-                run.under_way.remove(name)
-                run.row.used = int(time.time())
+                self._leave(run, name)
 
         return self._sessions.futures.begin(tenant.id, name, kind, whole)
+
+    def _enter(self, run: OpenRun, name: str) -> None:
+        run.under_way.append(name)
+        self._state.queue.note_job(run.tenant, run.row.id, trains=True)
+
+    def _leave(self, run: OpenRun, name: str) -> None:
+        run.under_way.remove(name)
+        run.row.used = int(time.time())
+        if not run.under_way:
+            self._state.queue.note_job(run.tenant, run.row.id, trains=False)
 
     async def _opened(
         self,
@@ -288,7 +297,6 @@ class Runs:
         except BaseException:
             self.close(run)
             raise
-        self._state.queue.note_job(tenant, id, trains=True)
         return run
 
     async def _save(

@@ -18,6 +18,7 @@ from models import Exact, tiny
 from passages import make_case, worst
 
 TOLERANCE = 1e-10
+pytestmark = pytest.mark.local  # `Exact` reaches into the device
 LENGTHS = (9, 14, 6, 11)
 PLAIN = AdamParams(1e20, beta1=0.0, beta2=0.0, eps=1e14)  # the step is 1e6 times the gradient
 DRAWS = random.Random("sessions")
