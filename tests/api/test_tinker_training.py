@@ -1,6 +1,7 @@
 """Training through the `tinker` client: the whole server, with the embedded model."""
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,8 @@ def test_every_method_of_the_client_works(
     assert compatibility.share(results) >= 0.95
     page = compatibility.page(results)
     assert f"{len(results) - len(broken)} of {len(results)} work" in page
+    if asked := os.environ.get("COSERVE_TINKER_PAGE"):
+        Path(asked).write_text(page)
 
 
 def test_passes_score_as_the_sampler_does(service: tinker.ServiceClient) -> None:

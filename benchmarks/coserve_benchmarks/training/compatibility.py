@@ -508,9 +508,11 @@ def page(results: list[MethodResult]) -> str:
     lines = [
         "# What of the `tinker` client works",
         "",
-        f"`coserve bench training` writes this page. It calls every public method of the client's "
-        f"{tinker.__version__} at a server with the embedded model and checks what it returns: {works} of "
-        f"{len(results)} work ({100 * share(results):.0f} %). [tinker.md](../tinker.md) tells how to use it.",
+        f"Each public method of the client's version {tinker.__version__} was called at a server with the",
+        "embedded model, and what it returned was checked",
+        f"(`benchmarks/coserve_benchmarks/training/compatibility.py`): {works} of {len(results)} work,",
+        f"{100 * share(results):.0f} %. [tinker.md](../tinker.md) tells how to use it. The test of these calls",
+        "(`tests/api/test_tinker_training.py`) writes this page where `COSERVE_TINKER_PAGE` says.",
         "",
     ]
     for client in METHODS:
