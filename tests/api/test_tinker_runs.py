@@ -9,7 +9,16 @@ from tinker.proto import tinker_public_pb2 as public
 
 from coserve.serve.tinker import turns
 from coserve.serve.tinker.checkpoints import MOST_TEMPORARY
-from coserve.wire.messages import Fault, Forward, OpenTraining, SaveTraining, StepOptimizer, Submit
+from coserve.serve.tinker.routes import futures
+from coserve.wire.messages import (
+    CloseTraining,
+    Fault,
+    Forward,
+    OpenTraining,
+    SaveTraining,
+    StepOptimizer,
+    Submit,
+)
 from serving import Play, World
 
 SAMPLED = {"max_tokens": 2, "seed": 1}
@@ -209,6 +218,26 @@ def test_only_a_run_s_newest_temporary_weights_are_kept(play: Play) -> None:
         kept = await world.state.store.tinker_checkpoints.temporary()
         assert [row.name for row in kept] == [f"temporary-{n}" for n in range(4, MOST_TEMPORARY + 4)]
         assert len(list((world.state.store.folder / "tinker").iterdir())) == MOST_TEMPORARY
+
+    play(story)
+
+
+def test_a_run_without_room_waits_and_says_why(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "POLL_SECONDS", 0.05)
+
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        world.engine.deaf_to = (OpenTraining,)
+        session = await caller.session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        name = {"request_id": (await caller.post("create_model", body)).json()["request_id"]}
+        await world.until(lambda: sent(world, OpenTraining))
+        waiting = await caller.post("retrieve_future", name)
+        assert waiting.status_code == 408 and waiting.json()["queue_state"] == "paused_capacity"
+        assert "waits for memory" in waiting.json()["queue_state_reason"]
+        await caller.post(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}})
+        await world.until(lambda: sent(world, CloseTraining))
+        assert "session has ended" in (await caller.post("retrieve_future", name)).json()["error"]
 
     play(story)
 

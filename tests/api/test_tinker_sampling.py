@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import tinker
+from starlette.responses import Response
 from tinker import types
 
+from coserve.serve.tinker.futures import Payload
 from coserve.serve.tinker.routes import futures
 from serving import Play, World
 from tinkering import tinkering
@@ -77,6 +79,29 @@ def test_what_ends_a_sample_is_part_of_it(play: Play) -> None:
                 assert (reason, tokens) == ("stop", said[: len(tokens)]) and text.rstrip().endswith("two")
             assert (await ends([said[2]]))[2] == said[: said.index(said[2]) + 1]
             assert (await ends([], 60))[0] == "length"  # not even the end of the sequence ends it
+
+    play(story)
+
+
+def test_large_results_are_announced_before_they_are_sent(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "_INLINE", 10)
+    announced = []
+    sent = futures._sent
+
+    def watched(payload: Payload, may_announce: bool, takes_proto: bool) -> Response:
+        announced.append(may_announce)
+        return sent(payload, may_announce, takes_proto)
+
+    monkeypatch.setattr(futures, "_sent", watched)
+
+    async def story(world: World) -> None:
+        async with tinkering(world) as client:
+            service = await client.service()
+            sampler = await client.call(service.create_sampling_client, base_model="tiny")
+            got = await client.call(sampler.sample, prompt(5), 1, types.SamplingParams(max_tokens=9))
+            assert len(got.sequences[0].tokens) == 9 and announced == [True, False]
 
     play(story)
 

@@ -511,7 +511,7 @@ def page(results: list[MethodResult]) -> str:
         f"Each public method of the client's version {tinker.__version__} was called at a server with the",
         "embedded model, and what it returned was checked",
         f"(`benchmarks/coserve_benchmarks/training/compatibility.py`): {works} of {len(results)} work,",
-        f"{100 * share(results):.0f} %. [tinker.md](../tinker.md) tells how to use it. The test of these calls",
+        f"{100 * share(results):.0f} %. [tinker.md](../tinker.md) tells how to use it. A test of these calls",
         "(`tests/api/test_tinker_training.py`) writes this page where `COSERVE_TINKER_PAGE` says.",
         "",
     ]
