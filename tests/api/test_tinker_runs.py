@@ -102,6 +102,26 @@ def test_requests_take_their_turns_whatever_the_order_of_their_arrival(play: Pla
     play(story)
 
 
+def test_what_is_saved_before_a_step_is_saved_before_it(play: Play) -> None:
+    """Although a save looks at the disk first, and a step does not."""
+
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        run = await caller.run()
+        answers = []
+        for number in range(1, 9, 2):
+            save = {"model_id": run, "seq_id": number, "path": f"step-{number}"}
+            step = {"model_id": run, "seq_id": number + 1, "adam_params": {}}
+            answers.append(await caller.post("save_weights_for_sampler", save))
+            answers.append(await caller.post("optim_step", step))
+        for answer in answers:
+            assert "error" not in await caller.result(answer)
+        order = [type(command) for command in sent(world, SaveTraining, StepOptimizer)]
+        assert order == [SaveTraining, StepOptimizer] * 4
+
+    play(story)
+
+
 def test_a_gap_ends_who_waits_for_it_and_nobody_else(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns.Turns.__init__, "__defaults__", (1, 0.2))
 
