@@ -219,7 +219,7 @@ class World:
             batch.forward_only, batch.reports, batch.pass_number = forward_only, True, begun + 1
             batch.labels = tuple(range(batch.length))
         self.passed[job].append({batch.key for batch in made})
-        self.it.training.add_pass(job, made, weight=len(self.steps))
+        self.it.training.add(job, made, weight=len(self.steps), is_pass=True)
 
     def remove(self, which: int) -> None:
         self.it.training.remove(f"job{which}")

@@ -224,11 +224,8 @@ class Engine:
 
     def load_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
         """Loads an adapter in PEFT's format, of any method, under `name`."""
-        return self.add_adapter(self.read_adapter(name, folder))
-
-    def read_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
-        """Reads the adapter in `folder`, for `add_adapter`. Takes no lock: steps go on meanwhile."""
-        return read_adapter(folder, name, self.base, self.base.dtype, self.base.device)
+        base = self.base  # without the lock: steps go on meanwhile
+        return self.add_adapter(read_adapter(folder, name, base, base.dtype, base.device))
 
     def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
         """Publishes an adapter under its name, and keeps it in memory; returns it with its version number."""

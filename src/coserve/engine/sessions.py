@@ -290,7 +290,7 @@ class Sessions:
         batches = operation.work.micro_batches(
             session.packing, session.client.version, rows, keys, session.passes, session.config.seed
         )
-        self._scheduler.training.add_pass(session.job, batches, session.config.weight)
+        self._scheduler.training.add(session.job, batches, session.config.weight, is_pass=True)
 
     def _passed(self, session: _Session, event: PassDone) -> None:
         operation = session.current

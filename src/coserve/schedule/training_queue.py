@@ -86,22 +86,15 @@ class TrainingQueue:
         micro_batches: Iterable[MicroBatch],
         weight: float = 1.0,
         update: OptimStep | None = None,
+        is_pass: bool = False,
     ) -> None:
         """Gives a job the micro-batches of its next optimizer step, which `update` ends. They pass in order.
-        There may be none of them, where passes (`add_pass`) were before.
+        Those of a pass have no optimizer step at their end; one without micro-batches may follow.
 
         Jobs get rows in proportion to their weights. A job that was idle starts at the virtual time of the
         others instead of catching up.
         """
-        self._open(name, micro_batches, weight, update or OptimStep(name))
-
-    def add_pass(self, name: str, micro_batches: Iterable[MicroBatch], weight: float = 1.0) -> None:
-        """Gives a job micro-batches without an optimizer step: the work has ended when they are done."""
-        self._open(name, micro_batches, weight, None)
-
-    def _open(
-        self, name: str, micro_batches: Iterable[MicroBatch], weight: float, update: OptimStep | None
-    ) -> None:
+        update = None if is_pass else update or OptimStep(name)
         job = self._jobs.setdefault(name, QueueEntry(name, weight, update))
         assert not job.is_open, f"job {name} has not finished its last step"
         job.weight = weight

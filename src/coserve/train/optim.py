@@ -142,16 +142,6 @@ class Optimizer:
             torch.tensor(piece.count + 1.0, dtype=torch.float32, device=self.flat[piece.slab].device),
         ]
 
-    def restart(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes over other weights, as after no step: without gradients and moments."""
-        for name, weight in self.weights.items():
-            weight.data.copy_(weights[name])
-        self.drop_gradients()
-        self._counts = dict.fromkeys(self.weights, 0)
-        for kind in KINDS:
-            self._moments[kind] = [None if self._offload is None else torch.zeros_like(w) for w in self.flat]
-        self._lay_down()
-
     def moments(self) -> dict[str, Tensor]:
         """Moments by the weight's name and the moment's: `name.exp_avg`. Weights that never had a gradient
         have none."""
@@ -166,8 +156,16 @@ class Optimizer:
                 found[f"{name}.{kind}"] = slab[slot.start : slot.stop].view(slot.shape)
         return found
 
-    def restore(self, moments: Mapping[str, Tensor]) -> None:
-        """Restores the moments of an earlier `moments`, from any device."""
+    def restore(self, moments: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> None:
+        """Restores the moments of an earlier `moments`, from any device; with `weights` these as well, without
+        gradients."""
+        if weights is not None:
+            for name, weight in self.weights.items():
+                weight.data.copy_(weights[name])
+            self.drop_gradients()
+            self._counts = dict.fromkeys(self.weights, 0)
+            is_new = self._offload is None
+            self._moments = {k: [None if is_new else torch.zeros_like(w) for w in self.flat] for k in KINDS}
         for name, slot in self.slabs.slots.items():
             count = moments.get(f"{name}.{_COUNT}")
             if count is None:

@@ -37,7 +37,7 @@ def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
             found.append(session.not_finite(f"the loss became {loss} (gradient norm {norm})"))
         elif not math.isfinite(next(of_weights)):
             rate = f"a learning rate of {update.learning_rate:g}"
-            session.weights.optimizer.restart(session.weights.current.parameters())
+            session.weights.optimizer.restore({}, session.weights.current.parameters())
             found.append(session.not_finite(f"the weights left the numbers at {rate}"))
         else:
             found.append(session.updated(loss, norm, update.learning_rate))

@@ -10,13 +10,12 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from msgspec import structs
-
 from coserve.errors import CoserveError, EngineLost, Quarantined, error_named
 from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.live import AnswerRequest, LiveRequest
 from coserve.serve.engine.news import EngineNews
 from coserve.serve.engine.probation import Probation, WorkItem
+from coserve.serve.engine.session_calls import SessionCalls
 from coserve.serve.engine.verdicts import Verdicts
 from coserve.wire.codec import decode_answer
 from coserve.wire.frames import read_frame
@@ -36,7 +35,6 @@ from coserve.wire.messages import (
     RemoveAdapter,
     Reply,
     Report,
-    SessionCommand,
     Token,
 )
 
@@ -55,7 +53,7 @@ class EngineLink:
 
     `run` does the work as a task; it ends only by cancellation, or with an exception that is a bug. All other
     methods may be called from the same event loop. `patience` is the number of seconds that requests wait for
-    a missing engine. `news` passes on the engine's messages other than answers.
+    a missing engine. `news` passes on the engine's messages other than answers, `train` commands to sessions.
 
     Tokens waiting for a slow reader are bounded by its request's `max_tokens`.
     """
@@ -77,6 +75,7 @@ class EngineLink:
         self._refusal: EngineLost | None = None
         self._told_all = asyncio.Event()  # the engine is drained, or gone
         self._refs = count(1)
+        self.train = SessionCalls(lambda: self._connection, self._refs)
 
     # For routes
 
@@ -179,29 +178,6 @@ class EngineLink:
             ) from None
         finally:
             self.probation.left(item)
-
-    def train(self, command: SessionCommand) -> "asyncio.Future[Reply]":
-        """Sends a training session's command, in the order of calls; its `ref` is set here. The future has
-        the reply. It raises the engine's error, or EngineLost where the engine dies: its sessions with it.
-        Raises EngineLost where there is none, and RequestError for a command that cannot be encoded."""
-        if self._connection is None:
-            raise EngineLost("the engine is not there, and no training session either")
-        asked = self._connection.ask(structs.replace(command, ref=next(self._refs)))
-        found: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-
-        def replied(asked: "asyncio.Future[Reply]") -> None:
-            if found.done():  # nobody waits any more
-                return
-            error = asked.exception()
-            if error is None:
-                found.set_result(asked.result())
-            else:
-                lost = EngineLost("the engine died, and its training sessions with it")
-                found.set_exception(lost if isinstance(error, ConnectionError) else error)
-                found.exception()  # read here, for nobody may be waiting
-
-        asked.add_done_callback(replied)
-        return found
 
     def send(self, command: Command) -> None:
         """Sends a command. Without an engine it is dropped: `news.on_connect` is the place to send it
