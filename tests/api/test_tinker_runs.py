@@ -281,7 +281,7 @@ def test_a_client_that_went_silent_frees_what_it_had(play: Play) -> None:
 def test_the_engine_s_death_ends_runs_and_says_so(play: Play) -> None:
     async def story(world: World) -> None:
         caller = Caller(world)
-        run = await caller.run()
+        idle, run = await caller.run(), await caller.run()
         world.engine.hangs = True
         waiting = await caller.post("forward_backward", passed(run, 1))
         await world.until(lambda: sent(world, Forward))
@@ -293,6 +293,9 @@ def test_the_engine_s_death_ends_runs_and_says_so(play: Play) -> None:
         await world.until(lambda: world.state.link.ready)
         refused = await caller.post("forward_backward", passed(run, 2))
         assert refused.status_code == 404 and "saved state" in refused.text
+        failed = await caller.result(await caller.post("forward_backward", passed(idle, 1)))
+        assert failed["category"] == "server" and "started again" in failed["error"]
+        assert (await caller.post("get_info", {"model_id": idle})).status_code == 404
         assert await caller.run()
 
     play(story)

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from coserve.core.training import AdamParams, Datum, PassOutput
-from coserve.errors import ConfigError, JobError
+from coserve.errors import ConfigError, EngineLost, JobError
 from coserve.serve.engine.link import EngineLink
 from coserve.wire.messages import (
     CloseTraining,
@@ -17,6 +18,7 @@ from coserve.wire.messages import (
     OpenTraining,
     Reply,
     SaveTraining,
+    SessionCommand,
     StepOptimizer,
 )
 
@@ -33,7 +35,7 @@ class EngineTrainer:
         """Opens the session, with a fresh adapter: `lora` are its rank, its seed and the modules it is on.
         Raises ConfigError where the model has none of these, and EngineLost."""
         assert link.hello is not None
-        self._link, self._session = link, session
+        self._link, self._session, self._connection = link, session, link.connections
         options: dict[str, Any] = {"rows": min(link.hello.positions, MOST_ROWS)}
         if lora["seed"] is not None:
             options["seed"] = lora["seed"]
@@ -52,25 +54,31 @@ class EngineTrainer:
         self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], backward: bool
     ) -> Awaitable[PassOutput]:
         """A pass over data; without `backward` forward only."""
-        sent = self._link.train(Forward(0, self._session, tuple(data), loss, dict(settings), backward))
+        sent = self._send(Forward(0, self._session, tuple(data), loss, dict(settings), backward))
         return _output(sent)
 
     def optim_step(self, params: AdamParams) -> Awaitable[dict[str, float]]:
         """A step of the optimizer: its metrics."""
-        return _metrics(self._link.train(StepOptimizer(0, self._session, params)))
+        return _metrics(self._send(StepOptimizer(0, self._session, params)))
 
     def save(self, folder: Path, state: bool) -> Awaitable[Path]:
         """Writes the weights, or with `state` what to go on from too; the folder that has it."""
-        return _folder(self._link.train(SaveTraining(0, self._session, str(folder), state)))
+        return _folder(self._send(SaveTraining(0, self._session, str(folder), state)))
 
     def load(self, folder: Path, optimizer: bool) -> Awaitable[Reply]:
         """Goes on from the weights in a folder, with `optimizer` from its whole state."""
-        return self._link.train(LoadTraining(0, self._session, str(folder), optimizer))
+        return self._send(LoadTraining(0, self._session, str(folder), optimizer))
 
     def close(self) -> None:
         """Ends the session; its operations under way fail."""
-        if self._link.ready:
-            self._link.train(CloseTraining(0, self._session))
+        with suppress(EngineLost):
+            self._send(CloseTraining(0, self._session))
+
+    def _send(self, command: SessionCommand) -> "asyncio.Future[Reply]":
+        """Raises EngineLost where the connection that the session belongs to has ended."""
+        if self._link.connections != self._connection:
+            raise EngineLost("the engine was started again, and its training sessions ended with the old one")
+        return self._link.train(command)
 
 
 def lora_method(hello: Hello, lora: Mapping[str, Any]) -> MethodFields:
