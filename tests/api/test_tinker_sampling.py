@@ -83,6 +83,28 @@ def test_what_ends_a_sample_is_part_of_it(play: Play) -> None:
     play(story)
 
 
+def test_keys_are_those_of_everything_else(play: Play) -> None:
+    async def story(world: World) -> None:
+        _, key = await world.state.store.tenants.create_key("one")
+        async with tinkering(world, f"tml-{key}") as client:
+            service = await client.service()
+            sampler = await client.call(service.create_sampling_client, base_model="tiny")
+            few = types.SamplingParams(max_tokens=1)
+            assert len((await client.call(sampler.sample, prompt(5), 1, few)).sequences) == 1
+            (tenant,) = [one for one in await world.state.store.tenants.list() if one.name == "one"]
+            assert world.submits()[0].scope == f"{tenant.id}/"
+            assert (await world.client(key).models.list()).data
+            client.key = f"tml-{key[:-1]}?"
+            with pytest.raises(tinker.AuthenticationError):
+                await client.service()
+            (one,) = await world.state.store.tenants.keys()
+            await world.state.store.tenants.revoke_key(one.id)
+            with pytest.raises(tinker.AuthenticationError):
+                await client.call(sampler.sample, prompt(5), 1, few)
+
+    play(story)
+
+
 def test_large_results_are_announced_before_they_are_sent(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,8 @@ def test_wrong_data_and_losses_are_told(service: tinker.ServiceClient) -> None:
 def test_the_examples_learn(address: str, name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short runs of the programs in `examples`."""
     monkeypatch.setenv("TINKER_API_KEY", "tml-unused")
+    monkeypatch.setenv("TINKER_BASE_URL", address)
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    seen = importlib.import_module(name).train(address, steps, model="tiny")
+    seen = importlib.import_module(name).train(None, steps, model="tiny")
     first, last = fmean(seen[:3]), fmean(seen[-3:])
     assert last < first / 2 if name == "tinker_supervised" else last > first + 0.05, seen
