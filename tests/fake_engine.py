@@ -11,8 +11,9 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from coserve.core.plan import TokenLogprobs
+from coserve.core.plan import TokenLogprobs, Updated
 from coserve.core.request import FinishReason
+from coserve.core.training import PassOutput
 from coserve.wire.codec import decode_commands, encode_answer
 from coserve.wire.frames import read_frame, write_frame
 from coserve.wire.messages import (
@@ -22,17 +23,23 @@ from coserve.wire.messages import (
     Cancel,
     CheckJob,
     CheckMethod,
+    CloseTraining,
     Command,
     Drain,
     EngineStats,
     Fault,
+    Forward,
     Hello,
     Numbered,
+    OpenTraining,
     Paging,
     PinAdapter,
     RemoveAdapter,
     Reply,
     Report,
+    SaveTraining,
+    SessionCommand,
+    StepOptimizer,
     Submit,
     Token,
 )
@@ -74,6 +81,8 @@ class FakeEngine:
             False  # whether a prompt counts as cached, but for its last token, once its scope sent it
         )
         self.cached: set[tuple[str | None, tuple[int, ...]]] = set()
+        self.sessions: set[str] = set()  # training sessions that are open
+        self.updates = 0
         self.steps = 0
         self.hangs = False  # says nothing while it is connected
         self._spoke = 0.0  # on `time.monotonic`
@@ -109,7 +118,7 @@ class FakeEngine:
         """A new engine: nothing loaded, nothing running."""
         self._generation = f"generation-{next(self._generations)}"
         self.running, self.places, self.adapters, self.news = {}, {}, {}, []
-        self.pinned = set()
+        self.pinned, self.sessions = set(), set()
         self._replies, self._drained = [], False
         self._server = await asyncio.start_unix_server(self._accept, self.socket)
 
@@ -151,7 +160,7 @@ class FakeEngine:
         return Hello(
             self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 256, 32768,
             self.max_running, self.eos, True, 0.1, self.jobs, self.waiting, self.starved,
-            crash=self.crash,
+            crash=self.crash, linears={"attention": ("self_attn.q_proj",), "feed_forward": ("mlp.up_proj",)},
         )  # fmt: skip
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -259,8 +268,38 @@ class FakeEngine:
                 self.news = [news for news in self.news if news.number > command.number]
             case Drain():
                 self._drained = True
+            case SessionCommand():
+                self._replies.append(self._trained(command))
             case _:
                 pass  # jobs are told by `tell`
+
+    def _trained(self, command: SessionCommand) -> Reply:
+        """A session's reply, which says the command's name: it opens at once, a pass has -0.5 for every
+        target, and files are empty. `refusals` are by session, or by the command's name."""
+        ref, name = command.ref, type(command).__name__
+        fault = self.refusals.get(command.session) or self.refusals.get(name)
+        if fault is not None:
+            return Reply(ref, fault)
+        match command:
+            case OpenTraining():
+                self.sessions.add(command.session)
+            case CloseTraining():
+                self.sessions.discard(command.session)
+            case Forward():
+                scores = tuple((-0.5,) * len(datum.tokens) for datum in command.data)
+                output = PassOutput(0.5 * sum(map(len, scores)), scores)
+                return Reply(ref, output=output, said=name)
+            case StepOptimizer():
+                self.updates += 1
+                rate = command.params.learning_rate
+                return Reply(ref, updated=Updated(self.updates, 1.0, 1, 0.1, rate, "v"), said=name)
+            case SaveTraining():
+                folder = Path(command.path) / "state" if command.state else Path(command.path)
+                folder.mkdir(exist_ok=True)
+                for file in ("adapter_config.json", "adapter_model.safetensors"):
+                    (folder / file).write_text("{}")
+                return Reply(ref, said=str(folder))
+        return Reply(ref, said=name)
 
     def _admit(self, request: Submit) -> None:
         if request.adapter is not None and request.adapter not in self.adapters:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from coserve.config import EngineConfig
 from coserve.core.request import SLO, FinishReason, SamplingParams
+from coserve.core.training import AdamParams, Datum
 
 if TYPE_CHECKING:
     from coserve.adapters.methods.lora import LoRAConfig as LoRAConfig
@@ -30,6 +31,8 @@ _LAZY = {
 }
 __all__ = [
     "SLO",
+    "AdamParams",
+    "Datum",
     "Engine",
     "EngineConfig",
     "FinishReason",

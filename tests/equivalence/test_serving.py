@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.files import read_adapter
 from coserve.train.example import Example
 from models import VOCABULARY, greedy, logits_of, prompts, tiny, with_lora
 
@@ -155,7 +156,7 @@ def test_a_broken_adapter_harms_only_its_own_requests(folders: dict[str, Path], 
     """Neither its neighbours in the batch nor those who get its pages afterwards; few pages, so many do. No
     file with such weights is read: training can still end there."""
     engine = engine_with(folders, cache_tokens=240)
-    good = engine.read_adapter("broken", folders["all"])
+    good = read_adapter(folders["all"], "broken", engine.base, engine.base.dtype, engine.base.device)
     spoilt = {name: torch.full_like(tensor, value) for name, tensor in good.parameters().items()}
     engine.add_adapter(good.with_parameters(spoilt))
     asked = requests("broken", 30, longest=25)

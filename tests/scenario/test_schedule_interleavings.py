@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.core.events import Event, Finished, StepDone, TokenEvent
+from coserve.core.events import Event, Finished, PassDone, StepDone, TokenEvent
 from coserve.core.plan import InferenceSegment, Plan, StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
@@ -54,16 +54,24 @@ submits = st.fixed_dictionaries(
 batches = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=3), min_size=1, max_size=3)
 submit = st.tuples(st.just("submit"), submits)
 train = st.tuples(st.just("train"), batches)
+# Passes of a session, of which some only go forward; the last adds gradients for the optimizer.
+Pass = tuple[list[list[int]], bool]
+few = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), min_size=1, max_size=2)
+passes = st.builds(
+    lambda before, last: [*before, (last, False)], st.lists(st.tuples(few, st.booleans()), max_size=2), few
+)
+drive = st.tuples(st.just("drive"), passes)
 Script = list[tuple[str, object]]
 # A script begins with enough to do for pages to run out; drawn action by action few would get there.
 bursts = st.builds(
     lambda requests, jobs: requests + jobs,
     st.lists(submit, min_size=3, max_size=6),
-    st.lists(train, min_size=0, max_size=2),
+    st.lists(st.one_of(train, drive), min_size=0, max_size=2),
 )
 actions = st.one_of(
     submit,
     train,
+    drive,
     st.tuples(st.just("cancel"), st.integers(0, 5)),
     st.tuples(st.just("stop"), st.integers(0, 5)),
     st.tuples(st.just("remove"), st.integers(0, 2)),
@@ -137,6 +145,8 @@ class World:
         self.sequences: list[Sequence] = []
         self.events: dict[int, list[Event]] = {}
         self.jobs: dict[str, list[list[int]]] = {}
+        self.sessions: dict[str, list[Pass]] = {}
+        self.passed: dict[str, list[set[int]]] = {}  # micro-batches of each pass of a session
         self.steps: dict[str, int] = {}
         self.contents: dict[
             tuple[int, object], list[int | None]
@@ -192,9 +202,29 @@ class World:
             weight=len(self.steps),
         )
 
+    def drive(self, script: list[Pass]) -> None:
+        job = f"job{len(self.steps)}"
+        self.sessions[job], self.steps[job], self.passed[job] = script, 0, []
+        self._next_pass(job)
+
+    def _next_pass(self, job: str) -> None:
+        """The next pass of a session's step, or the end of the step."""
+        script, begun = self.sessions[job], len(self.passed[job])
+        if begun == len(script) * (self.steps[job] + 1):
+            self.it.training.add(job, ())
+            return
+        batches, forward_only = script[begun % len(script)]
+        made = [MicroBatch(self.it.new_key(), job, f"{job}@0", tuple(rows), DEPTH) for rows in batches]
+        for batch in made:
+            batch.forward_only, batch.reports, batch.pass_number = forward_only, True, begun + 1
+            batch.labels = tuple(range(batch.length))
+        self.passed[job].append({batch.key for batch in made})
+        self.it.training.add(job, made, weight=len(self.steps), is_pass=True)
+
     def remove(self, which: int) -> None:
         self.it.training.remove(f"job{which}")
         self.jobs.pop(f"job{which}", None)
+        self.sessions.pop(f"job{which}", None)
 
     def skip(self, seconds: float) -> None:
         self.executor.skip(seconds)
@@ -210,10 +240,14 @@ class World:
             for event in self.executor.step(self.it):
                 if isinstance(event, TokenEvent | Finished):
                     self.events.setdefault(event.key, []).append(event)
+                elif isinstance(event, PassDone):
+                    assert event.outputs.keys() == self.passed[event.job][-1], "one pass after the other"
+                    self._next_pass(event.job)
                 elif isinstance(event, StepDone):
                     self.steps[event.job] += 1
                     if self.steps[event.job] < OPTIMIZER_STEPS:
-                        self._next_step(event.job)
+                        following = self._next_pass if event.job in self.sessions else self._next_step
+                        following(event.job)
             assert all(s.output[:n] == old for s, (n, old) in zip(self.sequences, before, strict=True))
             self.check()
 
@@ -343,6 +377,10 @@ def check(
     assert set(world.jobs) == {job for job in world.jobs if world.steps[job] == OPTIMIZER_STEPS}
     for job, batches in world.jobs.items():
         assert world.executor.trained[job] == OPTIMIZER_STEPS * sum(map(sum, batches))
+    for job, script in world.sessions.items():
+        assert world.steps[job] == OPTIMIZER_STEPS and len(world.passed[job]) == 2 * len(script)
+        back = [batches for batches, forward_only in script if not forward_only]
+        assert world.executor.trained[job] == OPTIMIZER_STEPS * sum(sum(map(sum, made)) for made in back)
 
 
 def check_scores(sequence: Sequence, events: list[Event]) -> None:

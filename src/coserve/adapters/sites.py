@@ -196,6 +196,23 @@ def find_sites(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[
     return found
 
 
+def linear_names(sites: Sites, depth: int) -> dict[str, tuple[str, ...]]:
+    """Names of the linears in the attention of a model's layers, in the rest of them, and of its head, as
+    path endings that adapters' targets take; `depth` is the number of layers."""
+    names: dict[str, dict[str, None]] = {"attention": {}, "feed_forward": {}, "head": {}}
+    attention = tuple(f"{site.path}." for site in sites.values() if site.kind is Kind.ATTENTION)
+    for site in sites.values():
+        if site.kind is not Kind.LINEAR:
+            continue
+        if site.stage == depth:
+            names["head"][site.path] = None
+            continue
+        part = "attention" if site.path.startswith(attention) else "feed_forward"
+        _, _, ending = site.path.partition(f".{site.stage}.")
+        names[part][ending or site.path] = None
+    return {part: tuple(found) for part, found in names.items()}
+
+
 def _site(
     model: PreTrainedModel,
     path: str,

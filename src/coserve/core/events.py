@@ -1,8 +1,9 @@
 """Events: outcomes of a step for requests and jobs, without tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coserve.core.plan import TokenLogprobs, Updated
+from coserve.core.plan import MicroBatchOutput, TokenLogprobs, Updated
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Direction
 from coserve.errors import CoserveError
@@ -58,6 +59,15 @@ class TrainingProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class PassDone:
+    """All micro-batches of a job's pass are done, with these outputs by key; its optimizer has not
+    stepped."""
+
+    job: str
+    outputs: Mapping[int, MicroBatchOutput]
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """A job's optimizer stepped; the job waits for its next micro-batches."""
 
@@ -73,4 +83,4 @@ class JobFailed:
     error: CoserveError
 
 
-Event = TokenEvent | Finished | RequestFailed | TrainingProgress | StepDone | JobFailed
+Event = TokenEvent | Finished | RequestFailed | TrainingProgress | PassDone | StepDone | JobFailed

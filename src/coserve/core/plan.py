@@ -61,7 +61,9 @@ class MicroBatchStart:
     `lengths` are the rows of its examples, those of the adapter's prompt first and `padding` rows last;
     `layers` is the model's depth. `tokens` and `labels` have an entry for each row; label -100 is none, and
     labels are shifted to the rows that predict them. The loss is the mean over `step_labels`, the labels of
-    the whole optimizer step. `dropout_seed` seeds dropout.
+    the whole optimizer step. `dropout_seed` seeds dropout. One that is `forward_only` gets no gradient; of
+    one that `reports`, the result has the `MicroBatchOutput`. Micro-batches of one forward_backward have the
+    same `pass_number`; their gradients can be dropped without those of earlier ones.
     """
 
     key: int
@@ -74,6 +76,18 @@ class MicroBatchStart:
     step_labels: int = 1
     dropout_seed: str = ""
     loss: LossSpec = CROSS_ENTROPY
+    forward_only: bool = False
+    reports: bool = False
+    pass_number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchOutput:
+    """Outcome of a micro-batch: its summed loss, and the log-probability of each row's label, 0 where a row
+    has none."""
+
+    loss: float
+    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +95,9 @@ class TrainingSegment:
     """A window of one micro-batch through the layers of `span`, of the model's `layers`.
 
     Rows [start, start + length), with `pairs` (query, key) pairs of attention. A micro-batch has
-    TRAIN_FORWARD segments, LOGPROBS ones where its loss couples tokens, LOSS ones, then BACKWARD ones. The
-    tail, which LOGPROBS and LOSS span, is the layer after the last.
+    TRAIN_FORWARD segments, LOGPROBS ones where its loss couples tokens, LOSS ones, then BACKWARD ones; one
+    that is forward only has TRAIN_FORWARD and LOGPROBS ones. The tail, which LOGPROBS and LOSS span, is the
+    layer after the last.
     """
 
     key: int
@@ -97,6 +112,15 @@ class TrainingSegment:
 
 
 @dataclass(frozen=True, slots=True)
+class AdamW:
+    """Settings of AdamW, except the learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class OptimStep:
     """Ends a job's optimizer step: updates its weights by the gradients of its micro-batches, clipped to
     `max_grad_norm` (None: not clipped), and publishes the next version."""
@@ -104,6 +128,7 @@ class OptimStep:
     job: str
     learning_rate: float = 0.0
     max_grad_norm: float | None = None
+    optimizer: AdamW = AdamW()
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +306,8 @@ class StepResult:
     `swap_failed` are copies that could not be written, or were not as they had been when they were read: they
     are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
     that writing and reading copies took. `lost` are offloaded sequences whose keys and values could not be
-    written or read, and `offload_reads` what was read of all of them.
+    written or read, and `offload_reads` what was read of all of them. `outputs` are those of micro-batches
+    that report and have ended, by key.
     """
 
     seconds: float
@@ -296,3 +322,4 @@ class StepResult:
     swap_seconds: tuple[float, float] = (0.0, 0.0)
     lost: Mapping[int, CoserveError] = field(default_factory=dict)
     offload_reads: OffloadReads = OffloadReads()
+    outputs: Mapping[int, MicroBatchOutput] = field(default_factory=dict)

@@ -21,7 +21,7 @@ class Direction(Enum):
 
     INFER = "infer"  # forward, keys and values into pages, nothing kept for a gradient
     TRAIN_FORWARD = "train_forward"  # forward, what the backward pass needs is stored
-    LOGPROBS = "logprobs"  # through the tail: what a loss that couples tokens has to know of all of them
+    LOGPROBS = "logprobs"  # through the tail, for log-probabilities alone
     LOSS = "loss"  # through the tail (final norm, head, loss) and back to the last layer's output
     BACKWARD = "backward"  # last layer of the span first
 
@@ -201,7 +201,9 @@ class MicroBatch:
     long as several layers. Backward, rows start from the right: those from `frontier` on have started.
 
     `tokens` and `labels` have an entry for each row, or are empty where only counts matter. `step_labels`
-    counts the labels of the whole optimizer step, and `dropout_seed` seeds dropout.
+    counts the labels of the whole optimizer step, and `dropout_seed` seeds dropout. One that is
+    `forward_only` passes the tail for log-probabilities, and is done. For `reports` and `pass_number` see
+    `core.plan.MicroBatchStart`.
 
     An adapter's virtual tokens precede every example: `prefix` of them as given keys and values, then
     `prompt` as rows. Those rows are the first of `lengths`, once for all examples.
@@ -227,12 +229,23 @@ class MicroBatch:
     step_labels: int = 1
     dropout_seed: str = ""
     loss: LossSpec = CROSS_ENTROPY
+    forward_only: bool = False
+    reports: bool = False
+    pass_number: int = 0
     direction: Direction = Direction.TRAIN_FORWARD
     frontier: int = 0
     paused: list[PausedWindow] = field(default_factory=list)
     done: bool = False
     told: bool = False  # whether a plan has named it
     under_way: int = 0  # segments of it that are planned, and that nobody has said have run
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """Directions in which its rows pass, in order."""
+        if self.forward_only:
+            return Direction.TRAIN_FORWARD, Direction.LOGPROBS
+        first = (Direction.LOGPROBS,) if self.loss.couples else ()
+        return Direction.TRAIN_FORWARD, *first, Direction.LOSS, Direction.BACKWARD
 
     @property
     def position(self) -> Position:
@@ -311,11 +324,9 @@ class MicroBatch:
 
     def _turn(self) -> None:
         """Moves to the next direction once all rows have passed: to the tail, to backward, or to done."""
-        if self.direction is Direction.TRAIN_FORWARD and self.loss.couples:
-            self.direction, self.frontier = Direction.LOGPROBS, 0
-        elif self.direction in (Direction.TRAIN_FORWARD, Direction.LOGPROBS):
-            self.direction, self.frontier = Direction.LOSS, 0
-        elif self.direction is Direction.LOSS:
-            self.direction, self.frontier = Direction.BACKWARD, self.length
-        else:
+        following = self.directions[self.directions.index(self.direction) + 1 :]
+        if not following:
             self.done = True
+            return
+        self.direction = following[0]
+        self.frontier = self.length if self.direction is Direction.BACKWARD else 0

@@ -1,4 +1,4 @@
-"""Admission of fine-tuning jobs by bytes.
+"""Admission of fine-tuning jobs and training sessions by bytes. Both are jobs here.
 
 A job reserves the most bytes it can need before any of it is allocated. A job that would not fit even alone
 is refused, with settings that would fit; a job that does not fit now waits until others have ended. Jobs
@@ -7,10 +7,9 @@ start in order of arrival, so small jobs cannot starve a large one.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 from coserve.core.size import show_size
-from coserve.engine.finetuning import FineTuning
 from coserve.engine.memory import EngineMemory, job_owner
 from coserve.errors import OutOfMemory
 from coserve.executors.executor import Executor, SetLimits
@@ -30,6 +29,22 @@ _BACKWARD: Final = "backward"  # what rows need on their way back, at a time
 _JOBS_UNTIL_RETURNED: Final = 16
 
 
+class Applicant(Protocol):
+    """A job's or session's handle."""
+
+    @property
+    def job(self) -> str: ...
+
+    def wait(self, reason: str) -> None:
+        """Is told why it waits."""
+        ...
+
+
+class _Waiting(NamedTuple):
+    applicant: Applicant
+    start: Callable[[], None]
+
+
 class Admission:
     """Admits jobs as far as bytes allow. All methods run between two steps."""
 
@@ -40,13 +55,12 @@ class Admission:
         base: Base,
         config: SchedulerConfig,
         steps: Steps,
-        start: Callable[[FineTuning], None],
     ) -> None:
-        """`start` starts a job that has waited; `steps` limits what one job may have under way at once."""
+        """`steps` limits what one job may have under way at once."""
         self._memory, self._executor, self._base, self._steps = memory, executor, base, steps
         self._row_nbytes = replayed_bytes(base, 1)  # once: it looks at every linear
-        self._ledger, self._start = memory.ledger, start
-        self._waiting: dict[str, FineTuning] = {}  # the next one first
+        self._ledger = memory.ledger
+        self._waiting: dict[str, _Waiting] = {}  # the next one first
         self._sizes: dict[str, JobSize] = {}  # of all that have entered and not left
         self._left = 0  # jobs, since freed memory was given back
         self._reserved_rows = config.reserved_rows
@@ -71,13 +85,13 @@ class Admission:
             f"more than a job can have of the {show_size(self._ledger.budget)} there are; {advice}"
         )
 
-    def enter(self, job: FineTuning, size: JobSize) -> bool:
-        """Reserves a job's bytes if they are free, and returns True. If not the job waits, and is told the
-        reason whenever that changes."""
+    def enter(self, job: Applicant, size: JobSize, start: Callable[[], None]) -> bool:
+        """Reserves a job's bytes if they are free, and returns True. If not the job waits, is told the reason
+        whenever that changes, and `start` is called once they are."""
         self._sizes[job.job] = size
         if not self._waiting and self._take(job.job):
             return True
-        self._waiting[job.job] = job
+        self._waiting[job.job] = _Waiting(job, start)
         self._tell()
         return False
 
@@ -108,10 +122,10 @@ class Admission:
     def advance(self) -> None:
         """Starts waiting jobs in their order, as far as bytes allow."""
         while self._waiting:
-            name, job = next(iter(self._waiting.items()))
+            name, waiting = next(iter(self._waiting.items()))
             if not self._take(name):
                 break
-            self._start(job)
+            waiting.start()
         self._tell()
 
     def window_rows(self) -> int:
@@ -163,7 +177,7 @@ class Admission:
 
     def _tell(self) -> None:
         self._memory.count_adapters()
-        for place, job in enumerate(self._waiting.values()):
+        for place, (job, _) in enumerate(self._waiting.values()):
             job.wait(self._reason(place, job.job))
 
     def _reason(self, place: int, name: str) -> str:

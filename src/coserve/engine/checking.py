@@ -1,6 +1,7 @@
 """Checks that a job can run on this engine, before it is accepted."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,7 @@ from coserve.train.example import Prepared, prepare
 from coserve.train.fresh import sketch_adapter
 from coserve.train.pruning.plan import foresee
 from coserve.train.state import TrainingState
-from coserve.wire.messages import JobSpec
+from coserve.wire.messages import JobSpec, OpenTraining
 
 _FIRST: Final = 512  # examples read: a job needs at least the bytes for a part of its data
 
@@ -47,15 +48,42 @@ def prepare_job(
     """Reads a job's start for `adapter` and, by `read`, its data. Takes no lock: steps go on meanwhile.
     Raises AdapterError, ConfigError, and what `read` does."""
     config, methods = convert(spec.options, TrainingConfig, "options"), settings_of(spec.method)
-    start = None if resume is None else resume.adapter
-    if start is None and spec.start_from is not None:
-        start = read_adapter(
-            Path(spec.start_from), adapter, engine.base, exact_type(engine.base.dtype), engine.base.device
-        )
-    first = sketch_adapter(engine.base, adapter, methods, config.seed) if start is None else start
+    if resume is None:
+        first, start = _first(engine, adapter, methods, config, spec.start_from)
+    else:
+        first = start = resume.adapter
     data = read(config)
     _foresee(engine, first, config, methods if start is None else None)
     return PreparedJob(spec.job, adapter, data, methods, config, start, resume)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSession:
+    """A training session's settings, and the adapter it starts from (None for a fresh one)."""
+
+    methods: tuple[object, ...]
+    config: TrainingConfig
+    start: AdapterVersion | None
+
+
+def prepare_session(engine: Engine, command: OpenTraining) -> PreparedSession:
+    """Reads a session's settings and its start. Takes no lock: steps go on meanwhile. Raises AdapterError and
+    ConfigError."""
+    config, methods = convert(command.options, TrainingConfig, "options"), settings_of(command.method)
+    first, start = _first(engine, command.adapter, methods, config, command.start_from)
+    _foresee(engine, first, config, methods if start is None else None)
+    return PreparedSession(methods, config, start)
+
+
+def _first(
+    engine: Engine, adapter: str, methods: tuple[object, ...], config: TrainingConfig, folder: str | None
+) -> tuple[AdapterVersion, AdapterVersion | None]:
+    """The adapter to train from, and the same if it was read from `folder`; a fresh one is shapes alone."""
+    if folder is None:
+        return sketch_adapter(engine.base, adapter, methods, config.seed), None
+    base = engine.base
+    start = read_adapter(Path(folder), adapter, base, exact_type(base.dtype), base.device)
+    return start, start
 
 
 def _foresee(

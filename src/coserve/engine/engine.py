@@ -21,17 +21,20 @@ from coserve.adapters.paging.reader import Reader
 from coserve.adapters.paging.stored import KnownVersion, Outline, Outlines, StoredVersion
 from coserve.attention.offloaded import offloaded_page_nbytes
 from coserve.config import EngineConfig
-from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
+from coserve.core.events import Event, Finished, JobFailed, PassDone, RequestFailed, StepDone, TokenEvent
 from coserve.core.plan import StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.engine.admission import Admission
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.memory import EngineMemory
 from coserve.engine.paged import PagedAdapters
+from coserve.engine.sessions import Sessions
 from coserve.engine.stats import count
 from coserve.engine.training import Training
+from coserve.engine.training_client import TrainingClient
 from coserve.errors import AdapterError, ConfigError, CoserveError, RequestError
 from coserve.executors.executor import (
     CompileGrammar,
@@ -104,10 +107,12 @@ class Engine:
         self.memory.open(self.executor, self.base, self.cache, self.scheduler.config)
         self._outlines = Outlines(self.base, self.base.dtype, opened.slot_nbytes)
         self.paged = PagedAdapters(self.cache, self.scheduler, reader)
-        self.training = Training(
-            self.executor, self.base, self.bank, self.scheduler, self.memory, self._steps(policy),
-            self._drive, self.save_adapter, self._lock,
-        )  # fmt: skip
+        admission = Admission(
+            self.memory, self.executor, self.base, self.scheduler.config, self._steps(policy)
+        )
+        own = self.executor, self.base, self.bank, self.scheduler, admission
+        self.sessions = Sessions(*own, self._drive, self._lock)
+        self.training = Training(*own, self.sessions, self._drive, self.save_adapter, self._lock)
         if config.calibrate:
             self.calibrate()
 
@@ -219,11 +224,8 @@ class Engine:
 
     def load_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
         """Loads an adapter in PEFT's format, of any method, under `name`."""
-        return self.add_adapter(self.read_adapter(name, folder))
-
-    def read_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
-        """Reads the adapter in `folder`, for `add_adapter`. Takes no lock: steps go on meanwhile."""
-        return read_adapter(folder, name, self.base, self.base.dtype, self.base.device)
+        base = self.base  # without the lock: steps go on meanwhile
+        return self.add_adapter(read_adapter(folder, name, base, base.dtype, base.device))
 
     def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
         """Publishes an adapter under its name, and keeps it in memory; returns it with its version number."""
@@ -316,6 +318,30 @@ class Engine:
                 start if resume is None else resume.adapter, resume,
             )  # fmt: skip
             return self.training.start(asked, keeping)
+
+    def open_training(
+        self,
+        adapter: str,
+        method: object | Sequence[object] = LoRAConfig(),
+        training: TrainingConfig = TrainingConfig(),
+        from_adapter: str | AdapterVersion | None = None,
+        session: str | None = None,
+    ) -> TrainingClient:
+        """Opens a training session for `adapter`, which its client drives: passes with losses of
+        `train.losses`, optimizer steps, states.
+
+        `method` and `from_adapter` are as `finetune`'s `method` and `start_from`. Of `training` the seed, the
+        weight, the save policy and `rows` count: the most rows of a micro-batch, and so of one datum, for
+        which memory is reserved. `session` is the session's name. Where bytes are missing it opens later, and
+        its operations wait. Raises AdapterError, JobError, and OutOfMemory where it would never fit.
+        """
+        with self._lock:
+            start = self.weights(from_adapter) if isinstance(from_adapter, str) else from_adapter
+            methods = tuple(method) if isinstance(method, Sequence) else (method,)
+            name = session or f"session-{self.sessions.opened + 1}"
+            self.training.refuse_while_trained(adapter)
+            self.training.refuse_taken(name)
+            return self.sessions.open(name, adapter, methods, training, start)
 
     def prepare(self, data: Data, training: TrainingConfig = TrainingConfig()) -> Prepared:
         """Reads, checks and tokenizes training data. Raises DataError. Takes no lock: steps go on
@@ -466,6 +492,9 @@ class Engine:
                 self._complete(event.key, FinishReason.CANCELLED, event.error)
             case StepDone() | JobFailed():
                 self.training.deliver(event)
+                self.sessions.deliver(event)
+            case PassDone():
+                self.sessions.deliver(event)
 
     def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
         completion = self.completions.pop(key)

@@ -31,6 +31,7 @@ from safetensors.torch import load_file  # noqa: F401  # imported in advance, so
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
+from coserve.adapters.sites import linear_names
 from coserve.core.size import show_size
 from coserve.engine.background import Background
 from coserve.engine.engine import Engine
@@ -246,6 +247,7 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         cache_dtype=config.cache_dtype,
         offloaded_tokens=engine.executor.spec.offload_pages * config.page_size,
         crash=start.crash,
+        linears=linear_names(base.sites, base.depth),
     )
 
 

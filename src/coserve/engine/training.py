@@ -3,11 +3,9 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank, check_name
 from coserve.adapters.paging.stored import KnownVersion
 from coserve.core.contained import contained
@@ -16,7 +14,7 @@ from coserve.core.job_status import JobStatus
 from coserve.core.sequence import MicroBatch
 from coserve.engine.admission import Admission
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
-from coserve.engine.memory import EngineMemory
+from coserve.engine.sessions import Sessions
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
 from coserve.executors.executor import (
     CloseSession,
@@ -29,17 +27,16 @@ from coserve.executors.executor import (
 from coserve.model.base import Base
 from coserve.schedule.scheduler import Scheduler
 from coserve.train.example import check_room
-from coserve.train.fitting import JobSize, Rank
-from coserve.train.needs import Steps
+from coserve.train.fitting import JobSize, rank_of
 from coserve.train.save_policy import SavePolicy
 from coserve.train.state import TrainingState
 from coserve.train.supervised import SupervisedSteps, count_steps
 
 
 class Training:
-    """Starts jobs, feeds the scheduler, and handles its events. Callers of `deliver` and
-    `refuse_while_trained` hold `lock`, the engine's; the other methods take it. `drive` steps the engine
-    once, `save` writes an adapter's files.
+    """Starts jobs, feeds the scheduler, and handles its events. Callers of `deliver`, `refuse_while_trained`
+    and `refuse_taken` hold `lock`, the engine's; the other methods take it. `drive` steps the engine once,
+    `save` writes an adapter's files.
     """
 
     def __init__(
@@ -48,15 +45,15 @@ class Training:
         base: Base,
         bank: AdapterBank,
         scheduler: Scheduler,
-        memory: EngineMemory,
-        limits: Steps,
+        admission: Admission,
+        sessions: Sessions,
         drive: Callable[[], bool],
         save: Callable[[str, str | Path], None],
         lock: AbstractContextManager[bool],
     ) -> None:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
         self.started = 0  # jobs that ever were
-        self.admission = Admission(memory, executor, base, scheduler.config, limits, self._start_admitted)
+        self.admission, self._sessions = admission, sessions
         self._executor, self._scheduler = executor, scheduler
         self._base, self._bank = base, bank
         self._drive, self._save, self._lock = drive, save, lock
@@ -76,12 +73,11 @@ class Training:
         with self._lock:
             check_name(prepared.adapter)
             self.refuse_while_trained(prepared.adapter)
-            if prepared.job in self.jobs:
-                raise JobError(f"there is a job {prepared.job!r} already, and it has not ended")
+            self.refuse_taken(prepared.job)
             size = self.check(prepared)
             steps = count_steps(len(prepared.data.examples), prepared.config)
             handle = FineTuning(prepared, steps, self, keeping)
-            if self.admission.enter(handle, size):
+            if self.admission.enter(handle, size, partial(self._start_admitted, handle)):
                 self._start(handle, prepared)
             else:
                 self.jobs[prepared.job] = handle
@@ -99,10 +95,16 @@ class Training:
             self._scheduler.training.set_weight(job, weight)
 
     def refuse_while_trained(self, adapter: str) -> None:
-        """Raises JobError if a job that runs or is queued trains the adapter."""
+        """Raises JobError if a session, or a job that runs or is queued, trains the adapter."""
         busy = [job for job, handle in self.jobs.items() if handle.adapter == adapter]
+        busy += [name for name, client in self._sessions.clients.items() if client.adapter == adapter]
         if busy:
             raise JobError(f"adapter {adapter!r} is being trained by {busy[0]}")
+
+    def refuse_taken(self, job: str) -> None:
+        """Raises JobError if there is a job or a session of this name."""
+        if job in self.jobs or job in self._sessions.clients:
+            raise JobError(f"there is a job {job!r} already, and it has not ended")
 
     def deliver(self, event: StepDone | JobFailed) -> None:
         """Handles a step's event for a job."""
@@ -152,21 +154,9 @@ class Training:
     def _size(self, prepared: PreparedJob) -> JobSize:
         """The job's size; a fresh adapter is counted by its shapes."""
         lengths = [len(example) for example in prepared.data.examples]
-        return JobSize(prepared.first(self._base), lengths, prepared.config, self._rank(prepared))
-
-    def _rank(self, prepared: PreparedJob) -> Rank | None:
-        """The rank of a fresh adapter of one method that has one."""
-        if prepared.start is not None or len(prepared.methods) != 1:
-            return None
-        method: Any = prepared.methods[0]
-        rank = getattr(method, "rank", None)
-        if not isinstance(rank, int):
-            return None
-
-        def at(lower: int) -> AdapterVersion:
-            return replace(prepared, methods=(replace(method, rank=lower),)).first(self._base)
-
-        return Rank(rank, at)
+        is_fresh, seed = prepared.start is None, prepared.config.seed
+        rank = rank_of(self._base, prepared.adapter, prepared.methods, seed) if is_fresh else None
+        return JobSize(prepared.first(self._base), lengths, prepared.config, rank)
 
     def _start(self, handle: FineTuning, prepared: PreparedJob) -> None:
         """Starts a job whose bytes are reserved."""

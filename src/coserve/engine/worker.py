@@ -19,6 +19,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.finetuning import PreparedJob
 from coserve.engine.jobs import Jobs, fault_of
 from coserve.engine.remembered import CostFile
+from coserve.engine.served_sessions import ServedSessions, refusal
 from coserve.errors import (
     AdapterError,
     ConfigError,
@@ -42,6 +43,7 @@ from coserve.wire.messages import (
     RemoveAdapter,
     Reply,
     Report,
+    SessionCommand,
     StartJob,
     StopJob,
     Submit,
@@ -68,6 +70,7 @@ class Worker:
         self.unreadable = ""  # why weights of the base cannot be read now, for which all work waits
         self._engine, self._hello, self._background = engine, hello, background
         self._jobs = Jobs(engine, background)
+        self._sessions = ServedSessions(engine, background, lambda reply: self._replies.append(reply))
         self._compiling = Compiling(engine.grammars, engine.executor, background, self._generate, self._fail)
         self._connection = 0  # counts servers, so that a late reply never reaches the next one
         self._answers: dict[str, Completion] = {}
@@ -100,6 +103,7 @@ class Worker:
         for name in list(self._answers):
             self._cancel(name)
         self._compiling.clear()
+        self._sessions.disconnected()
         self._connection += 1
         self._tokens.clear()
         self._replies.clear()
@@ -138,14 +142,17 @@ class Worker:
                 self._jobs.stop(command.job, command.keep)
             case WeighJob():
                 self._jobs.set_weight(command.job, command.weight)
+            case SessionCommand():
+                self._sessions.take(command, self.draining)
             case Acknowledge():
                 self._jobs.acknowledge(command.number)
             case Drain():
                 self.drain()
 
     def drain(self) -> None:
-        """Refuses new work, stops jobs with a checkpoint, and finishes answers under way."""
+        """Refuses new work, stops jobs with a checkpoint, ends sessions, and finishes answers under way."""
         self.draining = True
+        self._sessions.close_all()
         self._jobs.stop_all()
 
     # The loop
@@ -210,6 +217,8 @@ class Worker:
                 self._reply(command.ref, contained(error, "the adapter", AdapterError))
             case CheckMethod() | CheckJob():
                 self._reply(command.ref, contained(error, "checking the job", ConfigError))
+            case SessionCommand():
+                self._replies.append(refusal(command, error))
             case StartJob():
                 self._jobs.fail(command.spec.job, contained(error, "the job", JobError))
             case StopJob() | WeighJob():

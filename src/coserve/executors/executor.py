@@ -146,11 +146,12 @@ class OpenSession(Command[Outline]):
 
 @dataclass(frozen=True, slots=True)
 class RestartStep(Command[None]):
-    """Drops the optimizer step under way of a session: its micro-batches are sent again, and keep activations
-    as `config` says."""
+    """Drops the optimizer step under way of a session, or of it only the pass `pass_number`. Later
+    micro-batches keep activations as `config` says."""
 
     job: str
     config: SessionConfig
+    pass_number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

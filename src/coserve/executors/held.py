@@ -168,7 +168,7 @@ class HeldState:
 
     def _restart(self, command: RestartStep) -> None:
         session = self.sessions[command.job]
-        session.abandon()
+        session.abandon(command.pass_number)
         session.change(command.config)
         self.arena.empty()
 

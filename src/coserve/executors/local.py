@@ -22,6 +22,7 @@ from coserve.attention.paged import make_batched
 from coserve.core.plan import (
     InferenceSegment,
     Lane,
+    MicroBatchOutput,
     OptimStep,
     Plan,
     Prefix,
@@ -212,6 +213,7 @@ class LocalExecutor(Executor):
             _log.warning("training is paused: %s", failure)
         if plan.idle:
             time.sleep(min(plan.idle, _NAP))
+        outputs = self._outputs(trained)
         updated, failed = self._update(plan.updates)
         if not self._lanes.is_training:  # else rows of failed jobs may still run in the lane
             failed |= self._short.take()
@@ -221,7 +223,9 @@ class LocalExecutor(Executor):
         is_paused = plan.split is None and not {*plan.training} <= {*trained}
         self._pauses += is_paused
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
-        done = StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes, self._read - read)
+        done = StepResult(
+            seconds, sampled, updated, failed, trained, is_paused, lanes, self._read - read, outputs=outputs
+        )
         if self._offloaded is None:
             return done
         return replace(done, lost=self._offloaded.take_lost(), offload_reads=self._offloaded.take_reads())
@@ -460,6 +464,20 @@ class LocalExecutor(Executor):
         micro_batch, window = self._window(segment)
         tail, bypasses = micro_batch.tail, micro_batch.bypasses(window)
         (tail.logprobs if segment.direction is Direction.LOGPROBS else tail.loss)(window, bypasses)
+        if micro_batch.start.forward_only and window.span.stop == micro_batch.store.rows:
+            micro_batch.finish()
+
+    def _outputs(self, trained: Sequence[TrainingSegment]) -> dict[int, MicroBatchOutput]:
+        """Outputs of the micro-batches that report and have ended with these segments."""
+        found: dict[int, MicroBatchOutput] = {}
+        for segment in trained:
+            if segment.job in self._short or (session := self.sessions.get(segment.job)) is None:
+                continue
+            micro_batch = session.micro_batches.get(segment.key)
+            if micro_batch is not None and micro_batch.start.reports and micro_batch.loss is not None:
+                with self._short.of(segment.job):
+                    found[segment.key] = session.take_output(segment.key)
+        return found
 
     def _backward(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
         """Takes windows back through layers; returns them with the layers they passed before a pause."""

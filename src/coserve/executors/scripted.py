@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from coserve.core.events import Event
 from coserve.core.plan import (
     InferenceSegment,
+    MicroBatchOutput,
     MicroBatchStart,
     Plan,
     Prefix,
@@ -161,6 +162,7 @@ class ScriptedExecutor(Executor):
             plan = replace(plan, training=trained)
         for window in plan.training:
             self._travel(window)
+        outputs = self._report([window for window in trained if window.job not in failed])
         updated = {step.job: self._update(step.job) for step in plan.updates if step.job not in failed}
         seconds += sum(moving)
         self.now += seconds + plan.idle + (0.0 if plan.is_empty else self._host())
@@ -178,6 +180,7 @@ class ScriptedExecutor(Executor):
                 swap_seconds=moving,
                 lost=self._lose(plan),
                 reads=self._reads(),
+                outputs=outputs,
             )
         )
         return self.results[-1]
@@ -354,6 +357,20 @@ class ScriptedExecutor(Executor):
         assert (segment.job, segment.layers) == (batch.start.job, batch.start.layers)
         batch.travel(segment)
 
+    def _report(self, windows: Iterable[TrainingSegment]) -> dict[int, MicroBatchOutput]:
+        """Outputs of the micro-batches that end with these windows: the loss counts labels, a
+        log-probability is its label's."""
+        found = {}
+        for window in windows:
+            batch = self._micro_batches[window.key]
+            if batch.is_complete and batch.start.reports:
+                labels = batch.start.labels
+                logprobs = tuple(-float(label) if label >= 0 else 0.0 for label in labels)
+                found[window.key] = MicroBatchOutput(float(sum(label >= 0 for label in labels)), logprobs)
+            if batch.is_complete and batch.start.forward_only:
+                del self._micro_batches[window.key]
+        return found
+
     def _update(self, job: str) -> Updated:
         due = {key: batch for key, batch in self._micro_batches.items() if batch.start.job == job}
         assert due and all(batch.is_complete for batch in due.values()), "an update before all gradients"
@@ -397,12 +414,13 @@ class _MicroBatch:
         self.start, self.length = start, sum(start.lengths)
         self._kept = [0] * start.layers  # rows from the left that passed the layer forward
         # Rows from the left that passed the tail, by its passes.
-        self._scored = dict.fromkeys([Direction.LOGPROBS] * start.loss.couples + [Direction.LOSS], 0)
-        self._back = [self.length] * start.layers  # rows from the left that have not passed back yet
+        couples, gradient = start.loss.couples or start.forward_only, not start.forward_only
+        self._scored = dict.fromkeys([Direction.LOGPROBS] * couples + [Direction.LOSS] * gradient, 0)
+        self._back = [self.length * gradient] * start.layers  # rows from the left that have not passed back
 
     @property
     def is_complete(self) -> bool:
-        return not any(self._back)
+        return not any(self._back) and all(rows == self.length for rows in self._scored.values())
 
     def travel(self, segment: TrainingSegment) -> None:
         first, end = segment.start, segment.start + segment.length

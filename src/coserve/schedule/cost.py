@@ -294,8 +294,7 @@ class CostModel:
         whole.add_update()
         for batch in batches:
             forward = training_segment(batch, 0, batch.length, Direction.TRAIN_FORWARD, Span(0, batch.layers))
-            ways = [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD]
-            for way in ways + [Direction.LOGPROBS] * batch.loss.couples:
+            for way in batch.directions:
                 whole.add_training(replace(forward, direction=way))
         return self.predict_features(whole)
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TrainingProgress
+from coserve.core.events import (
+    Event,
+    Finished,
+    JobFailed,
+    PassDone,
+    RequestFailed,
+    StepDone,
+    TrainingProgress,
+)
 from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment
 from coserve.core.request import FinishReason, Request
 from coserve.core.sequence import Direction, Position, Sequence
@@ -272,7 +280,7 @@ class Scheduler:
             events.append(JobFailed(job, error))
         events.extend(self._take_answers(plan.inference, result, now))
         self._note_underway(plan, result)
-        events.extend(self._take_progress(result.trained))
+        events.extend(self._take_progress(result))
         due = {update.job for update in plan.updates if update in self.training}
         assert due <= result.updated.keys(), f"no answer for the updates of {due - result.updated.keys()}"
         for job, updated in result.updated.items():
@@ -433,7 +441,7 @@ class Scheduler:
         builder.split = allowance.split
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
-            if job.is_due:
+            if job.is_due and job.update is not None:
                 packer.update(job.update)
             for batch in self.training.ready(job):
                 if not packer.has(batch) and not packer.window_group(batch, self.training.level(job, jobs)):
@@ -583,19 +591,21 @@ class Scheduler:
         self._underway = tuple(segment for segment in launched if segment not in result.trained)
         self._split = plan.split
 
-    def _take_progress(self, segments: Iterable[TrainingSegment]) -> list[Event]:
+    def _take_progress(self, result: StepResult) -> list[Event]:
         events: list[Event] = []
-        for segment in segments:
+        for segment in result.trained:
             batch = self.training.find(segment)
             if batch is None:  # its job failed or was removed meanwhile
                 continue
             rows = rows_through(batch, segment.length, len(segment.span))
-            self.training.ran(batch, rows)
+            ended = self.training.ran(batch, rows, result.outputs.get(batch.key))
             if segment.direction is Direction.TRAIN_FORWARD:
                 self.stats.kept_rows += rows
             elif segment.direction is Direction.BACKWARD:
                 self.stats.backward_rows += rows
             events.append(TrainingProgress(batch.job, batch.key, segment.direction, rows))
+            if ended is not None:
+                events.append(PassDone(batch.job, ended))
         return events
 
     def _retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:

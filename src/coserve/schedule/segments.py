@@ -110,6 +110,9 @@ def batch_start(batch: MicroBatch) -> MicroBatchStart:
         step_labels=batch.step_labels,
         dropout_seed=batch.dropout_seed,
         loss=batch.loss,
+        forward_only=batch.forward_only,
+        reports=batch.reports,
+        pass_number=batch.pass_number,
     )
 
 

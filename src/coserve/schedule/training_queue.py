@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from coserve.core.plan import OptimStep, Plan, TrainingSegment
+from coserve.core.plan import MicroBatchOutput, OptimStep, Plan, TrainingSegment
 from coserve.core.sequence import MicroBatch, Position
 
 STARVED: Final = 10.0  # seconds without any training after which a job counts as starved
@@ -15,13 +15,15 @@ _FEWEST: Final = 3  # plans without a piece: one step alone may take longer than
 
 @dataclass(slots=True)
 class QueueEntry:
-    """One job's current optimizer step. `progress` is rows trained per weight, its virtual time."""
+    """One job's current work: micro-batches, an optimizer step, or both. `progress` is rows trained per
+    weight, its virtual time."""
 
     name: str
     weight: float
-    update: OptimStep  # what ends the step
+    update: OptimStep | None  # what ends it; None: the last micro-batch does
     micro_batches: deque[MicroBatch] = field(default_factory=deque)  # those not known to be done
-    is_open: bool = False  # the optimizer has not stepped yet
+    outputs: dict[int, MicroBatchOutput] = field(default_factory=dict)  # by the micro-batch's key
+    is_open: bool = False  # the work has not ended yet
     is_stepping: bool = False  # a plan under way has the optimizer step
     progress: float = 0.0
     steps: int = 0  # optimizer steps since it was added
@@ -34,7 +36,8 @@ class QueueEntry:
     def is_due(self) -> bool:
         """Tells whether all micro-batches are done or under way to their end, and the optimizer step is not
         planned."""
-        return self.is_open and not self.is_stepping and all(batch.done for batch in self.micro_batches)
+        is_open = self.update is not None and self.is_open and not self.is_stepping
+        return is_open and all(batch.done for batch in self.micro_batches)
 
     @property
     def is_waiting(self) -> bool:
@@ -83,19 +86,21 @@ class TrainingQueue:
         micro_batches: Iterable[MicroBatch],
         weight: float = 1.0,
         update: OptimStep | None = None,
+        is_pass: bool = False,
     ) -> None:
         """Gives a job the micro-batches of its next optimizer step, which `update` ends. They pass in order.
+        Those of a pass have no optimizer step at their end; one without micro-batches may follow.
 
         Jobs get rows in proportion to their weights. A job that was idle starts at the virtual time of the
         others instead of catching up.
         """
-        update = update or OptimStep(name)
+        update = None if is_pass else update or OptimStep(name)
         job = self._jobs.setdefault(name, QueueEntry(name, weight, update))
         assert not job.is_open, f"job {name} has not finished its last step"
         job.weight = weight
-        job.update, job.is_open = update, True
+        job.update, job.is_open, job.outputs = update, True, {}
         job.micro_batches.extend(micro_batches)
-        assert job.micro_batches, f"an optimizer step of job {name} needs a micro-batch"
+        assert job.micro_batches or update is not None, f"a pass of job {name} needs a micro-batch"
         assert all(b.job == name and b.length > 0 for b in job.micro_batches), "rows of this job"
         job.progress = max(job.progress, self._clock)
         job.served_at, job.passed = None, 0
@@ -176,14 +181,23 @@ class TrainingQueue:
                 batch.advance(segment.start, segment.length, segment.span)
                 batch.under_way += 1
 
-    def ran(self, batch: MicroBatch, rows: float) -> None:
-        """Adds `rows` rows through the whole depth to the progress of a micro-batch's job."""
+    def ran(
+        self, batch: MicroBatch, rows: float, output: MicroBatchOutput | None = None
+    ) -> Mapping[int, MicroBatchOutput] | None:
+        """Adds `rows` rows through the whole depth to the progress of a micro-batch's job, and its `output`
+        if these were its last. Returns the outputs of a pass that ends with it."""
         job = self._jobs[batch.job]
         job.progress += rows / job.weight
         batch.under_way -= 1
         if batch.done and not batch.under_way:
             job.micro_batches.remove(batch)
             self.released.append(batch.key)
+        if output is not None:
+            job.outputs[batch.key] = output
+        if job.update is not None or job.micro_batches:
+            return None
+        job.is_open = False
+        return job.outputs
 
     def updated(self, name: str) -> None:
         """Notes that a job's optimizer has stepped."""

@@ -19,6 +19,8 @@ from coserve.serve.http.revocation import Revocation
 from coserve.serve.http.shedding import ConcurrencyLimit
 from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
 from coserve.serve.state import State
+from coserve.serve.tinker import routes as tinker
+from coserve.serve.tinker.dialect import Dialect
 
 _FORM_BYTES = 2 * 2**20  # around the large file in an upload
 _UPLOADS = ("/v1/files", "/v1/adapters")
@@ -34,11 +36,14 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     errors.install(app)
     for room in (chat, completions, models, adapters, transfers, files, jobs, health, docs):
         app.include_router(room.router)
+    app.state.tinker = Dialect(state, clock)
+    for router in tinker.ROUTERS:
+        app.include_router(router)
 
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
             return settings.max_file_bytes + _FORM_BYTES
-        return MOST_BODY_BYTES if path in STREAMED else MOST_SMALL_BODY_BYTES
+        return MOST_BODY_BYTES if path in (*STREAMED, *tinker.LARGE) else MOST_SMALL_BODY_BYTES
 
     rates = TokenBuckets(settings.max_requests_minute, clock)
     bad_keys = TokenBuckets(settings.max_bad_keys_minute, clock)

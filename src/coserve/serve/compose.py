@@ -41,6 +41,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         state = State(settings, store, link, text, JobController(settings, store, link))
         await _name_adapters(state)
         await store.adapters.sweep()
+        await store.tinker_checkpoints.sweep(store.folder / "tinker")
         for tenant in await store.tenants.list():
             state.queue.know(tenant)
         await _wire(state)

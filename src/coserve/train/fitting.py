@@ -7,6 +7,7 @@ from typing import Any, Final
 from coserve.adapters.adapter import AdapterVersion
 from coserve.model.base import Base
 from coserve.train.config import TrainingConfig
+from coserve.train.fresh import sketch_adapter
 from coserve.train.needs import JobNeeds, Steps, job_needs
 from coserve.train.save_policy import SavePolicy
 
@@ -21,6 +22,15 @@ class Rank:
     at: Callable[[int], AdapterVersion]
 
 
+def rank_of(base: Base, adapter: str, methods: Sequence[object], seed: int) -> Rank | None:
+    """The rank of a fresh adapter; None where it is not of one method that has one."""
+    method: Any = methods[0]
+    rank = getattr(method, "rank", None)
+    if len(methods) != 1 or not isinstance(rank, int):
+        return None
+    return Rank(rank, lambda lower: sketch_adapter(base, adapter, (replace(method, rank=lower),), seed))
+
+
 @dataclass(frozen=True, slots=True)
 class JobSize:
     """Inputs of a job's memory estimate: adapter shapes, lengths of examples in tokens, settings."""
@@ -29,10 +39,17 @@ class JobSize:
     lengths: Sequence[int]
     config: TrainingConfig
     rank: Rank | None = None  # None where the adapter has none, or exists already
+    is_session: bool = (
+        False  # data of unknown lengths, at most `config.rows` in a micro-batch; see `job_needs`
+    )
 
     def needs(self, base: Base, steps: Steps) -> JobNeeds:
         """Bytes of the job on an engine with the limits `steps`."""
-        return job_needs(base, self.adapter, self.lengths, self.config, steps)
+        if not self.is_session:
+            return job_needs(base, self.adapter, self.lengths, self.config, steps)
+        full = max(self.config.rows - self.adapter.virtual.prompt_count, 1)
+        config = replace(self.config, batch_size=steps.in_flight)
+        return job_needs(base, self.adapter, [full] * steps.in_flight, config, steps, accumulates=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +91,8 @@ def settings_that_fit(base: Base, job: JobSize, steps: Steps, room: int) -> list
 
 def _changes(job: JobSize) -> Iterator[_Change]:
     """Fewer rows at once do not change the result of training, a smaller batch does a little."""
-    config, longest, prompt = job.config, max(job.lengths), job.adapter.virtual.prompt_count
+    config, longest = job.config, max(job.lengths, default=1)
+    prompt = job.adapter.virtual.prompt_count
 
     def with_config(**fields: Any) -> JobSize:
         return replace(job, config=replace(config, **fields))
@@ -88,8 +106,9 @@ def _changes(job: JobSize) -> Iterator[_Change]:
         return f"max_length={length}" + (f", rows={rows}" if rows < config.rows else "")
 
     yield _Change(longest + prompt, config.rows - 1, lambda n: with_config(rows=n), "rows={}".format)
-    yield _Change(1, config.batch_size - 1, lambda n: with_config(batch_size=n), "batch_size={}".format)
-    yield _Change(min(_SHORTEST, longest), longest - 1, cut, written, is_last=True)
+    if not job.is_session:
+        yield _Change(1, config.batch_size - 1, lambda n: with_config(batch_size=n), "batch_size={}".format)
+        yield _Change(min(_SHORTEST, longest), longest - 1, cut, written, is_last=True)
     if (rank := job.rank) is not None:
         yield _Change(
             1, rank.rank - 1, lambda n: replace(job, adapter=rank.at(n)), "rank={}".format, is_last=True

@@ -6,7 +6,7 @@ name it in `LOSSES`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -25,14 +25,22 @@ class Loss:
     """`function(logprobs, examples, inputs, settings)` returns the sum [] of the loss over n tokens.
 
     logprobs [n]; examples [n], the index of each token's example in the micro-batch; `inputs`, each [n], are
-    those named in `inputs`, and `settings` those in `settings`, with their defaults. Where the loss `couples`
-    tokens, n is the whole micro-batch and the tail is passed twice; else it may be any part of it.
+    those named in `inputs`, and `settings` those in `settings`, with their defaults. `defaults` are the
+    numbers of inputs that a client may leave out. Where the loss `couples` tokens, n is the whole micro-batch
+    and the tail is passed twice; else it may be any part of it. Each `group` of examples in a row is in one
+    micro-batch.
     """
 
     function: Callable[[Tensor, Tensor, Numbers, Settings], Tensor]
     inputs: tuple[str, ...] = ()
     settings: Mapping[str, float] | None = None
     couples: bool = False
+    group: int = 1
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+    def value(self, logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+        """The loss []."""
+        return self.function(logprobs, examples, inputs, {**(self.settings or {}), **settings})
 
     def gradient(
         self, logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings
@@ -40,13 +48,54 @@ class Loss:
         """(loss [], its gradient for logprobs [n])."""
         leaf = logprobs.detach().requires_grad_()
         with torch.enable_grad():
-            loss = self.function(leaf, examples, inputs, {**(self.settings or {}), **settings})
+            loss = self.value(leaf, examples, inputs, settings)
         (gradient,) = torch.autograd.grad(loss, leaf)
         return loss.detach(), gradient
 
 
 def _cross_entropy(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
     return -(inputs["weights"] * logprobs).sum()
+
+
+def _importance_sampling(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+    """Policy gradient, corrected by the ratio to the policy that sampled."""
+    return -((logprobs - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
+
+
+def _clipped(ratio: Tensor, settings: Settings) -> Tensor:
+    return ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+
+
+def _pessimistic(ratio: Tensor, advantages: Tensor, settings: Settings) -> Tensor:
+    """PPO's clipped objective (Schulman et al. 2017, equation 7), negated."""
+    return -torch.minimum(ratio * advantages, _clipped(ratio, settings) * advantages).sum()
+
+
+def _ppo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+    return _pessimistic((logprobs - inputs["logprobs"]).exp(), inputs["advantages"], settings)
+
+
+def _cispo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+    """Policy gradient with a clipped ratio as a constant weight (MiniMax-M1, equation 4)."""
+    ratio = _clipped((logprobs.detach() - inputs["logprobs"]).exp(), settings)
+    return -(ratio * logprobs * inputs["advantages"]).sum()
+
+
+def _dro(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+    """Direct reward optimisation (Richemond et al. 2024): a quadratic penalty on the distance from the policy
+    that sampled."""
+    distance = logprobs - inputs["logprobs"]
+    return -(logprobs * inputs["advantages"] - settings["beta"] / 2 * distance.square()).sum()
+
+
+def _gspo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+    """PPO with one ratio for all tokens of an example: the geometric mean of theirs (GSPO, Zheng et al. 2025,
+    equation 7), over tokens whose `sequence_ratio_mask` is one."""
+    mask = inputs["sequence_ratio_mask"]
+    sums = logprobs.new_zeros(2, int(examples.max()) + 1)
+    sums = sums.index_add(1, examples, torch.stack([mask * (logprobs - inputs["logprobs"]), mask]))
+    ratio = (sums[0] / sums[1].clamp_min(1e-9)).exp()
+    return _pessimistic(ratio[examples], inputs["advantages"], settings)
 
 
 def _dpo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
@@ -57,9 +106,19 @@ def _dpo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings
     return -F.logsigmoid(settings["beta"] * (gained[0::2] - gained[1::2])).sum()
 
 
+_SAMPLED: Final = ("logprobs", "advantages")  # of the policy that sampled, and of what it sampled
+_CLIP: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+
 LOSSES: Final[Mapping[str, Loss]] = {
-    "cross_entropy": Loss(_cross_entropy, inputs=("weights",)),
-    "dpo": Loss(_dpo, inputs=("reference",), settings={"beta": 0.1}, couples=True),
+    "cross_entropy": Loss(_cross_entropy, inputs=("weights",), defaults={"weights": 1.0}),
+    "importance_sampling": Loss(_importance_sampling, _SAMPLED),
+    "ppo": Loss(_ppo, _SAMPLED, _CLIP),
+    "cispo": Loss(_cispo, _SAMPLED, _CLIP),
+    "dro": Loss(_dro, _SAMPLED, {"beta": 0.05}),
+    "gspo": Loss(
+        _gspo, (*_SAMPLED, "sequence_ratio_mask"), _CLIP, couples=True, defaults={"sequence_ratio_mask": 1.0}
+    ),
+    "dpo": Loss(_dpo, inputs=("reference",), settings={"beta": 0.1}, couples=True, group=2),
 }
 
 

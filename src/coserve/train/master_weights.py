@@ -10,7 +10,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import exact_type
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.model.base import Base
-from coserve.train.optim import AdamW, Optimizer
+from coserve.train.optim import Optimizer
 from coserve.train.optimizer_offload import MakeOffload
 
 
@@ -27,16 +27,13 @@ class MasterWeights:
         base: Base,
         loaded: LoadedAdapters,
         start: AdapterVersion,
-        settings: AdamW,
         moments: Mapping[str, Tensor] | None = None,
         make_offload: MakeOffload | None = None,
     ) -> None:
         """Publishes `start`. `moments` are the initial ones, in the form of `Optimizer.moments`."""
         self._base, self._loaded = base, loaded
         start = _in_order(start, base)
-        self.optimizer = Optimizer(
-            start.parameters(), exact_type(base.dtype), base.device, settings, make_offload
-        )
+        self.optimizer = Optimizer(start.parameters(), exact_type(base.dtype), base.device, make_offload)
         self.current = start.in_type(base.dtype)
         served = self.current.parameters()
         self._served_exact = [name for name, tensor in served.items() if tensor.dtype != base.dtype]

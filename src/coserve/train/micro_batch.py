@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
-from coserve.core.plan import MicroBatchStart
+from coserve.core.plan import MicroBatchOutput, MicroBatchStart
 from coserve.kernels.dropout import Mask
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
@@ -23,7 +23,7 @@ class MicroBatchState:
     """A micro-batch of the optimizer step under way.
 
     Its store, tail and backward are made when a window first needs them. `loss` is summed over its `labels`,
-    None until the last window has come back.
+    None until the last window has come back, or has passed the tail where that is all.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class MicroBatchState:
         self.start, self.fates = start, fates
         self.labels = sum(label != IGNORED for label in start.labels)
         self.loss: Tensor | None = None
+        self._logprobs: Tensor | None = None  # of one that reports, with the loss
         self._base, self._weights, self._arena = base, weights, arena
 
     @cached_property
@@ -50,7 +51,9 @@ class MicroBatchState:
     def tail(self) -> Tail:
         """Tail for its windows."""
         leaves, weight = self._weights.leaves.get(self._base.depth, ()), 1.0 / self.start.step_labels
-        return Tail(self.store, leaves, weight, self.backward.accumulate, self.start.loss)
+        start = self.start
+        scores = start.reports or start.forward_only
+        return Tail(self.store, leaves, weight, self.backward.accumulate, start.loss, scores)
 
     @cached_property
     def backward(self) -> Backward:
@@ -62,7 +65,7 @@ class MicroBatchState:
         place of the first rows' embeddings."""
         adapter, seed = self._weights.in_graph, self.start.dropout_seed
         found = adapter.bypasses
-        if any(bypass.dropout for _, bypass in adapter.placed()):
+        if not self.start.forward_only and any(bypass.dropout for _, bypass in adapter.placed()):
             found = Bypasses.of(
                 (place, _dropping(bypass, f"{seed}/{place.path}", window.start))
                 for place, bypass in adapter.placed()
@@ -70,9 +73,19 @@ class MicroBatchState:
         return adapter.virtual.embedded(found, window.before, window.prompt)
 
     def finish(self) -> None:
-        """Ends a micro-batch after its last window has come back; its loss stays for the optimizer step."""
+        """Ends a micro-batch after its last window; its loss stays for the optimizer step."""
+        if self.start.forward_only:
+            self.tail.evaluate()
         self.loss = self.store.loss
+        if self.start.reports:
+            self._logprobs = self.tail.known_logprobs
         self.drop()
+
+    @property
+    def output(self) -> MicroBatchOutput:
+        """Outcome of one that reports, once it has ended."""
+        assert self.loss is not None and self._logprobs is not None, "what has ended and reports"
+        return MicroBatchOutput(float(self.loss), tuple(self._logprobs.tolist()))
 
     def drop(self) -> None:
         """Frees the activations; no window can go on."""

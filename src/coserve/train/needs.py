@@ -53,9 +53,15 @@ class JobNeeds:
 
 
 def job_needs(
-    base: Base, adapter: AdapterVersion, lengths: Sequence[int], config: TrainingConfig, steps: Steps
+    base: Base,
+    adapter: AdapterVersion,
+    lengths: Sequence[int],
+    config: TrainingConfig,
+    steps: Steps,
+    accumulates: bool = False,
 ) -> JobNeeds:
-    """Bytes of a job, from its examples' `lengths` in tokens. The adapter may be shapes alone."""
+    """Bytes of a job, from its examples' `lengths` in tokens. The adapter may be shapes alone. One that
+    `accumulates` gradients of several passes has them twice during all but the first."""
     virtual = adapter.virtual
     largest, at_once = rows_at_once(lengths, config, steps.in_flight, virtual.prompt_count, base.row_buckets)
     numbers, published = _adapter_bytes(adapter, base.dtype)
@@ -65,7 +71,7 @@ def job_needs(
     kept = 0.0 if keeps_inputs else fates_of(base, adapter, config.keep, largest).nbytes
     own = {
         # Master weights and their gradients are always there, and for a moment two versions.
-        Account.OPTIMIZERS: 2 * exact + (0 if steps.offloaded else moments),
+        Account.OPTIMIZERS: (2 + accumulates) * exact + (0 if steps.offloaded else moments),
         Account.ADAPTERS: 2 * published,
         Account.ACTIVATIONS: activation_bytes(base, at_once, kept, virtual.given_count),
     }

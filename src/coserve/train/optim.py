@@ -7,19 +7,11 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from coserve.core.plan import AdamW
 from coserve.train.optimizer_offload import KINDS, MakeOffload
 from coserve.train.slabs import Slabs
 
 _COUNT = "step"  # of updates, one number a weight, beside the moments
-
-
-@dataclass(frozen=True, slots=True)
-class AdamW:
-    """Settings of AdamW, except the learning rate."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +41,9 @@ class Optimizer:
         start: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
-        settings: AdamW,
         make_offload: MakeOffload | None = None,
     ) -> None:
         """`start` are the initial weights, which are copied."""
-        self.settings = settings
         self.slabs = Slabs.of({name: tuple(tensor.shape) for name, tensor in start.items()})
         self.flat = self.slabs.empty(dtype, device)
         self.weights = self.slabs.views(self.flat)
@@ -63,9 +53,30 @@ class Optimizer:
         self._gradients: list[Tensor | None] = [None] * len(self.flat)
         self._moments: dict[str, list[Tensor | None]] = {kind: [None] * len(self.flat) for kind in KINDS}
         self._offload = None if make_offload is None else make_offload(self.flat)
+        self._is_marked = False  # no gradient has come since `mark`
+        self._saved: dict[str, Tensor] = {}  # gradients at `mark`, once others have come
+
+    def mark(self) -> None:
+        """Begins a pass: `rollback` returns to the gradients as they are now."""
+        self._is_marked, self._saved = True, {}
+
+    def rollback(self) -> None:
+        """Drops the gradients that have come since `mark`, or all where there was none since the last
+        step."""
+        if self._is_marked:
+            return
+        saved = self._saved
+        self.drop_gradients()
+        for name, gradient in saved.items():
+            self.accumulate(name, gradient)
+        self.mark()
 
     def accumulate(self, name: str, gradient: Tensor) -> None:
         """Adds to the gradient of a weight."""
+        if self._is_marked:  # copied only now: most steps are one pass
+            weights = self.weights.items()
+            self._saved = {n: weight.grad.clone() for n, weight in weights if weight.grad is not None}
+            self._is_marked = False
         weight = self.weights[name]
         if weight.grad is not None:
             weight.grad += gradient
@@ -81,6 +92,7 @@ class Optimizer:
         for weight in self.weights.values():
             weight.grad = None
         self._gradients = [None] * len(self.flat)
+        self._is_marked, self._saved = False, {}
 
     def pieces(self) -> list[Piece]:
         """Returns all weights that have a gradient, in as few pieces as possible."""
@@ -144,8 +156,16 @@ class Optimizer:
                 found[f"{name}.{kind}"] = slab[slot.start : slot.stop].view(slot.shape)
         return found
 
-    def restore(self, moments: Mapping[str, Tensor]) -> None:
-        """Restores the moments of an earlier `moments`, from any device."""
+    def restore(self, moments: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> None:
+        """Restores the moments of an earlier `moments`, from any device; with `weights` these as well,
+        without gradients."""
+        if weights is not None:
+            for name, weight in self.weights.items():
+                weight.data.copy_(weights[name])
+            self.drop_gradients()
+            self._counts = dict.fromkeys(self.weights, 0)
+            is_new = self._offload is None
+            self._moments = {k: [None if is_new else torch.zeros_like(w) for w in self.flat] for k in KINDS}
         for name, slot in self.slabs.slots.items():
             count = moments.get(f"{name}.{_COUNT}")
             if count is None:
@@ -165,7 +185,7 @@ class Optimizer:
         moments = (
             [slab for slabs in self._moments.values() for slab in slabs] if self._offload is None else []
         )
-        held = (*self.flat, *self._gradients, *moments)
+        held = (*self.flat, *self._gradients, *moments, *self._saved.values())
         return sum(slab.nbytes for slab in held if slab is not None)
 
     def _lay_down(self) -> None:
@@ -185,12 +205,12 @@ def norms(tensors: Sequence[Sequence[Tensor]]) -> list[float]:
     return [sqrt(sum(float(next(found)) ** 2 for _ in own)) for own in tensors]
 
 
-def step(due: Sequence[tuple[Optimizer, float]]) -> None:
-    """Updates each job at its learning rate, after `bring`, and drops its gradients. Jobs with the same
-    settings and rate are updated in one operation."""
+def step(due: Sequence[tuple[Optimizer, AdamW, float]]) -> None:
+    """Updates each job with its settings and learning rate, after `bring`, and drops its gradients. Jobs with
+    the same settings and rate are updated in one operation."""
     alike: dict[tuple[AdamW, float], list[tuple[Optimizer, Piece]]] = {}
-    for optimizer, rate in due:
-        alike.setdefault((optimizer.settings, rate), []).extend((optimizer, p) for p in optimizer.pieces())
+    for optimizer, settings, rate in due:
+        alike.setdefault((settings, rate), []).extend((optimizer, piece) for piece in optimizer.pieces())
     for (settings, rate), pieces in alike.items():
         states = [optimizer.state(piece) for optimizer, piece in pieces]
         if not states:
@@ -201,5 +221,5 @@ def step(due: Sequence[tuple[Optimizer, float]]) -> None:
             lr=rate, beta1=settings.betas[0], beta2=settings.betas[1], weight_decay=settings.weight_decay,
             eps=settings.epsilon, amsgrad=False, maximize=False,
         )  # fmt: skip
-    for optimizer, _ in due:
+    for optimizer, _, _ in due:
         optimizer.rest()

@@ -5,23 +5,23 @@ sends forward and back (`micro_batch`), and optimizer steps (`updating.update_al
 (`supervised.py`) is a client of it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from math import isfinite
 
 from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.loaded import LoadedAdapters
-from coserve.core.plan import MicroBatchStart, Updated
+from coserve.core.plan import MicroBatchOutput, MicroBatchStart, Updated
 from coserve.errors import LossNotFinite
 from coserve.memory.arena import Arena
 from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.train.master_weights import MasterWeights
 from coserve.train.micro_batch import MicroBatchState
-from coserve.train.optim import AdamW
 from coserve.train.optimizer_offload import MakeOffload
 from coserve.train.pruning.plan import fates_of
-from coserve.train.save_policy import SavePolicy, SavePolicySetting
+from coserve.train.save_policy import Fates, SavePolicy, SavePolicySetting
 from coserve.train.state import Identity, TrainingState
 
 
@@ -30,7 +30,6 @@ class SessionConfig:
     """Settings of a session, except those of each optimizer step. `keep` is the policy of stored activations,
     or the bytes that a micro-batch's may take; `rows`, the most rows of a micro-batch, divide those bytes."""
 
-    optimizer: AdamW = field(default_factory=AdamW)
     keep: SavePolicySetting = SavePolicy.INPUTS
     rows: int = 2048
 
@@ -65,7 +64,8 @@ class TrainingSession:
             moments, self.step, self.loss = resume.moments, resume.step, resume.loss
         self._base, self._arena, self._identity = base, arena, identity
         self.micro_batches: dict[int, MicroBatchState] = {}
-        self.weights = MasterWeights(base, loaded, start, config.optimizer, moments, make_offload)
+        self.weights = MasterWeights(base, loaded, start, moments, make_offload)
+        self._pass = 0  # number of the last pass that has begun
         shapes = self.weights.current.parameters().items()
         self._shape = sorted((name, tuple(tensor.shape)) for name, tensor in shapes)
         self.change(config)
@@ -73,9 +73,24 @@ class TrainingSession:
     # forward_backward
 
     def begin(self, start: MicroBatchStart) -> None:
-        """Adds a micro-batch to the optimizer step under way."""
-        state = MicroBatchState(start, self._base, self.weights, self.fates, self._arena)
+        """Adds a micro-batch to the optimizer step under way. The first one of a pass ends the one before."""
+        if start.pass_number != self._pass:
+            self._pass = start.pass_number
+            self.weights.optimizer.mark()
+        # Without a backward nothing is kept for it.
+        fates = Fates(lowest=self._base.depth) if start.forward_only else self.fates
+        state = MicroBatchState(start, self._base, self.weights, fates, self._arena)
         self.micro_batches[start.key] = state
+
+    def take_output(self, key: int) -> MicroBatchOutput:
+        """Outcome of a micro-batch that is through. Raises LossNotFinite."""
+        micro_batch = self.micro_batches[key]
+        if micro_batch.start.forward_only:  # the optimizer step has nothing of it
+            del self.micro_batches[key]
+        output = micro_batch.output
+        if not isfinite(output.loss):
+            raise self.not_finite(f"the loss became {output.loss}")
+        return output
 
     def drop_activations(self) -> None:
         """Frees the activations of the step under way; its micro-batches cannot go on."""
@@ -87,11 +102,17 @@ class TrainingSession:
         self.config = config
         self.fates = fates_of(self._base, self.weights.current, config.keep, config.rows)
 
-    def abandon(self) -> None:
-        """Frees all state of the step under way, gradients included."""
-        self.drop_activations()
-        self.micro_batches.clear()
-        self.weights.optimizer.drop_gradients()
+    def abandon(self, pass_number: int | None = None) -> None:
+        """Frees all state of the step under way, gradients included; of the given pass alone, if it has
+        begun."""
+        for key, micro_batch in list(self.micro_batches.items()):
+            if pass_number in (None, micro_batch.start.pass_number):
+                micro_batch.drop()
+                del self.micro_batches[key]
+        if pass_number is None:
+            self.weights.optimizer.drop_gradients()
+        elif pass_number == self._pass:
+            self.weights.optimizer.rollback()
 
     # optim_step
 

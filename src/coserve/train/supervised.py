@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from coserve.core.plan import OptimStep
+from coserve.core.plan import AdamW, OptimStep
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import MicroBatch
 from coserve.train.config import TrainingConfig
-from coserve.train.example import IGNORED, Example, epochs, pack, steps_per_epoch
-from coserve.train.optim import AdamW
+from coserve.train.example import Example, epochs, steps_per_epoch
+from coserve.train.packing import Packing
 from coserve.train.rates import LearningRate
 from coserve.train.save_policy import SavePolicy
 from coserve.train.session import SessionConfig
@@ -43,8 +43,7 @@ class SupervisedSteps:
         self.steps = count_steps(len(examples), config)
         self.step = resumed_from  # number of ended steps
         self.identity = Identity(digest, config.seed, config.batch_size, config.epochs)
-        self._layers, self._prefix, self._prompt = layers, prefix, prompt
-        self._buckets = buckets
+        self._packing = Packing(job, layers, buckets, prefix, prompt)
         self._rate = LearningRate(
             peak=config.learning_rate,
             schedule=config.schedule,
@@ -84,52 +83,31 @@ class SupervisedSteps:
     @property
     def optim_step(self) -> OptimStep:
         """The optimizer step that ends the step under way."""
-        return OptimStep(self.job, self._rate.at(self.step), self.config.max_grad_norm)
+        config = self.config
+        optimizer = AdamW(config.betas, config.epsilon, config.weight_decay)
+        return OptimStep(self.job, self._rate.at(self.step), config.max_grad_norm, optimizer)
 
     @property
     def session(self) -> SessionConfig:
         """Settings of the job's session."""
-        config = self.config
-        optimizer = AdamW(config.betas, config.epsilon, config.weight_decay)
-        return SessionConfig(optimizer, config.keep, self._most_rows)
+        return SessionConfig(self.config.keep, self._most_rows)
 
     @property
     def _most_rows(self) -> int:
         """The most rows of any micro-batch of the job, padding included."""
-        config, prompt = self.config, self._prompt
+        config, prompt = self.config, self._packing.prompt
         lengths = sorted(map(len, self.examples), reverse=True)
         step, longest = sum(lengths[: config.batch_size]), max(lengths, default=1)
-        return self._buckets.pad_rows(min(max(config.rows, longest + prompt), step + prompt))
+        return self._packing.buckets.pad_rows(min(max(config.rows, longest + prompt), step + prompt))
 
     def _packed(self, keys: Iterator[int]) -> list[MicroBatch]:
-        chosen, prompt = self._under_way, self._prompt
+        chosen = self._under_way
         labels = sum(example.label_count for example in chosen)
-        packs = pack([len(e) for e in chosen], max(self.config.rows - prompt, 1))
         made = []
-        for index, indices in enumerate(packs):
-            packed = [chosen[i] for i in indices]
-            lengths = tuple(map(len, packed))
-            padding = _padding(lengths, prompt, self._buckets)
-            made.append(
-                MicroBatch(
-                    key=next(keys),
-                    job=self.job,
-                    adapter=self.adapter,
-                    lengths=(*[prompt] * bool(prompt), *lengths, *padding),
-                    layers=self._layers,
-                    padding=padding,
-                    prefix=self._prefix,
-                    prompt=prompt,
-                    tokens=(*[0] * prompt, *(t for e in packed for t in e.tokens), *[0] * sum(padding)),
-                    labels=(
-                        *[IGNORED] * prompt,
-                        *(label for e in packed for label in e.labels),
-                        *[IGNORED] * sum(padding),
-                    ),
-                    step_labels=labels,
-                    dropout_seed=f"{self.config.seed}/{self.step}/{index}",
-                )
-            )
+        for index, indices in enumerate(self._packing.pack([len(e) for e in chosen], self.config.rows)):
+            batch = self._packing.micro_batch(next(keys), self.adapter, [chosen[i] for i in indices])
+            batch.step_labels, batch.dropout_seed = labels, f"{self.config.seed}/{self.step}/{index}"
+            made.append(batch)
         return made
 
 
@@ -137,12 +115,3 @@ def count_steps(examples: int, config: TrainingConfig) -> int:
     """Optimizer steps of a job with so many examples."""
     steps = steps_per_epoch(examples, config.batch_size) * config.epochs
     return steps if config.max_steps is None else min(steps, config.max_steps)
-
-
-def _padding(lengths: tuple[int, ...], prompt: int, buckets: RowBuckets) -> tuple[int, ...]:
-    """Examples without labels that pad a micro-batch to a row count in use, none longer than the real ones:
-    positions are bounded."""
-    rows, longest = prompt + sum(lengths), max(lengths)
-    missing = buckets.pad_rows(rows) - rows
-    whole, rest = divmod(missing, longest)
-    return (*[longest] * whole, *[rest] * bool(rest))

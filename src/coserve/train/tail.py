@@ -16,7 +16,7 @@ from coserve.errors import WeightsUnreadable
 from coserve.kernels.loss import cross_entropy, logprob_vjp, target_logprobs
 from coserve.model.graph import GraphRows
 from coserve.train.activations import ActivationStore
-from coserve.train.losses import LOSSES
+from coserve.train.losses import LOSSES, Numbers, Settings
 from coserve.train.window import Window
 
 # Logits of one chunk of the loss, by device. On a CPU 16 MiB in float32 stay in the caches and below
@@ -30,8 +30,10 @@ class Tail:
     label pass.
 
     A loss that couples tokens needs two passes: `logprobs` for all windows, then `loss` for all. Others need
-    one. `leaves` are the parameters that train in the tail; `accumulate(leaves, gradients)` receives their
-    gradients. `weight` scales the gradient: one over the labels of the whole optimizer step.
+    one. Without a gradient `logprobs` is the only one, and `evaluate` follows. A tail that `scores` knows all
+    log-probabilities afterwards. `leaves` are the parameters that train in the tail; `accumulate(leaves,
+    gradients)` receives their gradients. `weight` scales the gradient: one over the labels of the whole
+    optimizer step.
     """
 
     def __init__(
@@ -41,15 +43,16 @@ class Tail:
         weight: float,
         accumulate: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None],
         spec: LossSpec = CROSS_ENTROPY,
+        scores: bool = False,
     ) -> None:
         self._store, self._base = store, store.base
         self._leaves, self._weight, self._accumulate = leaves, weight, accumulate
-        self._spec, self._loss = spec, LOSSES[spec.name]
+        self._spec, self._loss, self._scores = spec, LOSSES[spec.name], scores
         device, exact = store.labels.device, torch.promote_types(store.base.dtype, torch.float32)
         self._inputs = {name: torch.tensor(x, dtype=exact, device=device) for name, x in spec.inputs.items()}
         # NaN until known, so that a loss of all of them is NaN if one is missing.
         self._logprobs = torch.full(
-            (store.rows if spec.couples else 0,), torch.nan, dtype=exact, device=device
+            (store.rows if spec.couples or scores else 0,), torch.nan, dtype=exact, device=device
         )
         self._coupled: Tensor | None = None  # the loss's gradient for all log-probabilities
         # Of rows whose window's pass has failed since: for the last layer's output, [rows, width].
@@ -64,6 +67,16 @@ class Tail:
                 _, logits = self._logits(hidden[chunk], bypasses)
             rows = chunk + window.start
             self._logprobs[rows] = target_logprobs(logits[: len(chunk)], self._store.labels[rows])
+
+    def evaluate(self) -> None:
+        """Adds the loss of all rows, which must be known, to the store's, without a gradient."""
+        rows = self._labelled
+        self._store.loss += self._loss.value(self._logprobs[rows], *self._numbers(rows))
+
+    @property
+    def known_logprobs(self) -> Tensor:
+        """Log-probabilities [rows] of the labels, 0 where a row has none."""
+        return self._logprobs.where(self._store.labels >= 0, 0.0)
 
     def loss(self, window: Window, bypasses: Bypasses) -> None:
         """Adds the loss of the window's rows to the store's, and stores its gradient for the last layer's
@@ -118,23 +131,31 @@ class Tail:
         """The loss of rows [n] of the micro-batch, None if it has been added, and its gradient for their
         logits [n, vocabulary]."""
         labels = self._store.labels[rows]
-        if self._spec == CROSS_ENTROPY:
+        if self._spec == CROSS_ENTROPY and not self._scores:
             return cross_entropy(logits, labels, self._weight)
         loss = None
         if self._spec.couples:
             by_logprobs = self._coupled_gradient()[rows]
         else:
-            loss, by_logprobs = self._gradient(target_logprobs(logits, labels), rows)
+            logprobs = target_logprobs(logits, labels)
+            if self._scores:
+                self._logprobs[rows] = logprobs
+            loss, by_logprobs = self._gradient(logprobs, rows)
         return loss, logprob_vjp(logits, labels, by_logprobs * self._weight)
 
     def _coupled_gradient(self) -> Tensor:
         """The loss's gradient for the log-probabilities of all rows, which must be known."""
         if self._coupled is None:
-            rows = (self._store.labels >= 0).nonzero().squeeze(1)
+            rows = self._labelled
             self._coupled = torch.zeros_like(self._logprobs)
             loss, self._coupled[rows] = self._gradient(self._logprobs[rows], rows)
             self._store.loss += loss
         return self._coupled
+
+    @property
+    def _labelled(self) -> Tensor:
+        """Rows that have a label."""
+        return (self._store.labels >= 0).nonzero().squeeze(1)
 
     @cached_property
     def _examples(self) -> Tensor:
@@ -144,8 +165,12 @@ class Tail:
         return numbers.repeat_interleave(torch.tensor(lengths, device=device))
 
     def _gradient(self, logprobs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self._loss.gradient(logprobs, *self._numbers(rows))
+
+    def _numbers(self, rows: Tensor) -> tuple[Tensor, Numbers, Settings]:
+        """The loss's arguments for these rows, beside their log-probabilities."""
         inputs = {name: x[rows] for name, x in self._inputs.items()}
-        return self._loss.gradient(logprobs, self._examples[rows], inputs, self._spec.settings)
+        return self._examples[rows], inputs, self._spec.settings
 
 
 def loss_rows(vocabulary: int, buckets: RowBuckets, device: torch.device) -> int:

@@ -27,7 +27,9 @@ def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
     finite = [math.isfinite(loss) and math.isfinite(n) for loss, n in zip(losses, of_gradients, strict=True)]
     stepping = [one for one, is_finite in zip(due, finite, strict=True) if is_finite]
     _clip([(u, g, n) for (_, u), g, n in zip(due, gradients, of_gradients, strict=True) if math.isfinite(n)])
-    step([(session.weights.optimizer, update.learning_rate) for session, update in stepping])
+    step(
+        [(session.weights.optimizer, update.optimizer, update.learning_rate) for session, update in stepping]
+    )
     of_weights = iter(_write([session.weights for session, _ in stepping]))
     found: list[Updated | LossNotFinite] = []
     for (session, update), loss, norm, is_finite in zip(due, losses, of_gradients, finite, strict=True):
@@ -35,6 +37,7 @@ def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
             found.append(session.not_finite(f"the loss became {loss} (gradient norm {norm})"))
         elif not math.isfinite(next(of_weights)):
             rate = f"a learning rate of {update.learning_rate:g}"
+            session.weights.optimizer.restore({}, session.weights.current.parameters())
             found.append(session.not_finite(f"the weights left the numbers at {rate}"))
         else:
             found.append(session.updated(loss, norm, update.learning_rate))

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from coserve.errors import RequestError
-from coserve.wire.messages import Answer, Command
+from coserve.wire.messages import Answer, Command, SessionCommand
 
 
 def _plain(value: Any) -> Any:
@@ -20,7 +20,7 @@ _commands = msgspec.msgpack.Decoder(tuple[Command, ...])
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def pack_command(command: Command) -> msgspec.Raw:
+def pack_command(command: Command | SessionCommand) -> msgspec.Raw:
     """Encodes one command for `encode_commands`. Raises RequestError for one that cannot be encoded, such as
     an integer beyond 64 bits; others are not affected."""
     try:

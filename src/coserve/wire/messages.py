@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from coserve.core.job_status import JobStatus
-from coserve.core.plan import TokenLogprobs
+from coserve.core.plan import TokenLogprobs, Updated
 from coserve.core.request import SLO, FinishReason, SamplingParams
+from coserve.core.training import AdamParams, Datum, PassOutput
 
 MethodFields = dict[str, Any] | list[dict[str, Any]]
 Options = dict[str, float | int | str | list[float] | None]  # fields of TrainingConfig
@@ -138,6 +139,64 @@ class WeighJob(WireMessage, frozen=True):
     weight: float
 
 
+class SessionCommand(WireMessage, frozen=True):
+    """A command to the training session `session`. A `Reply` with `ref` follows. Sessions belong to the
+    connection, as requests do."""
+
+    ref: int
+    session: str
+
+
+class OpenTraining(SessionCommand, frozen=True):
+    """Opens the training session `session` for a new adapter; the reply has the key of its first
+    version.
+
+    `options` are fields of TrainingConfig: `rows`, `keep`, `seed` and `weight` count. `method` and
+    `start_from` are as in `JobSpec`.
+    """
+
+    adapter: str
+    method: MethodFields = {}
+    options: Options = {}
+    start_from: str | None = None
+
+
+class Forward(SessionCommand, frozen=True):
+    """A pass over `data` in a session: a forward_backward, or without `backward` a forward. The reply has its
+    `output`."""
+
+    data: tuple[Datum, ...]
+    loss: str = "cross_entropy"
+    config: dict[str, float] = {}
+    backward: bool = True
+
+
+class StepOptimizer(SessionCommand, frozen=True):
+    """An optimizer step of a session. The reply has what was `updated`."""
+
+    params: AdamParams = AdamParams()
+
+
+class SaveTraining(SessionCommand, frozen=True):
+    """Writes a session's weights in PEFT's format to the folder `path`, or its `state` to a folder of its own
+    in there. The reply has the folder."""
+
+    path: str
+    state: bool
+
+
+class LoadTraining(SessionCommand, frozen=True):
+    """Has a session go on from the state in the folder `path`, or from its weights alone. The reply has the
+    key of the version published."""
+
+    path: str
+    optimizer: bool = True
+
+
+class CloseTraining(SessionCommand, frozen=True):
+    """Ends a session, if there is one, and drops its adapter."""
+
+
 class Acknowledge(WireMessage, frozen=True):
     """All job events up to this number are stored: the engine may drop them."""
 
@@ -151,7 +210,8 @@ class Drain(WireMessage, frozen=True):
 
 Command = (
     Submit | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | StartJob | StopJob
-    | WeighJob | Acknowledge | Drain
+    | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining | LoadTraining | CloseTraining
+    | Acknowledge | Drain
 )  # fmt: skip
 
 # Engine to server
@@ -180,6 +240,7 @@ class Hello(WireMessage, frozen=True):
     cache_dtype: str = "auto"  # or int8
     offloaded_tokens: int = 0  # most tokens of a sequence in slower memory
     crash: str = ""  # how the engine before this one brought itself down; empty where it did not
+    linears: dict[str, tuple[str, ...]] = {}  # targets of adapters: in attention, feed_forward and the head
 
 
 class Fault(WireMessage, frozen=True):
@@ -205,10 +266,14 @@ class Token(WireMessage, frozen=True):
 
 
 class Reply(WireMessage, frozen=True):
-    """Outcome of a command with a `ref`."""
+    """Outcome of a command with a `ref`. Those of a session say what it came to: a pass its `output`, an
+    optimizer step what was `updated`, others what they are `said` to say."""
 
     ref: int
     fault: Fault | None = None
+    output: PassOutput | None = None
+    updated: Updated | None = None
+    said: str = ""
 
 
 class JobWaiting(WireMessage, frozen=True):

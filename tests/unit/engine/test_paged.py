@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from coserve import Engine, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.files import read_adapter
 from coserve.engine.completion import Completion
 from coserve.errors import AdapterError, AdapterNotFound, ConfigError, OutOfMemory
 from coserve.memory.ledger import Account
@@ -334,7 +335,7 @@ def test_without_a_limit_adapters_have_what_is_free_and_leave_for_jobs(
     with pytest.raises(OutOfMemory, match="more than a job can have"):  # far more than all of them
         engine.finetune(DATA * 50, "huge", LoRAConfig(rank=64), TrainingConfig(batch_size=100))
     assert len(engine.stats().paging.resident) == 3
-    adapter = engine.read_adapter("mine", folders[0])
+    adapter = read_adapter(folders[0], "mine", engine.base, engine.base.dtype, engine.base.device)
     engine.add_adapter(adapter)
     assert engine.stats().paging.resident == ("a2", "a3"), "the least recently used one left for it"
 

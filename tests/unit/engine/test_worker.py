@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from coserve.adapters.files import read_adapter
 from coserve.core.request import SLO, FinishReason
 from coserve.engine import jobs as jobs_module
 from coserve.engine import worker as worker_module
@@ -253,8 +254,9 @@ def test_going_on_from_an_adapter(desk: Desk, data: Path, tmp_path: Path) -> Non
     with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path / "peft"))
     desk.send(job(data, tmp_path / "j", start_from=str(tmp_path / "peft")))
     assert desk.ended().status == "succeeded"
-    before = desk.engine.read_adapter("before", tmp_path / "peft")
-    after = desk.engine.read_adapter("after", tmp_path / "j" / "step-000006")
+    base = desk.engine.base
+    before = read_adapter(tmp_path / "peft", "before", base, base.dtype, base.device)
+    after = read_adapter(tmp_path / "j" / "step-000006", "after", base, base.dtype, base.device)
     assert before.bypasses.outputs.keys() == after.bypasses.outputs.keys()
     moved = [
         float((b.a - a.a).abs().max())

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
+from coserve.core.plan import AdamW
 from coserve.errors import JobError
 from coserve.train.example import Example
-from coserve.train.optim import AdamW, Optimizer, norms, step
+from coserve.train.optim import Optimizer, norms, step
 from coserve.train.optimizer_offload import FileOffload, HostOffload, MakeOffload, offload_for
 from coserve.train.slabs import Slabs
 from models import tiny
@@ -36,8 +37,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def make(own: Mapping[str, Tensor], offload: MakeOffload | None = None) -> Optimizer:
-    settings = AdamW(betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.1)
-    return Optimizer(own, torch.float32, torch.device("cpu"), settings, offload)
+    return Optimizer(own, torch.float32, torch.device("cpu"), offload)
 
 
 def train(optimizer: Optimizer, steps: range) -> None:
@@ -49,7 +49,7 @@ def train(optimizer: Optimizer, steps: range) -> None:
             if name != "never" and (name != "late" or number >= 2):
                 optimizer.accumulate(name, gradient)
         optimizer.bring()
-        step([(optimizer, 1e-2)])
+        step([(optimizer, AdamW(betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.1), 1e-2)])
 
 
 @pytest.mark.parametrize("kind", ["file", "host"])
@@ -111,6 +111,7 @@ class Job:
     """An adapter with settings of its own, and the same weights under torch's AdamW."""
 
     ours: Optimizer
+    settings: AdamW
     theirs: torch.optim.AdamW
     twins: dict[str, Tensor]
     rate: float
@@ -126,7 +127,7 @@ class Job:
         theirs = torch.optim.AdamW(
             twins.values(), rate, settings.betas, settings.epsilon, settings.weight_decay
         )
-        return Job(Optimizer(start, torch.float64, torch.device("cpu"), settings), theirs, twins, rate)
+        return Job(Optimizer(start, torch.float64, torch.device("cpu")), settings, theirs, twins, rate)
 
     def give_gradients(self, draws: random.Random) -> None:
         """To some of the weights, to none now and then; in one part or in two."""
@@ -168,7 +169,7 @@ def test_steps_of_several_jobs_are_those_of_torch_for_each(
         ]
         found = norms([[job.ours.gradients(piece) for piece in job.ours.pieces()] for job in due])
         assert found == pytest.approx([square**0.5 for square in wanted], rel=1e-12)
-        step([(job.ours, job.rate) for job in due])
+        step([(job.ours, job.settings, job.rate) for job in due])
         assert all(weight.grad is None for job in due for weight in job.ours.weights.values())
     for job in jobs:
         moments = job.ours.moments()

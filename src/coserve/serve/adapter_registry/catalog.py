@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import time
 
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.store.records import Adapter, Tenant
 from coserve.serve.store.store import Store
+from coserve.serve.store.tinker import SCHEME, as_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,11 @@ class Catalog:
         self._leaving: dict[str, asyncio.Event] = {}  # set when nobody uses the adapter any more
 
     async def find(self, tenant: Tenant, name: str) -> Model:
-        """The tenant's model of this name. Raises ApiError 404 for an unknown name, or one of another
-        base."""
+        """The tenant's model of this name, or the checkpoint at a `tinker://` path. Raises ApiError 404 for
+        an unknown name, or one of another base."""
         if name == self.base.name:
             return self.base
-        adapter = await self._store.adapters.find(tenant.id, name, self.base.name)
+        adapter = await self._named(tenant, name)
         if adapter is None or adapter.id in self._leaving:
             raise unknown_model(name)
         return self._model(adapter)
@@ -51,6 +53,14 @@ class Catalog:
         adapters = await self._store.adapters.list(tenant.id, self.base.name)
         present = [adapter for adapter in adapters if adapter.id not in self._leaving]
         return [self.base, *map(self._model, present)]
+
+    async def _named(self, tenant: Tenant, name: str) -> Adapter | None:
+        if not name.startswith(SCHEME):
+            return await self._store.adapters.find(tenant.id, name, self.base.name)
+        checkpoint = await self._store.tinker_checkpoints.find(tenant.id, name, time())
+        if checkpoint is None or checkpoint.base != self.base.name:
+            return None
+        return as_adapter(checkpoint)
 
     def _model(self, adapter: Adapter) -> Model:
         return Model(adapter.name, adapter.created, adapter, self._store.folder_of(adapter))

@@ -34,9 +34,9 @@ class Scored:
 class AnswerPiece:
     """New piece of answer `index`. Only the last piece has a `finish`.
 
-    `tokens` are all tokens, including final ones outside of the text; `scored` are those of the text if
-    log-probabilities are requested, and `prompt_scores` those of the prompt after its first. The last piece
-    has the number of `cached` prompt tokens.
+    `tokens` are all tokens, including final ones outside of the text. If log-probabilities are requested,
+    `scores` has those of `tokens`, `scored` those of the text, and `prompt_scores` those of the prompt after
+    its first. The last piece has the number of `cached` prompt tokens.
     """
 
     index: int
@@ -46,6 +46,7 @@ class AnswerPiece:
     prompt_scores: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     cached: int = 0
+    scores: tuple[TokenLogprobs, ...] = ()
 
 
 PieceStream: TypeAlias = AsyncGenerator[AnswerPiece, None]
@@ -136,6 +137,7 @@ class Writer:
         )
         self._eager = generation.tells_tokens  # then each token is a piece of its own, if without text
         self._tokens: list[int] = []
+        self._scores: list[TokenLogprobs] = []
         self._scored: list[Scored] = []
         self._prompt_scores: list[TokenLogprobs] = []
         self._given = 0  # characters
@@ -148,6 +150,8 @@ class Writer:
         text = ""
         if token.token is not None:
             self._tokens.append(token.token)
+            if token.logprobs is not None:
+                self._scores.append(token.logprobs)
             if token.finish is not FinishReason.STOP:  # what ends an answer is not part of its text
                 start = self._stream.length
                 text = self._stream.push(token.token)
@@ -169,7 +173,7 @@ class Writer:
             scored = [one for one in scored if one.start < self._given]
         piece = AnswerPiece(
             self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish,
-            self._cached if finish is not None else 0,
+            self._cached if finish is not None else 0, tuple(self._scores),
         )  # fmt: skip
-        self._tokens, self._scored, self._prompt_scores = [], [], []
+        self._tokens, self._scores, self._scored, self._prompt_scores = [], [], [], []
         return piece

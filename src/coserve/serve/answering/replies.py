@@ -105,17 +105,19 @@ async def _whole(pieces: PieceStream, generation: GenerationRequest, shape: Answ
     async with aclosing(pieces):
         async for piece in pieces:
             parts[piece.index].append(piece)
-    answers = [_join(of_one) for of_one in parts]
+    answers = [join(of_one) for of_one in parts]
     usage = _usage(generation, sum(len(one.tokens) for one in answers), [one.cached for one in answers])
     return shape.whole(answers, usage).model_dump_json(exclude_unset=True)
 
 
-def _join(parts: list[AnswerPiece]) -> AnswerPiece:
+def join(parts: Sequence[AnswerPiece]) -> AnswerPiece:
+    """All pieces of one answer as one."""
     return replace(
         parts[-1],
         text="".join(part.text for part in parts),
         tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
         scored=tuple(chain.from_iterable(part.scored for part in parts)),
+        scores=tuple(chain.from_iterable(part.scores for part in parts)),
         prompt_scores=tuple(chain.from_iterable(part.prompt_scores for part in parts)),
     )
 

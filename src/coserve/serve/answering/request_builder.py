@@ -84,20 +84,25 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestBuilder:
-    """Builds the requests of one client for one model."""
+    """Builds the requests of one client for one model, with at most `most_choices` answers to a prompt."""
 
     state: State
     tenant: Tenant
     model: Model
     hello: Hello
     arrived: float
+    most_choices: int
 
     @classmethod
-    async def of(cls, state: State, tenant: Tenant, model: str) -> "RequestBuilder":
-        """Raises ApiError 404 for an unknown model, 503 before the first engine has connected."""
+    async def of(
+        cls, state: State, tenant: Tenant, model: str, most_choices: int | None = None
+    ) -> "RequestBuilder":
+        """`most_choices` None is that of the settings. Raises ApiError 404 for an unknown model, 503 before
+        the first engine has connected."""
         arrived = time.monotonic()
         hello = state.link.hello or await state.link.wait_ready(CONNECTING)
-        return cls(state, tenant, await state.catalog.find(tenant, model), hello, arrived)
+        found = await state.catalog.find(tenant, model)
+        return cls(state, tenant, found, hello, arrived, most_choices or state.settings.max_n)
 
     async def chat(self, body: ChatRequest) -> GenerationRequest:
         """Builds the request of a chat. Raises ApiError for an invalid one."""
@@ -193,7 +198,7 @@ class RequestBuilder:
         sequences = min(settings.max_queue, settings.max_queue_tenant)
         hello = self.hello
         return RequestLimits(
-            hello.positions, hello.cache_tokens, settings.max_n, sequences, hello.offloaded_tokens
+            hello.positions, hello.cache_tokens, self.most_choices, sequences, hello.offloaded_tokens
         )
 
     def _check_length(self, characters: int) -> None:

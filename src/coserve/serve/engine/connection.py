@@ -17,6 +17,7 @@ from coserve.wire.messages import (
     PinAdapter,
     RemoveAdapter,
     Reply,
+    SessionCommand,
 )
 
 
@@ -27,13 +28,13 @@ class EngineConnection:
 
     hello: Hello
     writer: asyncio.StreamWriter
-    loads: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+    loads: dict[str, asyncio.Future[Reply]] = field(default_factory=dict)
     submitters: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    _replies: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    _replies: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
     _outbox: list[msgspec.Raw] = field(default_factory=list)
     _is_open: bool = True
 
-    def post(self, command: Command) -> None:
+    def post(self, command: Command | SessionCommand) -> None:
         """Sends a command; commands of one turn of the event loop are sent as one message. Raises
         RequestError for a command that cannot be encoded."""
         packed = pack_command(command)
@@ -42,11 +43,11 @@ class EngineConnection:
         self._outbox.append(packed)
 
     def ask(
-        self, command: AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob
-    ) -> asyncio.Future[None]:
+        self, command: AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | SessionCommand
+    ) -> asyncio.Future[Reply]:
         """Sends a command with a reply; the future completes with it. It raises the engine's error, or
         ConnectionError where the engine died."""
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.post(command)
         self._replies[command.ref] = waiting
         return waiting
@@ -57,7 +58,7 @@ class EngineConnection:
         if waiting is None or waiting.done():
             return
         if reply.fault is None:
-            waiting.set_result(None)
+            waiting.set_result(reply)
         else:
             waiting.set_exception(error_named(reply.fault.kind, reply.fault.text))
             waiting.exception()  # read here, for nobody may be waiting any more

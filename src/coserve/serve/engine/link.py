@@ -15,6 +15,7 @@ from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.live import AnswerRequest, LiveRequest
 from coserve.serve.engine.news import EngineNews
 from coserve.serve.engine.probation import Probation, WorkItem
+from coserve.serve.engine.session_calls import SessionCalls
 from coserve.serve.engine.verdicts import Verdicts
 from coserve.wire.codec import decode_answer
 from coserve.wire.frames import read_frame
@@ -32,6 +33,7 @@ from coserve.wire.messages import (
     MethodFields,
     PinAdapter,
     RemoveAdapter,
+    Reply,
     Report,
     Token,
 )
@@ -51,7 +53,7 @@ class EngineLink:
 
     `run` does the work as a task; it ends only by cancellation, or with an exception that is a bug. All other
     methods may be called from the same event loop. `patience` is the number of seconds that requests wait for
-    a missing engine. `news` passes on the engine's messages other than answers.
+    a missing engine. `news` passes on the engine's messages other than answers, `train` commands to sessions.
 
     Tokens waiting for a slow reader are bounded by its request's `max_tokens`.
     """
@@ -73,6 +75,7 @@ class EngineLink:
         self._refusal: EngineLost | None = None
         self._told_all = asyncio.Event()  # the engine is drained, or gone
         self._refs = count(1)
+        self.train = SessionCalls(lambda: self._connection, self._refs)
 
     # For routes
 
@@ -143,7 +146,8 @@ class EngineLink:
             with suppress(ConnectionError):
                 connection = self._current()
                 await self._load(connection, key, path)
-                return await connection.ask(PinAdapter(next(self._refs), key, pinned))
+                await connection.ask(PinAdapter(next(self._refs), key, pinned))
+                return
 
     async def check(self, asked: MethodFields | JobSpec) -> None:
         """Has the engine check the settings of an adapter method, or whether a job could ever run: its sites
@@ -163,8 +167,10 @@ class EngineLink:
                         connection, ref = self._current(), next(self._refs)
                         self.probation.enter(item)
                         if isinstance(asked, JobSpec):
-                            return await connection.ask(CheckJob(ref, asked))
-                        return await connection.ask(CheckMethod(ref, asked))
+                            await connection.ask(CheckJob(ref, asked))
+                        else:
+                            await connection.ask(CheckMethod(ref, asked))
+                        return
         except TimeoutError:
             raise EngineLost(
                 f"the engine did not get to the end of checking this within {self.patience:g} s; nothing "
@@ -362,7 +368,7 @@ class EngineLink:
             connection.loads.pop(key, None)  # the folder may be repaired before the next attempt
             raise
 
-    def _replied(self, item: WorkItem, reply: "asyncio.Future[None]") -> None:
+    def _replied(self, item: WorkItem, reply: "asyncio.Future[Reply]") -> None:
         if not isinstance(reply.exception(), ConnectionError):
             self.probation.left(item)
 

@@ -19,7 +19,8 @@ from coserve.serve.store import keys
 from coserve.serve.store.records import Tenant
 from coserve.serve.store.tenants import LOCAL
 
-_API = "/v1/"  # every path below it needs a tenant
+_API = ("/v1/", "/api/v1/")  # every path below these needs a tenant
+_OPEN = "/api/v1/healthz"  # but this one
 _INSIDE = ("/metrics", "/docs", "/openapi.json")  # these too: they tell of all tenants, or of what is here
 _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys create` prints it once.")
 
@@ -64,7 +65,7 @@ class Authentication:
 
     async def _together(self, request: HTTPConnection) -> Tenant:
         """As `tenant_of`; concurrent requests with the same key share a lookup."""
-        who = (request.headers.get("authorization"), request.client and request.client.host)
+        who = (secret_of(request), request.client and request.client.host)
         task = self._looked_up.get(who)
         if task is None:
             task = self._looked_up[who] = asyncio.create_task(tenant_of(request, self.state))
@@ -73,13 +74,15 @@ class Authentication:
 
 
 def secret_of(request: HTTPConnection) -> str | None:
-    """The key in a request's headers, unchecked."""
+    """The key in a request's headers, unchecked: a bearer's, or a `tinker` client's."""
     scheme, given = get_authorization_scheme_param(request.headers.get("authorization"))
-    return given if scheme.lower() == "bearer" and given else None
+    if scheme.lower() != "bearer":
+        given = request.headers.get("x-api-key", "")
+    return keys.plain(given) or None
 
 
 def _needs_tenant(path: str) -> bool:
-    return path.startswith(_API) or path.rstrip("/") in _INSIDE
+    return (path.startswith(_API) and path != _OPEN) or path.rstrip("/") in _INSIDE
 
 
 async def tenant_of(request: HTTPConnection, state: State) -> Tenant:

@@ -30,8 +30,9 @@ class RequestRate:
         self.app, self._rates, self._most = app, rates, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counts = scope["type"] == "http" and scope["path"].startswith("/v1/")
-        if counts and (wait := self._rates.take(scope["state"]["tenant"].id)):
+        counts = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/api/v1/"))
+        tenant = scope.get("state", {}).get("tenant") if counts else None
+        if tenant is not None and (wait := self._rates.take(tenant.id)):
             refusal = too_often(f"You send more than {self._most} requests in a minute", wait)
             await refusal.response()(scope, receive, send)
             return

@@ -11,6 +11,7 @@ import secrets
 from typing import Final
 
 MARK: Final = "sk-coserve-"
+TINKER_MARK: Final = "tml-"
 _BYTES: Final = 32
 _SHAPE: Final = re.compile(re.escape(MARK) + "[A-Za-z0-9_-]{43}")  # 32 bytes in base 64
 _SHOWN: Final = 6  # characters after the mark: 36 bits that tell keys apart in a list
@@ -19,6 +20,12 @@ _SHOWN: Final = 6  # characters after the mark: 36 bits that tell keys apart in 
 def draw() -> str:
     """A new secret."""
     return MARK + secrets.token_urlsafe(_BYTES)
+
+
+def plain(secret: str) -> str:
+    """A key without the mark that `tinker` clients want at its beginning: `tml-KEY` is the same key as
+    `KEY`."""
+    return secret.removeprefix(TINKER_MARK)
 
 
 def is_shaped(secret: str | None) -> bool:

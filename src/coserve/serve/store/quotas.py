@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.records import Adapter, File, JobRecord
+from coserve.serve.store.records import Adapter, File, JobRecord, TinkerCheckpoint
 
 _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."
 
@@ -34,8 +34,10 @@ class Quotas:
         owned = select(func.count(), func.coalesce(func.sum(File.bytes), 0)).where(File.tenant == tenant)
         _, stored = session.execute(owned).one()
         has, _ = session.execute(owned.where(File.purpose == "fine-tune")).one()
+        saved = select(func.coalesce(func.sum(TinkerCheckpoint.bytes), 0))
+        checkpoint_bytes = session.scalars(saved.where(TinkerCheckpoint.tenant == tenant)).one()
         has += len(uploaded)
-        stored += sum(uploaded)
+        stored += sum(uploaded) + checkpoint_bytes
         if has + number > self.files:
             raise QuotaExceeded(
                 f"You have {has} files and uploaded adapters, with those under way {has + number}, and may "
@@ -43,7 +45,7 @@ class Quotas:
             )
         if stored + size > self.bytes:
             raise QuotaExceeded(
-                f"Your files and uploaded adapters have {stored} bytes, with what is under way "
+                f"Your files, uploaded adapters and checkpoints have {stored} bytes, with what is under way "
                 f"{stored + size}, and may have {self.bytes}: {_HOW}"
             )
 

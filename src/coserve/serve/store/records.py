@@ -235,6 +235,88 @@ class SuspectRecord(TableRow):
     progress: Mapped[int]
 
 
+class TinkerSession(Record):
+    """A session of a `tinker` client. `finished` is the reason that its client gave at the end, with a
+    detail."""
+
+    __tablename__ = "tinker_sessions"
+    __table_args__ = (Index("tinker_sessions_of_tenant", "tenant", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    created: Mapped[int]
+    display_name: Mapped[str | None] = mapped_column(default=None)
+    user_metadata: Mapped[JsonObject | None] = mapped_column(default=None)
+    project: Mapped[str | None] = mapped_column(default=None)
+    finished: Mapped[JsonObject | None] = mapped_column(default=None)
+
+
+class TinkerSampler(Record):
+    """A sampling session: what one sampling client samples from. `model` is a name as in `Catalog.find`: the
+    base, an adapter or a checkpoint's path."""
+
+    __tablename__ = "tinker_samplers"
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    session: Mapped[str] = mapped_column(ForeignKey("tinker_sessions.id"), index=True)
+    model: Mapped[str]
+    created: Mapped[int]
+
+
+class TinkerRun(Record):
+    """A training run: one LoRA adapter that a client trains. `lora` are its rank, its seed and the modules it
+    is on, `used` the time of the last request."""
+
+    __tablename__ = "tinker_runs"
+    __table_args__ = (Index("tinker_runs_of_tenant", "tenant", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    session: Mapped[str] = mapped_column(ForeignKey("tinker_sessions.id"), index=True)
+    base: Mapped[str]
+    lora: Mapped[JsonObject]
+    created: Mapped[int]
+    used: Mapped[int]
+    user_metadata: Mapped[JsonObject | None] = mapped_column(default=None)
+
+
+class TinkerCheckpoint(Record):
+    """Saved weights of a run, in a folder of their own, as `Adapter.path`; immutable. `id` is their key in
+    engines.
+
+    `kind` is the second part of `tinker://RUN/KIND/NAME`: weights (with the optimizer's state),
+    sampler_weights or external_weights. A `temporary` one is deleted with its session. `expires` is None for
+    never.
+    """
+
+    __tablename__ = "tinker_checkpoints"
+    __table_args__ = (
+        UniqueConstraint("run", "kind", "name", name="one_tinker_checkpoint_a_name"),
+        Index("tinker_checkpoints_of_tenant", "tenant", "number"),
+    )
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    run: Mapped[str] = mapped_column(ForeignKey("tinker_runs.id"))
+    kind: Mapped[str]
+    name: Mapped[str]
+    path: Mapped[Path]
+    base: Mapped[str]
+    lora: Mapped[JsonObject]
+    bytes: Mapped[int]
+    created: Mapped[int]
+    public: Mapped[bool] = mapped_column(default=False, server_default=false())
+    temporary: Mapped[bool] = mapped_column(default=False, server_default=false())
+    expires: Mapped[int | None] = mapped_column(default=None)
+    user_metadata: Mapped[JsonObject | None] = mapped_column(default=None)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Its name within the run, as `sampler_weights/step-3`."""
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def tinker_path(self) -> str:
+        return f"tinker://{self.run}/{self.checkpoint_id}"
+
+
 class NewsMark(TableRow):
     """The `number` of the newest stored event of an engine generation (one start of its process)."""
 

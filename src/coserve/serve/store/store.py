@@ -4,6 +4,7 @@
     files/          uploads and results
     jobs/           each job's checkpoints
     adapters/       finished and imported adapters
+    tinker/         checkpoints of `tinker` clients
 
 A row's files are on disk before the row is added, and deleted after it. One process writes; others (the
 command line) may read, and add keys.
@@ -25,6 +26,7 @@ from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter, CheckpointRecord, File
 from coserve.serve.store.tenants import TenantStore
+from coserve.serve.store.tinker import TinkerCheckpointStore, TinkerSessionStore
 
 
 class Store:
@@ -41,7 +43,7 @@ class Store:
     ) -> None:
         self.folder = folder.resolve()
         try:
-            for part in ("", "files", "jobs", "adapters"):
+            for part in ("", "files", "jobs", "adapters", "tinker"):
                 make_private(self.folder / part)
         except OSError as error:
             raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
@@ -52,6 +54,8 @@ class Store:
         self.jobs = JobStore(self._database, clock, quotas)
         self.job_events = JobEventStore(self._database, clock, self.path_of)
         self.adapters = AdapterStore(self._database, self.folder, quotas)
+        self.tinker_sessions = TinkerSessionStore(self._database)
+        self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas)
         self.quarantine = QuarantineStore(self._database, clock, self.adapters)
 
     def file_path(self, file: File) -> Path:
@@ -65,6 +69,10 @@ class Store:
     def adapter_folder(self, adapter: str) -> Path:
         """Folder of a finished or imported adapter."""
         return self.folder / "adapters" / adapter
+
+    def tinker_folder(self, checkpoint: str) -> Path:
+        """Folder of a `tinker` client's checkpoint."""
+        return self.folder / "tinker" / checkpoint
 
     def folder_of(self, row: Adapter | CheckpointRecord) -> Path:
         """Folder of a row's path."""

@@ -1,0 +1,424 @@
+"""Training sessions that clients drive: their operations, one at a time, and the events that end them."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bank import AdapterBank, check_name
+from coserve.adapters.bypass import exact_type
+from coserve.adapters.files import read_adapter, write_adapter
+from coserve.adapters.paging.stored import KnownVersion
+from coserve.core.contained import contained
+from coserve.core.events import JobFailed, PassDone, StepDone
+from coserve.core.plan import AdamW, OptimStep
+from coserve.core.training import AdamParams, Datum
+from coserve.engine.admission import Admission
+from coserve.engine.training_client import (
+    CallOperation,
+    Operation,
+    PassOperation,
+    StepOperation,
+    TrainingClient,
+)
+from coserve.errors import AdapterMismatch, CoserveError, JobError, OutOfMemory, RequestError
+from coserve.executors.executor import (
+    CloseSession,
+    Executor,
+    FetchAdapter,
+    FreshAdapter,
+    OpenSession,
+    RestartStep,
+    SaveState,
+)
+from coserve.model.base import Base
+from coserve.schedule.scheduler import Scheduler
+from coserve.train.checkpoint import read_checkpoint, write_checkpoint
+from coserve.train.client_pass import ClientPass, DataLimits
+from coserve.train.config import TrainingConfig
+from coserve.train.fitting import JobSize, rank_of
+from coserve.train.fresh import sketch_adapter
+from coserve.train.packing import Packing
+from coserve.train.save_policy import SavePolicy
+from coserve.train.session import SessionConfig
+from coserve.train.state import Identity, TrainingState
+
+T = TypeVar("T")
+Then = Callable[[T | CoserveError], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """A session on the host. `shapes` are those of the adapter's parameters. `passes` counts passes since it
+    opened; `accumulated` of them have added gradients since the last optimizer step."""
+
+    client: TrainingClient
+    methods: tuple[object, ...]
+    config: TrainingConfig
+    start: AdapterVersion | None
+    packing: Packing
+    limits: DataLimits
+    shapes: Mapping[str, tuple[int, ...]]
+    is_open: bool = False
+    passes: int = 0
+    accumulated: int = 0
+    waiting: deque[Operation[Any]] = field(default_factory=deque)
+    current: Operation[Any] | None = None
+
+    @property
+    def job(self) -> str:
+        return self.client.job
+
+    @property
+    def device_config(self) -> SessionConfig:
+        """Settings of the session on the device."""
+        return SessionConfig(self.config.keep, self.packing.buckets.pad_rows(self.config.rows))
+
+
+def _at_once(what: str, work: Callable[[], T], then: Then[T]) -> None:
+    """Runs `work` now, and `then` with its outcome."""
+    try:
+        outcome: T | CoserveError = work()
+    except BaseException as error:
+        outcome = contained(error, what, JobError)
+    then(outcome)
+
+
+class Sessions:
+    """All sessions of one engine; a `SessionHost`. `aside(what, work, then)` runs work on files, and `then`
+    between two steps: at once, or on a thread of a server."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        base: Base,
+        bank: AdapterBank,
+        scheduler: Scheduler,
+        admission: Admission,
+        drive: Callable[[], bool],
+        lock: AbstractContextManager[bool],
+    ) -> None:
+        self.clients: dict[str, TrainingClient] = {}  # of sessions that have not ended, by name
+        self.opened = 0  # sessions that ever were
+        self.aside: Callable[[str, Callable[[], Any], Then[Any]], None] = _at_once
+        self._executor, self._base, self._bank = executor, base, bank
+        self._scheduler, self._admission = scheduler, admission
+        self._drive, self._lock = drive, lock
+        self._sessions: dict[str, _Session] = {}
+
+    def open(
+        self,
+        job: str,
+        adapter: str,
+        methods: tuple[object, ...],
+        config: TrainingConfig,
+        start: AdapterVersion | None = None,
+    ) -> TrainingClient:
+        """Opens a session, or queues it until its bytes are free. Of `config` the rows, the save policy, the
+        weight and the seed count. Raises AdapterError, and OutOfMemory where it would not fit even alone. The
+        caller holds the lock."""
+        check_name(adapter)
+        first = start or sketch_adapter(self._base, adapter, methods, config.seed)
+        virtual = first.virtual
+        rank = None if start is not None else rank_of(self._base, adapter, methods, config.seed)
+        size = JobSize(first, (), config, rank, is_session=True)
+        self._admission.check(job, size)
+        client = TrainingClient(job, adapter, self)
+        session = _Session(
+            client,
+            methods,
+            config,
+            start,
+            Packing(job, self._base.depth, self._base.row_buckets, virtual.given_count, virtual.prompt_count),
+            DataLimits(
+                self._base.vocabulary,
+                self._base.max_positions,
+                virtual.count,
+                config.rows - virtual.prompt_count,
+            ),
+            {name: tuple(tensor.shape) for name, tensor in first.parameters().items()},
+        )
+        self.opened += 1
+        self.clients[job], self._sessions[job] = client, session
+        if self._admission.enter(client, size, partial(self._start, session)):
+            self._start(session)
+            if client.opened.error is not None:
+                raise client.opened.error
+        return client
+
+    # Operations of clients
+
+    def drive(self) -> bool:
+        """See `SessionHost`."""
+        return self._drive()
+
+    def forward(
+        self, job: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], backward: bool
+    ) -> PassOperation:
+        """See `SessionHost`."""
+        with self._lock:
+            session = self._of(job)
+            work = ClientPass(data, loss, config, backward, session.limits)
+            return self._submit(session, PassOperation(session.client, work, backward))
+
+    def optim_step(self, job: str, params: AdamParams) -> StepOperation:
+        """See `SessionHost`."""
+        with self._lock:
+            params.check()
+            session = self._of(job)
+            return self._submit(session, StepOperation(session.client, params))
+
+    def save(self, job: str, folder: Path, state: bool) -> CallOperation[Path]:
+        """See `SessionHost`."""
+        with self._lock:
+            session = self._of(job)
+            begin = partial(self._save_state if state else self._save_weights, session, folder)
+            return self._submit(session, CallOperation(session.client, begin))
+
+    def load(self, job: str, folder: Path, optimizer: bool) -> CallOperation[str]:
+        """See `SessionHost`."""
+        with self._lock:
+            session = self._of(job)
+            begin = partial(self._load, session, folder, optimizer)
+            return self._submit(session, CallOperation(session.client, begin, exclusive=True))
+
+    def close(self, job: str) -> None:
+        """See `SessionHost`."""
+        with self._lock:
+            if (session := self._sessions.get(job)) is not None:
+                self._end(session, JobError(f"session {job} was closed"))
+
+    # Events
+
+    def deliver(self, event: PassDone | StepDone | JobFailed) -> None:
+        """Handles a step's event for a session; the caller holds the lock."""
+        if (session := self._sessions.get(event.job)) is None:
+            return
+        try:
+            match event:
+                case PassDone():
+                    self._passed(session, event)
+                case StepDone():
+                    self._stepped(session, event)
+                case JobFailed():
+                    self._failed(session, event.error)
+        except BaseException as error:
+            self._end(session, contained(error, f"session {event.job}", JobError))
+
+    # Inside
+
+    def _of(self, job: str) -> _Session:
+        if (session := self._sessions.get(job)) is None:
+            raise JobError(f"session {job} has ended")
+        return session
+
+    def _start(self, session: _Session) -> None:
+        """Opens a session whose bytes are reserved; ends it where that raises."""
+        try:
+            start = session.start
+            fresh = None if start is not None else FreshAdapter.of(session.methods, session.config.seed)
+            self._open(session, start, fresh, None)
+        except BaseException as error:
+            self._end(session, contained(error, f"session {session.job}", JobError))
+            return
+        session.start = None  # the device has it
+        session.client.reason = ""
+        session.client.opened.succeed(session.client.version)
+        self._advance(session)
+
+    def _open(
+        self,
+        session: _Session,
+        start: AdapterVersion | None,
+        fresh: FreshAdapter | None,
+        resume: TrainingState | None,
+    ) -> None:
+        """Opens the session on the device, with the next version of its adapter."""
+        client = session.client
+        version = self._bank.next_version(client.adapter)
+        identity = Identity("", session.config.seed, 0, 0)  # a session has no order of examples
+        outline = self._executor.call(
+            OpenSession(
+                session.job, client.adapter, version, session.device_config, start, fresh, identity, resume
+            )
+        )
+        self._bank.publish(KnownVersion(client.adapter, version, outline))
+        client.version = f"{client.adapter}@{version}"
+        session.is_open, session.accumulated = True, 0
+
+    def _submit(self, session: _Session, operation: "_O") -> "_O":
+        session.waiting.append(operation)
+        self._advance(session)
+        return operation
+
+    def _advance(self, session: _Session) -> None:
+        """Begins operations until one takes steps of the engine."""
+        while session.is_open and session.current is None and session.waiting:
+            operation = session.current = session.waiting.popleft()
+            try:
+                self._begin(session, operation)
+            except BaseException as error:
+                operation.fail(contained(error, f"session {session.job}", JobError))
+            is_exclusive = not isinstance(operation, CallOperation) or operation.exclusive
+            if session.current is operation and (operation.is_done or not is_exclusive):
+                session.current = None
+
+    def _begin(self, session: _Session, operation: Operation[Any]) -> None:
+        match operation:
+            case PassOperation():
+                session.passes += 1
+                self._run(session, operation, session.config.rows)
+            case StepOperation():
+                if not session.accumulated:
+                    raise RequestError(
+                        "an optimizer step needs gradients: there was no forward_backward since the last one"
+                    )
+                params = operation.params
+                optimizer = AdamW((params.beta1, params.beta2), params.eps, params.weight_decay)
+                step = OptimStep(session.job, params.learning_rate, params.grad_clip_norm, optimizer)
+                self._scheduler.training.add(session.job, (), session.config.weight, step)
+            case CallOperation():
+                operation.begin(operation)
+
+    def _run(self, session: _Session, operation: PassOperation, rows: int) -> None:
+        """Gives the scheduler the micro-batches of a pass."""
+        keys = iter(self._scheduler.new_key, None)
+        batches = operation.work.micro_batches(
+            session.packing, session.client.version, rows, keys, session.passes, session.config.seed
+        )
+        self._scheduler.training.add(session.job, batches, session.config.weight, is_pass=True)
+
+    def _passed(self, session: _Session, event: PassDone) -> None:
+        operation = session.current
+        assert isinstance(operation, PassOperation), "a pass is under way"
+        session.accumulated += operation.accumulates
+        session.current = None
+        operation.succeed(operation.work.output(session.packing, event.outputs))
+        self._advance(session)
+
+    def _stepped(self, session: _Session, event: StepDone) -> None:
+        operation = session.current
+        assert isinstance(operation, StepOperation), "an optimizer step is under way"
+        session.client.version, session.accumulated, session.current = event.updated.version, 0, None
+        operation.succeed(event.updated)
+        self._advance(session)
+
+    def _failed(self, session: _Session, error: CoserveError) -> None:
+        """Ends the operation under way. Gradients of earlier passes stay where a pass failed; those that an
+        optimizer step could not use are dropped. A pass that ran out of memory runs again, once, with half
+        the rows."""
+        operation = session.current
+        is_pass = isinstance(operation, PassOperation)
+        if is_pass and isinstance(error, OutOfMemory):
+            session.config = replace(session.config, keep=SavePolicy.INPUTS)
+        number = session.passes if is_pass else None
+        self._executor.call(RestartStep(session.job, session.device_config, number))
+        is_short = isinstance(error, OutOfMemory) and session.config.rows > 1
+        if isinstance(operation, PassOperation) and is_short and not operation.is_repeated:
+            operation.is_repeated = True
+            self._run(session, operation, session.config.rows // 2)
+            return
+        if not is_pass:
+            session.accumulated = 0
+        session.current = None
+        if operation is not None:
+            operation.fail(error)
+        self._advance(session)
+
+    def _save_weights(self, session: _Session, folder: Path, operation: Operation[Path]) -> None:
+        version, config = self._executor.call(FetchAdapter(session.client.version)), self._base.model.config
+
+        def write() -> Path:
+            write_adapter(version, folder, str(config.name_or_path), config.model_type)
+            return folder
+
+        self.aside("writing the weights", write, partial(_settle, operation))
+
+    def _save_state(self, session: _Session, folder: Path, operation: Operation[Path]) -> None:
+        state, name = self._executor.call(SaveState(session.job)), str(self._base.model.config.name_or_path)
+
+        def write() -> Path:
+            return write_checkpoint(folder, state, name).path
+
+        self.aside("writing the state", write, partial(_settle, operation))
+
+    def _load(self, session: _Session, folder: Path, optimizer: bool, operation: Operation[str]) -> None:
+        name, exact = session.client.adapter, exact_type(self._base.dtype)
+
+        def read() -> TrainingState | AdapterVersion:
+            if optimizer:
+                return read_checkpoint(folder, name, self._base, exact)
+            return read_adapter(folder, name, self._base, exact, self._base.device)
+
+        self.aside("reading the state", read, partial(self._loaded, session, operation))
+
+    def _loaded(
+        self,
+        session: _Session,
+        operation: Operation[str],
+        outcome: TrainingState | AdapterVersion | CoserveError,
+    ) -> None:
+        if session.current is not operation:  # the session has ended
+            return
+        try:
+            if isinstance(outcome, CoserveError):
+                raise outcome
+            resume = outcome if isinstance(outcome, TrainingState) else None
+            start = outcome if isinstance(outcome, AdapterVersion) else None
+            first = outcome if isinstance(outcome, AdapterVersion) else outcome.adapter
+            shapes = {name: tuple(tensor.shape) for name, tensor in first.parameters().items()}
+            if shapes != session.shapes:
+                raise AdapterMismatch("the state is of an adapter of another shape than the session's")
+        except CoserveError as error:
+            operation.fail(error)
+        else:
+            self._reopen(session, operation, start, resume)
+        if session.current is operation:
+            session.current = None
+            self._advance(session)
+
+    def _reopen(
+        self,
+        session: _Session,
+        operation: Operation[str],
+        start: AdapterVersion | None,
+        resume: TrainingState | None,
+    ) -> None:
+        """Puts other weights into the session; ends it where that raises."""
+        self._executor.call(CloseSession(session.job))
+        session.is_open = False
+        try:
+            self._open(session, start, None, resume)
+        except BaseException as error:
+            self._end(session, contained(error, f"session {session.job}", JobError))
+        else:
+            operation.succeed(session.client.version)
+
+    def _end(self, session: _Session, error: CoserveError) -> None:
+        """Frees all that a session has, and fails its operations with `error`."""
+        job = session.job
+        self._executor.call(CloseSession(job))
+        del self._sessions[job], self.clients[job]
+        session.is_open = False
+        self._scheduler.training.remove(job)
+        self._admission.leave(job)
+        current, session.current = session.current, None
+        for operation in (session.client.opened, current, *session.waiting):
+            if operation is not None:
+                operation.fail(error)
+        session.waiting.clear()
+
+
+_O = TypeVar("_O", bound=Operation[Any])
+
+
+def _settle(operation: Operation[T], outcome: T | CoserveError) -> None:
+    """Ends an operation with the outcome of its work."""
+    if isinstance(outcome, CoserveError):
+        operation.fail(outcome)
+    else:
+        operation.succeed(outcome)

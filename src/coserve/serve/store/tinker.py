@@ -1,0 +1,214 @@
+"""Rows of `tinker` clients: sessions with their samplers and runs, and checkpoints."""
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import ColumnElement, func, or_, select, update
+from sqlalchemy.orm import Session
+
+from coserve.serve.store.database import Database
+from coserve.serve.store.quotas import Quotas
+from coserve.serve.store.records import (
+    Adapter,
+    Record,
+    TinkerCheckpoint,
+    TinkerRun,
+    TinkerSampler,
+    TinkerSession,
+)
+
+R = TypeVar("R", bound=Record)
+SCHEME: Final = "tinker://"
+KINDS: Final = ("weights", "sampler_weights", "external_weights")
+
+
+def parse_path(path: str) -> tuple[str, str, str] | None:
+    """The run, kind and name of `tinker://RUN/KIND/NAME`; None for anything else."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
+        return None
+    return parts[0], parts[1], parts[2]
+
+
+class TinkerSessionStore:
+    """Sessions of a tenant, their samplers and training runs."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, row: TinkerSession | TinkerSampler | TinkerRun) -> bool:
+        """Adds a row; False if there is one with this id."""
+
+        def write(session: Session) -> bool:
+            kind = type(row)
+            if session.scalar(select(kind.id).where(kind.id == row.id)) is not None:
+                return False
+            session.add(row)
+            return True
+
+        return await self._database.write(write)
+
+    async def get(self, kind: type[R], tenant: str, id: str) -> R | None:
+        """The tenant's row of a kind with this id."""
+        found = select(kind).where(*_of(kind, tenant), kind.id == id)
+        return await self._database.read(lambda session: session.scalar(found))
+
+    async def page(
+        self, kind: type[R], tenant: str, offset: int, limit: int, *wanted: ColumnElement[bool]
+    ) -> tuple[Sequence[R], int]:
+        """The tenant's rows that meet all conditions, the newest first, and their number in all."""
+        conditions = (*_of(kind, tenant), *wanted)
+        rows = select(kind).where(*conditions).order_by(kind.number.desc()).offset(offset).limit(limit)
+        count = select(func.count()).select_from(kind).where(*conditions)
+        return await self._database.read(
+            lambda session: (tuple(session.scalars(rows)), session.scalars(count).one())
+        )
+
+    async def change(self, kind: type[R], id: str, **values: Any) -> None:
+        """Changes columns of the row with this id."""
+        changed = update(kind).where(kind.id == id).values(**values)
+        await self._database.write(lambda session: session.execute(changed))
+
+    async def finish(self, tenant: str, id: str, reason: Mapping[str, Any]) -> bool:
+        """Notes why a session ended, unless that is known; False if the tenant has no such session."""
+
+        def write(session: Session) -> bool:
+            found = session.scalar(
+                select(TinkerSession).where(TinkerSession.tenant == tenant, TinkerSession.id == id)
+            )
+            if found is not None and found.finished is None:
+                found.finished = dict(reason)
+            return found is not None
+
+        return await self._database.write(write)
+
+
+class TinkerCheckpointStore:
+    """Checkpoints: the tenant's own, and those that others have published."""
+
+    def __init__(self, database: Database, folder: Path, quotas: Quotas) -> None:
+        self._database, self._folder, self._quotas = database, folder, quotas
+
+    async def find(self, tenant: str, path: str, now: float, own: bool = False) -> TinkerCheckpoint | None:
+        """The checkpoint at a `tinker://` path that the tenant may read, or with `own` change."""
+        named = parse_path(path)
+        if named is None:
+            return None
+        run, kind, name = named
+        readable = TinkerCheckpoint.tenant == tenant
+        found = select(TinkerCheckpoint).where(
+            TinkerCheckpoint.run == run,
+            TinkerCheckpoint.kind == kind,
+            TinkerCheckpoint.name == name,
+            readable if own else or_(readable, TinkerCheckpoint.public),
+            _lasting(now),
+        )
+        return await self._database.read(lambda session: session.scalar(found))
+
+    async def page(
+        self, tenant: str, now: float, run: str | None = None, offset: int = 0, limit: int | None = None
+    ) -> tuple[Sequence[TinkerCheckpoint], int]:
+        """The tenant's lasting checkpoints (of one run), the newest first, and their number in all."""
+        wanted = [TinkerCheckpoint.tenant == tenant, ~TinkerCheckpoint.temporary, _lasting(now)]
+        if run is not None:
+            wanted.append(TinkerCheckpoint.run == run)
+        rows = select(TinkerCheckpoint).where(*wanted).order_by(TinkerCheckpoint.number.desc())
+        count = select(func.count()).select_from(TinkerCheckpoint).where(*wanted)
+        return await self._database.read(
+            lambda session: (
+                tuple(session.scalars(rows.offset(offset).limit(limit))),
+                session.scalars(count).one(),
+            )
+        )
+
+    async def check_room(self, tenant: str) -> None:
+        """Raises QuotaExceeded where the tenant may store nothing more."""
+        await self._database.read(
+            lambda session: self._quotas.check_storage(session, self._folder, tenant, 1)
+        )
+
+    async def add(self, row: TinkerCheckpoint, replace: bool = False) -> TinkerCheckpoint | None:
+        """Adds a checkpoint whose folder is on disk, and returns the one that it replaces.
+
+        Raises FileExistsError for a path in use unless `replace`, and QuotaExceeded.
+        """
+
+        def write(session: Session) -> TinkerCheckpoint | None:
+            self._quotas.check_storage(session, self._folder, row.tenant, row.bytes)
+            same = select(TinkerCheckpoint).where(
+                TinkerCheckpoint.run == row.run,
+                TinkerCheckpoint.kind == row.kind,
+                TinkerCheckpoint.name == row.name,
+            )
+            before = session.scalar(same)
+            if before is not None:
+                if not replace:
+                    raise FileExistsError(row.tinker_path)
+                session.delete(before)
+                session.flush()
+            session.add(row)
+            return before
+
+        return await self._database.write(write)
+
+    async def change(self, id: str, **values: Any) -> None:
+        """Changes whether a checkpoint is public or when it expires."""
+        changed = update(TinkerCheckpoint).where(TinkerCheckpoint.id == id).values(**values)
+        await self._database.write(lambda session: session.execute(changed))
+
+    async def remove(self, id: str) -> None:
+        """Removes a row, and then its folder."""
+
+        def write(session: Session) -> Path | None:
+            found = session.scalar(select(TinkerCheckpoint).where(TinkerCheckpoint.id == id))
+            if found is None:
+                return None
+            session.delete(found)
+            return found.path
+
+        path = await self._database.write(write)
+        if path is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder / path, ignore_errors=True)
+
+    async def outdated(self, now: float) -> Sequence[TinkerCheckpoint]:
+        """Checkpoints of all tenants that have expired."""
+        found = select(TinkerCheckpoint).where(TinkerCheckpoint.expires <= now)
+        return await self._database.read(lambda session: tuple(session.scalars(found)))
+
+    async def temporary(self, session_id: str | None = None) -> Sequence[TinkerCheckpoint]:
+        """Temporary checkpoints, of one session or of all, the oldest first."""
+        found = select(TinkerCheckpoint).where(TinkerCheckpoint.temporary).order_by(TinkerCheckpoint.number)
+        if session_id is not None:
+            found = found.join(TinkerRun, TinkerCheckpoint.run == TinkerRun.id).where(
+                TinkerRun.session == session_id
+            )
+        return await self._database.read(lambda session: tuple(session.scalars(found)))
+
+    async def sweep(self, folder: Path) -> None:
+        """Removes temporary checkpoints and folders without a row, left by a killed server."""
+        for row in await self.temporary():
+            await self.remove(row.id)
+        paths = select(TinkerCheckpoint.path)
+        known = await self._database.read(
+            lambda session: {self._folder / path for path in session.scalars(paths)}
+        )
+        for entry in folder.iterdir():
+            if entry not in known:
+                await asyncio.to_thread(shutil.rmtree, entry, ignore_errors=True)
+
+
+def as_adapter(row: TinkerCheckpoint) -> Adapter:
+    """A checkpoint as an adapter that requests can name, outside of any session."""
+    return Adapter(row.id, row.tinker_path, row.path, row.base, row.created, row.tenant)
+
+
+def _of(kind: type[R], tenant: str) -> tuple[ColumnElement[bool], ...]:
+    owner: ColumnElement[str] = kind.__table__.c.tenant
+    return (owner == tenant,)
+
+
+def _lasting(now: float) -> ColumnElement[bool]:
+    return or_(TinkerCheckpoint.expires.is_(None), TinkerCheckpoint.expires > now)

@@ -1,0 +1,87 @@
+"""Submitting samples, and coming back for results."""
+
+import json
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from coserve.serve.errors import ApiError, not_found
+from coserve.serve.http.auth import Caller
+from coserve.serve.http.json_bodies import JsonRoute
+from coserve.serve.http.streams import ClientGone, unless_gone
+from coserve.serve.store.records import Tenant
+from coserve.serve.tinker.dialect import Dialect, Tinker
+from coserve.serve.tinker.futures import Failure, Payload, TinkerFuture
+from coserve.serve.tinker.sampling import submit_sample
+from coserve.serve.tinker.schema import CancelFutureRequest, RetrieveFutureRequest, SampleRequest
+
+router = APIRouter(prefix="/api/v1", route_class=JsonRoute, include_in_schema=False)
+
+POLL_SECONDS: Final = 20.0  # that a request waits for a result; the client gives up after 45
+_INLINE: Final = 2**20  # bytes of a result that are sent without announcing their number, to who wants that
+_PROTOBUF: Final = "application/x-protobuf"
+
+
+@router.post("/asample")
+async def asample(body: SampleRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
+    """Submits a sample; the reply names its future, and each of its sequences."""
+    future = await submit_sample(tinker.sessions, caller, body)
+    names = [f"{future.id}:{index}" for index in range(body.num_samples)]
+    return {"request_id": future.id, "sample_sequence_ids": names}
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(
+    body: RetrieveFutureRequest, request: Request, caller: Caller, tinker: Tinker
+) -> Response:
+    """A future's result, as protobuf where the client takes that. Waits for it for a while; 408 then says why
+    it is not there yet, and the client asks again."""
+    future = await _future(tinker, caller, body.request_id)
+    try:
+        outcome = await unless_gone(request.receive, tinker.sessions.futures.wait(future, POLL_SECONDS))
+    except ClientGone:
+        return Response(status_code=499)
+    if outcome is None:
+        waiting = future.why()
+        told = {"type": "try_again", "request_id": future.id, "queue_state": waiting.state}
+        return JSONResponse({**told, "queue_state_reason": waiting.reason}, 408)
+    if isinstance(outcome, Failure):
+        return JSONResponse({"error": outcome.message, "category": outcome.category})
+    return _sent(outcome, body.allow_metadata_only, _PROTOBUF in request.headers.get("accept", ""))
+
+
+@router.post("/cancel_future")
+async def cancel_future(body: CancelFutureRequest, caller: Caller, tinker: Tinker) -> Response:
+    """Ends a sample that its client does not wait for any more."""
+    future = await _future(tinker, caller, body.request_id)
+    if future.kind != "Sample":
+        raise ApiError(400, f"{future.id} is no sample: only samples can be cancelled.", param="request_id")
+    tinker.sessions.futures.cancel(future, "The request was cancelled.")
+    return Response(status_code=204)
+
+
+async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
+    """The caller's future. Raises ApiError 410 for one that its own session had, and 404 for any other."""
+    future = tinker.sessions.futures.find(caller.id, id)
+    if future is not None:
+        return future
+    session = id.partition(":")[0]
+    try:
+        await tinker.sessions.session(caller, session)
+    except ApiError:
+        raise not_found(f"There is no request '{id}', or it is not yours.", param="request_id") from None
+    raise ApiError(
+        410, f"The result of '{id}' is not kept any more; send the request again.", code="result_dropped"
+    )
+
+
+def _sent(payload: Payload, may_announce: bool, takes_proto: bool) -> Response:
+    if may_announce and len(payload.body) > _INLINE:
+        size = len(payload.body)
+        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+    if payload.as_json is None:
+        return Response(payload.body, media_type="application/json")
+    if takes_proto:
+        return Response(payload.body, media_type=_PROTOBUF)
+    return Response(json.dumps(payload.as_json(payload.body)), media_type="application/json")

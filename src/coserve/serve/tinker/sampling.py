@@ -1,0 +1,141 @@
+"""Sampling: a request of a sampling session is checked, and answered like any request for text."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Any, Final
+
+from coserve.serve.answering.answers import AnswerPiece, answer
+from coserve.serve.answering.cost import MOST_ALTERNATIVES
+from coserve.serve.answering.replies import join
+from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
+from coserve.serve.errors import ApiError
+from coserve.serve.schema.completions import CompletionRequest
+from coserve.serve.store.records import Tenant, TinkerSampler
+from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
+from coserve.serve.tinker.sampled import PromptScores, sample_payload
+from coserve.serve.tinker.schema import SampleRequest
+from coserve.serve.tinker.sessions import ClientSessions
+
+KIND: Final = "Sample"
+_RETRY_SECONDS: Final = 0.2  # between two attempts to enter a queue that is full
+
+
+async def submit_sample(sessions: ClientSessions, tenant: Tenant, body: SampleRequest) -> TinkerFuture:
+    """The future of a sample. Raises ApiError 404 for an unknown sampling session, and 429 while the tenant
+    has as much waiting as the queue takes."""
+    sampler = await sessions.sampler(tenant, body.sampling_session_id)
+    await sessions.open_session(tenant, sampler.session)
+    id = f"{sampler.id}:{body.seq_id}"
+    if sessions.futures.find(tenant.id, id) is None:
+        waiting = sum(one.kind == KIND and one.outcome is None for one in sessions.futures.of(tenant.id, ""))
+        sessions.state.queue.check(0, waiting)
+
+    async def work(future: TinkerFuture) -> Payload:
+        return await _sample(sessions, tenant, sampler, body, future)
+
+    return sessions.futures.begin(tenant.id, id, KIND, work)
+
+
+async def _sample(
+    sessions: ClientSessions,
+    tenant: Tenant,
+    sampler: TinkerSampler,
+    body: SampleRequest,
+    future: TinkerFuture,
+) -> Payload:
+    state = sessions.state
+    most = min(state.settings.max_queue, state.settings.max_queue_tenant)
+    builder = await RequestBuilder.of(state, tenant, sampler.model, most)
+    generation = await builder.completion(_completion(body, builder))
+    future.why = lambda: _why(sessions, generation, future)
+    while True:
+        try:
+            parts = await _answers(sessions, generation)
+            break
+        except ApiError as refusal:
+            if refusal.status != 429:
+                raise
+        await asyncio.sleep(_RETRY_SECONDS)
+    answers = [join(of_one) for of_one in parts]
+    prompt = None
+    if body.prompt_logprobs:
+        prompt = PromptScores(
+            answers[0].prompt_scores, body.topk_prompt_logprobs, body.prompt_logprobs_last_n
+        )
+    return sample_payload(answers, body.topk_sample_logprobs, prompt)
+
+
+async def _answers(sessions: ClientSessions, generation: GenerationRequest) -> list[list[AnswerPiece]]:
+    parts: list[list[AnswerPiece]] = [[] for _ in range(len(generation))]
+    async with aclosing(answer(sessions.state, generation)) as pieces:
+        async for piece in pieces:
+            parts[piece.index].append(piece)
+    return parts
+
+
+def _completion(body: SampleRequest, builder: RequestBuilder) -> CompletionRequest:
+    """A sample as a plain completion. Raises ApiError 400 for what only one of the two has."""
+    asked, tokens = body.sampling_params, body.prompt.tokens
+    if asked.temperature > 2:
+        raise ApiError(400, "Invalid value for 'temperature': at most 2 is allowed.", param="temperature")
+    if not tokens:
+        raise ApiError(400, "A prompt needs at least one token.", param="prompt")
+    most = builder.hello.positions
+    if len(tokens) >= most:
+        message = f"This model takes {most} tokens at most; the prompt has {len(tokens)}."
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+    scores_prompt = bool(body.prompt_logprobs)
+    if (body.topk_prompt_logprobs or body.prompt_logprobs_last_n) and not scores_prompt:
+        raise ApiError(
+            400, "Log-probabilities of the prompt need 'prompt_logprobs'.", param="prompt_logprobs"
+        )
+    if (body.prompt_logprobs_last_n or 0) >= len(tokens) > 1:
+        message = f"The prompt has {len(tokens)} tokens, of which {len(tokens) - 1} have log-probabilities."
+        raise ApiError(400, message, param="prompt_logprobs_last_n")
+    stop = [asked.stop] if isinstance(asked.stop, str) else (asked.stop or [])
+    room = min(most, builder.hello.cache_tokens) - len(tokens)
+    fields: dict[str, Any] = {
+        "model": builder.model.name,
+        "prompt": tokens,
+        "max_tokens": asked.max_tokens or max(room, 1),
+        "n": body.num_samples,
+        "seed": asked.seed,
+        "temperature": asked.temperature,
+        "top_k": asked.top_k,
+        "top_p": asked.top_p,
+        "stop": [one for one in stop if isinstance(one, str)] or None,
+        "stop_token_ids": [one for one in stop if isinstance(one, int)],
+        "ignore_eos": asked.stop == [],
+        "logprobs": _alternatives(body),
+        "echo": scores_prompt,
+    }
+    return CompletionRequest.model_validate(fields)
+
+
+def _alternatives(body: SampleRequest) -> int:
+    most = max(body.topk_prompt_logprobs, body.topk_sample_logprobs)
+    if most > MOST_ALTERNATIVES:
+        message = f"At most {MOST_ALTERNATIVES} likely tokens can be told of each place, not {most}."
+        raise ApiError(400, message, param="topk_sample_logprobs")
+    return most
+
+
+def _why(sessions: ClientSessions, generation: GenerationRequest, future: TinkerFuture) -> Waiting:
+    """Why a sample is not done: it runs, or waits for a place in the engine, the engine, or an adapter."""
+    state, names = sessions.state, [f"{generation.id}-{index}" for index in range(len(generation))]
+    live = [name for name in names if name in state.link.live]
+    if not state.link.ready:
+        return Waiting("paused_capacity", "the engine is being started again")
+    if any(state.link.live[name].tokens for name in live):
+        return Waiting()
+    if live:
+        key = generation.model.key
+        is_loaded = key is None or key in state.link.resident
+        return Waiting("active", None if is_loaded else "its weights wait for room in the engine's memory")
+    own = [one for one in sessions.futures.of(future.tenant, "") if one.kind == KIND and one.outcome is None]
+    place = own.index(future) + 1 if future in own else len(own)
+    return Waiting(
+        "paused_capacity",
+        f"place {place} of your {len(own)} samples; {state.queue.waiting} answers of all callers wait for "
+        f"the {state.queue.inside} that are being written",
+    )

@@ -1,0 +1,129 @@
+"""A client's forward or forward_backward as micro-batches, and their outputs in the order of its data."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from coserve.core.plan import MicroBatchOutput
+from coserve.core.sequence import MicroBatch
+from coserve.core.training import Datum, PassOutput
+from coserve.errors import RequestError
+from coserve.train.example import IGNORED, Example
+from coserve.train.losses import LOSSES, loss_spec
+from coserve.train.packing import Packing
+
+
+@dataclass(frozen=True, slots=True)
+class DataLimits:
+    """Limits of a session's data: the model's `vocabulary` and `positions`, the adapter's `virtual` tokens
+    before each datum, and the `rows` of its largest micro-batch without its prompt's."""
+
+    vocabulary: int
+    positions: int
+    virtual: int
+    rows: int
+
+
+class ClientPass:
+    """One forward, or forward_backward, over `data`. `settings` are the loss's."""
+
+    def __init__(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        settings: Mapping[str, float],
+        backward: bool,
+        limits: DataLimits,
+    ) -> None:
+        """Raises RequestError for data that no pass can take, ConfigError for an unknown loss or setting."""
+        self._loss, self._settings, self._backward = loss, dict(settings), backward
+        for name, value in settings.items():
+            if not math.isfinite(value):
+                raise RequestError(f"the setting {name!r} of the loss is not finite: {value}")
+        loss_spec(loss, {name: () for name in LOSSES[loss].inputs} if loss in LOSSES else {}, **settings)
+        group = LOSSES[loss].group
+        if not data or len(data) % group:
+            wanted = "at least one datum" if group == 1 else f"data in groups of {group}"
+            raise RequestError(f"the loss {loss!r} needs {wanted}, not {len(data)}")
+        self.data = [self._complete(number, datum, limits) for number, datum in enumerate(data, 1)]
+        self.labels = sum(label != IGNORED for datum in self.data for label in datum.targets)
+        if not self.labels:
+            raise RequestError("none of the data has a target")
+        self._indices: dict[int, list[int]] = {}  # of the data in each micro-batch, by key
+
+    def micro_batches(
+        self, packing: Packing, adapter: str, rows: int, keys: Iterator[int], number: int, seed: int
+    ) -> list[MicroBatch]:
+        """The pass's micro-batches, of at most `rows` rows, as pass `number` of its session. Called again it
+        starts over."""
+        self._indices.clear()
+        lengths = [len(datum.tokens) for datum in self.data]
+        made = []
+        for index, indices in enumerate(packing.pack(lengths, rows, LOSSES[self._loss].group)):
+            chosen = [self.data[i] for i in indices]
+            batch = packing.micro_batch(
+                next(keys), adapter, [Example(datum.tokens, datum.targets) for datum in chosen]
+            )
+            before, after = (0.0,) * packing.prompt, (0.0,) * sum(batch.padding)
+            inputs = {
+                name: (*before, *(x for datum in chosen for x in datum.inputs[name]), *after)
+                for name in LOSSES[self._loss].inputs
+            }
+            batch.loss = loss_spec(self._loss, inputs, **self._settings)
+            batch.forward_only, batch.reports, batch.pass_number = not self._backward, True, number
+            batch.dropout_seed = f"{seed}/{number}/{index}"
+            self._indices[batch.key] = indices
+            made.append(batch)
+        return made
+
+    def output(self, packing: Packing, outputs: Mapping[int, MicroBatchOutput]) -> PassOutput:
+        """The pass's outcome from those of its micro-batches."""
+        logprobs: list[tuple[float, ...]] = [()] * len(self.data)
+        for key, indices in self._indices.items():
+            rows = iter(outputs[key].logprobs[packing.prompt :])
+            for i in indices:
+                logprobs[i] = tuple(next(rows) for _ in self.data[i].tokens)
+        loss = math.fsum(output.loss for output in outputs.values())
+        return PassOutput(loss, tuple(logprobs), {"loss:sum": loss, "tokens": float(self.labels)})
+
+    def _complete(self, number: int, datum: Datum, limits: DataLimits) -> Datum:
+        """The datum with all inputs of the loss. Raises RequestError."""
+        loss, length = LOSSES[self._loss], len(datum.tokens)
+        if not length or len(datum.targets) != length:
+            raise RequestError(
+                f"datum {number} has {length} tokens and {len(datum.targets)} targets: each token needs one"
+            )
+        if length + limits.virtual > limits.positions:
+            raise RequestError(
+                f"datum {number} has {length} tokens, which come after {limits.virtual} of the adapter's, "
+                f"and the model {limits.positions} positions"
+            )
+        if length > limits.rows:
+            raise RequestError(
+                f"datum {number} has {length} tokens, more than the {limits.rows} that the session has "
+                "memory for: open it with more rows"
+            )
+        targets = [target for target in datum.targets if target != IGNORED]
+        for token in (*datum.tokens, *targets):
+            if not isinstance(token, int) or not 0 <= token < limits.vocabulary:
+                raise RequestError(
+                    f"datum {number} has the token {token}, which is not one of the model's "
+                    f"{limits.vocabulary}"
+                )
+        if unknown := sorted(set(datum.inputs) - set(loss.inputs)):
+            known = ", ".join(loss.inputs)
+            raise RequestError(
+                f"datum {number} has {', '.join(unknown)}, which the loss {self._loss!r} does not take: only "
+                f"{known}"
+            )
+        inputs = {name: (value,) * length for name, value in loss.defaults.items()} | dict(datum.inputs)
+        for name in loss.inputs:
+            if name not in inputs:
+                raise RequestError(f"datum {number} lacks {name}, which the loss {self._loss!r} needs")
+            if len(inputs[name]) != length:
+                raise RequestError(
+                    f"datum {number} has {length} tokens and {len(inputs[name])} numbers as {name}"
+                )
+            if not all(map(math.isfinite, inputs[name])):
+                raise RequestError(f"datum {number} has a number in {name} that is not finite")
+        return Datum(tuple(datum.tokens), tuple(datum.targets), inputs)

@@ -1,0 +1,319 @@
+"""Requests of training runs: their order, what is sent twice, whose they are, and what ends them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import zstandard
+from tinker.proto import tinker_public_pb2 as public
+
+from coserve.serve.tinker import turns
+from coserve.serve.tinker.checkpoints import MOST_TEMPORARY
+from coserve.serve.tinker.routes import futures
+from coserve.wire.messages import (
+    CloseTraining,
+    Fault,
+    Forward,
+    OpenTraining,
+    SaveTraining,
+    StepOptimizer,
+    Submit,
+)
+from serving import Play, World
+
+SAMPLED = {"max_tokens": 2, "seed": 1}
+
+
+def passed(model: str, number: int, tokens: tuple[int, ...] = (5, 6, 7), **fields: Any) -> bytes:
+    """The body of a forward_backward."""
+    message = public.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn="cross_entropy", **fields)
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = b"".join(token.to_bytes(4, "little") for token in tokens)
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dense = b"".join(token.to_bytes(8, "little") for token in tokens)
+    targets.dtype, targets.shape[:] = public.DTYPE_INT64, [len(tokens)]
+    return bytes(message.SerializeToString())
+
+
+class Caller:
+    """A client's requests, by hand."""
+
+    def __init__(self, world: World, key: str = "local") -> None:
+        self.world, self.headers = world, {"X-API-Key": f"tml-{key}"}
+
+    async def post(self, path: str, body: dict[str, Any] | bytes, **headers: str) -> Any:
+        said: Any = {"content": body} if isinstance(body, bytes) else {"json": body}
+        return await self.world.http.post(f"/api/v1/{path}", **said, headers={**self.headers, **headers})
+
+    async def session(self) -> str:
+        return str((await self.post("create_session", {"tags": []})).json()["session_id"])
+
+    async def run(self) -> str:
+        """An open run."""
+        body = {"session_id": await self.session(), "model_seq_id": 0, "base_model": "tiny"}
+        made = await self.result(await self.post("create_model", {**body, "lora_config": {"rank": 4}}))
+        return str(made["model_id"])
+
+    async def result(self, answer: Any) -> Any:
+        """What a request's future comes to."""
+        assert answer.status_code == 200, answer.text
+        found = await self.post("retrieve_future", {"request_id": answer.json()["request_id"]})
+        assert found.status_code == 200, found.text
+        return found.json()
+
+
+def sent(world: World, *kinds: type) -> list[Any]:
+    return [command for command in world.engine.said if isinstance(command, kinds)]
+
+
+def test_requests_take_their_turns_whatever_the_order_of_their_arrival(play: Play) -> None:
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        run = await caller.run()
+        adam = {"model_id": run, "adam_params": {"learning_rate": 0.5}}
+        late = [
+            await caller.post("optim_step", {**adam, "seq_id": 4}),
+            await caller.post("forward_backward", passed(run, 3, (3,))),
+            await caller.post("optim_step", {**adam, "seq_id": 2}),
+        ]
+        await asyncio.sleep(0.05)
+        assert not sent(world, Forward, StepOptimizer)
+        body = zstandard.ZstdCompressor().compress(passed(run, 1, (1, 2)))
+        first = await caller.post("forward_backward", body, **{"content-encoding": "zstd"})
+        again = await caller.post("forward_backward", passed(run, 1, (1, 2)))
+        assert first.json() == again.json()
+        result = await caller.result(first)
+        assert result["loss_fn_outputs"] == [
+            {"logprobs": {"data": [-0.5, -0.5], "dtype": "float32", "shape": [2]}}
+        ]
+        assert result["metrics"]["loss:sum"] == 1.0
+        for answer in late:
+            await caller.result(answer)
+        order = [
+            command.data[0].tokens if isinstance(command, Forward) else command.params.learning_rate
+            for command in sent(world, Forward, StepOptimizer)
+        ]
+        assert order == [(1, 2), 0.5, (3,), 0.5]
+        (opened,) = sent(world, OpenTraining)
+        assert opened.method == {
+            "type": "lora", "rank": 4, "alpha": 32.0, "targets": ["self_attn.q_proj", "mlp.up_proj"],
+        }  # fmt: skip
+
+    play(story)
+
+
+def test_what_is_saved_before_a_step_is_saved_before_it(play: Play) -> None:
+    """Although a save looks at the disk first, and a step does not."""
+
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        run = await caller.run()
+        answers = []
+        for number in range(1, 9, 2):
+            save = {"model_id": run, "seq_id": number, "path": f"step-{number}"}
+            step = {"model_id": run, "seq_id": number + 1, "adam_params": {}}
+            answers.append(await caller.post("save_weights_for_sampler", save))
+            answers.append(await caller.post("optim_step", step))
+        for answer in answers:
+            assert "error" not in await caller.result(answer)
+        order = [type(command) for command in sent(world, SaveTraining, StepOptimizer)]
+        assert order == [SaveTraining, StepOptimizer] * 4
+
+    play(story)
+
+
+def test_a_gap_ends_who_waits_for_it_and_nobody_else(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns.Turns.__init__, "__defaults__", (1, 0.2))
+
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        run, other = await caller.run(), await caller.run()
+        waiting = [await caller.post("forward_backward", passed(run, number)) for number in (2, 3, 5)]
+        await caller.result(await caller.post("forward_backward", passed(other, 1)))
+        for answer in waiting:
+            failed = await caller.result(answer)
+            assert failed["category"] == "user" and "waited 0.2 s for an earlier one" in failed["error"]
+        assert len(sent(world, Forward)) == 1
+        assert "loss_fn_outputs" in await caller.result(await caller.post("forward_backward", passed(run, 6)))
+        for number in (1, 4):
+            refused = await caller.post("forward_backward", passed(run, number))
+            assert refused.status_code == 400 and "was used" in refused.text
+        ahead = await caller.post("forward_backward", passed(run, 10_000))
+        assert ahead.status_code == 400 and "too far ahead" in ahead.text
+
+    play(story)
+
+
+def test_runs_and_checkpoints_belong_to_their_tenant(play: Play) -> None:
+    async def story(world: World) -> None:
+        _, key = await world.state.store.tenants.create_key("one")
+        _, foreign = await world.state.store.tenants.create_key("other")
+        owner, other = Caller(world, key), Caller(world, foreign)
+        run = await owner.run()
+        saved = await owner.result(
+            await owner.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
+        )
+        path = saved["path"]
+        for request in (
+            other.post("forward_backward", passed(run, 2)),
+            other.post("save_weights", {"model_id": run, "seq_id": 2, "path": "b"}),
+            other.post("get_info", {"model_id": run}),
+            other.post("unload_model", {"model_id": run}),
+            other.post("weights_info", {"tinker_path": path}),
+            other.post("retrieve_future", {"request_id": f"{run}:1"}),
+            other.post("copy_weights", {"source_path": path}),
+        ):
+            assert (await request).status_code == 404
+        get, delete = world.http.get, world.http.delete
+        for answer in (
+            await get(f"/api/v1/training_runs/{run}", headers=other.headers),
+            await get(f"/api/v1/training_runs/{run}/checkpoints", headers=other.headers),
+            await get(f"/api/v1/sessions/{run.partition(':')[0]}", headers=other.headers),
+            await delete(f"/api/v1/training_runs/{run}/checkpoints/weights/a", headers=other.headers),
+        ):
+            assert answer.status_code == 404
+        session = await other.session()
+        resumed = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        failed = await other.result(await other.post("load_weights", resumed))
+        assert "may not read it" in failed["error"]
+        publish = f"training_runs/{run}/checkpoints/weights/a/publish"
+        assert (await owner.post(publish, {})).status_code == 204
+        resumed["model_seq_id"] = 1  # published: the other one may go on from it, and not change it
+        assert "model_id" in await other.result(await other.post("load_weights", resumed))
+        assert (await other.post(publish, {})).status_code == 404
+
+    play(story)
+
+
+def test_paths_are_immutable_and_outlive_the_server(play: Play) -> None:
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        run = await caller.run()
+        body = {"model_id": run, "path": "step"}
+        first = await caller.result(await caller.post("save_weights_for_sampler", {**body, "seq_id": 1}))
+        again = await caller.result(await caller.post("save_weights_for_sampler", {**body, "seq_id": 2}))
+        assert first["path"] == f"tinker://{run}/sampler_weights/step" and "immutable" in again["error"]
+        answer = await world.client().completions.create(model=first["path"], prompt=[5], max_tokens=1)
+        assert answer.model == first["path"]  # OpenAI's API finds it too
+        (key,) = {one.adapter for one in sent(world, Submit)}
+        assert key in world.engine.adapters
+        folder = world.state.store.folder / "tinker"
+        assert [one.name for one in folder.iterdir()] == [key]
+        deleted = await world.http.delete(f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/step")
+        assert deleted.status_code == 204 and not list(folder.iterdir()) and key not in world.engine.adapters
+
+    play(story)
+
+
+def test_temporary_weights_go_with_their_session(play: Play) -> None:
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        run = await caller.run()
+        body = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0}
+        made = await caller.result(await caller.post("save_weights_for_sampler", body))
+        sample = {
+            "sampling_session_id": made["sampling_session_id"], "seq_id": 0, "sampling_params": SAMPLED,
+            "prompt": {"chunks": [{"tokens": [5]}]},
+        }  # fmt: skip
+        assert len((await caller.result(await caller.post("asample", sample)))["sequences"]) == 1
+        folder = world.state.store.folder / "tinker"
+        assert len(list(folder.iterdir())) == 1
+        listed = await world.http.get(f"/api/v1/training_runs/{run}/checkpoints")
+        assert listed.json()["checkpoints"] == []
+        finish = f"sessions/{run.partition(':')[0]}/finish"
+        assert (await caller.post(finish, {"reason": {"type": "success"}})).status_code == 204
+        assert not list(folder.iterdir()) and not world.engine.sessions
+        assert (await caller.post("forward_backward", passed(run, 2))).status_code == 404
+
+    play(story)
+
+
+def test_only_a_run_s_newest_temporary_weights_are_kept(play: Play) -> None:
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        run = await caller.run()
+        for number in range(1, MOST_TEMPORARY + 4):
+            body = {"model_id": run, "seq_id": number, "sampling_session_seq_id": number}
+            await caller.result(await caller.post("save_weights_for_sampler", body))
+        kept = await world.state.store.tinker_checkpoints.temporary()
+        assert [row.name for row in kept] == [f"temporary-{n}" for n in range(4, MOST_TEMPORARY + 4)]
+        assert len(list((world.state.store.folder / "tinker").iterdir())) == MOST_TEMPORARY
+
+    play(story)
+
+
+def test_a_run_without_room_waits_and_says_why(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "POLL_SECONDS", 0.05)
+
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        world.engine.deaf_to = (OpenTraining,)
+        session = await caller.session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        name = {"request_id": (await caller.post("create_model", body)).json()["request_id"]}
+        await world.until(lambda: sent(world, OpenTraining))
+        waiting = await caller.post("retrieve_future", name)
+        assert waiting.status_code == 408 and waiting.json()["queue_state"] == "paused_capacity"
+        assert "waits for memory" in waiting.json()["queue_state_reason"]
+        await caller.post(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}})
+        await world.until(lambda: sent(world, CloseTraining))
+        assert "session has ended" in (await caller.post("retrieve_future", name)).json()["error"]
+
+    play(story)
+
+
+def test_a_client_that_went_silent_frees_what_it_had(play: Play) -> None:
+    async def story(world: World) -> None:
+        caller, dialect = Caller(world), world.app.state.tinker
+        dialect.look_seconds, dialect.silent_seconds = 0.02, 0.3
+        run = await caller.run()
+        session = run.partition(":")[0]
+        for _ in range(10):  # signs of life keep it
+            await asyncio.sleep(0.05)
+            assert (await caller.post("session_heartbeat", {"session_id": session})).status_code == 200
+        assert world.engine.sessions == {run}
+        await world.until(lambda: not world.engine.sessions)
+        assert len(dialect.sessions) == 0
+
+    play(story)
+
+
+def test_the_engine_s_death_ends_runs_and_says_so(play: Play) -> None:
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        idle, run = await caller.run(), await caller.run()
+        world.engine.hangs = True
+        waiting = await caller.post("forward_backward", passed(run, 1))
+        await world.until(lambda: sent(world, Forward))
+        await world.engine.die()
+        failed = await caller.result(waiting)
+        assert failed["category"] == "server" and "training sessions with it" in failed["error"]
+        world.engine.hangs = False
+        await world.engine.start()
+        await world.until(lambda: world.state.link.ready)
+        refused = await caller.post("forward_backward", passed(run, 2))
+        assert refused.status_code == 404 and "saved state" in refused.text
+        failed = await caller.result(await caller.post("forward_backward", passed(idle, 1)))
+        assert failed["category"] == "server" and "started again" in failed["error"]
+        assert (await caller.post("get_info", {"model_id": idle})).status_code == 404
+        assert await caller.run()
+
+    play(story)
+
+
+def test_faults_of_the_engine_are_the_caller_s_alone(play: Play) -> None:
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        run = await caller.run()
+        world.engine.refusals["Forward"] = Fault("RequestError", "datum 1 has the token 9999")
+        failed = await caller.result(await caller.post("forward_backward", passed(run, 1)))
+        assert failed == {"error": "datum 1 has the token 9999", "category": "user"}
+        del world.engine.refusals["Forward"]
+        world.engine.refusals["OpenTraining"] = Fault("OutOfMemory", "400 MB are missing")
+        body = {"session_id": run.partition(":")[0], "model_seq_id": 1, "base_model": "tiny"}
+        assert "400 MB" in (await caller.result(await caller.post("create_model", body)))["error"]
+        assert (await caller.post("create_model", {**body, "base_model": "other"})).status_code == 404
+        assert "loss_fn_outputs" in await caller.result(await caller.post("forward_backward", passed(run, 2)))
+        assert not sent(world, SaveTraining)
+
+    play(story)
