@@ -36,9 +36,9 @@ def _place(found: Mapping[str, Any], kind: str) -> tuple[str, str] | None:
     ours = "coserve_benchmarks."
     series = found.get("series") or {}
     if kind == "table":
-        if "resident.peak" in (found.get("bars") or {}):
-            return ours + "streamed.page", "write_rows"
-        return (ours + "policies.sheet", "write_cells") if "cells" in found else None
+        if "cells" in found:
+            return ours + "policies.sheet", "write_cells"
+        return (ours + "rows_page", "write_rows") if "bars" in found else None
     if kind == "page":
         return (ours + "policies.page", "write_page") if "workloads" in found else None
     if "cells" in found:

@@ -170,6 +170,7 @@ def kill(streamed: Streamed, kills: int, seed: int) -> tuple[str, list[tuple[int
     return stream.whole(), streamed.losses(job)
 
 
+@pytest.mark.slow  # half a minute of both cores: the server starts three times
 def test_a_killed_engine_goes_on_with_a_streamed_base(
     streamed: Streamed, peace: tuple[str, list[tuple[int, float]]]
 ) -> None:

@@ -8,6 +8,7 @@ from coserve.tiny import newtasks
 EXAMPLES, ASKED = 34, 6
 
 
+@pytest.mark.slow  # a minute of training
 def test_a_job_with_nothing_but_a_file_learns_it() -> None:
     engine = Engine(tiny.path(), EngineConfig(calibrate=False))
     lessons = [{"messages": question.messages} for question in newtasks.examples("pirate", "train", EXAMPLES)]

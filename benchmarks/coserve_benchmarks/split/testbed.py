@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import torch
 
-from coserve.kernels.cpu import multiplies_bfloat16
+from coserve.kernels.cpu import choose_dtype
 from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.ours import Bench
@@ -55,8 +54,8 @@ class Testbed:
     def __init__(self, bench: Bench, folder: Path, quick: bool) -> None:
         self.bench, self._folder, self.is_quick = bench, folder, quick
         self.results, self.sizes = bench.results, QUICK if quick else FULL
-        self._dtype = "bfloat16" if multiplies_bfloat16(torch.empty(1, dtype=torch.bfloat16)) else "float32"
-        self.results.note("dtype", f"{self._dtype}, which this processor multiplies fast")
+        self._dtype, why = choose_dtype()
+        self.results.note("dtype", why)
         self._executors = 0
         self.use(bench.shape)
 

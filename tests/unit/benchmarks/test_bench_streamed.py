@@ -11,10 +11,10 @@ from coserve import EngineConfig
 from coserve.errors import ConfigError, ServerError
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.redraw import redraw
+from coserve_benchmarks.rows_page import BEGIN, END, write_rows
 from coserve_benchmarks.streamed import deferral, limit, run
 from coserve_benchmarks.streamed.deferral import COMPARED, MACHINES, Grid
 from coserve_benchmarks.streamed.limit import run_limited
-from coserve_benchmarks.streamed.page import BEGIN, END, write_rows
 from coserve_benchmarks.streamed.run import BARS, run_streamed
 
 LIMIT = 80 << 20

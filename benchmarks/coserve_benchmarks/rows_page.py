@@ -1,7 +1,7 @@
-"""The page of a run of `coserve bench streamed`, from its JSON.
+"""The rows of a run in the page beside its JSON.
 
-`coserve bench draw docs/results/streamed.json docs/results/streamed.md` replaces what stands between the
-page's two marks; everything else stays.
+`coserve bench draw docs/results/streamed.json docs/results/streamed.md`, and so for others, replaces what
+stands between the page's two marks; everything else stays.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,9 +10,8 @@ from typing import Any, Final
 
 from coserve.errors import ConfigError
 from coserve_benchmarks.report import code_and_load
-from coserve_benchmarks.streamed.run import BARS
 
-BEGIN: Final = "<!-- rows: made of streamed.json by coserve bench draw -->"
+BEGIN: Final = "<!-- rows: made by coserve bench draw -->"
 END: Final = "<!-- end of rows -->"
 
 
@@ -29,8 +28,7 @@ def write_rows(found: Mapping[str, Any], path: str | Path) -> None:
 
 def render(found: Mapping[str, Any]) -> str:
     """The run, its rows beside their bars, its figures and its notes."""
-    bars = {key: str(bar) for key, bar in BARS.items()} | found["bars"]
-    rows = [_row(found, key, bar) for key, bar in bars.items()]
+    rows = [_row(found, key, bar) for key, bar in found["bars"].items()]
     figures = [
         (f"`{name}`", _number(figure["value"]), figure["unit"]) for name, figure in found["figures"].items()
     ]
