@@ -1,5 +1,7 @@
 """What a fine-tuning job does of its own accord: the embedded model learns a task that it has never met."""
 
+import pytest
+
 from coserve import Engine, EngineConfig, SamplingParams, TrainingConfig, tiny
 from coserve.serve.schema.jobs import JobRequest
 from coserve.serve.training.recipe import recipe_of
