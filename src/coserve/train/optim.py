@@ -157,8 +157,8 @@ class Optimizer:
         return found
 
     def restore(self, moments: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> None:
-        """Restores the moments of an earlier `moments`, from any device; with `weights` these as well, without
-        gradients."""
+        """Restores the moments of an earlier `moments`, from any device; with `weights` these as well,
+        without gradients."""
         if weights is not None:
             for name, weight in self.weights.items():
                 weight.data.copy_(weights[name])

@@ -273,7 +273,13 @@ def test_a_state_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert isinstance(failure(large.load_state(saved)), AdapterMismatch)
     assert isinstance(failure(large.load_state(tmp_path / "none")), JobError)
     assert large.forward(second).result().loss > 0
-    assert engine.load_adapter("weights", session.save_weights(tmp_path / "weights").result()).version == 0
+    for _ in range(2):  # the second in the place of the first
+        saved = session.save_weights(tmp_path / "to" / "weights").result()
+    assert [path.name for path in saved.parent.iterdir()] == ["weights"]
+    assert engine.load_adapter("weights", saved).version == 0
+    (tmp_path / "file").touch()
+    assert "cannot be written" in str(failure(session.save_weights(tmp_path / "file" / "weights")))
+    assert "cannot be written" in str(failure(session.save_state(tmp_path / "file" / "state")))
     assert torch.equal(weights(engine, "weights"), weights(engine))
 
 
