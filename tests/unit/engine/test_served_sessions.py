@@ -135,7 +135,11 @@ def test_a_session_that_ends_frees_all_it_has(how: str) -> None:
 def test_a_session_may_end_at_any_moment_of_its_optimizer_step() -> None:
     """Also where the result of a step that published a version comes after the adapter has gone."""
     client = Client(Desk())
-    for steps in range(8):
+    for steps in range(10):
+        answer = SamplingParams(
+            max_tokens=20, seed=1, ignore_eos=True
+        )  # beside it a remote device plans ahead
+        client.desk.send(Submit(f"a{steps}", (5, 6), answer))
         version = client.ask(OpenTraining, adapter="mine", method=LORA, options={"rows": 64}).said
         client.send(Forward, data=DATA)
         client.send(StepOptimizer)
