@@ -412,6 +412,9 @@ class Engine:
         """Publishes the versions of a step's optimizer steps, with the outlines of those before."""
         for updated in result.updated.values():
             name, _, number = updated.version.rpartition("@")
+            if name not in self.bank:  # removed while the plan was under way
+                self._drop_adapter(updated.version, AdapterTier.DEVICE)
+                continue
             before = self.bank.look(name)
             self.bank.publish(KnownVersion(name, int(number), before.outline))
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coserve.core.contained import contained
 from coserve.core.plan import Updated
 from coserve.core.training import PassOutput
 from coserve.engine.background import Background, Outcome
@@ -126,8 +125,3 @@ class ServedSessions:
         client.close()
         if client.adapter in self._engine.bank:
             self._engine.unload_adapter(client.adapter)
-
-
-def refusal(command: SessionCommand, error: BaseException) -> Reply:
-    """The reply to a command that failed at once."""
-    return Reply(command.ref, fault_of(contained(error, "the session", JobError)))

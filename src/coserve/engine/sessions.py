@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank, check_name
 from coserve.adapters.bypass import exact_type
-from coserve.adapters.files import read_adapter, write_adapter
+from coserve.adapters.files import read_adapter
 from coserve.adapters.paging.stored import KnownVersion
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
@@ -37,7 +37,7 @@ from coserve.executors.executor import (
 )
 from coserve.model.base import Base
 from coserve.schedule.scheduler import Scheduler
-from coserve.train.checkpoint import read_checkpoint, write_checkpoint
+from coserve.train.checkpoint import read_checkpoint, write_checkpoint, write_weights
 from coserve.train.client_pass import ClientPass, DataLimits
 from coserve.train.config import TrainingConfig
 from coserve.train.fitting import JobSize, rank_of
@@ -331,11 +331,7 @@ class Sessions:
 
     def _save_weights(self, session: _Session, folder: Path, operation: Operation[Path]) -> None:
         version, config = self._executor.call(FetchAdapter(session.client.version)), self._base.model.config
-
-        def write() -> Path:
-            write_adapter(version, folder, str(config.name_or_path), config.model_type)
-            return folder
-
+        write = partial(write_weights, folder, version, str(config.name_or_path), config.model_type)
         self.aside("writing the weights", write, partial(_settle, operation))
 
     def _save_state(self, session: _Session, folder: Path, operation: Operation[Path]) -> None:

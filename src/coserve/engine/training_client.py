@@ -161,7 +161,8 @@ class TrainingClient:
         return self.sessions.optim_step(self.job, params)
 
     def save_weights(self, folder: str | Path) -> Operation[Path]:
-        """Writes the newest version in PEFT's format. The result is the folder."""
+        """Writes the newest version in PEFT's format, in the place of what `folder` has, whole or not at all.
+        The result is the folder."""
         return self.sessions.save(self.job, Path(folder), state=False)
 
     def save_state(self, folder: str | Path) -> Operation[Path]:

@@ -19,7 +19,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.finetuning import PreparedJob
 from coserve.engine.jobs import Jobs, fault_of
 from coserve.engine.remembered import CostFile
-from coserve.engine.served_sessions import ServedSessions, refusal
+from coserve.engine.served_sessions import ServedSessions
 from coserve.errors import (
     AdapterError,
     ConfigError,
@@ -218,7 +218,7 @@ class Worker:
             case CheckMethod() | CheckJob():
                 self._reply(command.ref, contained(error, "checking the job", ConfigError))
             case SessionCommand():
-                self._replies.append(refusal(command, error))
+                self._reply(command.ref, contained(error, "the session", JobError))
             case StartJob():
                 self._jobs.fail(command.spec.job, contained(error, "the job", JobError))
             case StopJob() | WeighJob():

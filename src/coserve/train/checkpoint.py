@@ -28,6 +28,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.sites import Frame
 from coserve.errors import JobError
@@ -77,6 +78,29 @@ def write_checkpoint(folder: Path, state: TrainingState, base_name: str = "") ->
     if written is None:
         raise JobError(f"the checkpoint {path} does not read back as it was written")
     return written
+
+
+def write_weights(folder: Path, adapter: AdapterVersion, base_name: str, model_type: str) -> Path:
+    """Writes an adapter in PEFT's format to `folder`, whole and for good, or not at all, in the place of what
+    is there. Raises JobError."""
+    partial, before = folder.with_name(f".{folder.name}.partial"), None
+    try:
+        _make_folder(folder.parent)
+        if partial.exists():  # left by a killed process
+            shutil.rmtree(partial)
+        write_adapter(adapter, partial, base_name, model_type)
+        for file in partial.iterdir():
+            _sync(file)
+        _sync(partial)
+        if folder.exists():
+            before = folder.rename(_free_name(folder.parent, f".{folder.name}.before"))
+        partial.rename(folder)
+        _sync(folder.parent)
+        if before is not None:
+            shutil.rmtree(before)
+    except (OSError, SafetensorError) as error:
+        raise JobError(f"the weights cannot be written to {folder}: {error}") from error
+    return folder
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:

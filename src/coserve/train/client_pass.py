@@ -103,11 +103,10 @@ class ClientPass:
                 f"datum {number} has {length} tokens, more than the {limits.rows} that the session has "
                 "memory for: open it with more rows"
             )
-        targets = [target for target in datum.targets if target != IGNORED]
-        for token in (*datum.tokens, *targets):
-            if not isinstance(token, int) or not 0 <= token < limits.vocabulary:
+        for tokens in (datum.tokens, [target for target in datum.targets if target != IGNORED]):
+            if (wrong := _not_among(tokens, limits.vocabulary)) is not None:
                 raise RequestError(
-                    f"datum {number} has the token {token}, which is not one of the model's "
+                    f"datum {number} has the token {wrong}, which is not one of the model's "
                     f"{limits.vocabulary}"
                 )
         if unknown := sorted(set(datum.inputs) - set(loss.inputs)):
@@ -127,3 +126,16 @@ class ClientPass:
             if not all(map(math.isfinite, inputs[name])):
                 raise RequestError(f"datum {number} has a number in {name} that is not finite")
         return Datum(tuple(datum.tokens), tuple(datum.targets), inputs)
+
+
+def _not_among(tokens: Sequence[int], vocabulary: int) -> object:
+    """The first that is no token id; None if all are. Whole columns at a time: a pass may have a million
+    tokens, and steps wait for it."""
+    allowed = range(vocabulary)
+    if (
+        set(map(type, tokens)) <= {int}
+        and min(tokens, default=0) in allowed
+        and max(tokens, default=0) in allowed
+    ):
+        return None
+    return next(token for token in tokens if type(token) is not int or token not in allowed)

@@ -130,3 +130,25 @@ def test_a_session_that_ends_frees_all_it_has(how: str) -> None:
     engine.memory.audit()
     assert engine.memory.ledger.used == used
     assert desk.worker.is_drained == (how == "drain")
+
+
+def test_a_session_may_end_at_any_moment_of_its_optimizer_step() -> None:
+    """Also where the result of a step that published a version comes after the adapter has gone."""
+    client = Client(Desk())
+    for steps in range(10):
+        answer = SamplingParams(
+            max_tokens=20, seed=1, ignore_eos=True
+        )  # beside it a remote device plans ahead
+        client.desk.send(Submit(f"a{steps}", (5, 6), answer))
+        version = client.ask(OpenTraining, adapter="mine", method=LORA, options={"rows": 64}).said
+        client.send(Forward, data=DATA)
+        client.send(StepOptimizer)
+        for _ in range(steps):
+            if client.desk.worker.has_work:
+                client.desk.step()
+        assert client.ask(CloseTraining).fault is None and version.startswith("mine@")
+        while client.desk.worker.has_work:
+            client.desk.step()
+    assert "mine" not in client.desk.engine.bank
+    client.desk.engine.memory.audit()
+    assert client.desk.engine.memory.held().adapters == 0

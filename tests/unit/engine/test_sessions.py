@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve import AdamParams, Datum, Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.core.plan import StepResult
 from coserve.engine.training_client import Operation, TrainingClient
 from coserve.errors import (
     AdapterMismatch,
@@ -273,7 +274,13 @@ def test_a_state_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert isinstance(failure(large.load_state(saved)), AdapterMismatch)
     assert isinstance(failure(large.load_state(tmp_path / "none")), JobError)
     assert large.forward(second).result().loss > 0
-    assert engine.load_adapter("weights", session.save_weights(tmp_path / "weights").result()).version == 0
+    for _ in range(2):  # the second in the place of the first
+        saved = session.save_weights(tmp_path / "to" / "weights").result()
+    assert [path.name for path in saved.parent.iterdir()] == ["weights"]
+    assert engine.load_adapter("weights", saved).version == 0
+    (tmp_path / "file").touch()
+    assert "cannot be written" in str(failure(session.save_weights(tmp_path / "file" / "weights")))
+    assert "cannot be written" in str(failure(session.save_state(tmp_path / "file" / "state")))
     assert torch.equal(weights(engine, "weights"), weights(engine))
 
 
@@ -315,3 +322,14 @@ def test_a_forward_has_no_dropout_and_a_forward_backward_has() -> None:
     forwards = [session.forward(data).result().loss for _ in range(2)]
     both = [session.forward_backward(data).result().loss for _ in range(2)]
     assert forwards[0] == forwards[1] and len({forwards[0], *both}) == 3
+
+
+def test_a_version_of_an_adapter_that_has_gone_is_dropped() -> None:
+    """With plans ahead its result may come after the adapter was removed."""
+    engine, session = _opened("mine")
+    session.forward_backward(batch(9))
+    updated = session.optim_step(STEP).result()
+    session.close()
+    engine.bank.remove("mine")
+    engine._publish(StepResult(0.0, updated={session.job: updated}))
+    assert "mine" not in engine.bank and engine.memory.held().adapters == 0
