@@ -21,8 +21,8 @@ slow: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 check: dev
-	$(BIN)/ruff check src benchmarks tests
-	$(BIN)/ruff format --check src benchmarks tests
+	$(BIN)/ruff check src benchmarks tests examples
+	$(BIN)/ruff format --check src benchmarks tests examples
 	$(BIN)/mypy
 
 bench: dev

@@ -95,8 +95,9 @@ def test_keys_are_those_of_everything_else(play: Play) -> None:
             assert world.submits()[0].scope == f"{tenant.id}/"
             assert (await world.client(key).models.list()).data
             client.key = f"tml-{key[:-1]}?"
+            wrong = await client.service()
             with pytest.raises(tinker.AuthenticationError):
-                await client.service()
+                await client.call(lambda: wrong.create_sampling_client(base_model="tiny"))
             (one,) = await world.state.store.tenants.keys()
             await world.state.store.tenants.revoke_key(one.id)
             with pytest.raises(tinker.AuthenticationError):

@@ -13,6 +13,7 @@ from coserve.serve.state import State
 from coserve.serve.store.records import Tenant, TinkerSession
 from coserve.serve.tinker.checkpoints import delete_checkpoint
 from coserve.serve.tinker.links import Links
+from coserve.serve.tinker.run_requests import RunRequests
 from coserve.serve.tinker.runs import Runs
 from coserve.serve.tinker.sessions import SILENT_SECONDS, ClientSessions
 
@@ -28,6 +29,7 @@ class Dialect:
         self.state = state
         self.sessions = ClientSessions(state, clock)
         self.runs = Runs(self.sessions)
+        self.requests = RunRequests(self.sessions, self.runs)
         self.links = Links()
         self.look_seconds, self.silent_seconds = _LOOK_SECONDS, SILENT_SECONDS
         self._watching: asyncio.Task[None] | None = None

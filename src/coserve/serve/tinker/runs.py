@@ -1,38 +1,20 @@
-"""Training runs: each is a session of the engine, whose requests take their turns by `seq_id`."""
+"""Training runs: each is a session of the engine, which its client opens and closes."""
 
-import asyncio
-import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from coserve.core.training import AdamParams
-from coserve.errors import EngineLost
 from coserve.serve.errors import ApiError, not_found
-from coserve.serve.store.ids import new_id
-from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSampler
-from coserve.serve.tinker.checkpoints import add_checkpoint, readable_checkpoint, trim_temporary
+from coserve.serve.state import State
+from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun
+from coserve.serve.tinker.checkpoints import readable_checkpoint
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
-from coserve.serve.tinker.passes import PassRequest, pass_payload
-from coserve.serve.tinker.schema import (
-    CreateModelRequest,
-    LoadWeightsRequest,
-    LoraConfig,
-    OptimStepRequest,
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-)
+from coserve.serve.tinker.schema import CreateModelRequest, LoadWeightsRequest, LoraConfig
 from coserve.serve.tinker.sessions import ClientSessions
 from coserve.serve.tinker.trainer import EngineTrainer
 from coserve.serve.tinker.turns import Turns
-from coserve.serve.training.watch import TRAINED_TOKEN
 
-T = TypeVar("T")
 DEFAULT_RANK: Final = 32
-_FORWARD_TOKEN: Final = 1.0  # of a pass without a way back
 
 
 @dataclass(eq=False)
@@ -69,8 +51,6 @@ class Runs:
         run = self._open.get((row.tenant, row.id))
         return row.used if run is None else run.row.used
 
-    # Requests without a turn
-
     async def create(self, tenant: Tenant, body: CreateModelRequest) -> TinkerFuture:
         """Makes a run with a fresh adapter. Raises ApiError for a base that is not served, and for too many
         runs."""
@@ -99,7 +79,7 @@ class Runs:
             raise not_found(f"This server trains '{base}', not '{body.base_model}'.", "base_model")
 
         async def work(future: TinkerFuture) -> Payload:
-            source = await self._source(tenant, body)
+            source = await source_of(self._state, tenant, body)
             with self._state.catalog.use(await self._state.catalog.find(tenant, body.path)):
                 run = await self._opened(future, tenant, session, id, source.lora, body.user_metadata)
                 await run.trainer.load(self._state.store.folder / source.path, body.optimizer)
@@ -130,147 +110,6 @@ class Runs:
             if owner == tenant and run.row.session == session:
                 self.close(run)
 
-    # Requests with a turn
-
-    def forward(self, tenant: Tenant, request: PassRequest) -> TinkerFuture:
-        """A pass, forward and back unless `forward_only`."""
-
-        async def pass_through(run: OpenRun, submit: "Submit") -> Payload:
-            if request.problem:
-                raise ApiError(400, request.problem)
-            output = await submit(
-                lambda: run.trainer.forward(
-                    request.data, request.loss, request.settings, not request.forward_only
-                )
-            )
-            tokens = sum(len(datum.tokens) for datum in request.data)
-            price = _FORWARD_TOKEN if request.forward_only else TRAINED_TOKEN
-            self._state.queue.charge(tenant, price * tokens)
-            return pass_payload(output)
-
-        kind = "Forward" if request.forward_only else "ForwardBackward"
-        return self._in_turn(tenant, request.model_id, request.seq_id, kind, pass_through)
-
-    def optim_step(self, tenant: Tenant, body: OptimStepRequest) -> TinkerFuture:
-        """A step of the optimizer."""
-        asked = body.adam_params.model_dump()
-        params = AdamParams(**{**asked, "grad_clip_norm": asked["grad_clip_norm"] or None})
-
-        async def step(run: OpenRun, submit: "Submit") -> Payload:
-            metrics = await submit(lambda: run.trainer.optim_step(params))
-            return Payload.of({"type": "optim_step", "metrics": dict(metrics)})
-
-        return self._in_turn(tenant, body.model_id, body.seq_id, "OptimStep", step)
-
-    def save_state(self, tenant: Tenant, body: SaveWeightsRequest) -> TinkerFuture:
-        """Saves weights and the optimizer's state."""
-
-        async def save(run: OpenRun, submit: "Submit") -> Payload:
-            name = body.path or f"state-{body.seq_id}"
-            row = _checkpoint(run, "weights", name, body.ttl_seconds, body.user_metadata)
-            await self._save(run, row, submit, state=True, replace=body.overwrite)
-            return Payload.of({"type": "save_weights", "path": row.tinker_path})
-
-        return self._in_turn(tenant, body.model_id, body.seq_id, "SaveWeights", save)
-
-    def save_for_sampler(self, tenant: Tenant, body: SaveWeightsForSamplerRequest) -> TinkerFuture:
-        """Saves weights to sample from; without a name they are temporary, and the reply has a sampling
-        session of them."""
-        if (body.path is None) == (body.sampling_session_seq_id is None):
-            raise ApiError(400, "Give either a path or a sampling_session_seq_id.", param="path")
-
-        async def save(run: OpenRun, submit: "Submit") -> Payload:
-            name = body.path or f"temporary-{body.seq_id}"
-            row = _checkpoint(run, "sampler_weights", name, body.ttl_seconds, body.user_metadata)
-            row.temporary = body.path is None
-            await self._save(run, row, submit)
-            said: dict[str, Any] = {"type": "save_weights_for_sampler"}
-            if body.path is not None:
-                return Payload.of({**said, "path": row.tinker_path})
-            id = f"{run.row.session}:sample:{body.sampling_session_seq_id}"
-            sampler = TinkerSampler(id, tenant.id, run.row.session, row.tinker_path, int(time.time()))
-            if not await self._state.store.tinker_sessions.add(sampler):
-                raise ApiError(400, f"There is a sampling session '{id}' already.")
-            await trim_temporary(self._state, run.row.session, run.row.id)
-            return Payload.of({**said, "sampling_session_id": id})
-
-        return self._in_turn(tenant, body.model_id, body.seq_id, "SaveWeightsForSampler", save)
-
-    def save_external(self, tenant: Tenant, body: SaveWeightsExternalRequest) -> TinkerFuture:
-        """Saves weights in PEFT's format, for download."""
-
-        async def save(run: OpenRun, submit: "Submit") -> Payload:
-            name = body.path or f"external-{body.seq_id}"
-            row = _checkpoint(run, "external_weights", name, body.ttl_seconds, None)
-            await self._save(run, row, submit)
-            return Payload.of({"type": "save_weights_external", "path": row.tinker_path})
-
-        return self._in_turn(tenant, body.model_id, body.seq_id, "SaveWeightsExternal", save)
-
-    def load(self, tenant: Tenant, body: LoadWeightsRequest) -> TinkerFuture:
-        """Has a run go on from a checkpoint."""
-        if body.model_id is None or body.seq_id is None or body.session_id is not None:
-            raise ApiError(400, "Name a model_id with a seq_id, or a session_id with a model_seq_id.")
-        id = body.model_id
-
-        async def load(run: OpenRun, submit: "Submit") -> Payload:
-            source = await self._source(tenant, body)
-            with self._state.catalog.use(await self._state.catalog.find(tenant, body.path)):
-                folder = self._state.store.folder / source.path
-                await submit(lambda: run.trainer.load(folder, body.optimizer))
-            return Payload.of({"type": "load_weights", "path": body.path, "model_id": id})
-
-        return self._in_turn(tenant, id, body.seq_id, "LoadWeights", load)
-
-    # Inside
-
-    def _in_turn(
-        self,
-        tenant: Tenant,
-        id: str,
-        number: int,
-        kind: str,
-        work: "Callable[[OpenRun, Submit], Coroutine[Any, Any, Payload]]",
-    ) -> TinkerFuture:
-        """The future of a request of a run. Its turn is over once it has been submitted to the engine, or has
-        failed before that. Raises ApiError 404 for a run that is not open, 400 for a number whose turn is
-        over and whose result is dropped."""
-        run = self.find(tenant, id)
-        name = f"{id}:{number}"
-        if self._sessions.futures.find(tenant.id, name) is None:
-            run.turns.check(number)
-
-        async def whole(future: TinkerFuture) -> Payload:
-            future.why = lambda: Waiting("active", f"waits for the request with seq_id {run.turns.next}")
-            async with run.turns.turn(number):
-                self._enter(run, name)
-                try:
-                    started = _Started(work, run)
-                    await started.submitted()
-                except BaseException:
-                    self._leave(run, name)
-                    raise
-            future.why = lambda: _why(run, name)
-            try:
-                return await started.outcome()
-            except EngineLost:
-                self.close(run)
-                raise
-            finally:
-                self._leave(run, name)
-
-        return self._sessions.futures.begin(tenant.id, name, kind, whole)
-
-    def _enter(self, run: OpenRun, name: str) -> None:
-        run.under_way.append(name)
-        self._state.queue.note_job(run.tenant, run.row.id, trains=True)
-
-    def _leave(self, run: OpenRun, name: str) -> None:
-        run.under_way.remove(name)
-        run.row.used = int(time.time())
-        if not run.under_way:
-            self._state.queue.note_job(run.tenant, run.row.id, trains=False)
-
     async def _opened(
         self,
         future: TinkerFuture,
@@ -299,73 +138,12 @@ class Runs:
             raise
         return run
 
-    async def _save(
-        self,
-        run: OpenRun,
-        row: TinkerCheckpoint,
-        submit: "Submit",
-        state: bool = False,
-        replace: bool = False,
-    ) -> None:
-        """Has the engine write a checkpoint into a folder of its own, and adds its row."""
-        store = self._state.store
-        await store.tinker_checkpoints.check_room(run.tenant.id)
-        staging = store.folder / "tinker" / f".{row.id}"
-        try:
-            if state:
-                await asyncio.to_thread(staging.mkdir)
-            written = await submit(lambda: run.trainer.save(staging, state))
-            await add_checkpoint(self._state, row, written, replace=replace)
-            await store.tinker_sessions.change(TinkerRun, run.row.id, used=run.row.used)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
 
-    async def _source(self, tenant: Tenant, body: LoadWeightsRequest) -> TinkerCheckpoint:
-        source = await readable_checkpoint(self._state, tenant, body.path)
-        if body.optimizer and source.kind != "weights":
-            message = f"{body.path} has no state of an optimizer: load it without, or a path of 'weights'."
-            raise ApiError(400, message, param="optimizer")
-        return source
-
-
-Submit = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
-
-
-class _Started:
-    """Work of a request, which runs as a task; `submitted` ends once it has called `submit`, or has ended."""
-
-    def __init__(self, work: Callable[[OpenRun, Submit], Coroutine[Any, Any, Payload]], run: OpenRun) -> None:
-        self._sent = asyncio.Event()
-        self._task = asyncio.create_task(work(run, self._submit))
-        self._task.add_done_callback(lambda _: self._sent.set())
-
-    async def submitted(self) -> None:
-        try:
-            await self._sent.wait()
-        except asyncio.CancelledError:
-            self._task.cancel()
-            raise
-
-    async def outcome(self) -> Payload:
-        """The work's result; cancelling this cancels the work."""
-        return await self._task
-
-    async def _submit(self, send: Callable[[], Awaitable[T]]) -> T:
-        waiting = send()
-        self._sent.set()
-        return await waiting
-
-
-def _why(run: OpenRun, name: str) -> Waiting:
-    place = run.under_way.index(name) if name in run.under_way else 0
-    return Waiting("active", f"{place} requests of the run are before it" if place else None)
-
-
-def _checkpoint(
-    run: OpenRun, kind: str, name: str, ttl: int | None, metadata: dict[str, Any] | None
-) -> TinkerCheckpoint:
-    now = int(time.time())
-    return TinkerCheckpoint(
-        new_id("tinker"), run.tenant.id, run.row.id, kind, name, Path(), run.row.base, run.row.lora, 0, now,
-        expires=None if ttl is None else now + ttl, user_metadata=metadata,
-    )  # fmt: skip
+async def source_of(state: State, tenant: Tenant, body: LoadWeightsRequest) -> TinkerCheckpoint:
+    """The checkpoint to go on from. Raises ApiError 404 for one that the tenant may not read, and 400 for one
+    without the optimizer's state that is wanted."""
+    source = await readable_checkpoint(state, tenant, body.path)
+    if body.optimizer and source.kind != "weights":
+        message = f"{body.path} has no state of an optimizer: load it without, or a path of 'weights'."
+        raise ApiError(400, message, param="optimizer")
+    return source

@@ -54,19 +54,19 @@ async def forward_backward(request: Request, caller: Caller, state: Shared, tink
         raise ApiError(400, "The body ended early.") from error
     encoding = request.headers.get("content-encoding", "").strip().lower()
     read = await state.bodies.run(caller.id, read_pass, body, encoding)
-    return _promise(tinker.runs.forward(caller, read))
+    return _promise(tinker.requests.forward(caller, read))
 
 
 @router.post("/optim_step")
 async def optim_step(body: OptimStepRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """A step of AdamW by the gradients since the last one."""
-    return _promise(tinker.runs.optim_step(caller, body))
+    return _promise(tinker.requests.optim_step(caller, body))
 
 
 @router.post("/save_weights")
 async def save_weights(body: SaveWeightsRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """Saves weights and the optimizer's state."""
-    return _promise(tinker.runs.save_state(caller, body))
+    return _promise(tinker.requests.save_state(caller, body))
 
 
 @router.post("/save_weights_for_sampler")
@@ -74,7 +74,7 @@ async def save_weights_for_sampler(
     body: SaveWeightsForSamplerRequest, caller: Caller, tinker: Tinker
 ) -> dict[str, Any]:
     """Saves weights to sample from: a version that never changes."""
-    return _promise(tinker.runs.save_for_sampler(caller, body))
+    return _promise(tinker.requests.save_for_sampler(caller, body))
 
 
 @router.post("/save_weights_external")
@@ -82,7 +82,7 @@ async def save_weights_external(
     body: SaveWeightsExternalRequest, caller: Caller, tinker: Tinker
 ) -> dict[str, Any]:
     """Saves weights in PEFT's format, for download."""
-    return _promise(tinker.runs.save_external(caller, body))
+    return _promise(tinker.requests.save_external(caller, body))
 
 
 @router.post("/load_weights")
@@ -90,7 +90,7 @@ async def load_weights(body: LoadWeightsRequest, caller: Caller, tinker: Tinker)
     """Has a run go on from saved weights; without a `model_id` a new one."""
     if body.model_id is None:
         return _promise(await tinker.runs.create_from(caller, body))
-    return _promise(tinker.runs.load(caller, body))
+    return _promise(tinker.requests.load(caller, body))
 
 
 @router.post("/unload_model")
