@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from coserve.split.address import Address
 from coserve.split.attach import attach
+from coserve.split.batching import BatchingConfig
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import LinearCall
 from coserve.split.privacy.field import PRIME
@@ -51,7 +52,7 @@ class Curious:
             return answer
 
         linears.compute = noted  # type: ignore[method-assign]
-        self.executor = BaseExecutor(linears, "none")
+        self.executor = BaseExecutor(linears, BatchingConfig("none"))
         self.service = SplitService(self.executor, Address(path=str(path)))
         self.address = str(self.service.address)
 
