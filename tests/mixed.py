@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from peft import IA3Config as PeftIA3Config
+from peft import LNTuningConfig as PeftLNTuningConfig
 from peft import LoraConfig
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.methods.bitfit import BitFitConfig
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
+from coserve.adapters.methods.ln_tuning import LNTuningConfig
 from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
@@ -42,6 +44,7 @@ TRAINED: Mapping[str, Any] = {
     "ia3": IA3Config(),
     "bottleneck": BottleneckConfig(width=5, activation="gelu"),
     "bitfit": BitFitConfig(),
+    "ln_tuning": LNTuningConfig(),
     "prefix": PrefixTuningConfig(5),
     "prompt": PromptTuningConfig(6),
     "p-tuning": PTuningConfig(4, hidden=16),
@@ -84,6 +87,7 @@ def oracles(
         "lora": with_peft(name, lora, **fields),
         "larger lora": with_peft(name, larger, **fields),
         "ia3": with_peft(name, ia3, **fields),
+        "ln_tuning": with_peft(name, PeftLNTuningConfig(task_type=task, target_modules=norms), **fields),
         "houlsby": with_bottlenecks(name, layout="houlsby", activation="relu", **fields),
         "pfeiffer": with_bottlenecks(name, layout="pfeiffer", activation="silu", **fields),
         "bitfit": with_biases(name, paths=norms, **fields),

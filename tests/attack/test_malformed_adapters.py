@@ -18,6 +18,7 @@ from coserve.adapters.methods import method_of
 from coserve.adapters.methods.bitfit import BitFitConfig
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
+from coserve.adapters.methods.ln_tuning import LNTuningConfig
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
@@ -36,6 +37,7 @@ METHODS: dict[str, list[object]] = {
     "dora": [LoRAConfig(2, targets=("v_proj",), dora=True, bias="all")],
     "ia3": [IA3Config()],
     "bitfit": [BitFitConfig()],
+    "ln_tuning": [LNTuningConfig()],
     "bottleneck": [BottleneckConfig(4)],
     "prompt": [PromptTuningConfig(3)],
     "p-tuning": [PTuningConfig(3, "LSTM", 8, 1)],

@@ -46,7 +46,10 @@ def test_models_are_those_that_equivalence_tests_compare() -> None:
 def test_adapter_methods_are_those_that_have_a_file() -> None:
     there = {info.name for info in pkgutil.iter_modules(methods.__path__)}
     named = section("adapter methods, any mix in one step**: ", ", and lists of these")
-    spelled = {"prefix tuning", "prompt tuning", "P-tuning", "bottleneck adapters", "LoRA", "IA3", "BitFit"}
+    spelled = {
+        "prefix tuning", "prompt tuning", "P-tuning", "bottleneck adapters", "LoRA", "IA3", "BitFit",
+        "LN tuning",
+    }  # fmt: skip
     assert {re.sub(r"[ -]", "_", one.lower()).removesuffix("_adapters") for one in spelled} == there
     assert all(one in named for one in spelled)
     words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -14,6 +14,7 @@ RATES: Final[Mapping[str, float]] = {
     "ia3": 3e-2,
     "bottleneck": 3e-3,
     "bitfit": 1e-2,
+    "ln_tuning": 1e-2,
     "prefix_tuning": 5e-2,
     "prompt_tuning": 1e-1,
     "p_tuning": 1e-2,

@@ -1,4 +1,4 @@
-"""An adapter's own modules in place of the base's: PEFT's `modules_to_save`, for any method.
+"""An adapter's own modules in place of the base's: PEFT's `modules_to_save`, for any method, and LN tuning.
 
 For the adapter's rows the output of the base's module is not used.
 """
@@ -15,7 +15,7 @@ from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
 
-_KINDS = (Kind.LINEAR, Kind.NORM, Kind.EMBEDDING)
+REPLACED = (Kind.LINEAR, Kind.NORM, Kind.EMBEDDING)
 _Self = TypeVar("_Self", bound="Replacement")
 
 
@@ -74,16 +74,20 @@ def fresh_replacements(names: Iterable[str], frame: Frame) -> dict[Place, Bypass
     PEFT reads them. Raises AdapterMismatch for an unknown name."""
     found: dict[Place, Bypass] = {}
     for name in names:
-        sites = [site for path, site in frame.sites.items() if path.endswith(name) and site.kind in _KINDS]
+        sites = [site for path, site in frame.sites.items() if path.endswith(name) and site.kind in REPLACED]
         if not sites:
             raise AdapterMismatch(
                 f"modules_to_save: no linear, norm or embedding of the model is called {shown(name)}"
             )
-        for site in sites:
-            dense = frame.frozen.dense(site.path)
-            bias = None if dense.bias is None else _trainable(dense.bias)
-            found[Place(site.path)] = _replacement(frame, site, _trainable(dense.weight), bias)
+        found |= {Place(site.path): fresh_replacement(site, frame) for site in sites}
     return found
+
+
+def fresh_replacement(site: Site, frame: Frame) -> "Replacement":
+    """The base's own weights at a site, float32 on the CPU."""
+    dense = frame.frozen.dense(site.path)
+    bias = None if dense.bias is None else _trainable(dense.bias)
+    return _replacement(frame, site, _trainable(dense.weight), bias)
 
 
 def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
@@ -103,29 +107,37 @@ def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
         raise AdapterMismatch(
             f"{saved.folder}: the tensors of modules_to_save={shown(sorted(unseen))} are missing"
         )
-    found: dict[Place, Bypass] = {}
-    for path, given in tensors.items():
-        site = site_at(frame.sites, path, *_KINDS)
-        for kind in ("weight", *["bias"] * site.has_bias):
-            if kind not in given:
-                raise AdapterMismatch(f"{saved.folder}: {PREFIX}{path}.{kind} is missing")
-        expect_shape(site, "weight", given["weight"], *_shape(site))
-        if "bias" in given:
-            expect_shape(site, "bias", given["bias"], *[site.outputs] * site.has_bias)
-        weight = given["weight"].t() if site.transposed else given["weight"]
-        found[Place(path)] = _replacement(frame, site, weight, given.get("bias"))
-    return found
+    return {Place(path): read_replacement(saved, frame, path, path, given) for path, given in tensors.items()}
 
 
-def written_replacements(bypasses: Mapping[Place, Bypass]) -> tuple[list[str], dict[str, Tensor]]:
-    """The field `modules_to_save`, and tensors by their names in files."""
+def read_replacement(
+    saved: Saved, frame: Frame, path: str, module: str, given: Mapping[str, Tensor]
+) -> "Replacement":
+    """The replacement of the base's module at `path` by `given`, a weight and a bias as files have them;
+    `module` is the file's name for it. Raises AdapterMismatch where one is missing or does not fit."""
+    site = site_at(frame.sites, path, *REPLACED)
+    for kind in ("weight", *["bias"] * site.has_bias):
+        if kind not in given:
+            raise AdapterMismatch(f"{saved.folder}: {PREFIX}{module}.{kind} is missing")
+    expect_shape(site, "weight", given["weight"], *_shape(site))
+    if "bias" in given:
+        expect_shape(site, "bias", given["bias"], *[site.outputs] * site.has_bias)
+    weight = given["weight"].t() if site.transposed else given["weight"]
+    return _replacement(frame, site, weight, given.get("bias"))
+
+
+def written_replacements(
+    bypasses: Mapping[Place, Bypass], inside: str = ""
+) -> tuple[list[str], dict[str, Tensor]]:
+    """The paths of replaced modules, and tensors by their names in files, where the modules are `inside`
+    those at the paths."""
     paths, tensors = [], {}
     for place, bypass in bypasses.items():
         if isinstance(bypass, Replacement):
             paths.append(place.path)
             for name, tensor in bypass.parameters().items():
                 turned = tensor.t() if bypass.transposed and name == "weight" else tensor
-                tensors[f"{PREFIX}{place.path}.{name}"] = turned
+                tensors[f"{PREFIX}{place.path}{inside}.{name}"] = turned
     return paths, tensors
 
 

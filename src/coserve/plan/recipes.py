@@ -16,6 +16,7 @@ METHODS: Final[Mapping[str, Fields]] = {
     "ia3": {"type": "ia3"},
     "bottleneck": {"type": "bottleneck"},
     "bitfit": {"type": "bitfit"},
+    "ln_tuning": {"type": "ln_tuning"},
     "prefix_tuning": {"type": "prefix_tuning", "num_virtual_tokens": 16},
     "prompt_tuning": {"type": "prompt_tuning", "num_virtual_tokens": 16},
     "p_tuning": {"type": "p_tuning", "num_virtual_tokens": 16},

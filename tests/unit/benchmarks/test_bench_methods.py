@@ -25,9 +25,11 @@ def test_every_method_is_on_the_menu() -> None:
 def test_parity_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """And would show an adapter that is wrong: here the oracle's is twice as strong."""
     monkeypatch.setattr(parity, "SHAPES", {"llama": parity.SHAPES["llama"]})
-    monkeypatch.setattr(parity, "METHODS", {m: METHODS[m] for m in ("lora", "bottleneck", "bitfit")})
+    monkeypatch.setattr(
+        parity, "METHODS", {m: METHODS[m] for m in ("lora", "bottleneck", "bitfit", "ln_tuning")}
+    )
     results = run_methods("tiny", quick=True, only=["parity"])
-    for method in ("lora", "bottleneck", "bitfit"):
+    for method in ("lora", "bottleneck", "bitfit", "ln_tuning"):
         assert 0 < results[f"parity[{method}].forward"] < 1e-5
         assert 0 < results[f"parity[{method}].gradient"] < 1e-5
         assert results["met"][f"parity[{method}].forward"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Dense, Part, Place, Side
-from coserve.adapters.method import Written, chosen, named
+from coserve.adapters.method import Written, chosen, expect_targets, named
 from coserve.adapters.replace import fresh_replacements, take_replacements, written_replacements
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
@@ -112,7 +112,7 @@ class IA3:
                 expect_shape(site, "ia3_l", scales, site.outputs, 1)
                 place = Place(path)
             bypasses[place] = IA3Bypass(scales.flatten())
-        _expect_targets(saved, frame, {place.path for place in bypasses})
+        expect_targets(saved, frame, {place.path for place in bypasses}, "ia3_l")
         names = tuple(place.path for place in replaced)
         return Part(self.name, IA3Config(modules_to_save=names), bypasses)
 
@@ -128,18 +128,6 @@ class IA3:
             "modules_to_save": sorted(replaced) or None,
         }
         return Written(fields, tensors)
-
-
-def _expect_targets(saved: Saved, frame: Frame, found: Collection[str]) -> None:
-    """Raises AdapterMismatch for a linear that the file's lists name, as PEFT reads them, and that has no
-    tensor."""
-    targets, excluded = (saved.fields.get(name) or [] for name in ("target_modules", "exclude_modules"))
-    if not isinstance(targets, list) or not isinstance(excluded, list):
-        return  # a regular expression, or PEFT's own choice
-    for path, site in frame.sites.items():
-        wanted = named(path, [*map(str, targets)]) and not named(path, [*map(str, excluded)])
-        if site.kind is Kind.LINEAR and wanted and path not in found:
-            raise AdapterMismatch(f"{saved.folder}: {PREFIX}{path}.ia3_l is missing")
 
 
 def _targets(config: IA3Config, frame: Frame) -> dict[str, Site]:
