@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from coserve import Engine
-from coserve.adapters.files import CONFIG, WEIGHTS, read_outline
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.files import CONFIG, WEIGHTS, read_adapter, read_outline
 from coserve.adapters.paging.buffer import Buffer
 from coserve.adapters.paging.stored import Outlines
 from coserve.adapters.saved import Saved
@@ -20,10 +21,14 @@ def engine() -> Engine:
     return make_engine()
 
 
+def loaded(engine: Engine, folder: Path) -> AdapterVersion:
+    return read_adapter(folder, "a", engine.base, engine.base.dtype, engine.base.device)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_outline_is_the_adapter_but_for_its_values(engine: Engine, method: str, tmp_path: Path) -> None:
     folder = stored(engine, tmp_path, METHODS[method])
-    outline, whole = read_outline(folder, "a", engine.base, torch.bfloat16), engine.read_adapter("a", folder)
+    outline, whole = read_outline(folder, "a", engine.base, torch.bfloat16), loaded(engine, folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.parameters().items()}
     assert {name: tuple(tensor.shape) for name, tensor in outline.parameters().items()} == shapes
     assert all(tensor.is_meta for tensor in outline.parameters().values())
@@ -57,7 +62,7 @@ def test_weights_are_not_read_and_alike_files_are_looked_through_once(
 def test_what_lies_in_memory_does_not_change_with_the_file(engine: Engine, tmp_path: Path) -> None:
     """In the base's own type nothing has to be converted: even then it is a copy."""
     folder = stored(engine, tmp_path)
-    version = engine.read_adapter("a", folder)
+    version = loaded(engine, folder)
     before = {name: tensor.clone() for name, tensor in version.parameters().items()}
     with (folder / WEIGHTS).open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
