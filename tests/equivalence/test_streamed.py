@@ -13,10 +13,12 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.sequence import Direction
+from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.model.base import Base
 from coserve.model.block import Resident
 from coserve.model.load import load_base
 from coserve.model.probe import ProbeRows, drive
+from coserve.schedule.reads import ReadCosts
 from coserve.streamed.load import load_streamed
 from coserve.streamed.planner import ResidencePlan, Streaming
 from methods import SMALL
@@ -39,6 +41,7 @@ FIELDS: Mapping[str, Any] = {"calibrate": False, "cache_tokens": 2048, "page_siz
     "slowdown": None,
 }}  # fmt: skip
 ROWS = 33
+BF16 = torch.bfloat16
 
 
 def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -128,8 +131,15 @@ def test_files_in_shards(tmp_path: Path) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_training_and_answers_are_the_same(name: str, dtype: str, tmp_path: Path) -> None:
-    """All that is trained, each parameter of each adapter, after steps cut into windows beside answers."""
+def test_training_and_answers_are_the_same(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is trained, each parameter of each adapter, after steps cut into windows beside answers. Both
+    have the same plans: a scheduler that knows what reads cost cuts windows elsewhere, and sums round.
+    """
+    if (name, dtype) == ("gemma4_text", "bfloat16") and not multiplies_bfloat16(torch.empty(1, dtype=BF16)):
+        pytest.skip("at the limit of rounding where products are not in bfloat16: refused at load at times")
+    monkeypatch.setattr(ReadCosts, "start", lambda *_: None)
     folder = saved(name, tmp_path, getattr(torch, dtype))
     kinds = KINDS if name != "gemma4_text" else {"lora": KINDS["lora"]}
     wanted = everything(Engine(folder, EngineConfig(**FIELDS)), kinds)
