@@ -47,7 +47,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class RoundReport(msgspec.Struct, frozen=True):
-    """What a round did: tokens (trained, or answered), and the seconds of each step."""
+    """Outcome of a round: tokens (trained, or answered), and the seconds of each step."""
 
     tokens: int
     steps: tuple[float, ...]

@@ -102,7 +102,7 @@ class OffloadedCache:
         return lost
 
     def take_reads(self) -> OffloadReads:
-        """What was read since the last call."""
+        """Bytes and seconds that were read since the last call."""
         reads, self._reads = self._reads, OffloadReads()
         return reads
 

@@ -232,7 +232,7 @@ class LocalExecutor(Executor):
 
     @property
     def _read(self) -> WeightReads:
-        """What has been read of a streamed base so far."""
+        """Reads of a streamed base so far."""
         return WeightReads() if self.base.reader is None else self.base.reader.total
 
     def _begin(self, plan: Plan) -> None:

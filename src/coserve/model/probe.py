@@ -64,7 +64,7 @@ def draw(base: Base, *lengths: int) -> list[Tensor]:
 
 
 class _Outputs(threading.local):
-    """What layers give in the forward on this thread."""
+    """Outputs of layers in the forward on this thread."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []

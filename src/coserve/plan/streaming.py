@@ -1,4 +1,4 @@
-"""Whether an engine would stream a model's base, and what that takes."""
+"""Predicts whether an engine would stream a model's base, and what that takes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +52,9 @@ class StreamedBase:
 def plan_streaming(
     subject: Subject, memory: str | int | float, base_memory: str | int | float = "auto"
 ) -> StreamedBase | None:
-    """How an engine on a CPU with these settings streams the subject's base; None where it is in memory as a
-    whole. Reads some of the subject's files, to measure. Raises ConfigError for settings that are wrong."""
+    """The way in which an engine on a CPU with these settings streams the subject's base; None where it is in
+    memory as a whole. Reads some of the subject's files, to measure. Raises ConfigError for settings that are
+    wrong."""
     saved = 0 if subject.folder is None else saved_bytes(subject.folder, "none")
     config = EngineConfig(memory=memory, base_memory=base_memory)
     with fake_tensors():

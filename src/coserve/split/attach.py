@@ -215,7 +215,7 @@ class _VirtualConv1D(Conv1D):  # type: ignore[misc]
 
 
 def _virtual(path: str, linear: nn.Module, siblings: _Siblings) -> nn.Module:
-    """What replaces a linear: of the same class for libraries that ask, without its weights."""
+    """The module that replaces a linear: of the same class for libraries that ask, without its weights."""
     out, into = shape_of(linear)
     made: Any
     with torch.device("meta"):

@@ -153,7 +153,7 @@ class BaseExecutor:
         self._queues.put(work)
 
     def status(self, asking: ClientAccount | None = None) -> ExecutorStatus:
-        """What it is, and what it has done so far; the connection that asks is left out."""
+        """Identity and counters so far; the connection that asks is left out."""
         now, queues = self._clock(), self._queues
         return ExecutorStatus(
             model=self._linears.name,

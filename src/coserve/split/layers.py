@@ -21,7 +21,7 @@ class LayerChoice:
     with_head: bool = True
 
     def chosen(self, paths: Iterable[str], head: str | None) -> list[str]:
-        """Those of these linears that the executor has; `head` is the output embedding's path, None where
+        """Paths of these linears that the executor has; `head` is the output embedding's path, None where
         that is no linear. Raises ConfigError where none is left, or the expression is none."""
         given = list(paths)
         matching = self._matching([path for path in given if path != head])

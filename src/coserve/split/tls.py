@@ -24,7 +24,7 @@ _ROOM: Final = 1 << 16  # bytes that are received at once
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """How a client knows an executor, and is known to it.
+    """Identifies an executor to a client, and the client to it.
 
     `ca` is a file of certificates in PEM that may have signed the executor's, which must name its host; the
     system's are taken if it is None. With `pin`, the SHA-256 of the executor's own certificate in hexadecimal
@@ -92,7 +92,7 @@ class TlsFiles:
         return context
 
     def fingerprint(self) -> str:
-        """What a client may pin."""
+        """The certificate's digest, which a client may pin."""
         text = Path(self.certificate).read_text()
         begin, end = text.index(_BEGIN), text.index(_END) + len(_END)
         return fingerprint_of(ssl.PEM_cert_to_DER_cert(text[begin:end]))

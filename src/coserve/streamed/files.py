@@ -34,10 +34,10 @@ DTYPES: Final = {
 
 
 class Mode(Enum):
-    """How bytes are read. Either leaves nothing in the page cache, where a model larger than memory would
-    displace all else and be displaced itself before it is read again. DIRECT is O_DIRECT. BUFFERED reads
-    through the page cache and drops each piece at once: the system reads ahead, which on a virtual disk may
-    be faster (1.3 to 1.5 GB/s against 0.7 to 0.8), and copies (0.4 of a core against 0.1)."""
+    """Way in which bytes are read. Either leaves nothing in the page cache, where a model larger than memory
+    would displace all else and be displaced itself before it is read again. DIRECT is O_DIRECT. BUFFERED
+    reads through the page cache and drops each piece at once: the system reads ahead, which on a virtual disk
+    may be faster (1.3 to 1.5 GB/s against 0.7 to 0.8), and copies (0.4 of a core against 0.1)."""
 
     DIRECT = "direct"
     BUFFERED = "buffered"
@@ -55,7 +55,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What tells that a file may have changed."""
+    """Signs that a file may have changed."""
 
     inode: int
     size: int

@@ -31,8 +31,9 @@ class ResidencePlan:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How a base is streamed: `plan` says which blocks stay, `resident_nbytes` are the base's bytes in memory
-    (ends, blocks that stay and buffers); a pass reads at `rate` bytes a second, as measured or assumed."""
+    """Way in which a base is streamed: `plan` says which blocks stay, `resident_nbytes` are the base's bytes
+    in memory (ends, blocks that stay and buffers); a pass reads at `rate` bytes a second, as measured or
+    assumed."""
 
     plan: ResidencePlan
     resident_nbytes: int
@@ -105,7 +106,7 @@ def plan_residence(blocks: Sequence[int], budget: int, buffers: int = RING) -> R
 
 
 def _fill(counts: Counter[int], room: int) -> dict[int, int]:
-    """How many blocks of each size stay so that they fill most of the room."""
+    """Number of blocks of each size that stay, so that they fill most of the room."""
     sums: dict[int, dict[int, int]] = {0: {}}
     for size, most in counts.items():
         for before, stay in [*sums.items()]:

@@ -1,4 +1,4 @@
-"""What streaming a base takes, known from shapes alone."""
+"""Memory and reads of streaming a base, known from shapes alone."""
 
 from typing import Final
 

@@ -28,7 +28,7 @@ class ReadBuffer:
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a dense tensor lies in the buffer; None where it does not."""
+        """Place of a dense tensor in the buffer; None where it has none."""
         if tensor.is_mkldnn or not tensor.is_contiguous():
             return None
         offset = tensor.data_ptr() - self.tensor.data_ptr()
@@ -47,7 +47,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a tensor lies in a buffer, from `offset` on."""
+    """Layout of a tensor in a buffer, from `offset` on."""
 
     offset: int
     nbytes: int

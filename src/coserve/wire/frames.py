@@ -67,7 +67,7 @@ def send_views_now(sock: socket.socket, views: Sequence[memoryview]) -> list[mem
 
 
 def _after(views: list[memoryview], sent: int) -> list[memoryview]:
-    """What is left of views of which the first `sent` bytes were sent."""
+    """Rest of views of which the first `sent` bytes were sent."""
     while views and sent >= len(views[0]):
         sent -= len(views.pop(0))
     if sent:

@@ -49,7 +49,7 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
 
 
 class _State(threading.local):
-    """Whether this thread computes without kernels."""
+    """Tells whether this thread computes without kernels."""
 
     is_off = False  # of the class, as a default of `getattr` takes ten times as long
 

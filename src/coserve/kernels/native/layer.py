@@ -17,7 +17,7 @@ from coserve.kernels.native import ops
 
 @dataclass(frozen=True, slots=True)
 class DecodePages:
-    """Where decode rows write and read keys and values [groups, slots, width]: each row's slot in
+    """Places where decode rows write and read keys and values [groups, slots, width]: each row's slot in
     `slot_mapping` [batch], its pages in `block_table` [batch, n], its length with itself in `lengths`."""
 
     keys: Tensor

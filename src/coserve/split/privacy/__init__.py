@@ -1,1 +1,1 @@
-"""What a client may do so that executors see less of its rows (Symbiosis, 3.8)."""
+"""Modes in which executors see less of a client's rows (Symbiosis, 3.8)."""

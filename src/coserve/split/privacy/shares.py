@@ -167,7 +167,7 @@ class _SharedAnswer:
 
 
 class _Secrets:
-    """What a client has to know of one group, asked of both executors.
+    """Facts of one group that a client needs, asked of both executors.
 
     Each sees shares of the secret factors, so neither knows what its answers will be multiplied by. Where one
     of them answers wrongly here, or has other weights than its peer, no later check of either holds.
@@ -208,7 +208,7 @@ def _call(base: BaseHello, paths: Sequence[str], rows: Rows, direction: Directio
 
 
 def _common_base(bases: Sequence[BaseHello], names: Sequence[str]) -> BaseHello:
-    """What both offer. Raises AdapterMismatch, UnsupportedModel."""
+    """Offers of both. Raises AdapterMismatch, UnsupportedModel."""
     first, second = bases
     if (first.fingerprint, first.dtype, first.groups) != (second.fingerprint, second.dtype, second.groups):
         raise AdapterMismatch(

@@ -75,7 +75,7 @@ async def list_user_checkpoints(
 
 @router.post("/weights_info")
 async def weights_info(body: WeightsInfoRequest, caller: Caller, state: Shared) -> dict[str, Any]:
-    """What a training client for these weights has to be made with."""
+    """Settings that a training client for these weights has to be made with."""
     row = await readable_checkpoint(state, caller, body.tinker_path)
     lora = row.lora
     return {

@@ -137,7 +137,7 @@ async def create_sampling_session(
 
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, caller: Caller, state: Shared, tinker: Tinker) -> dict[str, Any]:
-    """What a sampling session samples from."""
+    """The weights that a sampling session samples from."""
     found, base = await tinker.sessions.sampler(caller, sampler_id), state.catalog.base.name
     path = None if found.model == base else found.model
     return {"sampler_id": found.id, "base_model": base, "model_path": path}
