@@ -11,7 +11,18 @@ from coserve.cli.bench import add_bench
 from coserve.errors import ConfigError
 from coserve_benchmarks import cli
 
-COMMANDS = {"engine", "server", "adapters", "memory", "methods", "policies", "streamed", "draw", "stale"}
+COMMANDS = {
+    "engine",
+    "server",
+    "adapters",
+    "memory",
+    "methods",
+    "policies",
+    "split",
+    "streamed",
+    "draw",
+    "stale",
+}
 
 
 def bench_of() -> typer.Typer:
