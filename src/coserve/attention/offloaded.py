@@ -19,6 +19,7 @@ from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.chunked import ChunkedAttention
 
 CHUNK: Final = 4 << 20  # bytes that are read at once
+WORKSPACE: Final = 3 * CHUNK  # bytes: what is read with the rest of its blocks, and scores
 BLOCK: Final = 4096  # bytes; a page has whole blocks of them in each layer
 
 

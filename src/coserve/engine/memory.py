@@ -11,6 +11,7 @@ import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.paging.cache import AdapterCache
+from coserve.attention.offloaded import WORKSPACE as OFFLOAD_WORKSPACE
 from coserve.config import EngineConfig
 from coserve.core.size import read_memory, show_size
 from coserve.errors import ConfigError, OutOfMemory
@@ -51,7 +52,7 @@ class EngineMemory:
         """Enters the base, the pages and the workspace. Raises ConfigError where they exceed the budget."""
         self._executor, self._base, self._cache = executor, base, cache
         weights, pages = self.held().base, executor.spec.cache_nbytes
-        workspace = step_bytes(base, config, pages)
+        workspace = step_bytes(base, config, pages) + OFFLOAD_WORKSPACE * (executor.spec.offload_pages > 0)
         fixed: dict[str, Bytes] = {
             "base": {Account.BASE: weights},
             "pages": {Account.PAGES: pages},

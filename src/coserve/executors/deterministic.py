@@ -79,10 +79,15 @@ class DeterministicExecutor(LocalExecutor):
         super().launch(replace(plan, split=None))
 
     def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        found: dict[int, Sampled] = {}
+        """Samples once all groups have passed: where weights cannot be read in a later group the plan runs
+        again whole, and must find the sequences' newest tokens as they were."""
+        passed: list[InferenceBatch] = []
         for group in _groups(lane.inference):
             inference = self._inference_rows(group)
             self._forward(inference, [])
+            passed.append(inference)
+        found: dict[int, Sampled] = {}
+        for inference in passed:
             for key, sampled in self.sampler.sample(inference).items():
                 earlier = found[key].prompt_logprobs if key in found else ()
                 found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))

@@ -4,6 +4,9 @@ Symbiosis 3.4. A sequence is offloaded for its whole life, as its pages on the d
 Its rows pass in the same steps as all others; attention reads its keys and values chunk by chunk.
 """
 
+from collections.abc import Sequence as Ordered
+from itertools import count
+
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
@@ -19,6 +22,9 @@ class Offloading:
     ) -> None:
         self.pool = PagePool(pages, page_size)
         self._swapping, self._first, self._refusal = swapping, first, refusal
+        self._rests_until = -float("inf")
+        self._count = count(1)
+        self._turns: dict[int, int] = {}  # of offloaded sequences, by when they last had one
 
     @property
     def pages(self) -> int:
@@ -44,14 +50,38 @@ class Offloading:
         """Most tokens of an answer to `prompt` tokens; less than one where the prompt does not fit."""
         return self.pages * self.pool.page_size - prompt + 1
 
+    def resting(self, sequences: Ordered[Sequence], now: float) -> frozenset[int]:
+        """Keys of offloaded `sequences`, running or waiting, that have no rows in a step at `now`.
+
+        While others are ready to run, offloaded ones take turns, one in a step, and rest after it for as long
+        as its keys and values were read: so reading for somebody's long prompts takes at most half of the
+        time, and nobody waits for more than one of them between two tokens.
+        """
+        others = [one for one in sequences if not (one.offloaded or one.loading)]
+        offloaded = {one.key: self._turns.get(one.key, 0) for one in sequences if one.offloaded}
+        self._turns = offloaded
+        if not (others and offloaded):
+            return frozenset()
+        ready = [one.key for one in sequences if one.offloaded and one.remaining]
+        if not ready or (now < self._rests_until and any(one.pages for one in others)):
+            return frozenset(offloaded)
+        chosen = min(ready, key=offloaded.__getitem__)
+        offloaded[chosen] = next(self._count)  # its turn is over also where no pages are free for it
+        return frozenset(offloaded.keys() - {chosen})
+
+    def read(self, seconds: float, now: float) -> None:
+        """Notes that a step which ended at `now` waited `seconds` for offloaded keys and values."""
+        if seconds:
+            self._rests_until = max(self._rests_until, now) + seconds
+
     def enter(self, sequence: Sequence) -> bool:
         """Gives a sequence all pages that it will ever need; False, with nothing changed, where so many are
         not free."""
-        count = self.pool.pages_for(sequence.longest - 1)
-        shared = self._share(count)
-        if count > self.pool.free_count or not self._swapping.copies.make_room(shared):
+        pages = self.pool.pages_for(sequence.longest - 1)
+        shared = self._share(pages)
+        if pages > self.pool.free_count or not self._swapping.copies.make_room(shared):
             return False
-        taken = self.pool.allocate(sequence.key, count)
+        taken = self.pool.allocate(sequence.key, pages)
         assert taken is not None, "so many are free"
         self._swapping.copies.used += shared
         sequence.pages = [self._first + page for page in taken]
@@ -62,7 +92,7 @@ class Offloading:
         self._swapping.copies.used -= self._share(self.pool.free(sequence.key))
         sequence.pages = []
 
-    def _share(self, count: int) -> int:
-        """Pages of copies that take the bytes of `count` offloaded ones, which may be larger: they are in the
+    def _share(self, pages: int) -> int:
+        """Pages of copies that take the bytes of `pages` offloaded ones, which may be larger: they are in the
         base's type."""
-        return -(-count * self._swapping.copies.pages // self.pages)
+        return -(-pages * self._swapping.copies.pages // self.pages)

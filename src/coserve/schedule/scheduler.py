@@ -6,7 +6,7 @@ under way are known, and counts these as done.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
@@ -241,8 +241,9 @@ class Scheduler:
                 self.stats.count_entered(sequence)
             self.stats.preemptions = self._requests.preemptions
             view = replace(view, waiting=self.waiting, running=self.running)
-            closed = self._decode(builder)
-            self._prefill(builder, view, closed)
+            resting = self.offloading.resting((*self.running, *self.waiting), now)
+            closed = self._decode(builder, resting)
+            self._prefill(builder, view, resting, closed)
         if self._underway:
             builder.split = self._split
         elif jobs and (held or not any(is_new(sequence) for sequence in self._requests.running)):
@@ -270,6 +271,7 @@ class Scheduler:
         self.stats.swap_failures += len(result.swap_failed)
         self.stats.offloaded_read_bytes += result.offload_reads.nbytes
         self.stats.offload_failures += len(result.lost)
+        self.offloading.read(result.offload_reads.seconds, now)
         for key, lost in result.lost.items():
             if key in self._sequences:  # else it was cancelled meanwhile
                 sequence = self._sequences[key]
@@ -311,11 +313,12 @@ class Scheduler:
             made_way=self._made_way,
         )
 
-    def _decode(self, builder: PlanBuilder) -> bool:
-        """Adds a row for each sequence with only its newest token to compute. Tells whether this preempted a
-        sequence."""
+    def _decode(self, builder: PlanBuilder, resting: Collection[int]) -> bool:
+        """Adds a row for each sequence with only its newest token to compute, but those that rest. Tells
+        whether this preempted a sequence."""
         before = self.stats.preemptions
-        ready = decoding(self.running, self.cost, self.config)
+        running = [sequence for sequence in self.running if sequence.key not in resting]
+        ready = decoding(running, self.cost, self.config)
         for sequence in ready:
             if sequence.pages and self._grow(sequence, builder.now):  # without any it was preempted meanwhile
                 builder.add(sequence, 1)
@@ -326,15 +329,16 @@ class Scheduler:
         self.stats.preemptions = self._requests.preemptions
         return grown
 
-    def _prefill(self, builder: PlanBuilder, view: View, closed: bool) -> None:
-        """Adds prompt rows of running and entering sequences, the most urgent prompt first.
+    def _prefill(self, builder: PlanBuilder, view: View, resting: Collection[int], closed: bool) -> None:
+        """Adds prompt rows of running and entering sequences but those that rest, the most urgent first.
 
         No sequence enters where it is `closed`, as the step preempted one: pages would only change hands
         again.
         """
         self._count_moves(builder)
         begun = [sequence for sequence in self._requests.running if sequence.remaining > 1]
-        line = sorted([*begun, *self.policy.admit(view)], key=self._requests.urgency)
+        admitted = [one for one in (*begun, *self.policy.admit(view)) if one.key not in resting]
+        line = sorted(admitted, key=self._requests.urgency)
         if not line:  # limits are for prompts
             return
         left = self._prompt_rows(builder)

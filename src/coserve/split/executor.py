@@ -116,7 +116,7 @@ class BaseLinears:
 
 
 class BaseExecutor:
-    """Computes queued calls on a thread of its own, those that the batching policy takes together."""
+    """Computes queued calls, those that the batching policy takes together, one product at a time."""
 
     def __init__(
         self,
@@ -149,8 +149,10 @@ class BaseExecutor:
         return 0.0 if began is None else self._clock() - began
 
     def submit(self, work: Work) -> None:
-        """Queues a call that was checked, of a client that has joined."""
-        self._queues.put(work)
+        """Queues a call that was checked, of a client that has joined; computes it at once where nothing else
+        waits and it is short."""
+        if works := self._queues.offer(work):
+            self._compute(works)
 
     def status(self, asking: ClientAccount | None = None) -> ExecutorStatus:
         """Identity and counters so far; the connection that asks is left out."""
@@ -183,10 +185,16 @@ class BaseExecutor:
 
     def _run(self) -> None:
         while works := self._queues.take():
-            self._busy_since = self._clock()
-            self._answer(works)
-            self._busy_since = None
+            self._compute(works)
             del works  # nothing is kept while it waits
+
+    def _compute(self, works: Sequence[Work]) -> None:
+        self._busy_since = self._clock()
+        try:
+            self._answer(works)
+        finally:
+            self._busy_since = None
+            self._queues.done()
 
     def _answer(self, works: Sequence[Work]) -> None:
         now = self._clock()

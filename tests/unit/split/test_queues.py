@@ -1,6 +1,8 @@
 """The order in which calls are computed, and those that are computed together."""
 
 import random
+import threading
+import time
 
 import pytest
 
@@ -228,3 +230,76 @@ def test_settings_out_of_their_range_are_refused() -> None:
     for settings in ({"wait_cap": float("inf")}, {"wait_cap": -0.1}, {"client_rows": 0}):
         with pytest.raises(ConfigError):
             BatchingConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_a_short_call_alone_is_computed_by_who_brings_it() -> None:
+    """Not where its seconds are unknown or long, another waits or is computed, or it waits for company."""
+
+    def offered(desk: Desk, number: int, path: str = "a") -> list[int]:
+        client = desk.queues.join(f"client {number}")
+        return [
+            work.call.number
+            for work in desk.queues.offer(Work(call(number, path), [], lambda outcome: None, client))
+        ]
+
+    desk = Desk()
+    assert offered(desk, 1) == []  # unknown
+    desk.learn(1e-4, 1e-5)
+    assert offered(desk, 2) == []  # the first waits
+    assert [work.call.number for work in desk.queues.take()] == [1, 2]
+    assert offered(desk, 3) == []  # these are computed
+    desk.queues.done()
+    assert [work.call.number for work in desk.queues.take()] == [3]
+    desk.queues.done()
+    assert offered(desk, 4) == [4]
+    assert offered(desk, 5) == []
+    desk.queues.done()
+    assert [work.call.number for work in desk.queues.take()] == [5]
+    desk.queues.done()
+    desk.learn(1.0, 1e-5, "b")
+    assert offered(desk, 6, "b") == []  # long
+
+
+def test_calls_of_many_threads_are_computed_one_product_at_a_time() -> None:
+    queues = CallQueues(BatchingConfig("opportunistic"), GROUPS, 10)
+    client = queues.join("past")
+    for rows in (1, 2, 8):
+        queues.count([Work(call(0, "a"), [], lambda outcome: None, client)], 1e-4 + rows * 1e-6, [0])
+    computed, at_once, most = list[int](), 0, 0
+    lock = threading.Lock()
+
+    def compute(works: list[Work]) -> None:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(1e-4)
+        computed.extend(work.call.number for work in works)
+        queues.answer(works)
+        with lock:
+            at_once -= 1
+        queues.done()
+
+    def take() -> None:
+        while works := queues.take():
+            compute(works)
+
+    def bring(first: int) -> None:
+        mine = queues.join(f"client {first}")
+        for number in range(first, first + 50):
+            if works := queues.offer(Work(call(number, "a"), [], lambda outcome: None, mine)):
+                compute(works)
+            while number not in computed:
+                time.sleep(1e-5)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    bringers = [threading.Thread(target=bring, args=(first,)) for first in range(0, 400, 100)]
+    for thread in bringers:
+        thread.start()
+    for thread in bringers:
+        thread.join(30)
+    queues.close()
+    taker.join(10)
+    assert sorted(computed) == [first + k for first in range(0, 400, 100) for k in range(50)]
+    assert most == 1

@@ -1,5 +1,8 @@
 """Weights that cannot be read for a while, in an executor of this process or of another: nothing is lost."""
 
+import errno
+import os
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +21,7 @@ from coserve.errors import WeightsUnreadable
 from coserve.executors.executor import Executor, ReadMemory
 from coserve.executors.opening import Opened, open_local, open_remote
 from coserve.executors.remote import RemoteExecutor
+from coserve.model.fixed import ROWS
 from coserve.model.load import load_base
 from coserve.schedule.segments import inference_plan
 from coserve.streamed.files import WeightFile
@@ -29,6 +33,7 @@ from models import save, tiny
 FIELDS: dict[str, Any] = {"calibrate": False, "cache_tokens": 1024, "page_size": 4, "deterministic": True}
 SAMPLING = SamplingParams(max_tokens=40, logprobs=4, ignore_eos=True)
 ANSWERS = 3
+MANY = 10**9  # reads
 
 
 class Base:
@@ -55,7 +60,7 @@ def base(tmp_path: Path) -> Base:
 class Run:
     """An engine with a job and answers, and the plans that were launched."""
 
-    def __init__(self, base: Base, **fields: Any) -> None:
+    def __init__(self, base: Base, answers: int = ANSWERS, **fields: Any) -> None:
         self.engine = Engine(base.folder, EngineConfig(**{"base_memory": base.budget, **FIELDS, **fields}))
         self.launched: list[Plan] = []
         launch = self.engine.executor.launch
@@ -69,7 +74,7 @@ class Run:
         self.states: list[TrainingState] = []
         examples, keeping = make_examples("lora"), Keeping(1, self.states.append)
         self.job = self.engine.finetune(examples, "tuned lora", LoRAConfig(rank=4), TRAINING, keeping=keeping)
-        self.answers = [self.engine.generate([1 + n, 5, 9, 2], sampling=SAMPLING) for n in range(ANSWERS)]
+        self.answers = [self.engine.generate([1 + n, 5, 9, 2], sampling=SAMPLING) for n in range(answers)]
 
     def fails(self) -> bool:
         """A step; tells whether it could not read."""
@@ -113,6 +118,34 @@ def test_nothing_is_lost(base: Base, executor: str, ahead: bool, monkeypatch: py
             assert not run.fails()
     found = run.outcome()
     assert faults > 5 and found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], numbers) for key, numbers in wanted.items())
+
+
+@pytest.mark.local  # counts reads of this process
+def test_a_read_fails_between_groups_of_rows(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More answers than pass together: some have passed a step's layers when weights for the others cannot be
+    read, at a random read of each step."""
+    wanted = Run(base, answers=ROWS + 5).outcome()
+    read, left, rng = WeightFile._read, MANY, random.Random(base.budget)
+
+    def fails_in_time(file: WeightFile, *bytes_read: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        read(file, *bytes_read)
+
+    run = Run(base, answers=ROWS + 5)
+    monkeypatch.setattr(WeightFile, "_read", fails_in_time)
+    faults = 0
+    while run.engine.has_work:
+        left = rng.randrange(1, 12)
+        faults += run.fails()
+        left = MANY
+        if run.engine.has_work:
+            assert not run.fails()
+    found = run.outcome()
+    assert faults > 5
     assert all(torch.equal(found[key], numbers) for key, numbers in wanted.items())
 
 
