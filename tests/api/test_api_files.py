@@ -16,10 +16,10 @@ async def put(world: World, name: str, data: bytes, **more: Any) -> Any:
 
 def test_a_file_comes_and_goes(play: Play) -> None:
     async def story(world: World) -> None:
-        files, data = world.client().files, jsonl(CHAT, {"prompt": "a", "completion": "b"}, {"text": "c"})
-        file = await put(world, "mixed.jsonl", data)
+        files, data = world.client().files, jsonl(CHAT, CHAT, CHAT)
+        file = await put(world, "chats.jsonl", data)
         assert file.id.startswith("file-") and len(file.id) == 29
-        assert (file.object, file.bytes, file.filename) == ("file", len(data), "mixed.jsonl")
+        assert (file.object, file.bytes, file.filename) == ("file", len(data), "chats.jsonl")
         assert (file.purpose, file.status) == ("fine-tune", "processed")
         assert await files.retrieve(file.id) == file
         assert (await files.content(file.id)).content == data
@@ -54,6 +54,13 @@ def test_a_large_file_and_a_corpus(play: Play) -> None:
         ("bad.jsonl", jsonl(CHAT) + b"\xff\n", "bad.jsonl, line 2: expected UTF-8"),
         ("empty.jsonl", b"", "empty.jsonl: expected at least one example"),
         ("empty.txt", b"\n\n", "empty.txt: expected at least one example"),
+        (
+            "mixed.jsonl",
+            jsonl(CHAT, {"text": "a"}),
+            "line 2: expected chats in messages, as in line 1; found texts",
+        ),
+        ("bad.jsonl.gz", jsonl(CHAT), "bad.jsonl.gz: expected a whole gzip file; Not a gzipped file"),
+        ("bad.csv", b"text\na\nb,c\n", "bad.csv, line 3: expected 1 fields, as in the header; found 2"),
     ],
 )
 def test_bad_lines_are_named(play: Play, name: str, data: bytes, said: str) -> None:

@@ -6,7 +6,7 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from coserve.wire.messages import Fault
+from coserve.wire.messages import Fault, JobNote
 from serving import Play, World
 from training import Trainer, create, jsonl, started, stopped, upload, weighed
 
@@ -276,7 +276,8 @@ def test_pause_resume_and_cancel(play: Play) -> None:
         await world.client().completions.create(model=kept.fine_tuned_model_checkpoint, prompt="x")
         words = [event.message async for event in jobs.list_events(job.id)]
         assert [w for w in words if w.startswith("Fine-tuning job ")] == [
-            f"Fine-tuning job {word}" for word in ("cancelled", "resumed", "paused")
+            f"Fine-tuning job {word}"
+            for word in ("cancelled", "stopped, saved at step 2", "resumed", "paused")
         ]
 
     play(story)
@@ -409,5 +410,41 @@ def test_a_corpus_trains_too(play: Play) -> None:
         await world.until(lambda: bool(started(world)))
         (command,) = started(world)
         assert command.data.endswith(".txt") and (command.validation or "").endswith(".jsonl")
+
+    play(story)
+
+
+def test_the_best_checkpoint_is_the_result(play: Play) -> None:
+    async def story(world: World) -> None:
+        jobs, trainer = world.client().fine_tuning.jobs, Trainer(world)
+        file = await upload(world)
+        settings = {"early_stopping_patience": 2, "early_stopping_threshold": 0.1, "save_steps": 5}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(world, training_file=file, extra_body={"optimizer": settings})
+        assert caught.value.param == "optimizer.early_stopping_patience"
+        body = {"optimizer": settings}
+        job = await create(world, training_file=file, validation_file=file, extra_body=body)
+        assert job.model_dump()["optimizer"] == settings
+        await world.until(lambda: bool(started(world)))
+        (spec,) = started(world)
+        assert (spec.every, spec.keep_best, spec.patience, spec.threshold) == (5, True, 2, 0.1)
+        assert not spec.validated and "early_stopping_patience" not in spec.options
+        await trainer.start(job.id)
+        await trainer.step(job.id, 5)
+        await trainer.checkpoint(job.id, 5)
+        await trainer.tell(JobNote(job.id, "Stopped early at step 9", "info"))
+        await jobs.pause(job.id)
+        await trainer.end(job.id, "paused", 5)
+        await jobs.resume(job.id)
+        await world.until(lambda: len(started(world)) == 2)
+        assert started(world)[1].validated == {5: 0.6}
+        await trainer.start(job.id, 5)
+        await trainer.step(job.id, 9)
+        await trainer.end(job.id, "succeeded", 5)
+        assert (await jobs.retrieve(job.id)).fine_tuned_model
+        events = [(event.level, event.message) async for event in jobs.list_events(job.id)]
+        assert ("info", "Stopped early at step 9") in events
+        assert ("info", "Fine-tuning job resumed from step 5") in events
+        assert ("info", "Fine-tuning job stopped, saved at step 5") in events
 
     play(story)

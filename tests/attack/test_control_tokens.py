@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from coserve import tiny
 from coserve.errors import DataError
-from coserve.jobs.datasets import ChatRecord, Message, PromptRecord, TextRecord
+from coserve.jobs.formats import ChatRecord, CompletionRecord, TextRecord
+from coserve.jobs.messages import Message
 from coserve.text import Text
 from coserve.text.chat import encode_chat
 from coserve.text.tokenizer import first_tokens, load_tokenizer
@@ -189,7 +190,7 @@ def test_training_data_have_the_tokens_of_requests_and_learn_what_the_assistant_
         late = zip(ids[len(asked) :], learned[len(asked) :], strict=True)
         taught = [id for id, mark in late if mark and id not in control]
         assert squeezed(said(tokenizer, taught)).rstrip() == squeezed(answer)
-        for record in (TextRecord(answer), PromptRecord(turns[-1]["content"], answer)):
+        for record in (TextRecord(answer), CompletionRecord(turns[-1]["content"], answer)):
             (example,) = prepare([record], tokenizer).examples
             last = tokenizer.eos_token_id
             made = [id for id in example.tokens if id in control]

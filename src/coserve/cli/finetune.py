@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,13 +18,17 @@ def finetune(
     context: typer.Context,
     file: Annotated[
         Path,
-        typer.Argument(exists=True, dir_okay=False, readable=True, help="JSONL of examples, or plain text."),
+        typer.Argument(
+            exists=True,
+            readable=True,
+            help="Examples: .jsonl, .csv, .parquet, .txt, also .gz, or a folder that datasets saved.",
+        ),
     ],
     model: ModelName = None,
     suffix: Annotated[str | None, typer.Option(help="Part of the adapter's name.")] = None,
     validation_file: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, readable=True, help="Examples that are measured only."),
+        typer.Option(exists=True, readable=True, help="Examples that are measured only."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Times the data is gone through.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Examples of one optimizer step.")] = None,
@@ -98,8 +103,23 @@ def finetune(
 
 
 def _upload(client: "Client", file: Path) -> str:
+    if file.is_dir():
+        with TemporaryDirectory() as folder:
+            return _upload(client, _packed(file, Path(folder)))
     uploaded = client.upload("/v1/files", {"purpose": "fine-tune"}, {"file": file})
     return str(uploaded["id"])
+
+
+def _packed(saved: Path, folder: Path) -> Path:
+    """The rows of a folder that `datasets` saved, as JSONL in `folder`. Raises DataError."""
+    from coserve.jobs.columns import column_rows
+    from coserve.jobs.containers import LONGEST, MOST_UNPACKED
+
+    packed = folder / f"{saved.absolute().name}.jsonl"
+    with packed.open("w", encoding="utf-8") as file:
+        for _, row in column_rows(saved, saved.name, LONGEST, MOST_UNPACKED):
+            file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+    return packed
 
 
 def _pairs(flag: str, given: list[str] | None) -> dict[str, Any] | None:

@@ -9,7 +9,8 @@ from typing import Any, Final
 from coserve.engine.engine import Prompt
 from coserve.errors import DataError
 from coserve.jobs import datasets
-from coserve.jobs.datasets import ChatRecord, Message, PromptRecord, Record
+from coserve.jobs.formats import ChatRecord, CompletionRecord, SupervisedRecord
+from coserve.jobs.messages import Message
 from coserve.text.tokenizer import Tokenizer
 from coserve.tiny import newtasks
 from coserve.tiny.world import Question
@@ -95,7 +96,9 @@ def _chat(question: Question) -> ChatRecord:
     return ChatRecord(tuple(Message(m["role"], m["content"]) for m in question.messages))
 
 
-def _held_out(records: Sequence[Record], tokenizer: Tokenizer, longest: int | None) -> tuple[HeldOut, ...]:
+def _held_out(
+    records: Sequence[SupervisedRecord], tokenizer: Tokenizer, longest: int | None
+) -> tuple[HeldOut, ...]:
     found = []
     for record in records:
         prompt, answer = _question(record)
@@ -105,13 +108,13 @@ def _held_out(records: Sequence[Record], tokenizer: Tokenizer, longest: int | No
     return tuple(found)
 
 
-def _question(record: Record) -> tuple[Any, str]:
+def _question(record: SupervisedRecord) -> tuple[Any, str]:
     """(prompt, expected answer): a chat up to its last answer, or a text up to its first third."""
     if isinstance(record, ChatRecord):
         last = max(i for i, turn in enumerate(record.messages) if turn.role == "assistant")
         asked = [{"role": turn.role, "content": turn.content} for turn in record.messages[:last]]
         return asked, record.messages[last].content
-    if isinstance(record, PromptRecord):
+    if isinstance(record, CompletionRecord):
         return record.prompt, record.completion
     words = record.text.split(" ")
     cut = max(len(words) // 3, 1)

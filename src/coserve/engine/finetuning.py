@@ -124,6 +124,10 @@ class FineTuning:
         """Stops the job; its last published version stays."""
         self._trainer.end(self.job, JobStatus.CANCELLED)
 
+    def finish(self) -> None:
+        """Ends the job early as a success; its last published version stays."""
+        self._trainer.end(self.job, JobStatus.SUCCEEDED)
+
     def pause(self) -> TrainingState:
         """Stops the job and returns the state to resume from; `train.checkpoint` writes it to disk."""
         state = self._trainer.state(self.job)

@@ -7,9 +7,11 @@ reported after all its checkpoints.
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from coserve.adapters.bypass import exact_type
 from coserve.core.contained import contained
@@ -17,10 +19,12 @@ from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.engine.background import Background, Outcome
+from coserve.engine.best_checkpoint import BestCheckpoint
 from coserve.engine.checking import prepare_job
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.scoring import Scoring, check_lengths
+from coserve.engine.served_job import PendingCheckpoint, ReadJob, ServedJob, leave_unscored
 from coserve.errors import CoserveError, DataError, JobError
 from coserve.schedule.training_queue import starved_since
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
@@ -46,55 +50,12 @@ def fault_of(error: CoserveError) -> Fault:
     return Fault(type(error).__name__, str(error))
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """Everything read for a job. `checkpoint` is the one it resumes from."""
-
-    prepared: PreparedJob
-    validation: tuple[Example, ...]
-    checkpoint: Checkpoint | None
-
-
-@dataclass(slots=True, eq=False)
-class _PendingCheckpoint:
-    """A checkpoint that is not reported yet."""
-
-    scoring: Scoring | None
-    written: Checkpoint | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        return self.written is not None and (self.scoring is None or self.scoring.loss is not None)
-
-
-@dataclass(slots=True, eq=False)
-class _ServedJob:
-    """A job, and which of its events are reported. `handle` is set once it trains or waits for bytes
-    (`waits`); `noted` of its notes are reported, and whether it is `starved`. `ending` is its last event,
-    reported after its checkpoints; `again` restarts it after that."""
-
-    spec: JobSpec
-    last: float  # when its last step was, on the engine's clock
-    weight: float
-    ready: _Ready | None = None
-    handle: FineTuning | None = None
-    waits: bool = False
-    noted: int = 0
-    starved: bool = False
-    step: int = 0
-    kept: int = 0  # the newest step whose state was passed on to be written
-    pending: deque[_PendingCheckpoint] = field(default_factory=deque)
-    stop: JobStatus | None = None  # stop requested while its data was read
-    ending: JobEnded | None = None
-    again: StartJob | None = None
-
-
 class Jobs:
     """All jobs of one engine's process."""
 
     def __init__(self, engine: Engine, background: Background) -> None:
         self._engine, self._background = engine, background
-        self._jobs: dict[str, _ServedJob] = {}
+        self._jobs: dict[str, ServedJob] = {}
         self._numbered = 0
         self._unacknowledged: deque[Numbered] = deque()
         self._fresh: list[Numbered] = []  # not reported on this connection
@@ -127,7 +88,8 @@ class Jobs:
             return
         if self._is_over(spec.job):  # its end is still to be reported
             return
-        self._jobs[spec.job] = job = _ServedJob(spec, self._engine.clock(), command.weight)
+        best = BestCheckpoint(spec.patience, spec.threshold, spec.validated) if spec.keep_best else None
+        self._jobs[spec.job] = job = ServedJob(spec, self._engine.clock(), command.weight, best)
         self._background.do("reading the job", partial(_read, self._engine, spec), partial(self._begin, job))
 
     def stop(self, name: str, keep: bool) -> None:
@@ -136,7 +98,7 @@ class Jobs:
         if job is None:
             return
         job.again = None
-        _leave_unscored(job)
+        leave_unscored(job)
         if job.ending is not None:
             self._settle(job)
             return
@@ -146,7 +108,7 @@ class Jobs:
         if keep and job.step and not job.waits:
             state = job.handle.pause()
             self._keep(job, state)
-            _leave_unscored(job)  # scored when the job resumes from it
+            leave_unscored(job)  # scored when the job resumes from it
             self._end(job, JobStatus.PAUSED)
         else:
             job.handle.cancel()
@@ -206,27 +168,29 @@ class Jobs:
 
     # Inside
 
-    def _advance(self, job: _ServedJob) -> None:
+    def _advance(self, job: ServedJob) -> None:
         self._follow(job)
         for pending in job.pending:
             if pending.scoring is not None:
                 pending.scoring.advance()
         self._settle(job)
 
-    def _give_up(self, job: _ServedJob, error: CoserveError) -> None:
+    def _give_up(self, job: ServedJob, error: CoserveError) -> None:
         """Fails a job at any stage; its checkpoints stay."""
-        _leave_unscored(job)
+        leave_unscored(job)
         if job.handle is not None and job.handle.is_under_way:
             job.handle.cancel()
         self._end(job, JobStatus.FAILED, error)
 
-    def _begin(self, job: _ServedJob, outcome: Outcome[_Ready]) -> None:
+    def _begin(self, job: ServedJob, outcome: Outcome[ReadJob]) -> None:
         """Starts or resumes training once the data is read."""
         if isinstance(outcome, CoserveError):
             self._give_up(job, outcome)
             return
         job.ready = ready = outcome
         job.step = ready.checkpoint.step if ready.checkpoint else 0
+        if job.best is not None:
+            job.best.resume(job.step)
         if job.stop is not None:
             self._end(job, job.stop)
             return
@@ -246,7 +210,7 @@ class Jobs:
         else:
             self._begun(job, job.handle, ready)
 
-    def _follow(self, job: _ServedJob) -> None:
+    def _follow(self, job: ServedJob) -> None:
         """Reports the start of a job that waited for bytes, whether it is starved, and its new notes."""
         handle = job.handle
         if handle is None:
@@ -270,7 +234,7 @@ class Jobs:
         since = starved_since(self._engine.scheduler.training, name)
         return None if since is None else self._engine.clock() - since
 
-    def _begun(self, job: _ServedJob, handle: FineTuning, ready: _Ready) -> None:
+    def _begun(self, job: ServedJob, handle: FineTuning, ready: ReadJob) -> None:
         """Reports that a job's first step is under way."""
         name = job.spec.job
         job.last = self._engine.clock()
@@ -278,12 +242,12 @@ class Jobs:
             self._engine.training.set_weight(name, job.weight)  # it may have changed while the job waited
         self._tell(_started(name, job.step, handle.steps, ready.prepared))
         if ready.checkpoint is not None:  # the engine that wrote it may have died before reporting it
-            job.pending.append(_PendingCheckpoint(self._scoring(job), ready.checkpoint))
+            job.pending.append(PendingCheckpoint(self._scoring(job), ready.checkpoint))
             job.kept = ready.checkpoint.step
         if handle.status == JobStatus.SUCCEEDED:  # nothing was left to do
             self._end(job, JobStatus.SUCCEEDED)
 
-    def _stepped(self, job: _ServedJob, updated: Updated) -> None:
+    def _stepped(self, job: ServedJob, updated: Updated) -> None:
         now = self._engine.clock()
         job.step = updated.step
         self._tell(
@@ -305,25 +269,25 @@ class Jobs:
         elif job.handle.error is not None:  # an error after a step
             self._end(job, JobStatus.FAILED, job.handle.error)
 
-    def _keep(self, job: _ServedJob, state: TrainingState) -> None:
+    def _keep(self, job: ServedJob, state: TrainingState) -> None:
         """Writes a state in the background. The state is a copy already."""
         if state.step == job.kept:  # stopped just after one was due: two threads would write one folder
             return
         job.kept = state.step
-        pending = _PendingCheckpoint(self._scoring(job))
+        pending = PendingCheckpoint(self._scoring(job))
         job.pending.append(pending)
         base_name = str(self._engine.base.model.config.name_or_path)
         write = partial(write_checkpoint, Path(job.spec.folder), state, base_name)
         self._background.do("writing the checkpoint", write, partial(self._written, job, pending))
 
-    def _scoring(self, job: _ServedJob) -> Scoring | None:
+    def _scoring(self, job: ServedJob) -> Scoring | None:
         """Starts scoring the version that the job has just published."""
         if job.ready is None or not job.ready.validation:
             return None
         version = self._engine.bank.look(_adapter_of(job.spec.job))
         return Scoring(self._engine, version.key, job.ready.validation)
 
-    def _written(self, job: _ServedJob, pending: _PendingCheckpoint, outcome: Outcome[Checkpoint]) -> None:
+    def _written(self, job: ServedJob, pending: PendingCheckpoint, outcome: Outcome[Checkpoint]) -> None:
         if not isinstance(outcome, CoserveError):
             pending.written = outcome
             self._settle(job)
@@ -334,12 +298,12 @@ class Jobs:
             pending.scoring.cancel()
         self._give_up(job, outcome)  # without its checkpoint the job has failed, whatever its end was
 
-    def _end(self, job: _ServedJob, status: JobStatus, error: CoserveError | None = None) -> None:
+    def _end(self, job: ServedJob, status: JobStatus, error: CoserveError | None = None) -> None:
         fault = None if error is None else fault_of(error)
         job.ending = JobEnded(job.spec.job, status, job.step, fault)
         self._settle(job)
 
-    def _settle(self, job: _ServedJob) -> None:
+    def _settle(self, job: ServedJob) -> None:
         """Reports checkpoints in order, and then the job's end."""
         name = job.spec.job
         while job.pending and job.pending[0].is_complete:
@@ -355,14 +319,34 @@ class Jobs:
                     validation_loss=pending.scoring.loss if pending.scoring else None,
                 )
             )
+            if job.best is not None and pending.scoring is not None and pending.scoring.loss is not None:
+                job.best.take(pending.written.step, pending.scoring.loss)
+                self._stop_if_hopeless(job, job.best)
         if job.ending is None or job.pending or self._jobs.get(name) is not job:
             return
         del self._jobs[name]
         if _adapter_of(name) in self._engine.bank.names:  # not if it never began
             self._engine.unload_adapter(_adapter_of(name))
+        if job.best is not None and job.ending.status == JobStatus.SUCCEEDED and job.best.best is not None:
+            step, loss = job.best.best
+            self._tell(JobNote(name, f"The best checkpoint is that of step {step}: {loss:.4f}", "info"))
+            job.ending = msgspec.structs.replace(job.ending, step=step)
         self._tell(job.ending)
         if job.again is not None:
             self.start(job.again)
+
+    def _stop_if_hopeless(self, job: ServedJob, best: BestCheckpoint) -> None:
+        """Ends a job that trains and whose patience is over; what it has trained since is dropped."""
+        handle = job.handle
+        if not best.is_hopeless or job.ending is not None or handle is None or not handle.is_under_way:
+            return
+        handle.finish()
+        text = (
+            f"Stopped early at step {job.step}: no lower validation loss {best.without_gain} times in a row"
+        )
+        self._tell(JobNote(job.spec.job, text, "info"))
+        leave_unscored(job)
+        job.ending = JobEnded(job.spec.job, JobStatus.SUCCEEDED, job.step)
 
     def _is_over(self, name: str) -> bool:
         """Tells whether an unacknowledged event ends the job for good."""
@@ -374,14 +358,6 @@ class Jobs:
         numbered = Numbered(self._numbered, news)
         self._unacknowledged.append(numbered)
         self._fresh.append(numbered)
-
-
-def _leave_unscored(job: _ServedJob) -> None:
-    """Stops scoring a job's checkpoints, so that they are reported as soon as they are written."""
-    for pending in job.pending:
-        if pending.scoring is not None:
-            pending.scoring.cancel()
-            pending.scoring = None
 
 
 def _adapter_of(job: str) -> str:
@@ -405,7 +381,7 @@ def _started(job: str, step: int, steps: int, prepared: PreparedJob) -> JobStart
     )
 
 
-def _read(engine: Engine, spec: JobSpec) -> _Ready:
+def _read(engine: Engine, spec: JobSpec) -> ReadJob:
     """Reads everything a job needs; steps go on meanwhile."""
     name, base = _adapter_of(spec.job), engine.base
     checkpoint = newest_checkpoint(Path(spec.folder))
@@ -420,4 +396,4 @@ def _read(engine: Engine, spec: JobSpec) -> _Ready:
         except DataError as error:
             raise DataError(f"validation {error}") from error
         check_lengths(engine, validation, prepared.first(base).virtual.count)
-    return _Ready(prepared, validation, checkpoint)
+    return ReadJob(prepared, validation, checkpoint)

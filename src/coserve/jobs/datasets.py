@@ -1,208 +1,129 @@
-"""Reads and validates training data.
-
-A `.txt` file is a corpus: paragraphs between blank lines. Any other file is JSONL in UTF-8, where a line
-is one of
-
-    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
-    {"prompt": ..., "completion": ...}
-    {"question": ..., "answer": ...}        a chat of two turns
-    {"text": ...}
-
-and other keys are ignored, except `tools` and `functions`, which would change the chat and are refused. Files
-are read line by line: a line has at most `LONGEST` bytes, a paragraph as many characters.
-"""
+"""Reads and validates training data: a file or folder in a container of `containers.py`, whose values are
+objects of one of the formats in `formats.py`, or such objects themselves."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Any, Final, cast
 
 from coserve.errors import DataError
-
-LONGEST: Final = 16 * 2**20
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-EXPECTED: Final = (
-    'a JSON object with "messages", "prompt" and "completion", "question" and "answer", or "text"'
+from coserve.jobs import containers
+from coserve.jobs.containers import Place, Values
+from coserve.jobs.formats import (
+    ANY,
+    PREFERENCES,
+    PROMPTS,
+    SUPERVISED,
+    Format,
+    PreferenceRecord,
+    PromptRecord,
+    Record,
+    SupervisedRecord,
+    detect,
+    expected,
 )
-_KINDS: Final = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number",
-                 float: "a number", type(None): "null"}  # fmt: skip
 
+_MOST_ERRORS: Final = 3
+_LOOKED_AT: Final = 1000  # records after the first error in which further ones are looked for
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a chat; `role` is one of `ROLES`."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRecord:
-    """A chat with at least one turn of the assistant."""
-
-    messages: tuple[Message, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRecord:
-    """A prompt and its completion."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True, slots=True)
-class TextRecord:
-    """Plain text to be learned."""
-
-    text: str
-
-
-Record = ChatRecord | PromptRecord | TextRecord
 Source = str | Path | Iterable[Mapping[str, Any]]
 
 
-def read(source: Source, name: str | None = None) -> Iterator[Record]:
-    """Records of a file, or of dicts in the form of its lines. Raises DataError at the first invalid one.
+def read(source: Source, name: str | None = None) -> Iterator[SupervisedRecord]:
+    """Records for supervised training, of a file or of dicts in the form of its lines.
 
-    `name` is the source's name in errors, by default the file's name or "data".
+    `name` is the source's name in errors, by default the file's name or "data". Raises DataError, which lists
+    the first invalid records, at most three, once the first of them is reached.
     """
-    if isinstance(source, str | Path):
-        path = Path(source)
-        found = _file_records(path, name or path.name)
-    else:
-        found = _list_records(source, name or "data")
-    empty = True
-    for record in found:
-        empty = False
-        yield record
-    if empty:
-        raise DataError(f"{name or _name_of(source)}: expected at least one example; found none")
+    return cast(Iterator[SupervisedRecord], _records(source, name, SUPERVISED))
 
 
-def parse(value: object) -> Record:
+def read_preferences(source: Source, name: str | None = None) -> Iterator[PreferenceRecord]:
+    """Preference pairs of a source, as `read` reads examples."""
+    return cast(Iterator[PreferenceRecord], _records(source, name, PREFERENCES))
+
+
+def read_prompts(source: Source, name: str | None = None) -> Iterator[PromptRecord]:
+    """Prompts with references of a source, as `read` reads examples."""
+    return cast(Iterator[PromptRecord], _records(source, name, PROMPTS))
+
+
+def read_any(source: Source, name: str | None = None) -> Iterator[Record]:
+    """Records of whichever kind the source has, as `read` reads examples."""
+    return _records(source, name, ANY)
+
+
+def parse(value: object, formats: tuple[Format, ...] = SUPERVISED) -> Record:
     """The record of one decoded line. Raises DataError, without a place, naming what was expected."""
-    if not isinstance(value, Mapping):
-        raise DataError(f"expected {EXPECTED}; found {_kind(value)}")
-    for key in ("tools", "functions"):
-        if value.get(key):
-            raise DataError(f'"{key}" is not supported: the chat would be rendered without it')
-    if "messages" in value:
-        return _chat(value["messages"])
-    if "prompt" in value and "completion" in value:
-        return PromptRecord(_text(value, "prompt"), _text(value, "completion"))
-    if "question" in value and "answer" in value:
-        question, answer = _text(value, "question"), _text(value, "answer")
-        return ChatRecord((Message("user", question), Message("assistant", answer)))
-    if "text" in value:
-        return TextRecord(_text(value, "text"))
-    keys = ", ".join(f'"{key}"' for key in value) or "an empty object"
-    raise DataError(f"expected {EXPECTED}; found {keys}")
+    found = detect(value, formats)
+    assert isinstance(value, Mapping), "a format is found for objects only"
+    return found.read(value)
 
 
-def _chat(messages: object) -> ChatRecord:
-    if not isinstance(messages, list | tuple):
-        raise DataError(f'expected "messages" to be a list of objects; found {_kind(messages)}')
-    turns = []
-    for number, message in enumerate(messages, 1):
+class _Errors:
+    """The first errors of a source, which are raised together."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._found: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._found) >= _MOST_ERRORS
+
+    def add(self, place: Place, error: DataError) -> None:
+        self._found.append(f"{self._name}, {place}: {error}")
+
+    def with_those_of(self, values: Values) -> Values:
+        """The values up to an error of the whole source, which is raised unless records had errors before."""
         try:
-            turns.append(_message(message))
+            yield from values
         except DataError as error:
-            raise DataError(f"message {number}: {error}") from None
-    if not any(turn.role == "assistant" for turn in turns):
-        raise DataError('expected at least one message with the role "assistant"; found none')
-    return ChatRecord(tuple(turns))
+            if not self:
+                raise
+            self._found.append(str(error))
+
+    def error(self) -> DataError:
+        return DataError("\n".join(self._found))
 
 
-def _message(message: object) -> Message:
-    if not isinstance(message, Mapping):
-        raise DataError(f'expected an object with "role" and "content"; found {_kind(message)}')
-    if missing := [key for key in ("role", "content") if key not in message]:
-        raise DataError(f'expected "role" and "content"; "{missing[0]}" is missing')
-    if message["role"] not in ROLES:
-        raise DataError(f"expected the role to be one of {', '.join(ROLES)}; found {message['role']!r}")
-    # Fields that a template might read, and this reader would drop, are refused.
-    if unknown := [key for key in message if key not in ("role", "content") and message[key] is not None]:
-        raise DataError(f'expected only "role" and "content"; found "{unknown[0]}"')
-    return Message(message["role"], _text(message, "content"))
+def _records(source: Source, name: str | None, formats: tuple[Format, ...]) -> Iterator[Record]:
+    """Records of one format, the first one's."""
+    name = name or _name_of(source)
+    errors = _Errors(name)
+    first: tuple[Place, Format] | None = None
+    is_empty, looked = True, 0
+    for place, value in errors.with_those_of(_values(source, name, formats)):
+        is_empty = False
+        try:
+            if isinstance(value, DataError):
+                raise value
+            found = detect(value, formats)
+            first = first or (place, found)
+            if found.name != first[1].name:
+                raise DataError(f"expected {first[1].name}, as in {first[0]}; found {found.name}")
+            record = found.read(cast(Mapping[str, Any], value))
+        except DataError as error:
+            errors.add(place, error)
+        else:
+            if not errors:
+                yield record
+        looked += bool(errors)
+        if errors.is_full or looked > _LOOKED_AT:
+            break
+    if errors:
+        raise errors.error()
+    if is_empty:
+        raise DataError(f"{name}: expected at least one example; found none")
 
 
-def _text(value: Mapping[str, Any], key: str) -> str:
-    text = value[key]
-    if not isinstance(text, str):
-        raise DataError(f'expected "{key}" to be a string; found {_kind(text)}')
-    if not text.strip():
-        raise DataError(f'expected "{key}" to hold text; found it empty')
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise DataError(f'expected "{key}" to be Unicode text; found half of a surrogate pair') from None
-    return text
-
-
-def _kind(value: object) -> str:
-    return _KINDS.get(type(value), type(value).__name__)
+def _values(source: Source, name: str, formats: tuple[Format, ...]) -> Values:
+    if isinstance(source, str | Path):
+        return containers.values(Path(source), name, expected(formats))
+    return ((f"example {number}", value) for number, value in enumerate(source, 1))
 
 
 def _name_of(source: Source) -> str:
     return Path(source).name if isinstance(source, str | Path) else "data"
-
-
-def _file_records(path: Path, name: str) -> Iterator[Record]:
-    lines = _lines(path, name)
-    return _paragraphs(lines, name) if path.suffix.lower() == ".txt" else _json_records(lines, name)
-
-
-def _list_records(values: Iterable[Mapping[str, Any]], name: str) -> Iterator[Record]:
-    for number, value in enumerate(values, 1):
-        try:
-            yield parse(value)
-        except DataError as error:
-            raise DataError(f"{name}, example {number}: {error}") from None
-
-
-def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
-    """(number from 1, text without its end) of every line."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
-                if len(line) > LONGEST:
-                    raise DataError(f"{name}, line {number}: expected at most {LONGEST} bytes")
-                # Some editors begin a file with a byte order mark.
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        found = f"found byte 0x{error.object[error.start]:02x}"
-        raise DataError(f"{name}, line {number}: expected UTF-8; {found}") from None
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
-
-
-def _json_records(lines: Iterator[tuple[int, str]], name: str) -> Iterator[Record]:
-    for number, line in lines:
-        if not line.strip():
-            continue
-        try:
-            yield parse(msgspec.json.decode(line))
-        except DataError as error:
-            raise DataError(f"{name}, line {number}: {error}") from None
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise DataError(f"{name}, line {number}: expected {EXPECTED}; {error}") from None
-
-
-def _paragraphs(lines: Iterator[tuple[int, str]], name: str) -> Iterator[Record]:
-    paragraph: list[str] = []
-    length = 0
-    for number, line in lines:
-        if line.strip():
-            paragraph.append(line)
-            length += len(line)
-            if length > LONGEST:
-                raise DataError(f"{name}, line {number}: expected a blank line, after {length} characters")
-        elif paragraph:
-            yield TextRecord("\n".join(paragraph))
-            paragraph, length = [], 0
-    if paragraph:
-        yield TextRecord("\n".join(paragraph))

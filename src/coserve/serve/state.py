@@ -34,6 +34,7 @@ class State:
     metrics: Metrics = field(default_factory=Metrics)
     bodies: Offload = field(default_factory=lambda: Offload(1, "bodies"))  # work that holds the interpreter
     prompts: Offload = field(default_factory=lambda: Offload(2, "prompts"))  # work that mostly does not
+    data: Offload = field(default_factory=lambda: Offload(2, "data"))  # checks of uploaded training data
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)
     watch: TrainingWatch = field(init=False)

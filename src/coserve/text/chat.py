@@ -4,6 +4,9 @@ Templates with `{% generation %}` marks give the mask. For others, growing prefi
 the assistant's part is the text that its turn adds to the prefix with `add_generation_prompt`. Each rendered
 prefix must begin the next one; a template that rewrites earlier turns is refused.
 
+Tools, and calls of them with their arguments as objects, are rendered by the template. One that leaves them
+out is refused, as is a tokenizer without a template.
+
 A tokenizer without a template gets `plain_chat`. A request's tokens (`encode_request`) equal those before the
 answer in training (`encode_chat`). Only templates produce control tokens: a message that spells one is text,
 in requests and in training, unless `allow_special_tokens`.
@@ -14,15 +17,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from coserve.errors import DataError
-from coserve.jobs.datasets import Message
+from coserve.jobs.messages import Message, Tools
 from coserve.text.control import ControlTokens, control_tokens
 from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens, token_ids
 
-Turns = Sequence[Mapping[str, str]]
+Turns = Sequence[Mapping[str, Any]]
 Render = Callable[[Turns, bool], str]
 Encode = Callable[[str], list[int]]
 # transformers compiles a template once for all threads, and what was rendered last is noted in it.
@@ -42,7 +46,7 @@ def encode_request(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: boo
     for number, turn in enumerate(turns, 1):
         if not {"role", "content"} <= turn.keys():
             raise DataError(f"expected message {number} to have a role and a content, not {sorted(turn)}")
-    turns, control = _only_text(turns, tokenizer, allow_special_tokens)
+    turns, control, _ = _only_text(turns, tokenizer, allow_special_tokens)
     encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
         return [*first_tokens(tokenizer), *encode(plain_chat(turns, True))]
@@ -51,37 +55,108 @@ def encode_request(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: boo
 
 
 def encode_chat(
-    messages: tuple[Message, ...], tokenizer: Tokenizer, allow_special_tokens: bool = False
+    messages: tuple[Message, ...],
+    tokenizer: Tokenizer,
+    allow_special_tokens: bool = False,
+    tools: Tools = (),
 ) -> tuple[list[int], list[bool]]:
-    """(tokens, whether the assistant wrote each) of a chat."""
-    turns: Turns = [{"role": message.role, "content": message.content} for message in messages]
-    turns, control = _only_text(turns, tokenizer, allow_special_tokens)
+    """(tokens, whether each is to be learned) of a chat: the assistant's are, but for turns of weight 0.
+
+    Raises DataError where the template refuses the chat or leaves out its tools.
+    """
+    turns: Turns = [_turn(message) for message in messages]
+    turns, control, tools = _only_text(turns, tokenizer, allow_special_tokens, tools)
+    learned = [message.weight > 0 for message in messages]
     encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
-        return _encode_plain(turns, tokenizer, encode)
+        if tools or any("tool_calls" in turn for turn in turns):
+            raise DataError("the tokenizer has no chat template, and only a template can render tools")
+        return _encode_plain(turns, learned, tokenizer, encode)
     with _refusals(control):
+        _check_tools(tokenizer, turns, tools)
         if tokenizer.is_fast and _MARKS.search(tokenizer.get_chat_template()):
-            if control is not None:
-                return _encode_marked_text(turns, tokenizer, encode)
-            tokens, mask = _encode_marked(turns, tokenizer)
+            if control is not None or not all(learned):
+                return _encode_marked_text(turns, learned, tokenizer, encode, tools)
+            tokens, mask = _encode_marked(turns, tokenizer, tools)
             # transformers marks nothing where a stretch begins with a space that the tokenizer's offsets
             # leave out.
             if any(mask):
                 return tokens, mask
-        return _encode_prefixes(turns, tokenizer, lambda part, ask: _rendered(tokenizer, part, ask), encode)
+        render: Render = partial(_rendered, tokenizer, tools=tools)
+        return _encode_prefixes(turns, learned, tokenizer, render, encode)
 
 
-def _only_text(turns: Turns, tokenizer: Tokenizer, allowed: bool) -> tuple[Turns, ControlTokens | None]:
-    """The turns with spelled control tokens hidden, and the object that restores them; None where there are
-    none, or they are allowed."""
+def _turn(message: Message) -> dict[str, Any]:
+    """A message as templates expect it."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    for key in ("name", "tool_call_id"):
+        if (value := getattr(message, key)) is not None:
+            turn[key] = value
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                **({} if call.id is None else {"id": call.id}),
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return turn
+
+
+def _check_tools(tokenizer: Tokenizer, turns: Turns, tools: Tools) -> None:
+    """Raises DataError where the template renders the same text without the tools or the calls of them."""
+    with_calls = any("tool_calls" in turn for turn in turns)
+    if not tools and not with_calls:
+        return
+    text = _rendered(tokenizer, turns, False, tools)
+    if tools and text == _rendered(tokenizer, turns, False):
+        raise DataError("the chat template leaves out tools, so they cannot be learned")
+    if not with_calls:
+        return
+    silent = [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in turns]
+    try:
+        other = _rendered(tokenizer, silent, False, tools)
+    except Exception:
+        return  # a template that misses them reads them
+    if text == other:
+        raise DataError('the chat template leaves out "tool_calls", so they cannot be learned')
+
+
+def _only_text(
+    turns: Turns, tokenizer: Tokenizer, allowed: bool, tools: Tools = ()
+) -> tuple[Turns, ControlTokens | None, Tools]:
+    """Turns and tools with spelled control tokens hidden, and between them the object that restores these;
+    None where there are none, or they are allowed."""
     control = control_tokens(tokenizer)
-    texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]  # templates judge others
-    if allowed or not any(map(control.spelled_in, texts)):
-        return turns, None
-    return [
-        {**turn, "content": control.hide(turn["content"])} if isinstance(turn["content"], str) else turn
-        for turn in turns
-    ], control
+    if allowed or not any(map(control.spelled_in, _texts([list(turns), list(tools)]))):
+        return turns, None, tools
+    hidden = [_hidden(turn, control) for turn in turns]
+    return hidden, control, tuple(_hidden(tool, control) for tool in tools)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts of nested lists and objects, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(key)
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _hidden(value: Any, control: ControlTokens) -> Any:
+    """The same nested lists and objects with `control.hide` of every text in them."""
+    if isinstance(value, str):
+        return control.hide(value)
+    if isinstance(value, Mapping):
+        return {_hidden(key, control): _hidden(inner, control) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(inner, control) for inner in value]
+    return value
 
 
 def _encoder(tokenizer: Tokenizer, control: ControlTokens | None) -> Encode:
@@ -102,18 +177,24 @@ def _refusals(control: ControlTokens | None) -> Iterator[None]:
         raise DataError(f"the chat template refuses this chat: {reason}") from error
 
 
-def _rendered(tokenizer: Tokenizer, turns: Turns, add_generation_prompt: bool) -> str:
+def _rendered(tokenizer: Tokenizer, turns: Turns, add_generation_prompt: bool, tools: Tools = ()) -> str:
     with _RENDERING:
         text = tokenizer.apply_chat_template(
-            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(turns), tools=_given(tools), tokenize=False, add_generation_prompt=add_generation_prompt
         )
     return str(text)
 
 
-def _encode_marked(turns: Turns, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _given(tools: Tools) -> list[dict[str, Any]] | None:
+    """Tools as transformers takes them: templates ask whether there are any."""
+    return [dict(tool) for tool in tools] or None
+
+
+def _encode_marked(turns: Turns, tokenizer: Tokenizer, tools: Tools) -> tuple[list[int], list[bool]]:
     with _RENDERING:
         encoded = tokenizer.apply_chat_template(
             list(turns),
+            tools=_given(tools),
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -128,35 +209,56 @@ def _encode_marked(turns: Turns, tokenizer: Tokenizer) -> tuple[list[int], list[
     return list(encoded["input_ids"]), mask
 
 
-def _encode_marked_text(turns: Turns, tokenizer: Tokenizer, encode: Encode) -> tuple[list[int], list[bool]]:
-    """`_encode_marked` for contents with stand-ins, for which the tokenizer's offsets are wrong."""
+def _encode_marked_text(
+    turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer, encode: Encode, tools: Tools
+) -> tuple[list[int], list[bool]]:
+    """`_encode_marked` for contents with stand-ins, for which the tokenizer's offsets are wrong, and for
+    chats of which some turns are not learned."""
     with _RENDERING:
         texts, spans = render_jinja_template(
             [list(turns)],
+            tools=_given(tools),
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    return _masked(texts[0], spans[0], encode)
+    return _masked(texts[0], _learned_spans(spans[0], turns, learned), encode)
 
 
-def _encode_plain(turns: Turns, tokenizer: Tokenizer, encode: Encode) -> tuple[list[int], list[bool]]:
-    tokens, mask = _encode_prefixes(turns, tokenizer, plain_chat, encode)
+def _learned_spans(
+    spans: Sequence[tuple[int, int]], turns: Turns, learned: Sequence[bool]
+) -> Sequence[tuple[int, int]]:
+    """The marked spans of turns that are learned. Raises DataError where it is unclear whose they are."""
+    if all(learned):
+        return spans
+    wanted = [want for turn, want in zip(turns, learned, strict=True) if turn["role"] == "assistant"]
+    if len(spans) != len(wanted):
+        raise DataError(
+            f"the chat template marks {len(spans)} stretches for {len(wanted)} turns of the assistant, so "
+            'those with "weight" 0 cannot be told apart'
+        )
+    return [span for span, want in zip(spans, wanted, strict=True) if want]
+
+
+def _encode_plain(
+    turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer, encode: Encode
+) -> tuple[list[int], list[bool]]:
+    tokens, mask = _encode_prefixes(turns, learned, tokenizer, plain_chat, encode)
     first = first_tokens(tokenizer)
     # Only the end of the chat is an end of text; earlier turns end with their line.
     last = last_tokens(tokenizer) if turns[-1]["role"] == "assistant" else []
-    return [*first, *tokens, *last], [*[False] * len(first), *mask, *[True] * len(last)]
+    return [*first, *tokens, *last], [*[False] * len(first), *mask, *[learned[-1]] * len(last)]
 
 
 def _encode_prefixes(
-    turns: Turns, tokenizer: Tokenizer, render: Render, encode: Encode
+    turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer, render: Render, encode: Encode
 ) -> tuple[list[int], list[bool]]:
     text = render(turns, False)
-    return _masked(text, _spans(turns, text, render, tokenizer.eos_token), encode)
+    return _masked(text, _spans(turns, learned, text, render, tokenizer.eos_token), encode)
 
 
 def _masked(text: str, spans: Iterable[tuple[int, int]], encode: Encode) -> tuple[list[int], list[bool]]:
-    """The tokens of a chat, and whether each is within the assistant's spans of its text."""
+    """The tokens of a chat, and whether each is within the given spans of its text."""
     tokens = encode(text)
     mask = [False] * len(tokens)
     for start, end in spans:
@@ -166,10 +268,13 @@ def _masked(text: str, spans: Iterable[tuple[int, int]], encode: Encode) -> tupl
     return tokens, mask
 
 
-def _spans(turns: Turns, text: str, render: Render, eos: str | None) -> Iterator[tuple[int, int]]:
-    """Spans (start, end) of the assistant's turns in `text`, in characters, end-of-turn marks included."""
+def _spans(
+    turns: Turns, learned: Sequence[bool], text: str, render: Render, eos: str | None
+) -> Iterator[tuple[int, int]]:
+    """Spans (start, end) in `text` of the assistant's turns that are learned, in characters, end-of-turn
+    marks included."""
     for i, turn in enumerate(turns):
-        if turn["role"] != "assistant":
+        if turn["role"] != "assistant" or not learned[i]:
             continue
         asked, answered = render(turns[:i], True), render(turns[: i + 1], False)
         if not (text.startswith(answered) and answered.startswith(asked)):

@@ -21,6 +21,7 @@ class TrainingConfig:
     learning_rate: float = 2e-4
     schedule: Schedule = "linear"  # after the warm-up
     warmup_ratio: float = 0.03
+    warmup_steps: int = 0  # instead of the ratio, if not 0
     batch_size: int = 8
     epochs: int = 1
     max_steps: int | None = None
@@ -44,7 +45,10 @@ class TrainingConfig:
                 raise ConfigError(f"training.{name} must be an integer, not {getattr(self, name)!r}")
         if self.max_steps is not None and (type(self.max_steps) is not int or self.max_steps < 1):
             raise ConfigError(f"training.max_steps must be at least 1, not {self.max_steps}")
+        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
+            raise ConfigError(f"training.warmup_steps must be at least 0, not {self.warmup_steps!r}")
         checks = {
+            "warmup_ratio": 0.0 <= self.warmup_ratio <= 1.0,
             "learning_rate": math.isfinite(self.learning_rate),
             "weight_decay": 0.0 <= self.weight_decay < math.inf,
             "betas": len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas),

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, Literal
 
 from coserve.errors import ConfigError, DataError
-from coserve.jobs.datasets import ChatRecord, PromptRecord, Record
+from coserve.jobs.formats import ChatRecord, CompletionRecord, SupervisedRecord
 from coserve.text.chat import encode_chat
 from coserve.text.control import text_ids
 from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens
@@ -68,7 +68,10 @@ def digest(examples: Iterable[Example]) -> str:
 
 
 def tokenize(
-    record: Record, tokenizer: Tokenizer, loss_on: LossOn = "assistant", max_length: int | None = None
+    record: SupervisedRecord,
+    tokenizer: Tokenizer,
+    loss_on: LossOn = "assistant",
+    max_length: int | None = None,
 ) -> Example:
     """A record's example, cut to `max_length` tokens if given.
 
@@ -79,7 +82,7 @@ def tokenize(
 
 
 def prepare(
-    records: Iterable[Record],
+    records: Iterable[SupervisedRecord],
     tokenizer: Tokenizer,
     loss_on: LossOn = "assistant",
     max_length: int | None = None,
@@ -221,15 +224,15 @@ def _shifted(tokens: list[int], wanted: list[bool], max_length: int | None) -> E
 
 
 def _encode(
-    record: Record, tokenizer: Tokenizer, loss_on: LossOn, allow_special_tokens: bool = False
+    record: SupervisedRecord, tokenizer: Tokenizer, loss_on: LossOn, allow_special_tokens: bool = False
 ) -> tuple[list[int], list[bool]]:
     """(tokens, whether each is a target)."""
     if isinstance(record, ChatRecord):
-        tokens, wanted = encode_chat(record.messages, tokenizer, allow_special_tokens)
+        tokens, wanted = encode_chat(record.messages, tokenizer, allow_special_tokens, record.tools)
         return tokens, [True] * len(tokens) if loss_on == "all" else wanted
     encode = partial(text_ids, tokenizer, allow_special_tokens=allow_special_tokens)
     first, last = first_tokens(tokenizer), last_tokens(tokenizer)
-    if isinstance(record, PromptRecord):
+    if isinstance(record, CompletionRecord):
         prompt, completion = _split(record, encode)
         asked, answer = [*first, *prompt], [*completion, *last]
         return asked + answer, [loss_on == "all"] * len(asked) + [True] * len(answer)
@@ -237,7 +240,7 @@ def _encode(
     return tokens, [True] * len(tokens)
 
 
-def _split(record: PromptRecord, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
+def _split(record: CompletionRecord, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
     """Tokens of the prompt, exactly as in a request with this prompt, and of the completion.
 
     Both are encoded together if that keeps the prompt's tokens (some tokenizers put a space before a text),

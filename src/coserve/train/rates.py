@@ -6,16 +6,17 @@ from typing import Literal, get_args
 
 from coserve.errors import ConfigError
 
-Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt"]
+Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt", "constant_with_warmup"]
 
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
     """The learning rate of every optimizer step.
 
-    It rises from 0 to `peak` over the warm-up and then stays there (`constant`), falls linearly to 0 at
-    `total_steps` (`linear`), in half a cosine wave to `minimum` (`cosine`), or with 1 / sqrt(step)
-    (`inverse_sqrt`). Warm-up is a number of steps or a share of `total_steps`, rounded up.
+    It rises from 0 to `peak` over the warm-up and then stays there (`constant`, or in transformers' words
+    `constant_with_warmup`), falls linearly to 0 at `total_steps` (`linear`), in half a cosine wave to
+    `minimum` (`cosine`), or with 1 / sqrt(step) (`inverse_sqrt`). Warm-up is a number of steps or a share of
+    `total_steps`, rounded up.
     """
 
     peak: float
@@ -52,7 +53,7 @@ class LearningRate:
         if step < self.warmup:
             return self.peak * (step / self.warmup)
         match self.schedule:
-            case "constant":
+            case "constant" | "constant_with_warmup":
                 return self.peak
             case "inverse_sqrt":
                 # Without a warm-up there is no natural time scale; transformers takes 10 000 steps.

@@ -47,7 +47,8 @@ class SupervisedSteps:
         self._rate = LearningRate(
             peak=config.learning_rate,
             schedule=config.schedule,
-            warmup_ratio=config.warmup_ratio,
+            warmup_steps=config.warmup_steps,
+            warmup_ratio=0.0 if config.warmup_steps else config.warmup_ratio,
             total_steps=self.steps,
         )
         self._batches = epochs(

@@ -95,6 +95,9 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     `data` and `validation` are checked JSONL or text files; checkpoints are written under `folder`, one after
     every `every` optimizer steps. `options` are fields of TrainingConfig, `method` of an adapter method's
     settings (`adapters.settings`), or of several. `start_from` is the folder of an adapter to continue from.
+    With `keep_best` the job's result is its checkpoint with the lowest validation loss, and with `patience`
+    the job ends after so many validations in a row that were not lower by more than `threshold`; `validated`
+    are the losses of its checkpoints so far, by step.
     """
 
     job: str
@@ -105,6 +108,10 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     start_from: str | None = None
     validation: str | None = None
     every: int = 50
+    keep_best: bool = False
+    patience: int | None = None
+    threshold: float = 0.0
+    validated: dict[int, float] = {}
 
 
 class CheckJob(WireMessage, frozen=True):
@@ -284,10 +291,11 @@ class JobWaiting(WireMessage, frozen=True):
 
 
 class JobNote(WireMessage, frozen=True):
-    """A note that a job deviates from its request."""
+    """A note on a job, of level "info", or "warn" where it deviates from its request."""
 
     job: str
     text: str
+    level: str = "warn"
 
 
 class JobStarved(WireMessage, frozen=True):

@@ -8,12 +8,25 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs import datasets
-from coserve.jobs.datasets import ChatRecord, Message, PromptRecord, TextRecord, parse, read
+from coserve.jobs import containers
+from coserve.jobs.datasets import parse, read, read_any, read_preferences, read_prompts
+from coserve.jobs.formats import (
+    ChatRecord,
+    CompletionRecord,
+    PreferenceRecord,
+    PromptRecord,
+    Record,
+    TextRecord,
+)
+from coserve.jobs.messages import Message
 
 Write = Callable[..., Path]
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-EXPECTED = 'a JSON object with "messages", "prompt" and "completion", "question" and "answer", or "text"'
+EXPECTED = (
+    'a JSON object with "messages", "conversations", "prompt" and "completion", "question" and "answer", '
+    '"instruction" and "output", or "text"'
+)
+USER, ANSWER, OTHER = Message("user", "Hi"), Message("assistant", "Hello"), Message("assistant", "No")
 
 
 @pytest.fixture
@@ -26,18 +39,119 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def test_every_kind_of_line_is_read(write: Write) -> None:
-    path = write(CHAT, {"prompt": "2+2=", "completion": "4"}, b"", {"question": "Why?", "answer": "So."},
-                 {"text": "Größe 🎉", "id": 3})  # fmt: skip
-    chat = ChatRecord((Message("user", "Hi"), Message("assistant", "Hello")))
-    asked = ChatRecord((Message("user", "Why?"), Message("assistant", "So.")))
-    want = [chat, PromptRecord("2+2=", "4"), asked, TextRecord("Größe 🎉")]
-    assert list(read(path)) == want
-    assert list(read(str(path))) == want
+@pytest.mark.parametrize(
+    ("line", "record"),
+    [
+        (CHAT, ChatRecord((USER, ANSWER))),
+        ({"prompt": "2+2=", "completion": "4"}, CompletionRecord("2+2=", "4")),
+        ({"question": "Why?", "answer": "So."},
+         ChatRecord((Message("user", "Why?"), Message("assistant", "So.")))),
+        ({"text": "Größe 🎉", "id": 3}, TextRecord("Größe 🎉")),
+    ],
+)  # fmt: skip
+def test_every_kind_of_line_is_read(write: Write, line: Any, record: Record) -> None:
+    path = write(line, b"", line)
+    assert list(read(path)) == list(read(str(path))) == list(read_any(path)) == [record] * 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
+        {"prompt": [{"role": "user", "content": "Hi"}],
+         "chosen": [{"role": "assistant", "content": "Hello"}],
+         "rejected": {"role": "assistant", "content": "No"}},
+        {"chosen": CHAT["messages"],
+         "rejected": [CHAT["messages"][0], {"role": "assistant", "content": "No"}]},
+        {"input": {"messages": CHAT["messages"][:1], "tools": [], "parallel_tool_calls": True},
+         "preferred_output": CHAT["messages"][1:],
+         "non_preferred_output": [{"role": "assistant", "content": "No"}]},
+    ],
+)  # fmt: skip
+def test_preference_pairs_are_read_in_every_form(write: Write, line: Any) -> None:
+    want = [PreferenceRecord((USER,), (ANSWER,), (OTHER,))]
+    assert list(read_preferences(write(line))) == list(read_any(write(line))) == want
+    with pytest.raises(DataError, match=r"line 1: expected a JSON object with .*; found "):
+        list(read(write(line)))
+
+
+@pytest.mark.parametrize(
+    ("line", "reference"),
+    [
+        ({"messages": CHAT["messages"][:1], "reference_answer": "4", "id": 3},
+         {"reference_answer": "4", "id": 3}),
+        ({"prompt": "Hi", "solution": {"x": [1]}, "note": None}, {"solution": {"x": [1]}}),
+        ({"prompt": CHAT["messages"][:1], "answer": "4"}, {"answer": "4"}),
+    ],
+)  # fmt: skip
+def test_other_keys_of_a_prompt_are_its_reference(write: Write, line: Any, reference: Any) -> None:
+    want = [PromptRecord((USER,), reference)]
+    assert list(read_prompts(write(line))) == list(read_any(write(line))) == want
+
+
+def test_a_question_with_an_answer_serves_both() -> None:
+    (record,) = read_prompts([{"question": "Hi", "answer": "4"}])
+    assert record == PromptRecord((USER,), {"answer": "4"})
+    (prompt,) = read_prompts([{"messages": CHAT["messages"][:1]}])
+    assert not prompt.reference
+
+
+@pytest.mark.parametrize(
+    ("read", "line", "message"),
+    [
+        (read_preferences, {"prompt": "Hi", "chosen": "Hello"}, 'expected a JSON object with "prompt", "cho'),
+        (read_preferences, {"prompt": "Hi", "chosen": "a", "rejected": 3},
+         'expected "rejected" to be a list of objects; found a number'),
+        (read_preferences, {"prompt": CHAT["messages"], "chosen": "a", "rejected": "b"},
+         'expected "prompt" to end before the answer'),
+        (read_preferences, {"prompt": "Hi", "chosen": CHAT["messages"], "rejected": "b"},
+         """expected "chosen" to hold messages of the assistant; found 'user'"""),
+        (read_preferences, {"chosen": "a", "rejected": "b"}, 'expected "prompt" to hold a message; found no'),
+        (read_preferences, {"input": [], "preferred_output": "a", "non_preferred_output": "b"},
+         'expected "input" to be an object with "messages"; found a list'),
+        (read_preferences, {"prompt": "Hi", "chosen": [], "rejected": "b"},
+         'expected "chosen" to hold a message of the assistant; found none'),
+        (read_preferences, {"prompt": "Hi", "rejected": "b", "chosen": [{"role": "assistant"}]},
+         '"chosen", message 1: expected "role" and "content"; "content" is missing'),
+        (read_prompts, CHAT, 'expected "messages" to end before the answer'),
+        (read_prompts, {"messages": []}, 'expected "messages" to hold a message; found none'),
+        (read_prompts, {"text": "a"}, 'expected a JSON object with "messages", "prompt" or "question"; fo'),
+        (read_prompts, {"prompt": "a", "x": "\ud800"}, 'expected "reference" to hold JSON'),
+    ],
+)  # fmt: skip
+def test_pairs_and_prompts_that_are_none_are_refused(read: Any, line: Any, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        list(read([line]))
+    assert str(caught.value).startswith(f"data, example 1: {message}")
+
+
+def test_a_file_has_one_format(write: Write) -> None:
+    path = write({"text": "a"}, {"prompt": "a", "completion": "b"}, CHAT)
+    with pytest.raises(DataError) as caught:
+        list(read(path))
+    assert str(caught.value).splitlines() == [
+        "train.jsonl, line 2: expected texts, as in line 1; found prompts with completions",
+        "train.jsonl, line 3: expected texts, as in line 1; found chats in messages",
+    ]
+    graded = {"messages": CHAT["messages"][:1], "answer": "4"}
+    assert len(list(read_any([CHAT, graded]))) == 2  # chats that end with an answer, or await one
+
+
+def test_three_errors_are_listed_at_most(write: Write) -> None:
+    with pytest.raises(DataError) as caught:
+        list(read(write({"text": "fine"}, {"text": 1}, {"text": "fine"}, {"text": ""}, b"{", b"{")))
+    lines = str(caught.value).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"train.jsonl, line {n}" for n in (2, 4, 5)]
+    many = [{"text": 1}, *[{"text": "fine"}] * 2000, {"text": 2}]
+    with pytest.raises(DataError) as caught:
+        list(read(many))
+    assert "\n" not in str(caught.value)  # nobody waits for the end of a long file
+    with pytest.raises(DataError, match=r"line 1: .*\n.*line 2: expected UTF-8"):
+        list(read(write({"text": 1}, b"\xff")))
 
 
 def test_python_dicts_are_read_like_lines() -> None:
-    assert list(read([CHAT, {"text": "a"}])) == [parse(CHAT), TextRecord("a")]
+    assert list(read([CHAT, CHAT])) == [parse(CHAT)] * 2
     with pytest.raises(DataError, match=r'^data, example 2: expected .*; found "foo"$'):
         list(read([CHAT, {"foo": 1}]))
 
@@ -81,16 +195,15 @@ def test_reading_streams(write: Write) -> None:
         ({"messages": [{"role": "user"}]}, 'message 1: expected "role" and "content"; "content" is missing'),
         ({"messages": [*CHAT["messages"], {"role": "bot", "content": "x"}]},
          "message 3: expected the role to be one of system, developer, user, assistant, tool; found 'bot'"),
-        ({"messages": [{"role": [], "content": "x"}]}, "found []"),
+        ({"messages": [{"role": [], "content": "x"}]}, "user, assistant, tool; found a list"),
         ({"messages": [{"role": "assistant", "content": ["x"]}]},
          'message 1: expected "content" to be a string; found a list'),
-        ({"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, 'found "weight"'),
-        ({**CHAT, "tools": [{"name": "f"}]}, '"tools" is not supported'),
+        ({"messages": [{"role": "assistant", "content": "x", "audio": 0}]}, "found 'audio'"),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_refused_with_its_place(write: Write, line: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        list(read(write(*[{"text": "fine"}] * 6, line)))
+        list(read(write(*[b""] * 6, line)))
     assert str(caught.value).startswith("train.jsonl, line 7: ")
     assert message in str(caught.value)
 
@@ -141,9 +254,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 def test_nothing_is_read_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes, said: str
 ) -> None:
-    monkeypatch.setattr(datasets, "LONGEST", 50)
+    monkeypatch.setattr(containers, "LONGEST", 50)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=said):
         list(read(tmp_path / name))
-    monkeypatch.setattr(datasets, "LONGEST", 200)
+    monkeypatch.setattr(containers, "LONGEST", 200)
     assert len(list(read(tmp_path / name))) == 2

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import ConfigError, DataError
-from coserve.jobs.datasets import ChatRecord, Message
+from coserve.jobs.formats import ChatRecord
+from coserve.jobs.messages import Message
 from coserve.text import Text
 from coserve.text.chat import encode_chat
 from coserve.text.token_bytes import byte_letters

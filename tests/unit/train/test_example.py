@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import ConfigError, DataError
-from coserve.jobs.datasets import ChatRecord, Message, PromptRecord, TextRecord
+from coserve.jobs.formats import ChatRecord, CompletionRecord, TextRecord
+from coserve.jobs.messages import Message
 from coserve.text.chat import plain_chat
 from coserve.train.example import IGNORED, Example, epochs, pack, prepare, steps_per_epoch, tokenize
 
@@ -92,7 +93,7 @@ def test_offsets_without_their_spaces_lose_no_answer() -> None:
 
 def test_loss_on_all_learns_everything_but_the_first_token() -> None:
     tokenizer = tokenizer_with(MARKED)
-    for record in (CHAT, PromptRecord("hello", " world"), TextRecord("hello")):
+    for record in (CHAT, CompletionRecord("hello", " world"), TextRecord("hello")):
         example = tokenize(record, tokenizer, loss_on="all")
         assert example.labels == (*example.tokens[1:], IGNORED)
         assert example.label_count == len(example) - 1
@@ -126,7 +127,7 @@ def test_completions_are_learned_with_the_end_and_prompts_are_tokens_as_requeste
     tokenizer = tokenizer_with(bos=bos)
     assert tokenizer.encode("hel") != tokenizer.encode("hello")[: len(tokenizer.encode("hel"))]  # they merge
     for prompt, completion in (("hel", "lo"), ("hello", " world")):
-        example = tokenize(PromptRecord(prompt, completion), tokenizer)
+        example = tokenize(CompletionRecord(prompt, completion), tokenizer)
         asked = tokenizer.encode(prompt)
         assert list(example.tokens[: len(asked)]) == asked
         assert learned(example, tokenizer) == [completion + "</s>"]

@@ -11,6 +11,7 @@ from fastapi.responses import FileResponse
 
 from coserve.errors import DataError, QuotaExceeded
 from coserve.jobs import datasets
+from coserve.jobs.containers import suffix_of
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.uploads import Upload
@@ -27,8 +28,8 @@ _MOST = 10_000  # files of one page
 
 @router.post("/v1/files", responses=error_responses(413), openapi_extra=UPLOAD, summary="Upload a file")
 async def upload_file(request: Request, caller: Caller, state: Shared) -> FileObject:
-    """Takes training data: a `.txt` file is a corpus of paragraphs, any other is JSONL of chats, prompts with
-    completions, or texts. Each line is checked, and the first bad one named."""
+    """Takes training data: JSONL, a `.csv`, a `.parquet`, each of the first two also compressed (`.gz`), or
+    a `.txt` corpus of paragraphs. Each record is checked, and the first three bad ones are named."""
     id = new_id("file")
     upload = Upload(partial_of(state.settings.files / id), state.settings.max_file_bytes)
     try:
@@ -36,7 +37,7 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         file = _described(upload, id, caller)
         path = state.store.file_path(file)
         upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
-        file = replace(file, examples=await asyncio.to_thread(_count, upload.path, file.filename))
+        file = replace(file, examples=await state.data.run(caller.id, _count, upload.path, file.filename))
         await asyncio.to_thread(settle, upload.path, path)
     finally:
         upload.path.unlink(missing_ok=True)
@@ -123,14 +124,13 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
         name = min(upload.fields)
         raise ApiError(400, f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
     filename = (upload.filename or "")[:_LONGEST_NAME]
-    suffix = ".txt" if filename.lower().endswith(".txt") else ".jsonl"
-    return File(id, tenant.id, filename, purpose, upload.bytes, int(time.time()), suffix)
+    return File(id, tenant.id, filename, purpose, upload.bytes, int(time.time()), suffix_of(filename))
 
 
 def _count(path: Path, name: str) -> int:
     """Counts the examples of a file. Raises ApiError 400, naming the first invalid line."""
     try:
-        return sum(1 for _ in datasets.read(path, name))
+        return sum(1 for _ in datasets.read_any(path, name))
     except DataError as error:
         raise ApiError(400, str(error), param="file", code="invalid_file") from error
 

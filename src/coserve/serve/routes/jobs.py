@@ -29,7 +29,7 @@ from coserve.serve.schema.jobs import (
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
-from coserve.serve.training.recipe import recipe_of, spec_of
+from coserve.serve.training.recipe import checkpoint_interval, recipe_of, spec_of
 from coserve.wire.messages import MethodFields
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
@@ -68,7 +68,9 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         training_file=training.id,
         validation_file=body.validation_file,
         seed=seed,
-        every=state.settings.checkpoint_steps,
+        every=checkpoint_interval(
+            recipe, body.optimizer, training.examples or 1, state.settings.checkpoint_steps
+        ),
         hyperparameters=recipe.hyperparameters,
         options=recipe.options,
         peft=body.peft,

@@ -99,13 +99,19 @@ class OptimizerSettings(Named):
     """Settings of AdamW, the learning rate's schedule, and the examples."""
 
     learning_rate: float | None = Field(default=None, gt=0, le=1, description="Instead of a multiplier.")
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
+    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = Field(
+        default="linear", validation_alias=AliasChoices("schedule", "lr_scheduler_type")
+    )
     warmup_ratio: float = Field(default=0.03, ge=0, le=1)
+    warmup_steps: int = Field(default=0, ge=0, le=10_000_000, description="Instead of warmup_ratio.")
+    gradient_accumulation_steps: int = Field(
+        default=1, ge=1, le=1024, description="An optimizer step has so many times batch_size examples."
+    )
     weight_decay: float = Field(default=0.0, ge=0, le=10)
     betas: Annotated[list[Share], Field(fail_fast=True, min_length=2, max_length=2)] = Field(
         default=[0.9, 0.999]
     )
-    epsilon: float = Field(default=1e-8, gt=0, le=1)
+    epsilon: float = Field(default=1e-8, gt=0, le=1, validation_alias=AliasChoices("epsilon", "adam_epsilon"))
     max_grad_norm: float | None = Field(default=1.0, gt=0, le=1e9, description="null does not clip.")
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000, description="Ends before n_epochs do.")
     max_length: int | None = Field(
@@ -118,6 +124,21 @@ class OptimizerSettings(Named):
     keep: Literal["inputs", "pruned", "everything"] | Annotated[int, Field(ge=1, le=1 << 50)] = Field(
         default="inputs",
         description="What is kept for the way back, or how many bytes of it: more is faster to train.",
+    )
+    save_steps: int | None = Field(
+        default=None, ge=1, le=10_000_000, description="Optimizer steps between checkpoints, and validations."
+    )
+    load_best_model_at_end: bool = Field(
+        default=False, description="The adapter is that of the checkpoint with the lowest validation loss."
+    )
+    early_stopping_patience: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Ends after so many validations in a row without a lower loss, with the best checkpoint.",
+    )
+    early_stopping_threshold: float = Field(
+        default=0.0, ge=0, le=1e6, description="By which a loss has to be lower to count."
     )
 
 

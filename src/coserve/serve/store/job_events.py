@@ -126,11 +126,15 @@ class JobEventStore:
         """Stores a job's failure. `error` has a code, a message and a param, as in OpenAI's API."""
         await self._take(mark, id, lambda session, job, now: fail_job(session, job, now, error))
 
-    async def stopped(self, mark: NewsMark, id: str) -> None:
+    async def stopped(self, mark: NewsMark, id: str, step: int) -> None:
         """Stores that a job left the engine resumable: it is queued again, unless it is paused."""
-        await self._take(
-            mark, id, lambda session, job, now: _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
-        )
+
+        def write(session: Session, job: JobRecord, now: int) -> None:
+            _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
+            at = f"saved at step {step}" if step else "before its first step"
+            add_event(session, job, now, f"Fine-tuning job stopped, {at}")
+
+        await self._take(mark, id, write)
 
     async def cancelled(self, mark: NewsMark, id: str) -> None:
         """Stores a job's cancellation, usually known already."""

@@ -98,7 +98,7 @@ class Key:
 
 class File(Record):
     """An uploaded or a result file with its bytes at `Store.file_path`. `suffix` is that of the file on disk
-    (.jsonl, .txt or .csv), `examples` their number in training data."""
+    (`jobs.containers.SUFFIXES`), `examples` their number in training data."""
 
     __tablename__ = "files"
     __table_args__ = (Index("files_of_tenant", "tenant", "number"),)

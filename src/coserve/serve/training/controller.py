@@ -253,7 +253,7 @@ class JobController:
                     said = f"Fine-tuning job {_STARVED} for {news.seconds:.0f} s; {_REMEDY}"
                     await self._store.job_events.noted(mark, news.job, said, "warn")
             case JobNote():
-                await self._store.job_events.noted(mark, news.job, news.text, "warn")
+                await self._store.job_events.noted(mark, news.job, news.text, news.level)
             case JobStep():
                 await self._store.job_events.stepped(mark, news)
             case JobCheckpoint():
@@ -274,7 +274,7 @@ class JobController:
             case JobStatus.FAILED:
                 await self._failed(mark, news.job, news.fault)
             case JobStatus.PAUSED:
-                await self._store.job_events.stopped(mark, news.job)
+                await self._store.job_events.stopped(mark, news.job, news.step)
                 return  # it can go on
             case _:
                 await self._store.job_events.cancelled(mark, news.job)

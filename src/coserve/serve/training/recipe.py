@@ -16,6 +16,12 @@ _FEWEST, _MOST = 100, 25_000  # examples that should pass in all, repeated ones 
 _MOST_EPOCHS: Final = 25
 _STEPS: Final = 100  # optimizer steps there should at least be
 _LARGEST_BATCH: Final = 32
+_MOST_CHECKPOINTS: Final = 100  # of one job, whose weights stay on the disk
+# Of the optimizer's fields those that are not TrainingConfig's.
+_OTHERS: Final = frozenset({
+    "learning_rate", "gradient_accumulation_steps", "save_steps", "load_best_model_at_end",
+    "early_stopping_patience", "early_stopping_threshold",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +54,46 @@ def recipe_of(request: JobRequest, examples: int, width: int, seed: int, continu
     epochs = auto_epochs(examples) if wanted.n_epochs == "auto" else wanted.n_epochs
     batch = auto_batch_size(examples, epochs) if wanted.batch_size == "auto" else wanted.batch_size
     rate, multiplier = _rate(wanted, optimizer, usual_rate(width))
-    options = optimizer.model_dump(exclude={"learning_rate"})
-    options |= {"epochs": epochs, "batch_size": batch, "learning_rate": rate, "seed": seed}
+    _check_optimizer(optimizer, request.validation_file is not None)
+    options = optimizer.model_dump(exclude=set(_OTHERS))
+    examples_a_step = batch * optimizer.gradient_accumulation_steps
+    options |= {"epochs": epochs, "batch_size": examples_a_step, "learning_rate": rate, "seed": seed}
     shown = {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": multiplier}
     return Recipe(shown, options)
+
+
+def checkpoint_interval(
+    recipe: Recipe, optimizer: OptimizerSettings | None, examples: int, usual: int
+) -> int:
+    """Optimizer steps between two checkpoints of a job: `usual`, or as asked for. Raises ApiError 400 where
+    that makes too many."""
+    asked = None if optimizer is None else optimizer.save_steps
+    if asked is None:
+        return usual
+    steps = -(-examples // recipe.options["batch_size"]) * recipe.options["epochs"]
+    steps = min(steps, recipe.options["max_steps"] or steps)
+    if asked < usual and steps > asked * _MOST_CHECKPOINTS:
+        least = min(usual, -(-steps // _MOST_CHECKPOINTS))
+        message = (
+            f"'save_steps' of {asked} makes {-(-steps // asked)} checkpoints in {steps} steps, and a job may "
+            f"have {_MOST_CHECKPOINTS}: give {least} or more."
+        )
+        raise ApiError(400, message, param="optimizer.save_steps", code="invalid_value")
+    return asked
+
+
+def _check_optimizer(optimizer: OptimizerSettings, validates: bool) -> None:
+    """Raises ApiError 400 where fields contradict each other or lack a validation file."""
+    if {"warmup_ratio", "warmup_steps"} <= optimizer.model_fields_set and optimizer.warmup_steps:
+        message = "Give either 'warmup_steps' or 'warmup_ratio', not both."
+        raise ApiError(400, message, param="optimizer.warmup_steps", code="invalid_value")
+    if "early_stopping_threshold" in optimizer.model_fields_set and optimizer.early_stopping_patience is None:
+        message = "'early_stopping_threshold' needs 'early_stopping_patience'."
+        raise ApiError(400, message, param="optimizer.early_stopping_threshold", code="invalid_value")
+    for name in ("early_stopping_patience", "load_best_model_at_end"):
+        if getattr(optimizer, name) and not validates:
+            message = f"'{name}' needs a 'validation_file', whose loss decides."
+            raise ApiError(400, message, param=f"optimizer.{name}", code="invalid_value")
 
 
 async def spec_of(store: Store, job: JobRecord) -> JobSpec:
@@ -62,6 +104,8 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
         if id is not None and (file := await store.files.get(job.tenant, id)) is not None
     }
     start = None if job.start_from is None else await store.adapters.get(job.start_from)
+    wanted = OptimizerSettings.model_validate(job.optimizer or {})
+    losses = ((one.step, one.metrics.get("valid_loss")) for one in await store.jobs.all_checkpoints(job.id))
     return JobSpec(
         job=job.id,
         data=paths.get(job.training_file, ""),
@@ -71,6 +115,10 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
         start_from=None if start is None else str(store.folder_of(start)),
         validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
         every=job.every,
+        keep_best=wanted.load_best_model_at_end or wanted.early_stopping_patience is not None,
+        patience=wanted.early_stopping_patience,
+        threshold=wanted.early_stopping_threshold,
+        validated={step: loss for step, loss in losses if loss is not None},
     )
 
 

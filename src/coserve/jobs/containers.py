@@ -1,0 +1,200 @@
+"""Containers of training data: the values that a file or folder holds, each with its place.
+
+| name ends with | container | a value is | place |
+|---|---|---|---|
+| `.txt` | corpus in UTF-8 | a paragraph between blank lines, as `{"text": ...}` | line |
+| `.csv` | table in UTF-8, the first row names the columns | a row, by column | line |
+| `.parquet`, or a folder that `datasets` saved | columns (`columns.py`) | a row, by column | row |
+| anything else | JSONL in UTF-8 | a line's JSON | line |
+
+`.gz` after any but `.parquet` means that it is compressed. Reading is by the line and by the row, and bounded
+in what a line, a paragraph, a row and an unpacked file may have.
+"""
+
+import csv
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Final, cast
+
+import msgspec
+
+from coserve.errors import DataError
+from coserve.jobs.columns import column_rows
+
+Place = str
+"""A value's place in its source: "line 7"."""
+Values = Iterator[tuple[Place, object | DataError]]
+"""Places with a decoded value, or with the reason why there is none."""
+
+LONGEST: Final = 16 * 2**20  # bytes of a line, characters of a paragraph or of a row of a table
+MOST_UNPACKED: Final = 2**30  # bytes of a compressed file
+_RATIO: Final = 100  # unpacked to packed; text of chats has 3 to 10
+_ALWAYS: Final = 16 * 2**20  # unpacked bytes that any file may have, whatever its ratio
+_NESTED_COLUMNS: Final = ("messages", "conversations", "history", "preferred_output", "non_preferred_output")
+SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".txt", ".txt.gz", ".csv", ".csv.gz", ".parquet")
+
+
+def suffix_of(filename: str) -> str:
+    """The one of `SUFFIXES` that says how a file of this name is read."""
+    lower = filename.lower()
+    packed = ".gz" if lower.endswith(".gz") else ""
+    inner = Path(lower.removesuffix(packed)).suffix
+    found = f"{inner}{packed}"
+    return found if found in SUFFIXES else f".jsonl{packed}"
+
+
+def values(path: Path, name: str, expected: str) -> Values:
+    """The values of a file or folder, in order. `name` is the source's in errors, and `expected` are the
+    words for an object of a wanted format. Raises DataError where the rest cannot be read."""
+    suffix = suffix_of(path.name)
+    if path.is_dir() or suffix == ".parquet":
+        yield from column_rows(path, name, LONGEST, MOST_UNPACKED)
+        return
+    try:
+        with ExitStack() as stack:
+            lines = _lines(_opened(path, stack), path, name)
+            if suffix.startswith(".txt"):
+                yield from _paragraphs(lines, name)
+            elif suffix.startswith(".csv"):
+                yield from _rows(lines, name)
+            else:
+                yield from _decoded(lines, expected)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{name}: expected a whole gzip file; {error}") from None
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+
+
+def _opened(path: Path, stack: ExitStack) -> BinaryIO:
+    file = stack.enter_context(path.open("rb"))
+    if path.suffix.lower() != ".gz":
+        return file
+    return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file)))
+
+
+def _most_bytes(path: Path) -> int | None:
+    """Bytes that a compressed file may unpack to; None for others."""
+    if path.suffix.lower() != ".gz":
+        return None
+    return min(MOST_UNPACKED, max(_ALWAYS, _RATIO * path.stat().st_size))
+
+
+def _lines(file: BinaryIO, path: Path, name: str) -> Iterator[tuple[int, str]]:
+    """(number from 1, text with its end) of every line."""
+    most, total = _most_bytes(path), 0
+    for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
+        total += len(line)
+        if len(line) > LONGEST:
+            raise DataError(f"{name}, line {number}: expected at most {LONGEST} bytes")
+        if most is not None and total > most:
+            raise DataError(f"{name}, line {number}: expected to unpack to at most {most} bytes")
+        try:
+            # Some editors begin a file with a byte order mark.
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            found = f"found byte 0x{error.object[error.start]:02x}"
+            raise DataError(f"{name}, line {number}: expected UTF-8; {found}") from None
+
+
+def _decoded(lines: Iterator[tuple[int, str]], expected: str) -> Values:
+    """Values of JSON lines; empty lines are passed over."""
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            yield f"line {number}", msgspec.json.decode(line)
+        except (msgspec.DecodeError, RecursionError) as error:
+            yield f"line {number}", DataError(f"expected {expected}; {error}")
+
+
+def _paragraphs(lines: Iterator[tuple[int, str]], name: str) -> Values:
+    """Paragraphs of a corpus, as texts at the places of their first lines."""
+    paragraph: list[str] = []
+    length = first = 0
+    for number, line in lines:
+        line = line.rstrip("\r\n")
+        if line.strip():
+            first = first if paragraph else number
+            paragraph.append(line)
+            length += len(line)
+            if length > LONGEST:
+                raise DataError(f"{name}, line {number}: expected a blank line, after {length} characters")
+        elif paragraph:
+            yield f"line {first}", {"text": "\n".join(paragraph)}
+            paragraph, length = [], 0
+    if paragraph:
+        yield f"line {first}", {"text": "\n".join(paragraph)}
+
+
+class _BoundedRow:
+    """The lines of a table for `csv.reader`, which reads as many as a row has: at most `LONGEST` characters.
+    The reader's own bound, on a field, belongs to the whole process, and is left as it is."""
+
+    def __init__(self, lines: Iterator[tuple[int, str]], name: str) -> None:
+        self._lines, self._name = lines, name
+        self._length = 0
+        self.first = self.last = 0  # lines of the row
+
+    def __iter__(self) -> "_BoundedRow":
+        return self
+
+    def __next__(self) -> str:
+        number, line = next(self._lines)
+        self.first, self.last = self.first or number, number
+        self._length += len(line)
+        if self._length > LONGEST:
+            raise DataError(f"{self._name}, line {number}: expected a row of at most {LONGEST} characters")
+        return line
+
+    def end_row(self) -> Place:
+        """The place of the row that was read."""
+        first, self.first, self._length = self.first, 0, 0
+        return f"line {first}"
+
+
+def _rows(lines: Iterator[tuple[int, str]], name: str) -> Values:
+    """Rows of a table, by the columns that its first row names."""
+    source = _BoundedRow(lines, name)
+    reader = csv.reader(source, strict=True)
+    header: list[str] | None = None
+    try:
+        for row in reader:
+            place = source.end_row()
+            if not row:
+                continue  # an empty line
+            if header is None:
+                header = _header(row, name, place)
+            elif len(row) != len(header):
+                yield place, DataError(f"expected {len(header)} fields, as in the header; found {len(row)}")
+            else:
+                yield place, _row(dict(zip(header, row, strict=True)))
+    except csv.Error as error:
+        raise DataError(f"{name}, line {source.last}: expected comma-separated values; {error}") from None
+
+
+def _header(row: list[str], name: str, place: Place) -> list[str]:
+    columns = [column.strip() for column in row]
+    if twice := [column for column in columns if columns.count(column) > 1]:
+        raise DataError(
+            f"{name}, {place}: expected different names of columns; found {twice[0][:60]!r} twice"
+        )
+    return columns
+
+
+def _row(row: dict[str, str]) -> object | DataError:
+    """A row whose columns of lists are JSON."""
+    nested = [*_NESTED_COLUMNS, *(["input"] if "preferred_output" in row else [])]
+    found: dict[str, object] = {**row}
+    for column in nested:
+        if not (text := row.get(column, "")).strip():
+            found.pop(column, None)
+            continue
+        try:
+            found[column] = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError) as error:
+            return DataError(f'expected "{column}" to be JSON; {error}')
+    return found

@@ -1,0 +1,308 @@
+"""Formats of training data: the keys by which a record is known, and the record that is made of it.
+
+| format | keys | read as |
+|---|---|---|
+| chat | `messages`, `tools` | `ChatRecord` |
+| ShareGPT | `conversations` of {`from`, `value`}, `system`, `tools` | `ChatRecord` |
+| Alpaca | `instruction`, `input`, `output`, `system`, `history` | `ChatRecord` |
+| question and answer | `question`, `answer` | `ChatRecord` |
+| prompt and completion | `prompt`, `completion` | `CompletionRecord` |
+| text | `text` | `TextRecord` |
+| preference | `prompt`, `chosen`, `rejected` | `PreferenceRecord` |
+| OpenAI's preference | `input`, `preferred_output`, `non_preferred_output` | `PreferenceRecord` |
+| prompt with references | `messages`, `prompt` or `question`, and any other keys | `PromptRecord` |
+
+A file has one format. Supervised training reads the first six, preference optimisation the next two,
+reinforcement the last, in which every other key of the record is part of the reference.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from coserve.errors import DataError
+from coserve.jobs.messages import (
+    Message,
+    Tools,
+    check_whole,
+    kind,
+    quoted,
+    read_messages,
+    read_tools,
+    text_of,
+)
+from coserve.jobs.sharegpt import read_conversations
+
+_NO_REFERENCE: Final = ("messages", "prompt", "question", "tools", "functions", "parallel_tool_calls")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRecord:
+    """A chat with at least one turn of the assistant, and the tools that it may call."""
+
+    messages: tuple[Message, ...]
+    tools: Tools = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRecord:
+    """A prompt and its completion, as plain text."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextRecord:
+    """Plain text to be learned."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRecord:
+    """A prompt with two continuations, of which `chosen` is preferred to `rejected`. Each continuation is
+    one turn of the assistant or more, with those of tools between."""
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    tools: Tools = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """A prompt to be answered, and what a grader compares answers with: `reference`, values by key."""
+
+    messages: tuple[Message, ...]
+    reference: Mapping[str, Any] = field(default_factory=dict)
+    tools: Tools = ()
+
+
+SupervisedRecord = ChatRecord | CompletionRecord | TextRecord
+Record = SupervisedRecord | PreferenceRecord | PromptRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format: its name (a file has records of one name), whether an object has its keys, and the record
+    of such an object."""
+
+    name: str
+    fits: Callable[[Mapping[str, Any]], bool]
+    read: Callable[[Mapping[str, Any]], Record]
+
+
+def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda value: all(key in value for key in keys)
+
+
+def _chat(value: Mapping[str, Any]) -> ChatRecord:
+    return _answered(read_messages(value["messages"]), read_tools(value))
+
+
+def _answered(messages: tuple[Message, ...], tools: Tools = ()) -> ChatRecord:
+    if not any(turn.role == "assistant" for turn in messages):
+        raise DataError('expected at least one message with the role "assistant"; found none')
+    return ChatRecord(messages, tools)
+
+
+def _sharegpt(value: Mapping[str, Any]) -> ChatRecord:
+    return _answered(_system(value) + read_conversations(value["conversations"]), read_tools(value))
+
+
+def _alpaca(value: Mapping[str, Any]) -> ChatRecord:
+    """The instruction and its input, with a blank line between, are the user's turn."""
+    asked = text_of(value, "instruction")
+    if value.get("input"):
+        asked += f"\n\n{text_of(value, 'input')}"
+    answer = Message("assistant", text_of(value, "output"))
+    return ChatRecord((*_system(value), *_history(value), Message("user", asked), answer))
+
+
+def _history(value: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Earlier [instruction, output] pairs, which are not learned again."""
+    pairs = value.get("history") or []
+    if not isinstance(pairs, list | tuple):
+        raise DataError(f'expected "history" to be a list of pairs; found {kind(pairs)}')
+    turns: list[Message] = []
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise DataError(f'expected "history[{index}]" to be an instruction and its output')
+        asked, answer = (text_of({f"history[{index}]": text}, f"history[{index}]") for text in pair)
+        turns += [Message("user", asked), Message("assistant", answer, weight=0)]
+    return tuple(turns)
+
+
+def _system(value: Mapping[str, Any]) -> tuple[Message, ...]:
+    return (Message("system", text_of(value, "system")),) if value.get("system") else ()
+
+
+def _question(value: Mapping[str, Any]) -> ChatRecord:
+    question, answer = text_of(value, "question"), text_of(value, "answer")
+    return ChatRecord((Message("user", question), Message("assistant", answer)))
+
+
+def _completion(value: Mapping[str, Any]) -> CompletionRecord | ChatRecord:
+    """Text, or lists of messages, of which the completion alone is learned."""
+    if isinstance(value["prompt"], list | tuple):
+        asked = [_unlearned(turn) for turn in _asking(read_messages(value["prompt"], "prompt"), "prompt")]
+        return ChatRecord((*asked, *_answering(value, "completion")), read_tools(value))
+    return CompletionRecord(text_of(value, "prompt"), text_of(value, "completion"))
+
+
+def _text_record(value: Mapping[str, Any]) -> TextRecord:
+    return TextRecord(text_of(value, "text"))
+
+
+def _preference(value: Mapping[str, Any]) -> PreferenceRecord:
+    """Text is a turn. Without a prompt it is what lists of messages have in common."""
+    if value.get("prompt") is not None:
+        prompt = _turns(value, "prompt", "user")
+        chosen, rejected = (_answering(value, key) for key in ("chosen", "rejected"))
+    else:
+        first, second = (_turns(value, key, "assistant") for key in ("chosen", "rejected"))
+        common = _common(first, second)
+        prompt, chosen, rejected = first[:common], first[common:], second[common:]
+        _check_answer(chosen, "chosen")
+        _check_answer(rejected, "rejected")
+    return PreferenceRecord(_asking(prompt, "prompt"), chosen, rejected, read_tools(value))
+
+
+def _common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:
+    """Length of the common prefix, which ends before a turn of the assistant."""
+    same = 0
+    while same < min(len(first), len(second)) and first[same] == second[same]:
+        same += 1
+    while same and first[same - 1].role == "assistant":
+        same -= 1
+    return same
+
+
+def _openai_preference(value: Mapping[str, Any]) -> PreferenceRecord:
+    asked = value["input"]
+    if not isinstance(asked, Mapping) or "messages" not in asked:
+        raise DataError(f'expected "input" to be an object with "messages"; found {kind(asked)}')
+    prompt = _asking(read_messages(asked["messages"], "input.messages"), "input.messages")
+    chosen, rejected = (_answering(value, key) for key in ("preferred_output", "non_preferred_output"))
+    return PreferenceRecord(prompt, chosen, rejected, read_tools(asked))
+
+
+def _prompt(value: Mapping[str, Any]) -> PromptRecord:
+    """A prompt; every key that is no part of it is the reference."""
+    field = next(key for key in ("messages", "prompt", "question") if key in value)
+    messages = _asking(_turns(value, field, "user"), field)
+    ignored = _NO_REFERENCE[: _NO_REFERENCE.index(field) + 1] + _NO_REFERENCE[3:]
+    reference = {key: found for key, found in value.items() if key not in ignored and found is not None}
+    check_whole(reference, "reference")
+    return PromptRecord(messages, reference, read_tools(value))
+
+
+def _turns(value: Mapping[str, Any], key: str, role: str) -> tuple[Message, ...]:
+    """Messages, or text as one turn of `role`."""
+    if isinstance(value[key], str):
+        return (Message(role, text_of(value, key)),)
+    return read_messages(value[key], key)
+
+
+def _asking(messages: tuple[Message, ...], field: str) -> tuple[Message, ...]:
+    """Messages that an answer can follow. Raises DataError for others."""
+    if not messages:
+        raise DataError(f'expected "{field}" to hold a message; found none')
+    if messages[-1].role == "assistant":
+        raise DataError(f'expected "{field}" to end before the answer; its last message is the assistant\'s')
+    return messages
+
+
+def _answering(value: Mapping[str, Any], key: str) -> tuple[Message, ...]:
+    found = value[key]
+    turns = _turns({key: [found] if isinstance(found, Mapping) else found}, key, "assistant")
+    _check_answer(turns, key)
+    return turns
+
+
+def _check_answer(turns: tuple[Message, ...], field: str) -> None:
+    """Raises DataError unless the turns begin and end with the assistant's, with tools' alone between."""
+    if not turns:
+        raise DataError(f'expected "{field}" to hold a message of the assistant; found none')
+    if unfit := [turn.role for turn in turns if turn.role not in ("assistant", "tool")]:
+        raise DataError(f'expected "{field}" to hold messages of the assistant; found {quoted(unfit[0])}')
+    if not turns[0].role == turns[-1].role == "assistant":
+        raise DataError(f'expected "{field}" to begin and end with a message of the assistant')
+
+
+def _unlearned(turn: Message) -> Message:
+    return replace(turn, weight=0) if turn.role == "assistant" else turn
+
+
+def _is_graded_chat(value: Mapping[str, Any]) -> bool:
+    """Tells whether messages await an answer, and something is there to compare it with."""
+    turns = value.get("messages")
+    if not isinstance(turns, list | tuple) or not turns or not isinstance(turns[-1], Mapping):
+        return False
+    return turns[-1].get("role") != "assistant" and _has_reference(value)
+
+
+def _is_graded_prompt(value: Mapping[str, Any]) -> bool:
+    return "prompt" in value and "completion" not in value and _has_reference(value)
+
+
+def _has_reference(value: Mapping[str, Any]) -> bool:
+    return any(key not in _NO_REFERENCE and found is not None for key, found in value.items())
+
+
+_CHATS: Final = "chats in messages"
+SUPERVISED: Final = (
+    Format(_CHATS, _has("messages"), _chat),
+    Format("ShareGPT conversations", _has("conversations"), _sharegpt),
+    Format("prompts with completions", _has("prompt", "completion"), _completion),
+    Format("questions with answers", _has("question", "answer"), _question),
+    Format("Alpaca instructions", _has("instruction", "output"), _alpaca),
+    Format("texts", _has("text"), _text_record),
+)
+PREFERENCES: Final = (
+    Format("preference pairs", _has("chosen", "rejected"), _preference),
+    Format(
+        "preference pairs of OpenAI",
+        _has("input", "preferred_output", "non_preferred_output"),
+        _openai_preference,
+    ),
+)
+PROMPTS: Final = (
+    Format("prompts in messages", _has("messages"), _prompt),
+    Format("prompts", _has("prompt"), _prompt),
+    Format("questions", _has("question"), _prompt),
+)
+# Where nothing says what the data is for. Chats of one file may end with an answer or await one.
+ANY: Final = (
+    *PREFERENCES,
+    Format(_CHATS, _is_graded_chat, _prompt),
+    *SUPERVISED,
+    Format("prompts with references", _is_graded_prompt, _prompt),
+)
+
+_IN_WORDS: Final = {
+    SUPERVISED: '"messages", "conversations", "prompt" and "completion", "question" and "answer", '
+    '"instruction" and "output", or "text"',
+    PREFERENCES: '"prompt", "chosen" and "rejected", or "input", "preferred_output" and '
+    '"non_preferred_output"',
+    PROMPTS: '"messages", "prompt" or "question"',
+    ANY: '"messages", "conversations", "prompt" and "completion", "question" and "answer", "instruction" and '
+    '"output", "text", or "prompt", "chosen" and "rejected"',
+}
+
+
+def expected(formats: tuple[Format, ...]) -> str:
+    """The keys of these formats, for an error."""
+    return f"a JSON object with {_IN_WORDS[formats]}"
+
+
+def detect(value: object, formats: tuple[Format, ...] = ANY) -> Format:
+    """The first of `formats` whose keys `value` has. Raises DataError, without a place."""
+    if not isinstance(value, Mapping):
+        raise DataError(f"expected {expected(formats)}; found {kind(value)}")
+    for format in formats:
+        if format.fits(value):
+            return format
+    keys = ", ".join(quoted(key).replace("'", '"') for key in list(value)[:8]) or "an empty object"
+    raise DataError(f"expected {expected(formats)}; found {keys}")
