@@ -1,9 +1,10 @@
 """What brings an engine's process down, for tests: as `sitecustomize.py` in a folder of PYTHONPATH Python
 imports it by itself, and the product knows nothing of it.
 
-A prompt that begins with `POISON`, the seed of a job and the revision of an adapter file name one of
-`FAULTS`. It strikes in the engine's loop, in the middle of the answer or the job, or on the thread that looks
-at the file, where nothing that contains the errors of one tenant's work catches it.
+A prompt that begins with `POISON`, a session's pass whose first datum does, the seed of a job and the
+revision of an adapter file name one of `FAULTS`. It strikes in the engine's loop, in the middle of the
+answer, the pass or the job, or on the thread that looks at the file, where nothing that contains the errors
+of one tenant's work catches it.
 """
 
 import ctypes
@@ -47,6 +48,11 @@ def spoil(module: ModuleType) -> None:
         for completion in list(self.completions.values()):
             match completion.sequence.request.prompt:
                 case (first, fault, place, *_) if first == POISON and len(completion.tokens) >= place:
+                    strike(FAULTS[fault])
+        for session in self.sessions._sessions.values():
+            work = getattr(session.current, "work", None)
+            match () if work is None else work.data[0].tokens:
+                case (first, fault, *_) if first == POISON:
                     strike(FAULTS[fault])
         for job in list(self.jobs.values()):
             if job.fault and len(job.history) >= STEPS:

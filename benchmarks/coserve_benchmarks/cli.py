@@ -247,6 +247,20 @@ def split(json_file: Figures = None, quick: Quick = False, only: Only = None, sh
 
 
 @app.command()
+def training(
+    json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m"
+) -> None:
+    """Measures training as a service: the tinker client's methods and steps, losses beside plain ones, and
+    reinforcement learning whose sampling and training share steps."""
+    require(("tinker",))
+    check_writable("--json", json_file)
+    from coserve_benchmarks.report import print_report
+    from coserve_benchmarks.training.run import run_training
+
+    print_report(run_training(shape, quick, only or None, json_file))
+
+
+@app.command()
 def draw(
     results: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File that --json wrote.")

@@ -22,6 +22,7 @@ from coserve.wire.messages import (
 from serving import Play, World
 
 SAMPLED = {"max_tokens": 2, "seed": 1}
+POISON = 13  # a token that an engine dies of
 
 
 def passed(model: str, number: int, tokens: tuple[int, ...] = (5, 6, 7), **fields: Any) -> bytes:
@@ -278,27 +279,63 @@ def test_a_client_that_went_silent_frees_what_it_had(play: Play) -> None:
     play(story)
 
 
-def test_the_engine_s_death_ends_runs_and_says_so(play: Play) -> None:
+def test_runs_go_on_after_the_engine_s_death(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "POLL_SECONDS", 0.05)
+
     async def story(world: World) -> None:
         caller = Caller(world)
         idle, run = await caller.run(), await caller.run()
-        world.engine.hangs = True
-        waiting = await caller.post("forward_backward", passed(run, 1))
-        await world.until(lambda: sent(world, Forward))
+        await caller.result(await caller.post("forward_backward", passed(run, 1, (1, 2))))
+        world.engine.deaf_to = (StepOptimizer,)
+        adam = {"model_id": run, "adam_params": {"learning_rate": 0.5}, "seq_id": 2}
+        waiting = await caller.post("optim_step", adam)
+        await world.until(lambda: sent(world, StepOptimizer))
         await world.engine.die()
-        failed = await caller.result(waiting)
-        assert failed["category"] == "server" and "training sessions with it" in failed["error"]
-        world.engine.hangs = False
+        await world.until(lambda: not world.state.link.ready)
+        polled = await caller.post("retrieve_future", {"request_id": waiting.json()["request_id"]})
+        assert polled.status_code == 408 and "started again" in polled.json()["queue_state_reason"]
+        world.engine.deaf_to, before = (), len(sent(world, OpenTraining, Forward, StepOptimizer))
+        monkeypatch.undo()
         await world.engine.start()
-        await world.until(lambda: world.state.link.ready)
-        refused = await caller.post("forward_backward", passed(run, 2))
-        assert refused.status_code == 404 and "saved state" in refused.text
-        failed = await caller.result(await caller.post("forward_backward", passed(idle, 1)))
-        assert failed["category"] == "server" and "started again" in failed["error"]
-        assert (await caller.post("get_info", {"model_id": idle})).status_code == 404
-        assert await caller.run()
+        assert (await caller.result(waiting))["metrics"]["learning_rate"] == 0.5
+        repeated = [one for one in sent(world, OpenTraining, Forward, StepOptimizer)[before:]]
+        assert [type(one) for one in repeated if one.session == run] == [
+            OpenTraining, Forward, StepOptimizer
+        ]  # fmt: skip
+        for one, number in ((run, 3), (idle, 1)):
+            answer = await caller.post("forward_backward", passed(one, number))
+            assert "loss_fn_outputs" in await caller.result(answer)
 
     play(story)
+
+
+def test_a_run_that_crashes_engines_is_refused_and_told_what_to_load(play: Play) -> None:
+    async def story(world: World) -> None:
+        _, key = await world.state.store.tenants.create_key("one")
+        _, foreign = await world.state.store.tenants.create_key("other")
+        owner, other = Caller(world, key), Caller(world, foreign)
+        run, good = await owner.run(), await other.run()
+        await other.result(await other.post("forward_backward", passed(good, 1)))
+        saved = await owner.result(
+            await owner.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
+        )
+        failed = await owner.result(await owner.post("forward_backward", passed(run, 2, (POISON,))))
+        assert failed["category"] == "user" and "worked on this session" in failed["error"]
+        assert saved["path"] in failed["error"]
+        refused = await owner.post("optim_step", {"model_id": run, "seq_id": 3, "adam_params": {}})
+        assert refused.status_code == 400 and refused.json()["error"]["message"] == failed["error"]
+        assert (await other.post("get_info", {"model_id": run})).status_code == 404
+        step = await other.post("optim_step", {"model_id": good, "seq_id": 2, "adam_params": {}})
+        assert "metrics" in await other.result(step)
+        await world.state.link.news.settled()
+        (kept,) = await world.state.store.quarantine.list()
+        (tenant,) = [one.id for one in await world.state.store.tenants.list() if one.name == "one"]
+        assert (kept.kind, kept.subject, kept.tenant) == ("session", run, tenant)
+
+    def is_poison(command: Any) -> bool:
+        return isinstance(command, Forward) and command.data[0].tokens[0] == POISON
+
+    play(story, engine={"poison": is_poison})
 
 
 def test_faults_of_the_engine_are_the_caller_s_alone(play: Play) -> None:

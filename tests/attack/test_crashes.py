@@ -17,9 +17,11 @@ from typing import Any
 
 import httpx
 import pytest
+import tinker
 import torch
 from hostile import PREFIX, good, write_hostile
 from safetensors.torch import save
+from tinker import types
 from torch import Tensor
 
 import crashing
@@ -167,6 +169,46 @@ def test_what_crashes_engines_is_quarantined_and_nothing_else(world: Crashing, w
     assert served.running.engine != engine
     (found,) = world.quarantine()[len(before) :]
     assert found.kind == what and found.reason in answer.text.replace('\\"', '"')
+
+
+def test_a_session_that_crashes_engines_is_quarantined_and_another_goes_on(world: Crashing) -> None:
+    """With the `tinker` client: another tenant's run and stream notice nothing."""
+    served, before = world.served, world.quarantine()
+    body = _ask(served, [1, 2, 9])
+    expected = world.good.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    bad, good = (_training(served, client) for client in (world.bad, world.good))
+    data = [_datum([5, 6, 7, 8])]
+    losses = [good.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]]
+    good.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    saved = bad.save_state("mine").result().path
+    engine, stream = served.running.engine, Stream(world.good, body)
+    with pytest.raises(tinker.RequestFailedError, match="worked on this session") as refused:
+        bad.forward_backward([_datum([POISON, FAULTS.index("segfault"), 5])], "cross_entropy").result()
+    assert saved in str(refused.value)
+    losses += [good.forward_backward(data, "cross_entropy").result().metrics["loss:sum"] for _ in range(2)]
+    assert losses[1] == losses[2] < losses[0]  # it has the weights of the step before the crashes
+    assert stream.whole() == expected
+    served.wait_ready()
+    assert served.running.engine != engine
+    (found,) = world.quarantine()[len(before) :]
+    assert found.kind == "session" and found.subject in saved
+    with pytest.raises(tinker.APIStatusError, match="worked on this session"):
+        bad.optim_step(types.AdamParams()).result()
+
+
+def _training(served: Served, client: httpx.Client) -> tinker.TrainingClient:
+    """A run of a tenant's."""
+    key = client.headers["authorization"].removeprefix("Bearer ")
+    service = tinker.ServiceClient(base_url=served.url, api_key=f"tml-{key}")
+    made: tinker.TrainingClient = service.create_lora_training_client(base_model=served.name, rank=4).result()
+    return made
+
+
+def _datum(tokens: list[int]) -> types.Datum:
+    targets = types.TensorData(data=[*tokens[1:], 4], dtype="int64", shape=[len(tokens)])
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": targets}
+    )
 
 
 # What once ended engines, one after the other: fields of an adapter's configuration, and tensors.

@@ -41,7 +41,7 @@ def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str
     model_folder, out = Path(model_folder), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise AdapterError(f"{out} exists already and is not empty: nothing is merged over it")
-    model = _load(model_folder)
+    model = load_whole(model_folder)
     whole = WholeModel(model)
     adapter = read_adapter(adapter_folder, "merged", whole, torch.float64, torch.device("cpu"))
     merged: dict[str, Dense] = {}
@@ -135,7 +135,9 @@ def _turned(weight: Tensor, site: Site) -> Tensor:
     return weight.t() if site.transposed else weight
 
 
-def _load(folder: Path) -> PreTrainedModel:
+def load_whole(folder: Path) -> PreTrainedModel:
+    """The model in a folder, with its own modules and in the type in which it was saved. Raises
+    ModelNotFound, and AdapterError for one that was saved quantized."""
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{str(folder)!r} is no folder with a model: it has no config.json")
     try:

@@ -1,4 +1,4 @@
-"""`coserve adapters`: lists, imports, exports, merges and deletes adapters."""
+"""`coserve adapters`: lists, imports, exports, checks, merges and deletes adapters."""
 
 import sys
 from collections.abc import Callable
@@ -169,6 +169,55 @@ def merge(
 
         merge_adapter(model or str(tiny.path()), folder, to)
     print(f"merged into {to}\n  coserve serve {to}")
+
+
+@app.command()
+def check(
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            help="A PEFT adapter's folder, or the name of one on the server.",
+            autocompletion=complete_adapters,
+        ),
+    ],
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name of the base; the embedded one by default.")
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Looks whether PEFT and vLLM read an adapter as coserve does; exit status 1 where one does not."""
+    import dataclasses
+    import tempfile
+
+    from transformers.utils import logging
+
+    from coserve import tiny
+    from coserve.cli.output import print_json
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(adapter)
+        if not folder.is_dir():
+            folder = Path(scratch, "adapter")
+            with connect(context, url, api_key) as client:
+                _download(client, adapter, folder)
+        from coserve.adapters.elsewhere import check_adapter
+
+        reports = check_adapter(folder, model or str(tiny.path()))
+    if as_json:
+        print_json([dataclasses.asdict(report) for report in reports])
+    else:
+        for report in reports:
+            verdict = "does not read it" if report.problems else "reads it"
+            print(f"{report.program} {verdict}{''.join(f', {note}' for note in report.notes)}")
+            for problem in report.problems:
+                print(f"  it {problem}")
+    if any(report.problems for report in reports):
+        raise typer.Exit(1)
 
 
 def _place(model: dict[str, Any]) -> str:

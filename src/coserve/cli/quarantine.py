@@ -1,5 +1,5 @@
-"""`coserve quarantine`: requests, jobs and adapters that crashed engines and are not tried again. Works on
-the state folder."""
+"""`coserve quarantine`: requests, jobs, training sessions and adapters that crashed engines and are not tried
+again. Works on the state folder."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ app = typer.Typer(help="What crashed the engine more than once; alone it lists t
 def list_quarantine(
     context: typer.Context, state: State = None, model: Model = None, as_json: AsJson = False
 ) -> None:
-    """Requests, jobs, adapters and checks that are not tried again, with the reason."""
+    """Requests, jobs, sessions, adapters and checks that are not tried again, with the reason."""
     from coserve.cli.output import moment, print_json, print_table
 
     found = with_store(context, state, model, lambda store: store.quarantine.list())

@@ -7,8 +7,9 @@ they have saved stays.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from coserve.core.contained import contained
 from coserve.core.plan import Updated
 from coserve.core.training import PassOutput
 from coserve.engine.background import Background, Outcome
@@ -17,6 +18,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.jobs import fault_of
 from coserve.engine.training_client import Operation, TrainingClient
 from coserve.errors import CoserveError, EngineLost, JobError
+from coserve.train.client_pass import ClientPass
 from coserve.wire.messages import (
     CloseTraining,
     Forward,
@@ -28,13 +30,22 @@ from coserve.wire.messages import (
     StepOptimizer,
 )
 
+LARGE: Final = 4096  # numbers of a pass that is checked between two steps; 1 ms
+
 
 class ServedSessions:
-    """All sessions of one engine's process. `tell` passes a reply on to the connected server."""
+    """All sessions of one engine's process. `tell` passes a reply on to the connected server.
+
+    Passes of more than `LARGE` numbers are checked and packed on threads, while steps go on; later commands
+    of their sessions wait for that.
+    """
 
     def __init__(self, engine: Engine, background: Background, tell: Callable[[Reply], None]) -> None:
         self._engine, self._background, self._tell = engine, background, tell
+        self._passes = background.another(2, "pass")  # behind which nothing else waits
         self._clients: dict[str, TrainingClient] = {}
+        self._opening: dict[str, int] = {}  # refs of the commands, by session
+        self._behind: dict[str, list[SessionCommand]] = {}  # a pass being checked, and commands after it
         self._servers = 0  # counts servers, so that a late reply never reaches the next one
         engine.sessions.aside = background.do
 
@@ -45,15 +56,17 @@ class ServedSessions:
         """Begins a command; its reply follows once it has ended. Raises what the session refuses."""
         if draining and not isinstance(command, CloseTraining):
             raise EngineLost("the engine is shutting down, and its training sessions have ended")
+        if not isinstance(command, OpenTraining | CloseTraining) and command.session in self._behind:
+            self._behind[command.session].append(command)
+            return
         match command:
             case OpenTraining():
+                self._opening[command.session] = command.ref
                 opened = partial(self._opened, command, self._servers)
                 work = partial(prepare_session, self._engine, command)
                 self._background.do("opening the session", work, opened)
             case Forward():
-                client = self._client(command.session)
-                call = client.forward_backward if command.backward else client.forward
-                self._answer(command.ref, call(command.data, command.loss, command.config))
+                self._pass(self._client(command.session), command)
             case StepOptimizer():
                 self._answer(command.ref, self._client(command.session).optim_step(command.params))
             case SaveTraining():
@@ -70,6 +83,7 @@ class ServedSessions:
     def close_all(self) -> None:
         """Ends all sessions; operations under way fail. Replies to earlier commands are not passed on to a
         server that connects later."""
+        self._opening.clear()
         for name in list(self._clients):
             self._close(name)
 
@@ -86,7 +100,11 @@ class ServedSessions:
     def _opened(self, command: OpenTraining, server: int, outcome: Outcome[PreparedSession]) -> None:
         if server != self._servers:
             return
+        is_closed = self._opening.get(command.session) != command.ref
         try:
+            if is_closed:
+                raise JobError(f"session {command.session} was closed")
+            del self._opening[command.session]
             if isinstance(outcome, CoserveError):
                 raise outcome
             client = self._engine.open_training(
@@ -97,6 +115,39 @@ class ServedSessions:
             return
         self._clients[command.session] = client
         self._answer(command.ref, client.opened)
+
+    def _pass(self, client: TrainingClient, command: Forward) -> None:
+        """Begins a pass, or the check of its data."""
+        prepare = partial(client.prepare, command.data, command.loss, command.config, command.backward)
+        if _numbers(command) <= LARGE:
+            self._submit(client, command, prepare())
+            return
+        self._behind[command.session] = [command]
+        self._passes.do("the pass", prepare, partial(self._checked, command, client, self._servers))
+
+    def _checked(
+        self, command: Forward, client: TrainingClient, server: int, outcome: Outcome[ClientPass]
+    ) -> None:
+        """Begins a pass whose check has ended, and the commands behind it."""
+        if server != self._servers or self._clients.get(command.session) is not client:
+            return  # the session was closed, and its commands have their replies
+        _, *behind = self._behind.pop(command.session)
+        if isinstance(outcome, CoserveError):
+            self._tell(Reply(command.ref, fault_of(outcome)))
+        else:
+            self._begin(command.ref, lambda: self._submit(client, command, outcome))
+        for later in behind:
+            self._begin(later.ref, partial(self.take, later, draining=False))
+
+    def _submit(self, client: TrainingClient, command: Forward, work: ClientPass) -> None:
+        self._answer(command.ref, client.submit(work, command.backward))
+
+    def _begin(self, ref: int, call: Callable[[], None]) -> None:
+        """Begins a command that has waited; its error is its reply."""
+        try:
+            call()
+        except BaseException as error:
+            self._tell(Reply(ref, fault_of(contained(error, "the session", JobError))))
 
     def _answer(self, ref: int, operation: Operation[Any]) -> None:
         server = self._servers
@@ -119,9 +170,17 @@ class ServedSessions:
 
     def _close(self, name: str) -> None:
         """Ends a session, and drops its adapter."""
+        self._opening.pop(name, None)
+        for command in self._behind.pop(name, ()):
+            self._tell(Reply(command.ref, fault_of(JobError(f"session {name} was closed"))))
         client = self._clients.pop(name, None)
         if client is None:
             return
         client.close()
         if client.adapter in self._engine.bank:
             self._engine.unload_adapter(client.adapter)
+
+
+def _numbers(command: Forward) -> int:
+    """Number of all tokens, targets and inputs of a pass."""
+    return sum(len(one.tokens) * (2 + len(one.inputs)) for one in command.data)

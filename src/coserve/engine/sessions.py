@@ -156,13 +156,19 @@ class Sessions:
         """See `SessionHost`."""
         return self._drive()
 
-    def forward(
+    def prepare(
         self, job: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], backward: bool
-    ) -> PassOperation:
+    ) -> ClientPass:
+        """See `SessionHost`."""
+        session = self._of(job)
+        work = ClientPass(data, loss, config, backward, session.limits)
+        work.prepare(session.packing, session.config.rows)
+        return work
+
+    def submit(self, job: str, work: ClientPass, backward: bool) -> PassOperation:
         """See `SessionHost`."""
         with self._lock:
             session = self._of(job)
-            work = ClientPass(data, loss, config, backward, session.limits)
             return self._submit(session, PassOperation(session.client, work, backward))
 
     def optim_step(self, job: str, params: AdamParams) -> StepOperation:

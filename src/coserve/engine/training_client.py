@@ -90,16 +90,21 @@ class CallOperation(Operation[R]):
 
 
 class SessionHost(Protocol):
-    """The engine's methods that a client calls; each takes the engine's lock."""
+    """The engine's methods that a client calls; each but `prepare` takes the engine's lock."""
 
     def drive(self) -> bool:
         """Steps the engine once; False where there is nothing to do."""
         ...
 
-    def forward(
+    def prepare(
         self, job: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], backward: bool
-    ) -> PassOperation:
-        """Queues a pass. Raises RequestError, ConfigError and JobError, with nothing queued."""
+    ) -> ClientPass:
+        """Checks a pass, and makes its micro-batches, on the calling thread and without the engine's lock:
+        large data takes long. Raises RequestError, ConfigError and JobError."""
+        ...
+
+    def submit(self, job: str, work: ClientPass, backward: bool) -> PassOperation:
+        """Queues a pass that was prepared for this session. Raises JobError."""
         ...
 
     def optim_step(self, job: str, params: AdamParams) -> StepOperation:
@@ -144,7 +149,7 @@ class TrainingClient:
         Raises RequestError for data that cannot be taken, ConfigError for an unknown loss or setting,
         JobError where the session has ended.
         """
-        return self.sessions.forward(self.job, data, loss, loss_config or {}, backward=True)
+        return self.submit(self.prepare(data, loss, loss_config, backward=True), backward=True)
 
     def forward(
         self,
@@ -153,7 +158,18 @@ class TrainingClient:
         loss_config: Mapping[str, float] | None = None,
     ) -> Operation[PassOutput]:
         """As `forward_backward`, without a gradient and without the adapter's dropout."""
-        return self.sessions.forward(self.job, data, loss, loss_config or {}, backward=False)
+        return self.submit(self.prepare(data, loss, loss_config, backward=False), backward=False)
+
+    def prepare(
+        self, data: Sequence[Datum], loss: str, loss_config: Mapping[str, float] | None, backward: bool
+    ) -> ClientPass:
+        """The first half of a pass, which looks at all of its data; may be called on any thread, and steps go
+        on meanwhile. Raises as `forward_backward`."""
+        return self.sessions.prepare(self.job, data, loss, loss_config or {}, backward)
+
+    def submit(self, work: ClientPass, backward: bool) -> Operation[PassOutput]:
+        """The second half of a pass: queues what `prepare` has made. Raises JobError."""
+        return self.sessions.submit(self.job, work, backward)
 
     def optim_step(self, params: AdamParams = AdamParams()) -> Operation[Updated]:
         """Steps the optimizer by the gradients since the last step, and publishes the next version. A step

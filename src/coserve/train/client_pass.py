@@ -50,6 +50,8 @@ class ClientPass:
         if not self.labels:
             raise RequestError("none of the data has a target")
         self._indices: dict[int, list[int]] = {}  # of the data in each micro-batch, by key
+        self._made: list[tuple[list[int], MicroBatch]] = []  # by `prepare`, with the data in each
+        self._rows = 0  # of the largest of these
 
     def micro_batches(
         self, packing: Packing, adapter: str, rows: int, keys: Iterator[int], number: int, seed: int
@@ -57,32 +59,41 @@ class ClientPass:
         """The pass's micro-batches, of at most `rows` rows, as pass `number` of its session. Called again it
         starts over."""
         self._indices.clear()
-        lengths = [len(datum.tokens) for datum in self.data]
-        made = []
-        for index, indices in enumerate(packing.pack(lengths, rows, LOSSES[self._loss].group)):
-            chosen = [self.data[i] for i in indices]
-            batch = packing.micro_batch(
-                next(keys), adapter, [Example(datum.tokens, datum.targets) for datum in chosen]
-            )
-            before, after = (0.0,) * packing.prompt, (0.0,) * sum(batch.padding)
-            inputs = {
-                name: (*before, *(x for datum in chosen for x in datum.inputs[name]), *after)
-                for name in LOSSES[self._loss].inputs
-            }
-            batch.loss = loss_spec(self._loss, inputs, **self._settings)
-            batch.forward_only, batch.reports, batch.pass_number = not self._backward, True, number
+        if not self._made or self._rows != rows:
+            self.prepare(packing, rows)
+        made, self._made = self._made, []
+        for index, (indices, batch) in enumerate(made):
+            batch.key, batch.adapter, batch.pass_number = next(keys), adapter, number
             batch.dropout_seed = f"{seed}/{number}/{index}"
             self._indices[batch.key] = indices
-            made.append(batch)
-        return made
+        return [batch for _, batch in made]
+
+    def prepare(self, packing: Packing, rows: int) -> None:
+        """Makes the micro-batches, but for what is known once the pass's turn has come."""
+        lengths = [len(datum.tokens) for datum in self.data]
+        packs = packing.pack(lengths, rows, LOSSES[self._loss].group)
+        self._made, self._rows = [(indices, self._micro_batch(packing, indices)) for indices in packs], rows
+
+    def _micro_batch(self, packing: Packing, indices: Sequence[int]) -> MicroBatch:
+        chosen = [self.data[i] for i in indices]
+        batch = packing.micro_batch(0, "", [Example(datum.tokens, datum.targets) for datum in chosen])
+        before, after = (0.0,) * packing.prompt, (0.0,) * sum(batch.padding)
+        inputs = {
+            name: (*before, *(x for datum in chosen for x in datum.inputs[name]), *after)
+            for name in LOSSES[self._loss].inputs
+        }
+        batch.loss = loss_spec(self._loss, inputs, **self._settings)
+        batch.forward_only, batch.reports = not self._backward, True
+        return batch
 
     def output(self, packing: Packing, outputs: Mapping[int, MicroBatchOutput]) -> PassOutput:
         """The pass's outcome from those of its micro-batches."""
         logprobs: list[tuple[float, ...]] = [()] * len(self.data)
         for key, indices in self._indices.items():
-            rows = iter(outputs[key].logprobs[packing.prompt :])
+            rows, begin = tuple(outputs[key].logprobs), packing.prompt
             for i in indices:
-                logprobs[i] = tuple(next(rows) for _ in self.data[i].tokens)
+                end = begin + len(self.data[i].tokens)
+                logprobs[i], begin = rows[begin:end], end
         loss = math.fsum(output.loss for output in outputs.values())
         return PassOutput(loss, tuple(logprobs), {"loss:sum": loss, "tokens": float(self.labels)})
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "policies",
     "split",
     "streamed",
+    "training",
     "draw",
     "stale",
 }

@@ -1,5 +1,8 @@
 """A server's training sessions: commands in, replies as operations end."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,8 @@ import pytest
 from coserve.core.plan import Updated
 from coserve.core.request import SamplingParams
 from coserve.core.training import AdamParams, Datum, PassOutput
+from coserve.engine.served_sessions import LARGE
+from coserve.train.client_pass import ClientPass, DataLimits
 from coserve.wire.codec import decode_commands, encode_commands
 from coserve.wire.messages import (
     CloseTraining,
@@ -152,3 +157,79 @@ def test_a_session_may_end_at_any_moment_of_its_optimizer_step() -> None:
     assert "mine" not in client.desk.engine.bank
     client.desk.engine.memory.audit()
     assert client.desk.engine.memory.held().adapters == 0
+
+
+HUGE = (Datum(tuple(range(50)), tuple(range(1, 51))),) * (LARGE // 100 + 1)
+
+
+@contextmanager
+def held_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Context in which no datum of a pass with `HUGE` is looked at before the event is set."""
+    goes_on, look = threading.Event(), ClientPass._complete
+
+    def later(self: ClientPass, number: int, datum: Datum, limits: DataLimits) -> Datum:
+        assert len(datum.tokens) < 50 or goes_on.wait(60)
+        return look(self, number, datum, limits)
+
+    monkeypatch.setattr(ClientPass, "_complete", later)
+    try:
+        yield goes_on
+    finally:
+        goes_on.set()
+
+
+def test_answers_and_other_sessions_go_on_while_a_huge_pass_is_checked(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, other = client.desk, Client(client.desk, "other")
+    other.ref = 1000
+    reply = other.ask(OpenTraining, adapter="others", method=LORA, options={"rows": 64})
+    assert reply.fault is None
+    with held_checks(monkeypatch) as goes_on:
+        huge, step = client.send(Forward, data=HUGE), client.send(StepOptimizer)
+        later = client.send(Forward, data=DATA)
+        desk.send(Submit("a", (5, 6), SamplingParams(max_tokens=40, seed=1, ignore_eos=True)))
+        assert loss(other.ask(Forward, data=DATA)) > 0
+        assert other.ask(StepOptimizer).updated is not None
+        desk.until(lambda: len(desk.tokens) == 40)
+        assert not {huge, step, later} & {reply.ref for reply in desk.replies}
+        goes_on.set()
+        assert loss(client.reply(huge)) > 0
+    updated = client.reply(step).updated
+    assert updated is not None and updated.labels == 50 * len(HUGE)
+    assert loss(client.reply(later)) > 0
+
+
+def test_a_huge_pass_that_is_refused_leaves_those_behind_it_their_turn(client: Client) -> None:
+    wrong = (*HUGE, Datum((1, 2), (2, 10**6)))
+    huge, step, later = client.send(Forward, data=wrong), client.send(StepOptimizer), client.send(
+        Forward, data=(*HUGE, *HUGE)
+    )  # fmt: skip
+    last = client.send(StepOptimizer)
+    for ref, says in ((huge, "has the token 1000000"), (step, "needs gradients")):
+        fault = client.reply(ref).fault
+        assert fault is not None and fault.kind == "RequestError" and says in fault.text
+    assert loss(client.reply(later)) > 0 and client.reply(last).updated is not None
+
+
+def test_a_session_may_end_while_a_pass_is_checked(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    with held_checks(monkeypatch) as goes_on:
+        refs = [client.send(Forward, data=HUGE), client.send(StepOptimizer)]
+        assert client.ask(CloseTraining).fault is None
+        for ref in refs:
+            fault = client.reply(ref).fault
+            assert fault is not None and "was closed" in fault.text
+        opened = client.ask(OpenTraining, adapter="mine", method=LORA, options={"rows": 64})
+        assert opened.fault is None
+        goes_on.set()
+        assert loss(client.ask(Forward, data=DATA)) > 0
+    client.desk.engine.memory.audit()
+
+
+def test_a_session_that_is_closed_before_it_has_opened_never_does() -> None:
+    client = Client(Desk())
+    opening = client.send(OpenTraining, adapter="mine", method=LORA, options={"rows": 64})
+    client.send(CloseTraining)
+    fault = client.reply(opening).fault
+    assert fault is not None and "was closed" in fault.text
+    assert not client.desk.engine.sessions.clients

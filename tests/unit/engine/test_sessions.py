@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -333,3 +334,12 @@ def test_a_version_of_an_adapter_that_has_gone_is_dropped() -> None:
     engine.bank.remove("mine")
     engine._publish(StepResult(0.0, updated={session.job: updated}))
     assert "mine" not in engine.bank and engine.memory.held().adapters == 0
+
+
+def test_a_pass_is_checked_and_packed_without_the_engine_s_lock() -> None:
+    """By a thread that steps would wait for if it took the lock."""
+    engine = make_engine()
+    session = engine.open_training("mine", LORA, TrainingConfig(rows=64))
+    with engine._lock, ThreadPoolExecutor(1) as pool:
+        work = pool.submit(session.prepare, batch(20, 30, 40), "cross_entropy", None, True).result(60)
+    assert session.submit(work, backward=True).result().loss > 0

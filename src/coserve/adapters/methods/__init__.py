@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from coserve.adapters.method import Method
+from coserve.adapters.peft_types import INSTEAD
 from coserve.adapters.saved import shown
 from coserve.errors import AdapterError
 
@@ -22,6 +23,9 @@ def methods() -> Mapping[str, Method]:
 def method_named(name: object) -> Method:
     """The method of this name. Raises AdapterError for an unknown one."""
     if not isinstance(name, str) or name not in methods():
+        instead = INSTEAD.get(name.upper()) if isinstance(name, str) else None
+        if instead is not None:
+            raise AdapterError(f"there is no adapter method {name!r}: {instead}")
         raise AdapterError(f"there is no adapter method {shown(name)}, only {', '.join(sorted(methods()))}")
     return methods()[name]
 
@@ -35,9 +39,12 @@ def method_of(config: object) -> Method:
 
 
 def method_in_file(peft_type: object) -> Method:
-    """The method of a file's `peft_type`. Raises AdapterError."""
+    """The method of a file's `peft_type`. Raises AdapterError; for a type of PEFT's that there is no method
+    for, with what to use instead."""
     for method in methods().values():
         if method.peft_type == peft_type:
             return method
+    if isinstance(peft_type, str) and (instead := INSTEAD.get(peft_type)) is not None:
+        raise AdapterError(f"peft_type {peft_type!r} is not supported: {instead}")
     known = ", ".join(sorted(method.peft_type for method in methods().values()))
     raise AdapterError(f"peft_type {shown(peft_type)} is not supported, only {known}")

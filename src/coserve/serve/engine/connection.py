@@ -37,7 +37,9 @@ class EngineConnection:
     def post(self, command: Command | SessionCommand) -> None:
         """Sends a command; commands of one turn of the event loop are sent as one message. Raises
         RequestError for a command that cannot be encoded."""
-        packed = pack_command(command)
+        self._put(pack_command(command))
+
+    def _put(self, packed: msgspec.Raw) -> None:
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(packed)
@@ -47,9 +49,13 @@ class EngineConnection:
     ) -> asyncio.Future[Reply]:
         """Sends a command with a reply; the future completes with it. It raises the engine's error, or
         ConnectionError where the engine died."""
+        return self.ask_packed(command.ref, pack_command(command))
+
+    def ask_packed(self, ref: int, packed: msgspec.Raw) -> asyncio.Future[Reply]:
+        """As `ask`, of a command with this `ref` that is encoded already."""
+        self._put(packed)
         waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self.post(command)
-        self._replies[command.ref] = waiting
+        self._replies[ref] = waiting
         return waiting
 
     def take(self, reply: Reply) -> None:

@@ -13,9 +13,9 @@ from typing import Final
 from coserve.errors import CoserveError, EngineLost, Quarantined, error_named
 from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.live import AnswerRequest, LiveRequest
+from coserve.serve.engine.live_sessions import LiveSessions
 from coserve.serve.engine.news import EngineNews
 from coserve.serve.engine.probation import Probation, WorkItem
-from coserve.serve.engine.session_calls import SessionCalls
 from coserve.serve.engine.verdicts import Verdicts
 from coserve.wire.codec import decode_answer
 from coserve.wire.frames import read_frame
@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.05  # between two attempts to reach the engine
 SILENT_SECONDS = 4.0  # without a report, which is due every second, until an engine counts as hanging
 MOST_LIVES = 5  # engine deaths that end a request, without a token of it in between
-
-
 CONNECTING: Final = 1.0  # seconds from an engine's readiness until the link has connected, at most
 
 
@@ -53,7 +51,7 @@ class EngineLink:
 
     `run` does the work as a task; it ends only by cancellation, or with an exception that is a bug. All other
     methods may be called from the same event loop. `patience` is the number of seconds that requests wait for
-    a missing engine. `news` passes on the engine's messages other than answers, `train` commands to sessions.
+    a missing engine. `news` passes on the engine's messages other than answers; `sessions` are for training.
 
     Tokens waiting for a slow reader are bounded by its request's `max_tokens`.
     """
@@ -75,7 +73,7 @@ class EngineLink:
         self._refusal: EngineLost | None = None
         self._told_all = asyncio.Event()  # the engine is drained, or gone
         self._refs = count(1)
-        self.train = SessionCalls(lambda: self._connection, self._refs)
+        self.sessions = LiveSessions(self.probation, self._verdicts, self._refs)
 
     # For routes
 
@@ -186,8 +184,9 @@ class EngineLink:
             self._connection.post(command)
 
     def refuse(self, error: EngineLost) -> None:
-        """Ends every answer with this error, both current and future ones."""
+        """Ends every answer with this error, both current and future ones, and all training sessions."""
         self._refusal = error
+        self.sessions.give_up(error)
         for live in self.live.values():
             live.arrived.put_nowait(error)
 
@@ -254,12 +253,14 @@ class EngineLink:
         self._told_all.clear()
         for live in list(self.live.values()):
             self._submit(connection, live)
+        self.sessions.connected(connection)
 
     def _end(self, connection: EngineConnection) -> None:
         self._connection, self.stats, self.resident = None, None, frozenset()
         self._connected.clear()
         self._told_all.set()
         connection.end()
+        self.sessions.lost()
         for live in list(self.live.values()):
             live.lives += 1
             live.repeated = live.scored
@@ -274,17 +275,21 @@ class EngineLink:
             return
         for each in self.live.values():
             each.lives = max(each.lives - 1, 0)  # `probation` counts crashes, `lives` other deaths
+        self.sessions.crashed()
         for item in self.probation.crashed():
             live = self.live.get(item.id) if item.kind == "request" else None
-            found = self._verdicts.find(item, None if live is None else live.request, hello.crash)
+            request, key = None if live is None else live.request, self.sessions.key(item)
+            found = self._verdicts.find(item, request, hello.crash, key)
             for guilty in found:
                 self.news.tell(guilty)
             if live is not None:
                 self._fail(live, Quarantined(found[0].reason))
+            self.sessions.condemn(item, Quarantined(found[0].reason))
 
     def _give_up(self, error: EngineLost) -> None:
         for live in list(self.live.values()):
             self._fail(live, error)
+        self.sessions.give_up(error)
 
     # Reports of engines
 

@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-Kind = Literal["request", "adapter", "check", "job"]
+Kind = Literal["request", "adapter", "check", "job", "session"]
+_LONG: Final[tuple[Kind, ...]] = ("job", "session")  # whose trials can take minutes
 LASTING: Final[tuple[Kind, ...]] = ("job", "adapter")  # whose suspicion outlives the server's process
 ALONE_SECONDS: Final = 20.0  # that others wait for one that is tried alone
 _ALONE: Final = 2  # crashes after which something is tried alone
@@ -25,7 +26,8 @@ _LOOK_SECONDS: Final = 1.0  # between two looks at the clock
 
 
 class WorkItem(NamedTuple):
-    """Work of an engine: a request, an adapter load, a check or a job."""
+    """Work of an engine: a request, an adapter load, a check, a job, or what a training session has under
+    way."""
 
     kind: Kind
     id: str
@@ -42,7 +44,7 @@ class Suspect:
 class Probation:
     """Tracks the work under way in the current engine, and suspects of earlier crashes.
 
-    `progress` is any number that grows: tokens of an answer, optimizer steps of a job.
+    `progress` is any number that grows: tokens of an answer, optimizer steps of a job, replies to a session.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,9 +65,8 @@ class Probation:
         most = max((other.crashes for other in self.suspects.values()), default=0)
         if most >= _ALONE and self._clock() < self._alone_until:
             return own == most
-        # Short trials come first: those of jobs can take minutes.
-        is_job = suspect is not None and item.kind == "job"
-        return not (is_job and any(other.kind != "job" for other in self._waiting))
+        is_long = suspect is not None and item.kind in _LONG  # short trials come first
+        return not (is_long and any(other.kind not in _LONG for other in self._waiting))
 
     async def turn(self, item: WorkItem) -> None:
         """Waits until an item may be sent to the engine, which must follow at once."""

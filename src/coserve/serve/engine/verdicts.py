@@ -22,18 +22,24 @@ class QuarantineVerdict:
 
 
 class Verdicts:
-    """Refuses guilty work: requests equal to a guilty one but for id and seed; other work once, after which
-    the database has the verdict."""
+    """Refuses guilty work: requests equal to a guilty one but for id and seed, passes equal to one but for
+    their session; other work once, after which the database has the verdict."""
 
     def __init__(self) -> None:
         self._requests: dict[int, str] = {}
+        self._passes: dict[int, str] = {}
         self._others: dict[WorkItem, str] = {}
         self._blamed: Counter[str] = Counter()  # adapters, by their requests that are guilty
 
-    def find(self, item: WorkItem, request: AnswerRequest | None, crash: str) -> list[QuarantineVerdict]:
-        """Records an item as guilty of `crash`, in some cases with its adapter."""
+    def find(
+        self, item: WorkItem, request: AnswerRequest | None, crash: str, pass_key: int | None = None
+    ) -> list[QuarantineVerdict]:
+        """Records an item as guilty of `crash`, in some cases with its adapter; `pass_key` is that of a
+        session's pass under way."""
         why = f"the engine crashed again while it worked on this {item.kind}"
         found = [self._find(item, request, why, crash)]
+        if pass_key is not None:
+            self._passes[pass_key] = found[0].reason
         adapter = None if request is None else request.adapter
         if adapter is not None:
             self._blamed[adapter] += 1
@@ -47,6 +53,16 @@ class Verdicts:
         if (reason := self._requests.get(request.asks)) is not None:
             raise Quarantined(reason)
 
+    @property
+    def has_passes(self) -> bool:
+        """Tells whether any pass is guilty, so that the key of others counts."""
+        return bool(self._passes)
+
+    def check_pass(self, key: int) -> None:
+        """Raises Quarantined for a pass equal to a guilty one but for its session."""
+        if (reason := self._passes.get(key)) is not None:
+            raise Quarantined(reason)
+
     def check(self, item: WorkItem) -> None:
         """Raises Quarantined for work that was found guilty."""
         if (reason := self._others.pop(item, None)) is not None:
@@ -57,6 +73,6 @@ class Verdicts:
         log.error("quarantined: %s %s (%s)", item.kind, item.id, crash)
         if request is not None:
             self._requests[request.asks] = reason
-        elif item.kind != "job":
+        elif item.kind not in ("job", "session"):
             self._others[item] = reason
         return QuarantineVerdict(item, reason, request)

@@ -11,13 +11,13 @@ from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
-from coserve.serve.store.records import QuarantineRecord, SuspectRecord
+from coserve.serve.store.records import QuarantineRecord, SuspectRecord, TinkerRun
 
 Suspects = dict[tuple[str, str], tuple[int, int]]  # kind and subject: crashes, and progress
 
 
 class QuarantineStore:
-    """Requests, jobs, adapters and checks in quarantine, and those on probation."""
+    """Requests, jobs, training sessions, adapters and checks in quarantine, and those on probation."""
 
     def __init__(self, database: Database, clock: Callable[[], float], adapters: AdapterStore) -> None:
         self._database, self._clock, self._adapters = database, clock, adapters
@@ -42,6 +42,8 @@ class QuarantineStore:
                 tenant = job.tenant
                 if not job.status.is_final:
                     fail_job(session, job, now, {"code": "quarantined", "message": reason, "param": None})
+            elif kind == "session":
+                tenant = session.scalar(select(TinkerRun.tenant).where(TinkerRun.id == subject))
             if _reason(session, kind, subject) is None:
                 session.add(QuarantineRecord(new_id("quar"), kind, subject, reason, now, tenant, details))
 

@@ -210,8 +210,8 @@ class CheckpointRecord(Record):
 
 
 class QuarantineRecord(Record):
-    """Work that crashed engines and is not retried. `kind` is request, job, adapter or check, and `subject`
-    its id; `details` are a request's contents."""
+    """Work that crashed engines and is not retried. `kind` is request, job, session, adapter or check, and
+    `subject` its id; `details` are a request's contents."""
 
     __tablename__ = "quarantine"
     __table_args__ = (UniqueConstraint("kind", "subject", name="one_quarantine_a_subject"),)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from coserve.core.training import AdamParams
-from coserve.errors import EngineLost
+from coserve.errors import CoserveError, EngineLost, Quarantined
 from coserve.serve.errors import ApiError
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSampler
@@ -155,13 +155,17 @@ class RunRequests:
             future.why = lambda: _why(run, name)
             try:
                 return await started.outcome()
-            except EngineLost:
-                self._runs.close(run)
-                raise
+            except CoserveError as error:
+                raise await self._final(run, error) from error
             finally:
                 self._leave(run, name)
 
         return self._sessions.futures.begin(tenant.id, name, kind, whole)
+
+    async def _final(self, run: OpenRun, error: CoserveError) -> CoserveError:
+        """A request's error; with what to go on from, where its run cannot."""
+        is_lost = isinstance(error, EngineLost | Quarantined) and run.trainer.is_over
+        return await self._runs.lost(run, error) if is_lost else error
 
     def _enter(self, run: OpenRun, name: str) -> None:
         run.under_way.append(name)
@@ -224,6 +228,8 @@ class _Started:
 
 
 def _why(run: OpenRun, name: str) -> Waiting:
+    if run.trainer.reason:
+        return Waiting("paused_capacity", run.trainer.reason)
     place = run.under_way.index(name) if name in run.under_way else 0
     return Waiting("active", f"{place} requests of the run are before it" if place else None)
 

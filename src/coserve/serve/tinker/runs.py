@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun
@@ -15,6 +16,7 @@ from coserve.serve.tinker.trainer import EngineTrainer
 from coserve.serve.tinker.turns import Turns
 
 DEFAULT_RANK: Final = 32
+MOST_LOST: Final = 1024  # runs that could not go on, of which the reason is kept
 
 
 @dataclass(eq=False)
@@ -29,22 +31,26 @@ class OpenRun:
 
 
 class Runs:
-    """All open runs of a server. For one event loop."""
+    """All open runs of a server, and why others could not go on. For one event loop."""
 
     def __init__(self, sessions: ClientSessions) -> None:
         self._sessions, self._state = sessions, sessions.state
         self._open: dict[tuple[str, str], OpenRun] = {}
+        self._lost: dict[tuple[str, str], str] = {}  # reasons, the oldest first
 
     def find(self, tenant: Tenant, id: str) -> OpenRun:
-        """The tenant's open run. Raises ApiError 404."""
+        """The tenant's open run. Raises ApiError 404 for one that is not, 400 for one that could not go
+        on."""
         found = self._open.get((tenant.id, id))
-        if found is None:
-            raise not_found(
-                f"There is no open training run '{id}', or it is not yours; a run ends with its session, "
-                "with unload_model, and with the engine: make a new one from a saved state.",
-                param="model_id",
-            )
-        return found
+        if found is not None:
+            return found
+        if (reason := self._lost.get((tenant.id, id))) is not None:
+            raise ApiError(400, reason, param="model_id", code="run_lost")
+        raise not_found(
+            f"There is no open training run '{id}', or it is not yours; a run ends with its session, with "
+            "unload_model, and with the server: make a new one from a saved state.",
+            param="model_id",
+        )
 
     def used(self, row: TinkerRun) -> int:
         """When a run had its last request, in Unix seconds."""
@@ -104,6 +110,22 @@ class Runs:
         run.trainer.close()
         self._state.queue.note_job(run.tenant, run.row.id, trains=False)
 
+    async def lost(self, run: OpenRun, error: CoserveError) -> CoserveError:
+        """Ends a run that cannot go on, and returns the error that says what to go on from; later requests
+        get it too."""
+        self.close(run)
+        kept = self._state.store.tinker_checkpoints
+        rows, _ = await kept.page(run.tenant.id, time.time(), run.row.id)
+        newest = next((row.tinker_path for row in rows if row.kind == "weights"), None)
+        remedy = "it has saved no state, so begin anew"
+        if newest is not None:
+            remedy = f"its newest saved state is {newest}: create_training_client_from_state_with_optimizer"
+        reason = f"The training run '{run.row.id}' cannot go on: {error}; {remedy}."
+        self._lost[run.tenant.id, run.row.id] = reason
+        while len(self._lost) > MOST_LOST:
+            del self._lost[next(iter(self._lost))]
+        return type(error)(reason)
+
     def close_session(self, tenant: str, session: str) -> None:
         """Ends all runs of a session."""
         for (owner, _), run in list(self._open.items()):
@@ -128,7 +150,8 @@ class Runs:
         if not await self._state.store.tinker_sessions.add(row):
             raise ApiError(400, f"There was a training run '{id}' before; make one with another number.")
         await self._state.link.wait_ready(self._state.link.patience)
-        trainer = EngineTrainer(self._state.link, id, lora)
+        spare = self._state.store.folder / "tinker" / f".spare-{id.replace(':', '-')}"
+        trainer = EngineTrainer(self._state.link, id, lora, spare)
         run = self._open[tenant.id, id] = OpenRun(row, tenant, trainer)
         future.why = lambda: Waiting("paused_capacity", trainer.reason) if trainer.reason else Waiting()
         try:

@@ -8,7 +8,7 @@ import pytest
 
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason, SamplingParams
-from coserve.errors import AdapterMismatch, AdapterNotFound, EngineLost, RequestError, StateError
+from coserve.errors import AdapterMismatch, AdapterNotFound, EngineLost, StateError
 from coserve.serve.engine import news
 from coserve.serve.engine.link import MOST_LIVES, EngineLink
 from coserve.serve.engine.live import AnswerRequest
@@ -18,13 +18,10 @@ from coserve.wire.messages import (
     Cancel,
     Drain,
     Fault,
-    Forward,
     Hello,
     JobEnded,
     Numbered,
     RemoveAdapter,
-    SessionCommand,
-    StepOptimizer,
     StopJob,
     Submit,
     Token,
@@ -363,25 +360,3 @@ def test_a_drain_ends_with_the_engine(tmp_path: Path) -> None:
         await asyncio.wait_for(draining, 1)
 
     play(tmp_path, story, step_seconds=30.0)
-
-
-def test_a_sessions_commands_go_out_in_order_and_die_with_the_engine(tmp_path: Path) -> None:
-    async def story(fake: FakeEngine, link: EngineLink) -> None:
-        with pytest.raises(EngineLost):
-            link.train(StepOptimizer(0, "s"))
-        await link.wait_ready(1)
-        fake.refusals["bad"] = Fault("RequestError", "no")
-        commands = [StepOptimizer(0, "s"), Forward(0, "s", ()), Forward(0, "bad", ())] * 2
-        first, *_, second, third = [link.train(command) for command in commands]
-        assert (await first).said == "StepOptimizer" and (await second).said == "Forward"
-        with pytest.raises(RequestError, match="no"):
-            await third
-        assert [type(command) for command in said(fake, SessionCommand)] == [type(c) for c in commands]
-        fake.deaf_to = (StepOptimizer,)
-        late = link.train(StepOptimizer(0, "s"))
-        await until(lambda: len(said(fake, SessionCommand)) == 7)
-        await fake.die()
-        with pytest.raises(EngineLost, match="sessions with it"):
-            await late
-
-    play(tmp_path, story)
