@@ -4,15 +4,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 
 import pytest
+import torch
+from msgspec import structs
 
 from coserve.core.plan import Updated
 from coserve.core.request import SamplingParams
 from coserve.core.training import AdamParams, Datum, PassOutput
 from coserve.engine.served_sessions import LARGE
+from coserve.errors import error_named
+from coserve.serve.engine.journal import Change, Journal
 from coserve.train.client_pass import ClientPass, DataLimits
-from coserve.wire.codec import decode_commands, encode_commands
+from coserve.wire.codec import decode_commands, encode_commands, pack_command
 from coserve.wire.messages import (
     CloseTraining,
     Drain,
@@ -135,6 +140,55 @@ def test_a_session_that_ends_frees_all_it_has(how: str) -> None:
     engine.memory.audit()
     assert engine.memory.ledger.used == used
     assert desk.worker.is_drained == (how == "drain")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_journal_repeated_in_another_engine_brings_the_session_back(seed: int, tmp_path: Path) -> None:
+    """Whatever came before: also what was refused, and a state that was kept in between."""
+    draws, journal, client = Random(f"journal/{seed}"), Journal(), Client(Desk())
+    client.open()
+
+    def send(kind: type[SessionCommand], **fields: object) -> Reply:
+        reply = client.ask(kind, **fields)
+        command = kind(reply.ref, client.name, **fields)
+        if kind in CHANGES:
+            journal.add(reply.ref, pack_command(command), CHANGES[kind])
+            error = None if reply.fault is None else error_named(reply.fault.kind, reply.fault.text)
+            journal.ended(reply.ref, error)
+        return reply
+
+    for number in range(14):
+        match draws.choice(("pass", "pass", "step", "wrong", "kept", "load")):
+            case "pass":
+                send(Forward, data=draws.sample(DATA, draws.randint(1, 2)))
+            case "step":  # refused where there was no pass
+                send(StepOptimizer, params=AdamParams(1e-2))
+            case "wrong":
+                assert send(Forward, data=(Datum((1,), (10**6,)),)).fault is not None
+            case "kept":
+                saved = client.ask(SaveTraining, path=str(tmp_path / str(number)), state=True)
+                journal.kept(saved.ref, pack_command(LoadTraining(0, client.name, saved.said)))
+            case "load":
+                saved = client.ask(SaveTraining, path=str(tmp_path / str(number)), state=True)
+                assert send(LoadTraining, path=saved.said).fault is None
+    send(Forward, data=DATA)
+    again = Client(Desk())
+    again.open()
+    for entry in journal:
+        (command,) = decode_commands(encode_commands([entry.packed]))
+        again.ref += 1
+        again.desk.send(structs.replace(command, ref=again.ref))
+        assert (again.reply(again.ref).fault is not None) == entry.failed
+    assert len(list(journal)) < 16
+    found = [one.ask(StepOptimizer, params=AdamParams(1e-2)).updated for one in (client, again)]
+    assert found[0] is not None and found[1] is not None and found[0].labels == found[1].labels
+    assert found[0].grad_norm == pytest.approx(found[1].grad_norm, rel=1e-4)
+    weights = [one.desk.engine.weights("mine").parameters() for one in (client, again)]
+    for name, tensor in weights[0].items():
+        assert torch.allclose(tensor, weights[1][name], rtol=1e-3, atol=1e-5), name
+
+
+CHANGES: dict[type[SessionCommand], Change] = {Forward: "pass", StepOptimizer: "step", LoadTraining: "load"}
 
 
 def test_a_session_may_end_at_any_moment_of_its_optimizer_step() -> None:

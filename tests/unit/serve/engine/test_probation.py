@@ -38,7 +38,9 @@ class Model:
         self.kills = 0
 
     def make(self, number: int) -> Work:
-        kind: Kind = self.draws.choice(("request", "request", "request", "adapter", "check", "job"))
+        kind: Kind = self.draws.choice(
+            ("request", "request", "request", "adapter", "check", "job", "session")
+        )
         length = self.draws.randrange(1, 20)
         fatal = self.draws.randrange(length) if self.draws.random() < 0.15 else None
         return Work(WorkItem(kind, str(number)), length, fatal)
