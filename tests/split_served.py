@@ -31,11 +31,16 @@ class ServedBase:
             self.linears.hello = msgspec.structs.replace(self.linears.hello, groups=tuple(groups))
         self.calls: list[Call] = []
         self.work: Counter[str] = Counter()  # of calls, by their class
+        self.types: list[str] = []  # of their rows
+        self.plain: list[Tensor] | None = None  # rows that are no elements of the field; where it is a list
         compute = self.linears.compute
 
         def noted(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
             self.calls.append((call.direction, call.paths))
             self.work[call.work] += 1
+            self.types.append(call.dtype)
+            if call.dtype != "field" and self.plain is not None:
+                self.plain += [tensor.clone() for tensor in tensors]
             return compute(call, tensors)
 
         self.linears.compute = noted  # type: ignore[method-assign]

@@ -37,7 +37,7 @@ from coserve.split.messages import (
     GroupShape,
 )
 from coserve.split.payload import DTYPES
-from coserve.split.privacy.modes import Privacy, private
+from coserve.split.privacy.modes import Privacy, Shares, private
 from coserve.split.tls import ClientTls
 from coserve.split.transport import SocketTransport
 
@@ -70,25 +70,22 @@ def attach(
     check_methods(model, {path: module for path, (_, module) in found.items()})
     hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], key=key)
 
-    def way(where: str) -> Transport:
+    def way(where: str, tls: ClientTls | None) -> Transport:
         return SocketTransport(Address.parse(where), shared_memory, tls)
 
-    def second(where: str, key: str) -> Calls:
-        return ExecutorConnection(way(where), msgspec.structs.replace(hello, key=key), patience)
+    def second(other: Shares) -> tuple[Calls, str]:
+        found = ExecutorConnection(
+            way(other.address, other.tls or tls), msgspec.structs.replace(hello, key=other.key), patience
+        )
+        return found, found.address
 
-    connection = ExecutorConnection(way(address) if isinstance(address, str) else address, hello, patience)
+    transport = way(address, tls) if isinstance(address, str) else address
+    connection = ExecutorConnection(transport, hello, patience)
     calls: Calls = connection
     try:
         _check(connection.base, {path: module for path, (_, module) in found.items()})
         if privacy is not None:
-            calls = private(
-                connection,
-                connection.address,
-                privacy,
-                lambda at, key: ExecutorConnection(
-                    way(at), msgspec.structs.replace(hello, key=key), patience
-                ),
-            )
+            calls = private(connection, connection.address, privacy, second)
     except BaseException:
         connection.close()
         raise

@@ -24,35 +24,31 @@ from coserve.model.load import adopt, drive, load_model, make_base, usable_devic
 from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
 from coserve.model.placing import leave_file, put
 from coserve.model.refusal import refusing
-from coserve.split.endpoint import Endpoint, connect
+from coserve.split.access import BaseAccess
+from coserve.split.endpoint import Endpoint, Source
 from coserve.split.linears import digests_of, shape_of
 from coserve.split.messages import Dtype
 from coserve.split.payload import DTYPES
 from coserve.split.placement import Offered
 
-EXECUTOR_KEY: Final = "COSERVE_EXECUTOR_KEY"  # in the environment: what executors ask for
-
-
 def load_remote(
     model: str | Path | PreTrainedModel,
-    addresses: str,
-    key: str = "",
+    base: str | BaseAccess,
     dtype: torch.dtype | str = "auto",
     device: str | torch.device = "cpu",
-    patience: float = 5.0,
 ) -> Base:
-    """Loads a base as `load_base` does, with the linears of the executors at `addresses` (separated by
-    commas; of a linear that several have, the first one's).
+    """Loads a base as `load_base` does, with the linears of executors (of one that several have, the first
+    one's): those at an address, or at several that are separated by commas, or as `BaseAccess` says.
 
-    `patience` is how long a call waits for an executor that went away, in seconds, before it raises
-    WeightsUnreadable. The executors tell the content hash of their linears, which is a part of the base's
-    fingerprint: where the model is an object with these weights it is compared, else it is trusted. Raises
-    the errors of `load_base`, AdapterMismatch for an executor of another model, ConfigError and Unreachable.
+    The executors tell the content hash of their linears, which is a part of the base's fingerprint: where the
+    model is an object with these weights it is compared, else it is trusted. Raises the errors of
+    `load_base`, AdapterMismatch for an executor of another model, ConfigError and Unreachable.
     """
     where = usable_device(device)
-    endpoints = connect(addresses, key, patience)
+    access = BaseAccess(base) if isinstance(base, str) else base
+    endpoints = access.endpoints()
     try:
-        return _load(model, endpoints, dtype, where)
+        return _load(model, access, endpoints, dtype, where)
     except BaseException:
         _close(endpoints)
         raise
@@ -60,12 +56,14 @@ def load_remote(
 
 def _load(
     model: str | Path | PreTrainedModel,
+    access: BaseAccess,
     endpoints: Sequence[Endpoint],
     dtype: torch.dtype | str,
     where: torch.device,
 ) -> Base:
-    kind = _one_type(endpoints, dtype)
-    linears = _RemoteLinears(Offered(endpoints), where)
+    sources = access.sources(endpoints)
+    kind = _one_type(sources, dtype)
+    linears = _RemoteLinears(Offered(sources), where)
     if isinstance(model, PreTrainedModel):
         loaded = model
         with refusing(loaded.config.model_type, "cannot be driven"):
@@ -169,9 +167,9 @@ def _is_tied(path: str, model: PreTrainedModel, head: nn.Module) -> bool:
     return f"{path}.weight" in tied or head.weight is model.get_input_embeddings().weight
 
 
-def _one_type(endpoints: Sequence[Endpoint], dtype: torch.dtype | str) -> Dtype:
+def _one_type(sources: Sequence[Source], dtype: torch.dtype | str) -> Dtype:
     """The type of all executors' linears. Raises ConfigError."""
-    kinds = {endpoint.base.dtype for endpoint in endpoints}
+    kinds = {source.base.dtype for source in sources}
     if len(kinds) > 1:
         raise ConfigError(
             f"engine.base: the executors' linears have several types: {', '.join(sorted(kinds))}"
