@@ -14,6 +14,7 @@ from coserve.split.address import Address
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import LinearCall
 from coserve.split.service import SplitService
+from coserve.split.shard import Shard
 
 Call = tuple[str, tuple[str, ...]]  # direction, and paths of linears
 
@@ -22,10 +23,14 @@ class ServedBase:
     """An executor of a model, and its calls."""
 
     def __init__(
-        self, model: PreTrainedModel, socket: Path, offers: Callable[[str], bool] | None = None
+        self,
+        model: PreTrainedModel,
+        socket: Path,
+        offers: Callable[[str], bool] | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """`offers` tells which linears are offered; all where it is None."""
-        self.linears = BaseLinears(model)
+        self.linears = BaseLinears(model, shard=shard)
         if offers is not None:
             groups = [group for group in self.linears.hello.groups if all(map(offers, group.outputs))]
             self.linears.hello = msgspec.structs.replace(self.linears.hello, groups=tuple(groups))

@@ -7,7 +7,9 @@ from typing import Final
 
 from coserve.errors import ConfigError, CoserveError
 from coserve.split.address import Address
-from coserve.split.endpoint import Endpoint, HiddenRows, Source
+from coserve.split.calls import Source
+from coserve.split.endpoint import Endpoint, HiddenRows
+from coserve.split.gather import assembled
 from coserve.split.privacy.modes import Noise, obfuscated, shared
 from coserve.split.tls import ClientTls
 
@@ -48,20 +50,23 @@ class BaseAccess:
         return found
 
     def sources(self, endpoints: Sequence[Endpoint]) -> list[Source]:
-        """Where linears are asked for, given the executors. Raises ConfigError and AdapterMismatch, and
-        WeightsUnreadable where a mode of privacy cannot be set up."""
+        """Where linears are asked for, given the executors; those of shards are one. Raises ConfigError and
+        AdapterMismatch, and WeightsUnreadable where a mode of privacy cannot be set up."""
         if self.privacy == "none":
-            return list(endpoints)
+            return assembled(endpoints)
         if self.privacy == "noise":
-            return [HiddenRows(obfuscated(endpoint, Noise()), endpoint.address) for endpoint in endpoints]
+            return [HiddenRows(obfuscated(source, Noise()), source.address) for source in assembled(endpoints)]
         half, odd = divmod(len(endpoints), 2)
         if odd:
             raise ConfigError(
                 f"engine.base_privacy shares needs the executors of two parties, and engine.base has {len(endpoints)}"
             )
+        ours, theirs = assembled(endpoints[:half]), assembled(endpoints[half:])
+        if len(ours) != len(theirs):
+            raise ConfigError("engine.base_privacy shares needs executors of the same linears for both parties")
         return [
             HiddenRows(shared(one, other, (one.address, other.address), _SHARE_SECONDS), one.address)
-            for one, other in zip(endpoints[:half], endpoints[half:], strict=True)
+            for one, other in zip(ours, theirs, strict=True)
         ]
 
 

@@ -9,12 +9,10 @@ Its frozen linears become virtual layers (Symbiosis, 3.2): products and gradient
 executor, all else stays in this process.
 """
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -23,39 +21,36 @@ from coserve.errors import AdapterMismatch
 from coserve.model.group import Group, GroupRows, Prepared
 from coserve.model.placing import put
 from coserve.split.absent import AbsentWeight, check_frozen, check_methods
-from coserve.split.address import Address
 from coserve.split.calls import Answer, Calls
-from coserve.split.channel import Transport
-from coserve.split.connection import ExecutorConnection, call_of
+from coserve.split.connection import call_of
+from coserve.split.gather import Where, connect
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import (
     ITEM_BYTES,
-    VERSION,
     BaseHello,
-    ClientHello,
     Direction,
     GroupShape,
 )
 from coserve.split.payload import DTYPES
-from coserve.split.privacy.modes import Privacy, Shares, private
+from coserve.split.privacy.modes import Privacy, private
 from coserve.split.tls import ClientTls
-from coserve.split.transport import SocketTransport
 
 _SHOWN: Final = 20  # paths in an error
 
 
 def attach(
     model: nn.Module,
-    address: str | Transport,
-    key: str = "",
+    address: Where,
+    key: str | Sequence[str] = "",
     patience: float = 60.0,
     privacy: Privacy | None = None,
     *,
     shared_memory: bool = True,
-    tls: ClientTls | None = None,
+    tls: ClientTls | Sequence[ClientTls] | None = None,
 ) -> Calls:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
-    weights; others stay as they are. `address` is the executor's, or a way to it that was made already.
+    weights; others stay as they are. `address` is the executor's, or a way to it that was made already; where several
+    executors have a shard each, those of all, with one key and `tls` or one each.
     `patience` is how long a call waits for an executor that went away or gives no sign of life, in seconds.
     `privacy` is what the executor may see of rows: everything with None. At a unix socket tensors are in
     shared memory, where the executor gives some; `tls` says how the executor at a `tls:` address is known.
@@ -68,26 +63,18 @@ def attach(
     """
     found = find_linears(model)
     check_methods(model, {path: module for path, (_, module) in found.items()})
-    hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], key=key)
-
-    def way(where: str, tls: ClientTls | None) -> Transport:
-        return SocketTransport(Address.parse(where), shared_memory, tls)
-
-    def second(other: Shares) -> tuple[Calls, str]:
-        found = ExecutorConnection(
-            way(other.address, other.tls or tls), msgspec.structs.replace(hello, key=other.key), patience
-        )
-        return found, found.address
-
-    transport = way(address, tls) if isinstance(address, str) else address
-    connection = ExecutorConnection(transport, hello, patience)
-    calls: Calls = connection
+    source = connect(address, key, tls, patience, shared_memory)
+    calls: Calls = source
     try:
-        _check(connection.base, {path: module for path, (_, module) in found.items()})
+        _check(source.base, {path: module for path, (_, module) in found.items()})
         if privacy is not None:
-            calls = private(connection, connection.address, privacy, second)
+            calls = private(
+                source,
+                privacy,
+                lambda other: connect(other.address, other.key, other.tls or tls, patience, shared_memory),
+            )
     except BaseException:
-        connection.close()
+        source.close()
         raise
     for shape in calls.base.groups:
         rows = _Siblings(RemoteGroup(calls, shape))

@@ -8,28 +8,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from torch import Tensor
 
 from coserve.errors import CoserveError, WeightsUnreadable
 from coserve.split.address import Address
 from coserve.split.calls import Answer, Calls
-from coserve.split.connection import ExecutorConnection, PendingAnswer, Rows
+from coserve.split.connection import ExecutorConnection, PendingAnswer, Rows, another_base
 from coserve.split.messages import VERSION, BaseHello, ClientHello, LinearCall
 from coserve.split.tls import ClientTls
 from coserve.split.transport import SocketTransport
 
 _BEAT_SECONDS: Final = 0.25  # between two signs of life of who waits
-
-
-class Source(Calls, Protocol):
-    """Has products computed for an engine: whatever keeps an answer from coming is WeightsUnreadable."""
-
-    @property
-    def address(self) -> str:
-        """Names it in errors."""
-        ...
 
 
 class Endpoint:
@@ -71,16 +62,9 @@ class Endpoint:
         with self._connecting:
             if self._connection is ended:
                 found = ExecutorConnection(self._transport, self._greeting, self._patience)
-                if (found.base.fingerprint, found.base.dtype, found.base.groups) != (
-                    self.base.fingerprint,
-                    self.base.dtype,
-                    self.base.groups,
-                ):
+                if not found.base.is_same_base(self.base):
                     found.close()
-                    raise WeightsUnreadable(
-                        f"another base is at {self.address} now: {found.base.fingerprint}, not "
-                        f"{self.base.fingerprint}"
-                    )
+                    raise WeightsUnreadable(another_base(self.address, found.base, self.base))
                 self._connection = found
             return self._connection
 

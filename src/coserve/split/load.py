@@ -25,7 +25,8 @@ from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
 from coserve.model.placing import leave_file, put
 from coserve.model.refusal import refusing
 from coserve.split.access import BaseAccess
-from coserve.split.endpoint import Endpoint, Source
+from coserve.split.calls import Source
+from coserve.split.endpoint import Endpoint
 from coserve.split.linears import digests_of, shape_of
 from coserve.split.messages import Dtype
 from coserve.split.payload import DTYPES

@@ -17,7 +17,7 @@ from coserve.errors import AdapterMismatch, ConfigError, RequestError
 from coserve.wire.messages import Fault, WireMessage
 
 T = TypeVar("T")
-VERSION: Final = 2
+VERSION: Final = 3
 MOST_HEADER: Final = 1 << 20  # bytes: the shapes of a base with a thousand groups take about 200,000
 MOST_PATHS: Final = 64  # linears in one call
 
@@ -37,12 +37,24 @@ _Paths = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=MOST
 class GroupShape(msgspec.Struct, frozen=True):
     """Sibling linears: the width of their input, and their own widths and content hashes by path. `exponents`
     are of the powers of two that weights are multiplied by in the field; those that are not finite have
-    none."""
+    none. An executor of a shard has some of their outputs, and `whole` are the widths of all; digests and exponents
+    are those of whole weights."""
 
     inputs: _Count
     outputs: dict[_Name, _Count]
     digests: dict[_Name, _Name] = {}
     exponents: dict[_Name, int] = {}
+    whole: dict[_Name, _Count] = {}
+
+
+class ShardShape(msgspec.Struct, frozen=True):
+    """Part `number` of `count` of the outputs of each linear."""
+
+    number: _Count
+    count: _Count
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -76,7 +88,8 @@ class ClientHello(WireMessage, frozen=True):
 
 class BaseHello(WireMessage, frozen=True):
     """The executor's answer: its base, the linears that it computes, and its limits. With `slots` the file
-    of the shared memory comes beside its first byte (SCM_RIGHTS)."""
+    of the shared memory comes beside its first byte (SCM_RIGHTS). With a `shard` it has some outputs of each linear;
+    the fingerprint is that of whole linears."""
 
     version: int
     fingerprint: str
@@ -84,6 +97,16 @@ class BaseHello(WireMessage, frozen=True):
     groups: tuple[GroupShape, ...]
     limits: Limits = Limits()
     slots: SlotShape | None = None
+    shard: ShardShape | None = None
+
+    def is_same_base(self, other: "BaseHello") -> bool:
+        """Tells whether another executor gives the same answers to all calls."""
+        return (self.fingerprint, self.dtype, self.groups, self.shard) == (
+            other.fingerprint,
+            other.dtype,
+            other.groups,
+            other.shard,
+        )
 
 
 class LinearCall(WireMessage, frozen=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 from coserve.errors import AdapterMismatch
 from coserve.model.placement import Offer, Placement
 from coserve.split.attach import RemoteGroup
-from coserve.split.endpoint import Source
+from coserve.split.calls import Source
 from coserve.split.messages import GroupShape
 from coserve.split.payload import DTYPES
 

@@ -1,10 +1,10 @@
 """The modes of privacy that a client can choose, for `attach(..., privacy=...)`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coserve.errors import ConfigError
-from coserve.split.calls import Calls
+from coserve.split.calls import Calls, Source
 from coserve.split.privacy.noise import NoisyCalls
 from coserve.split.privacy.shares import SharedCalls
 from coserve.split.tls import ClientTls
@@ -30,25 +30,26 @@ class Noise:
 class Shares:
     """Secret shares between the executor that is attached to and a second one at `address`, of the same base,
     which must not tell each other what they get. `key` is the second one's, and `tls` says how it is known where
-    that differs from the first one. An executor that has not answered after `timeout` seconds is given up."""
+    that differs from the first one; where the second party has shards, all are as `attach` takes them. An executor
+    that has not answered after `timeout` seconds is given up."""
 
-    address: str
-    key: str = ""
+    address: str | Sequence[str]
+    key: str | Sequence[str] = ""
     timeout: float = 300.0
-    tls: ClientTls | None = None
+    tls: ClientTls | Sequence[ClientTls] | None = None
 
 
 Privacy = Noise | Shares
 
 
-def private(first: Calls, where: str, privacy: Privacy, connect: Callable[[Shares], tuple[Calls, str]]) -> Calls:
-    """Calls in a mode of privacy, given those of the executor at `where`; `connect` connects to a second one,
-    and names it. What is connected is closed where the mode cannot be set up. Raises CoserveError."""
+def private(first: Source, privacy: Privacy, connect: Callable[[Shares], Source]) -> Calls:
+    """Calls in a mode of privacy, given those of an executor; `connect` connects to a second one. What is
+    connected is closed where the mode cannot be set up. Raises CoserveError."""
     if isinstance(privacy, Noise):
         return obfuscated(first, privacy)
-    second, at = connect(privacy)
+    second = connect(privacy)
     try:
-        return shared(first, second, (where, at), privacy.timeout)
+        return shared(first, second, (first.address, second.address), privacy.timeout)
     except BaseException:
         second.close()
         raise
