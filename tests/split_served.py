@@ -33,7 +33,10 @@ class ServedBase:
         self.linears = BaseLinears(model, shard=shard)
         if offers is not None:
             groups = [group for group in self.linears.hello.groups if all(map(offers, group.outputs))]
-            self.linears.hello = msgspec.structs.replace(self.linears.hello, groups=tuple(groups))
+            spans = [span for span in self.linears.hello.spans if all(map(offers, span.linears))]
+            self.linears.hello = msgspec.structs.replace(
+                self.linears.hello, groups=tuple(groups), spans=tuple(spans)
+            )
         self.calls: list[Call] = []
         self.work: Counter[str] = Counter()  # of calls, by their class
         self.types: list[str] = []  # of their rows

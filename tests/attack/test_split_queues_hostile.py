@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coserve.errors import RequestError
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.batching import Batching, BatchingConfig
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.executor import BaseExecutor, BaseLinears

@@ -27,11 +27,14 @@ from coserve.split.payload import DTYPES
 from coserve.split.privacy.field import exponent_of, product, total
 from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
+from coserve.split.spans import Span, find_spans
 from coserve.split.work import Outcome, Work
 
 
 class BaseLinears:
-    """Placements of a model's linears by path, and what clients are told of them."""
+    """Placements of a model's linears by path, spans of them, and what clients are told of both."""
+
+    _spans: Mapping[str, Span] = {}
 
     def __init__(
         self,
@@ -83,6 +86,10 @@ class BaseLinears:
             return self._placements[path]
 
         place_linears(model, BatchCell(), place, chosen.__contains__)
+        if shard is None:
+            spans = find_spans(model, chosen, DTYPES[self.hello.dtype])
+            self._spans = {span.shape.path: span for span in spans}
+            self.hello = msgspec.structs.replace(self.hello, spans=tuple(span.shape for span in spans))
 
     @staticmethod
     def load(
@@ -105,6 +112,8 @@ class BaseLinears:
         """The answer's tensors, for those of a call that was checked, with any number of rows."""
         if call.dtype == "field":
             return self._compute_in_field(call, tensors)
+        if (span := self._spans.get(call.paths[0])) is not None:
+            return span.compute(call.direction, tensors)
         placements = [self._placements[path] for path in call.paths]
         if call.direction == "forward":
             return [placement.forward(tensors[0]) for placement in placements]
@@ -141,7 +150,7 @@ class BaseExecutor:
         limits = msgspec.structs.replace(linears.hello.limits, waiting_rows=self.config.client_rows)
         self.hello = msgspec.structs.replace(linears.hello, limits=limits)
         self._linears, self._clock, self._began = linears, clock, clock()
-        self._queues = CallQueues(self.config, self.hello.groups, self.hello.limits.rows, clock)
+        self._queues = CallQueues(self.config, self.hello.groups, self.hello.limits.rows, clock, self.hello.spans)
         self._busy_since: float | None = None  # when the product under way began
         self._thread = threading.Thread(target=self._run, name="split-executor", daemon=True)
         self._thread.start()

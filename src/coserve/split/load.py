@@ -31,6 +31,8 @@ from coserve.split.linears import digests_of, shape_of
 from coserve.split.messages import Dtype
 from coserve.split.payload import DTYPES
 from coserve.split.placement import Offered
+from coserve.split.remote_group import RemoteSpan
+from coserve.split.span_calls import EngineSpan
 
 def load_remote(
     model: str | Path | PreTrainedModel,
@@ -128,10 +130,19 @@ class _RemoteLinears:
             if placement.bias is not None:
                 placement.bias = placement.bias.to(self._where)
             put(model, path, FrozenLinear(path, placement, self._offered.shape(path), self._cell))
+        self._put_spans(model, list(origin.sites))
         self._taken.clear()
         if any(tensor.device != self._where for tensor in state.values()):
             model = model.to(device=self._where)
         return make_base(model, layers, origin, self._cell)
+
+    def _put_spans(self, model: PreTrainedModel, sites: Sequence[str]) -> None:
+        """Has modules whose linears are all remote ones of one executor, which computes them as a whole, be one call."""
+        for source, shape in self._offered.spans():
+            module = model.get_submodule(shape.path)
+            if all(path in self._taken for path in shape.linears) and "forward" not in vars(module):
+                inside = {*shape.linears, *(path for path in sites if path.startswith(f"{shape.path}."))}
+                module.forward = EngineSpan(module, RemoteSpan(source, shape), sorted(inside), self._cell)
 
     def _take_out(self, model: PreTrainedModel, path: str) -> None:
         linear, digest = model.get_submodule(path), self._offered.digest(path)

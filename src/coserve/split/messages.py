@@ -47,6 +47,17 @@ class GroupShape(msgspec.Struct, frozen=True):
     whole: dict[_Name, _Count] = {}
 
 
+class SpanShape(msgspec.Struct, frozen=True):
+    """A module of linears and of operations between them that treats each row alone, such as a feed-forward layer: the
+    widths of its input and output, and the paths of its linears. It is a call like a linear's, by its own path; on
+    the way back its input comes ahead of the gradient of its output, as nothing is kept of the way forward."""
+
+    path: _Name
+    inputs: _Count
+    outputs: _Count
+    linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=2)]
+
+
 class ShardShape(msgspec.Struct, frozen=True):
     """Part `number` of `count` of the outputs of each linear."""
 
@@ -98,20 +109,22 @@ class BaseHello(WireMessage, frozen=True):
     limits: Limits = Limits()
     slots: SlotShape | None = None
     shard: ShardShape | None = None
+    spans: tuple[SpanShape, ...] = ()
 
     def is_same_base(self, other: "BaseHello") -> bool:
         """Tells whether another executor gives the same answers to all calls."""
-        return (self.fingerprint, self.dtype, self.groups, self.shard) == (
+        return (self.fingerprint, self.dtype, self.groups, self.shard, self.spans) == (
             other.fingerprint,
             other.dtype,
             other.groups,
             other.shard,
+            other.spans,
         )
 
 
 class LinearCall(WireMessage, frozen=True):
-    """Products of siblings, or the gradient of their input; `nbytes` of payload follow, or are at the
-    beginning of a slot of the shared memory.
+    """Products of siblings, or the gradient of their input, or the same of a span; `nbytes` of payload follow, or are
+    at the beginning of a slot of the shared memory.
 
     `deadline` is in seconds from now, None without one.
     """
@@ -236,6 +249,7 @@ class GroupTable:
     def __init__(self, hello: BaseHello) -> None:
         self._hello = hello
         self._of_path = {path: group for group in hello.groups for path in group.outputs}
+        self._spans = {span.path: span for span in hello.spans}
 
     def check_hello(self, client: ClientHello) -> None:
         """Raises ConfigError for another version, AdapterMismatch for another base."""
@@ -262,22 +276,29 @@ class GroupTable:
 
     def call_widths(self, call: LinearCall) -> list[int]:
         """Widths of a call's tensors. Raises RequestError as `call_bytes`."""
-        inputs, _ = self._widths(call.paths)
-        outputs = self._of_path[call.paths[0]].outputs
-        return [inputs] if call.direction == "forward" else [outputs[path] for path in call.paths]
+        inputs, outputs = self._widths(call)
+        if call.direction == "forward":
+            return [inputs]
+        return [inputs, *outputs] if call.paths[0] in self._spans else outputs
 
     def call_bytes(self, call: LinearCall) -> int:
         """Bytes of a call's tensors. Raises RequestError where its paths are no siblings of this base."""
-        inputs, outputs = self._widths(call.paths)
-        return call.rows * (inputs if call.direction == "forward" else outputs) * ITEM_BYTES[call.dtype]
+        return call.rows * sum(self.call_widths(call)) * ITEM_BYTES[call.dtype]
 
     def answer_bytes(self, call: LinearCall) -> int:
         """Bytes of the answer's tensors. Raises as `call_bytes`."""
-        inputs, outputs = self._widths(call.paths)
-        return call.rows * (outputs if call.direction == "forward" else inputs) * ITEM_BYTES[call.dtype]
+        inputs, outputs = self._widths(call)
+        return call.rows * (sum(outputs) if call.direction == "forward" else inputs) * ITEM_BYTES[call.dtype]
 
-    def _widths(self, paths: Sequence[str]) -> tuple[int, int]:
-        """The width of the input, and the sum of the outputs'."""
+    def _widths(self, call: LinearCall) -> tuple[int, list[int]]:
+        """The width of the input, and those of the outputs."""
+        paths = call.paths
+        if (span := self._spans.get(paths[0])) is not None:
+            if len(paths) > 1:
+                raise RequestError(f"{span.path!r} is a call of its own")
+            if call.dtype == "field":
+                raise RequestError(f"{span.path!r} is no linear, so shares cannot be added")
+            return span.inputs, [span.outputs]
         group = self._of_path.get(paths[0])
         for path in paths:
             if path not in self._of_path:
@@ -287,7 +308,7 @@ class GroupTable:
         if len(set(paths)) < len(paths):
             raise RequestError("a call names a linear twice")
         assert group is not None, "each path has a group"
-        return group.inputs, sum(group.outputs[path] for path in paths)
+        return group.inputs, [group.outputs[path] for path in paths]
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

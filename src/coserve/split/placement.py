@@ -8,10 +8,10 @@ from torch import Tensor
 
 from coserve.errors import AdapterMismatch
 from coserve.model.placement import Offer, Placement
-from coserve.split.attach import RemoteGroup
 from coserve.split.calls import Source
-from coserve.split.messages import GroupShape
+from coserve.split.messages import GroupShape, SpanShape
 from coserve.split.payload import DTYPES
+from coserve.split.remote_group import RemoteGroup
 
 
 class EndpointGroup(RemoteGroup):
@@ -81,6 +81,16 @@ class Offered:
         if path not in shape.digests:
             raise AdapterMismatch(f"the executor at {source.address} does not tell what {path} is")
         return shape.digests[path]
+
+    def spans(self) -> list[tuple[Source, SpanShape]]:
+        """Spans whose linears are all asked of the executor that has them."""
+        found = dict.fromkeys(source for source, _ in self._found.values())
+        return [
+            (source, span)
+            for source in found
+            for span in source.base.spans
+            if all(path in self._found and self._found[path][0] is source for path in span.linears)
+        ]
 
     def placement(self, path: str, has_bias: bool) -> RemotePlacement:
         """Raises WeightsUnreadable."""

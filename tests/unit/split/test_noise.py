@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import InternalError
-from coserve.split.attach import RemoteGroup
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.executor import BaseLinears
 from coserve.split.messages import LinearCall
 from coserve.split.privacy.noise import NoisyCalls

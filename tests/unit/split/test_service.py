@@ -25,7 +25,8 @@ from coserve.errors import (
     Unreachable,
 )
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup, attach
+from coserve.split.attach import attach
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.batching import BatchingConfig
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.executor import BaseExecutor, BaseLinears

@@ -20,7 +20,8 @@ from coserve.errors import (
     WrongAnswer,
 )
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup, attach
+from coserve.split.attach import attach
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.calls import Calls
 from coserve.split.connection import call_of
 from coserve.split.executor import BaseExecutor, BaseLinears

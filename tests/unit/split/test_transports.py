@@ -19,7 +19,7 @@ from certificates import Authority
 from coserve.errors import EngineLost
 from coserve.split import service as services
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.batching import BatchingConfig
 from coserve.split.channel import SocketChannel, Transport
 from coserve.split.connection import ExecutorConnection, call_of
