@@ -162,7 +162,8 @@ def test_layers_on_several_executors_and_here(tmp_path: Path) -> None:
             )
         for served, layer in ((one, 0), (two, 2)):
             asked = {path for _, paths in served.calls for path in paths}
-            assert asked == {p for group in served.linears.hello.groups for p in group.outputs}
+            wanted = {p for group in served.linears.hello.groups for p in group.outputs}
+            assert asked == wanted | {span.path for span in served.linears.hello.spans}
             assert {path.split(".")[2] for path in asked} == {str(layer)}
         elsewhere = {p for p, own in engine.base.linears.items() if own.placement.is_elsewhere}
         assert {path.split(".")[2] for path in elsewhere} == {"0", "2"}

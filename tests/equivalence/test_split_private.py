@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from coserve.split.address import Address
 from coserve.split.attach import attach
-from coserve.split.remote_group import RemoteGroup
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import Limits
 from coserve.split.privacy.modes import Noise, Privacy, Shares
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.service import SplitService
 from models import VOCABULARY, tiny
 

@@ -1,4 +1,5 @@
-"""One layer's weights on several executors: a client of all of them computes what the same script computes alone."""
+"""One layer's weights on several executors: a client of all of them computes what the same script computes
+alone."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -86,7 +87,7 @@ def test_shares_of_two_parties_that_cut_differently(tmp_path: Path) -> None:
 
 
 def test_an_engine_on_shards_beside_a_whole_executor(tmp_path: Path) -> None:
-    """Layer 0 is whole on one executor, all of them are in shards on two others; of two the first is asked."""
+    """Layer 0 is whole on one executor, all are in shards on two others; of two the first is asked."""
     folder = save(tiny("llama"), tmp_path / "model")
     training = TrainingConfig(
         learning_rate=1e3, epsilon=1e3, batch_size=1, max_steps=1, warmup_ratio=0.0, rows=48, weight_decay=0.0
@@ -109,7 +110,9 @@ def test_an_engine_on_shards_beside_a_whole_executor(tmp_path: Path) -> None:
             found.append(engine.weights("mine").parameters() | chosen)
             prints = engine.base.fingerprint
             for part in parts:
-                layers = {path.split(".")[2] for _, paths in part.calls for path in paths if ".layers." in path}
+                layers = {
+                    path.split(".")[2] for _, paths in part.calls for path in paths if ".layers." in path
+                }
                 assert layers == {None: set(), base: {"0", "1", "2"}}.get(config.base or None, {"1", "2"})
                 part.calls.clear()
         assert {"0"} == {path.split(".")[2] for _, paths in whole.calls for path in paths}
@@ -140,7 +143,9 @@ def test_a_shard_that_another_takes_the_place_of_is_refused(tmp_path: Path) -> N
         two.stop()
         two.linears = one.linears
         two.start()
-        with pytest.raises(AdapterMismatch, match=f"another base is at {two.address} now: shard 1/2 of .* not shard 2/2"):
+        with pytest.raises(
+            AdapterMismatch, match=f"another base is at {two.address} now: shard 1/2 of .* not shard 2/2"
+        ):
             client(ids)
         request = engine.generate([1, 5, 9], sampling=SAMPLING)
         with pytest.raises(WeightsUnreadable, match="now: shard 1/2 of"):

@@ -111,7 +111,9 @@ def test_an_adapter_inside_is_heard_and_one_beside_costs_nothing(tmp_path: Path)
                     with torch.no_grad():
                         bare(IDS), bare(IDS)  # its spans are in use when the adapter comes
                     client = get_peft_model(bare, LoraConfig(r=4, target_modules=list(targets)))
-                    client.load_state_dict({k: v for k, v in plain.state_dict().items() if "lora_" in k}, False)
+                    client.load_state_dict(
+                        {k: v for k, v in plain.state_dict().items() if "lora_" in k}, False
+                    )
                 with torch.no_grad():
                     for _ in range(2):
                         served.calls.clear()
@@ -136,7 +138,9 @@ def test_what_a_script_does_inside_is_done(tmp_path: Path) -> None:
         copied = copy.deepcopy(client)
         served.calls.clear()
         torch.testing.assert_close(copied(IDS).logits, client(IDS).logits, rtol=1e-5, atol=TOLERANCE)
-        wrapped = get_peft_model(copied, LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False))
+        wrapped = get_peft_model(
+            copied, LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False)
+        )
         served.calls.clear()
         changed = wrapped(IDS).logits
         assert not spans_asked(served) and (changed - client(IDS).logits).abs().max() > 0.1
@@ -214,8 +218,8 @@ def counted(served: ServedBase) -> Iterator[CountingProxy]:
 
 
 def test_bytes_of_a_layer_and_token(tmp_path: Path) -> None:
-    """Counted on the way, without shared memory. Widths of Llama-3.1-8B would be 14,336 instead of 96 between the linears
-    and 4,096 instead of 64 elsewhere: 100 KB a token in bfloat16, and 16 KB."""
+    """Counted on the way, without shared memory. Widths of Llama-3.1-8B would be 14,336 instead of 96 between
+    the linears and 4,096 instead of 64 elsewhere: 100 KB a token in bfloat16, and 16 KB."""
     ids = torch.randint(1, VOCABULARY, (4, 100))
     tokens, found = ids.numel(), {}
     with serving(tiny("llama"), tmp_path) as served:
@@ -241,7 +245,10 @@ GRADIENTS = TrainingConfig(
 
 def test_an_engine_calls_spans_where_no_row_has_an_adapter_inside(tmp_path: Path) -> None:
     """Training keeps what the linears give, so its rows go to linears."""
-    beside, inside = LoRAConfig(rank=4, targets=("q_proj", "v_proj")), LoRAConfig(rank=4, targets=("up_proj",))
+    beside, inside = (
+        LoRAConfig(rank=4, targets=("q_proj", "v_proj")),
+        LoRAConfig(rank=4, targets=("up_proj",)),
+    )
     example, answers = Example(tuple(range(1, 13)), tuple(range(2, 14))), []
     with serving(tiny("llama"), tmp_path) as served:
         for config in (CONFIG, replace(CONFIG, base=served.address)):
@@ -257,6 +264,9 @@ def test_an_engine_calls_spans_where_no_row_has_an_adapter_inside(tmp_path: Path
                 if config.base:
                     assert len(spans_asked(served)) == expected * len(answer.tokens)
             both = [engine.generate([1, 5, 9], name, SAMPLING) for name in ("beside", "inside")]
-            found |= {f"at once {i}": torch.tensor([x.chosen for x in one.result().logprobs]) for i, one in enumerate(both)}
+            found |= {
+                f"at once {i}": torch.tensor([x.chosen for x in one.result().logprobs])
+                for i, one in enumerate(both)
+            }
             answers.append(found)
     assert max(differences(*answers[::-1]).values()) <= TOLERANCE

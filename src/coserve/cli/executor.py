@@ -69,7 +69,8 @@ def executor(
     shard: Annotated[
         str,
         typer.Option(
-            help="Part of the outputs of each linear, as I/N: of N executors each has one, and clients name all.",
+            help="Part of the outputs of each linear, as I/N: each of N executors has one, and clients name "
+            "all.",
             metavar="I/N",
         ),
     ] = "",

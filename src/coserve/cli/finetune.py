@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.options import (
-    ApiKey, AsJson, BaseCa, BaseCertificate, BaseKey, BasePin, BasePrivacy, ModelName, Url, connect, given,
+    ApiKey,
+    AsJson,
+    BaseCa,
+    BaseCertificate,
+    BaseKey,
+    BasePin,
+    BasePrivacy,
+    ModelName,
+    Url,
+    connect,
+    given,
 )  # fmt: skip
 from coserve.errors import ConfigError
 

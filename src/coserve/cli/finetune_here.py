@@ -18,7 +18,7 @@ _AGAIN_SECONDS: Final = 0.25
 def finetune_here(
     file: Path,
     model: str | None,
-    access: Mapping[str, str],
+    access: Mapping[str, Any],
     output: Path | None,
     server: Mapping[str, Any],
     hyperparameters: Mapping[str, Any],
@@ -26,7 +26,8 @@ def finetune_here(
     optimizer: Mapping[str, Any],
 ) -> None:
     """Trains on `file` and writes the adapter to the folder `output`. `hyperparameters` and `optimizer` are
-    those of a job, `access` settings of an engine that begin with "base"; `server` are flags that only a server knows. Raises ConfigError and what training does."""
+    those of a job, `access` settings of an engine that begin with "base"; `server` are flags that only a
+    server knows. Raises ConfigError and what training does."""
     if "base" not in access or output is None or model is None:
         raise ConfigError("to train without a server --base, --model (a folder) and --output are needed")
     if server:

@@ -42,13 +42,15 @@ ModelName = Annotated[
 ]
 BaseCa = Annotated[
     str | None,
-    typer.Option(help="Certificates in PEM that may have signed those of executors at tls: addresses.", metavar="FILE"),
+    typer.Option(
+        help="Certificates in PEM that may have signed those of executors at tls: addresses.", metavar="FILE"
+    ),
 ]
 BasePin = Annotated[
     str | None,
     typer.Option(
-        help="SHA-256 of the certificate of the executor at a tls: address, as it prints at its start; several are "
-        "separated by commas.",
+        help="SHA-256 of the certificate of the executor at a tls: address, as it prints at its start; of "
+        "several, one each, with commas.",
         metavar="HEX",
     ),
 ]
@@ -61,8 +63,8 @@ BaseKey = Annotated[
 BasePrivacy = Annotated[
     str | None,
     typer.Option(
-        help="What executors may see of rows: none hides nothing, noise obfuscates, shares needs the executors of two "
-        "parties, the first half of --base one's, the second half the other's."
+        help="What executors may see of rows: none hides nothing, noise obfuscates, shares needs those of "
+        "two parties: the first half of --base is one's, the second the other's."
     ),
 ]
 

@@ -7,7 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from coserve.cli.options import (
-    BaseCa, BaseCertificate, BaseKey, BasePin, BasePrivacy, Config, State, config_of, given,
+    BaseCa,
+    BaseCertificate,
+    BaseKey,
+    BasePin,
+    BasePrivacy,
+    Config,
+    State,
+    config_of,
+    given,
 )  # fmt: skip
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
@@ -46,7 +54,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Base executors that compute the base's linears, as unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; "
+            help="Base executors that compute the base's linears: unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; "
             "several are separated by commas. Their key is read from COSERVE_EXECUTOR_KEY.",
         ),
     ] = None,

@@ -73,7 +73,8 @@ def open_local(
         keep_freed_memory()
     before, private = resident_bytes(), private_bytes()
     base, streaming = _load(model, config)
-    prove_training(base)
+    if not config.base:  # which is proved as it is loaded
+        prove_training(base)
     return_freed_memory()
     # A base that stays may lie in pages of its files, one that is streamed does not.
     taken = resident_bytes() - before if streaming is None else private_bytes() - private
@@ -134,7 +135,7 @@ def eos_ids(base: Base) -> tuple[int, ...]:
 def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
     """The base; with how it is streamed, where it does not fit or its memory is limited."""
     if config.base:
-        return load_remote(model, _access(config), dtype_of(config), config.device), None
+        return load_remote(model, _access(config), dtype_of(config), config.device, prove_training), None
     room = base_room(config, lambda: saved_bytes(model, config.quantize))
     if room is None:
         return load_base(model, dtype_of(config), config.device, config.quantize), None

@@ -20,10 +20,11 @@ _SHARE_SECONDS: Final = 300.0  # that one of two parties may take for an answer
 class BaseAccess:
     """Names executors, and what they ask their clients for.
 
-    `addresses`, `keys` and `pins` are separated by commas: one key or pin is for all executors, several are for the
-    executors in order. `patience` is how long a call waits for an executor that went away, in seconds. `ca`, `certificate`
-    and `certificate_key` are files in PEM (empty: none; see `ClientTls`). `privacy` is "none", "noise" or "shares": with
-    shares the first half of the executors is one party's, the second half the other's, in the same order.
+    `addresses`, `keys` and `pins` are separated by commas: one key or pin is for all executors, several are
+    for the executors in order. `patience` is how long a call waits for an executor that went away, in
+    seconds. `ca`, `certificate` and `certificate_key` are files in PEM (empty: none; see `ClientTls`).
+    `privacy` is "none", "noise" or "shares": with shares the first half of the executors is one party's, the
+    second half the other's, in the same order.
     """
 
     addresses: str
@@ -42,7 +43,9 @@ class BaseAccess:
         pins = _for_each(self.pins, addresses, "engine.base_pin")
         tls = ClientTls(self.ca or None, "", self.certificate or None, self.certificate_key or None)
         if (self.pins or tls != ClientTls()) and not any(address.is_encrypted for address in addresses):
-            raise ConfigError("certificates and pins are for tls:HOST:PORT, and engine.base has no such address")
+            raise ConfigError(
+                "certificates and pins are for tls:HOST:PORT, and engine.base has no such address"
+            )
         found: list[Endpoint] = []
         with _closing_on_error(found):
             for address, key, pin in zip(addresses, keys, pins, strict=True):
@@ -55,15 +58,18 @@ class BaseAccess:
         if self.privacy == "none":
             return assembled(endpoints)
         if self.privacy == "noise":
-            return [HiddenRows(obfuscated(source, Noise()), source.address) for source in assembled(endpoints)]
+            plain = assembled(endpoints)
+            return [HiddenRows(obfuscated(source, Noise()), source.address, source) for source in plain]
         half, odd = divmod(len(endpoints), 2)
         if odd:
             raise ConfigError(
-                f"engine.base_privacy shares needs the executors of two parties, and engine.base has {len(endpoints)}"
+                f"engine.base_privacy shares needs executors of two parties: engine.base has {len(endpoints)}"
             )
         ours, theirs = assembled(endpoints[:half]), assembled(endpoints[half:])
         if len(ours) != len(theirs):
-            raise ConfigError("engine.base_privacy shares needs executors of the same linears for both parties")
+            raise ConfigError(
+                "engine.base_privacy shares needs executors of the same linears for both parties"
+            )
         return [
             HiddenRows(shared(one, other, (one.address, other.address), _SHARE_SECONDS), one.address)
             for one, other in zip(ours, theirs, strict=True)
@@ -91,5 +97,7 @@ def _for_each(text: str, addresses: Sequence[Address], what: str) -> list[str]:
     if len(values) == 1:
         return values * len(addresses)
     if len(values) != len(addresses):
-        raise ConfigError(f"{what} has {len(values)} values for {len(addresses)} executors: one, or one for each")
+        raise ConfigError(
+            f"{what} has {len(values)} values for {len(addresses)} executors: one, or one for each"
+        )
     return values

@@ -43,13 +43,13 @@ def attach(
     spans: Spans = "forward",
 ) -> Calls:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
-    weights; others stay as they are. `address` is the executor's, or a way to it that was made already; where several
-    executors have a shard each, those of all, with one key and `tls` or one each.
-    `patience` is how long a call waits for an executor that went away or gives no sign of life, in seconds.
-    `privacy` is what the executor may see of rows: everything with None. At a unix socket tensors are in
-    shared memory, where the executor gives some; `tls` says how the executor at a `tls:` address is known.
-    `spans` says when a feed-forward layer without an adapter in it is one call: "forward" where no gradient goes back
-    through it, "always", where the way back computes it anew, or "never".
+    weights; others stay as they are. `address` is the executor's, or a way to it that was made already; where
+    several executors have a shard each, those of all, with one key and `tls` or one each. `patience` is how
+    long a call waits for an executor that went away or gives no sign of life, in seconds. `privacy` is what
+    the executor may see of rows: everything with None. At a unix socket tensors are in shared memory, where
+    the executor gives some; `tls` says how the executor at a `tls:` address is known. `spans` says when a
+    feed-forward layer without an adapter in it is one call: "forward" where no gradient goes back through it,
+    "always", where the way back computes it anew, or "never".
 
     These linears must have the content hash of the executor's; where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters

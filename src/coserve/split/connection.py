@@ -273,5 +273,8 @@ def call_of(paths: Sequence[str], rows: Rows, dtype: CallDtype, **fields: Any) -
 
 def another_base(address: str, found: BaseHello, expected: BaseHello) -> str:
     """Says that the base at an address has changed."""
-    names = [base.fingerprint if base.shard is None else f"shard {base.shard} of {base.fingerprint}" for base in (found, expected)]
+    names = [
+        base.fingerprint if base.shard is None else f"shard {base.shard} of {base.fingerprint}"
+        for base in (found, expected)
+    ]
     return f"another base is at {address} now: {names[0]}, not {names[1]}"

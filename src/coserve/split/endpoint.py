@@ -91,10 +91,16 @@ class _Answer:
 class HiddenRows:
     """Endpoints in a mode of privacy, as one source. Wrong answers are errors as all others are."""
 
-    def __init__(self, calls: Calls, address: str) -> None:
-        """`address` names them in errors."""
-        self._calls, self.address = calls, address
-        self.base: BaseHello = calls.base
+    def __init__(self, hidden: Calls, address: str, plain: Calls | None = None) -> None:
+        """`address` names them in errors. Until `hide` calls are `plain`, where that is given: a mode with
+        fewer digits would not let a base pass its proof, whose rows are of random tokens."""
+        self._hidden, self.address = hidden, address
+        self._calls = hidden if plain is None else plain
+        self.base: BaseHello = hidden.base
+
+    def hide(self) -> None:
+        """Has all rows hidden from now on."""
+        self._calls = self._hidden
 
     def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "_HiddenAnswer":
         """Starts a call. Raises WeightsUnreadable."""
@@ -105,7 +111,7 @@ class HiddenRows:
 
     def close(self) -> None:
         """Ends the connections."""
-        self._calls.close()
+        self._hidden.close()
 
 
 class _HiddenAnswer:

@@ -27,14 +27,14 @@ from coserve.split.payload import DTYPES
 from coserve.split.privacy.field import exponent_of, product, total
 from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
-from coserve.split.spans import Span, find_spans
+from coserve.split.spans import SpanModule, find_spans
 from coserve.split.work import Outcome, Work
 
 
 class BaseLinears:
     """Placements of a model's linears by path, spans of them, and what clients are told of both."""
 
-    _spans: Mapping[str, Span] = {}
+    _spans: Mapping[str, SpanModule] = {}
 
     def __init__(
         self,
@@ -150,7 +150,9 @@ class BaseExecutor:
         limits = msgspec.structs.replace(linears.hello.limits, waiting_rows=self.config.client_rows)
         self.hello = msgspec.structs.replace(linears.hello, limits=limits)
         self._linears, self._clock, self._began = linears, clock, clock()
-        self._queues = CallQueues(self.config, self.hello.groups, self.hello.limits.rows, clock, self.hello.spans)
+        self._queues = CallQueues(
+            self.config, self.hello.groups, self.hello.limits.rows, clock, self.hello.spans
+        )
         self._busy_since: float | None = None  # when the product under way began
         self._thread = threading.Thread(target=self._run, name="split-executor", daemon=True)
         self._thread.start()
@@ -236,7 +238,9 @@ class BaseExecutor:
 def _cut(shapes: Mapping[str, tuple[int, int]], shard: Shard) -> dict[str, tuple[int, int]]:
     """Widths of the parts that a shard has: not of linears with fewer outputs than there are shards."""
     rows = {path: shard.rows(out) for path, (out, _) in shapes.items()}
-    return {path: (own.stop - own.start, shapes[path][1]) for path, own in rows.items() if own.stop > own.start}
+    return {
+        path: (own.stop - own.start, shapes[path][1]) for path, own in rows.items() if own.stop > own.start
+    }
 
 
 def _late(work: Work) -> RequestError:

@@ -1,12 +1,12 @@
 """Executors that have a shard each, called as one that has whole linears.
 
-A call goes to all of them at once. Forward each gets all rows and gives some columns of each product, which are
-concatenated; backward each gets its columns of the gradients, and the gradients of the input are summed.
+A call goes to all of them at once. Forward each gets all rows and gives some columns of each product, which
+are concatenated; backward each gets its columns of the gradients, and the gradients of the input are summed.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 import torch
@@ -22,11 +22,8 @@ from coserve.split.privacy.field import total
 from coserve.split.tls import ClientTls
 from coserve.split.transport import SocketTransport
 
-_Key = tuple[str, int]  # fingerprint of whole linears, and the number of shards
-
-
 Where = str | Transport | Sequence[str | Transport]  # an executor, or all those that have a shard
-T = TypeVar("T")
+_Key = tuple[str, int]  # fingerprint of whole linears, and the number of shards
 
 
 def connect(
@@ -39,26 +36,22 @@ def connect(
     """Connects a client to an executor, or to those of several shards: see `attach`. Raises ConfigError,
     AdapterMismatch and Unreachable."""
     ways = [where] if isinstance(where, str | Transport) else list(where)
+    own_keys = [keys] * len(ways) if isinstance(keys, str) else list(keys)
+    own_tls = [tls] * len(ways) if tls is None or isinstance(tls, ClientTls) else list(tls)
+    for given, what in ((len(own_keys), "keys"), (len(own_tls), "settings of TLS")):
+        if given != len(ways):
+            raise ConfigError(f"{given} {what} are given for {len(ways)} executors")
     found: list[ExecutorConnection] = []
     try:
-        for way, key, own in zip(ways, _each(keys, len(ways), "keys"), _each(tls, len(ways), "settings of TLS"), strict=True):
-            transport = SocketTransport(Address.parse(way), shared_memory, own) if isinstance(way, str) else way
+        for way, key, own in zip(ways, own_keys, own_tls, strict=True):
+            to = SocketTransport(Address.parse(way), shared_memory, own) if isinstance(way, str) else way
             hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], key=key)
-            found.append(ExecutorConnection(transport, hello, patience))
+            found.append(ExecutorConnection(to, hello, patience))
         return _one(assembled(found))
     except BaseException:
         for connection in found:
             connection.close()
         raise
-
-
-def _each(given: T | Sequence[T], count: int, what: str) -> list[T]:
-    """One of these for each executor. Raises ConfigError."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return [given] * count  # type: ignore[list-item]
-    if len(given) != count:
-        raise ConfigError(f"{len(given)} {what} are given for {count} executors")
-    return list(given)
 
 
 def _one(sources: Sequence[Source]) -> Source:
@@ -69,8 +62,9 @@ def _one(sources: Sequence[Source]) -> Source:
 
 
 def assembled(sources: Sequence[Source]) -> list[Source]:
-    """These sources, of which shards of the same linears are one, at the place of the first. Raises ConfigError where
-    a shard is missing or there twice, AdapterMismatch where shards do not fit each other."""
+    """These sources, of which shards of the same linears are one, at the place of the first. Raises
+    ConfigError where a shard is missing or there twice, AdapterMismatch where shards do not fit each other.
+    """
     parts: dict[_Key | int, list[Source]] = {}
     for place, source in enumerate(sources):
         base = source.base
@@ -132,7 +126,9 @@ class Gathered:
                 if path in shard.widths:
                     shard.columns[path] = slice(begin, begin + shard.widths[path])
                     begin += shard.widths[path]
-            if begin != group.whole.get(path) or any(s.inputs.get(path, group.inputs) != group.inputs for s in self._shards):
+            if begin != group.whole.get(path) or any(
+                s.inputs.get(path, group.inputs) != group.inputs for s in self._shards
+            ):
                 raise AdapterMismatch(f"the shards of {path} at {self.address} do not make up a whole")
         return msgspec.structs.replace(group, outputs=group.whole, whole={})
 
@@ -193,7 +189,9 @@ def _in_order(shards: Sequence[Source]) -> list[Source]:
         assert shape is not None, "these are shards"
         count = shape.count
         if (other := found.setdefault(shape.number, source)) is not source:
-            raise ConfigError(f"the executors at {other.address} and {source.address} both have shard {shape}")
+            raise ConfigError(
+                f"the executors at {other.address} and {source.address} both have shard {shape}"
+            )
     missing = next((number for number in range(1, count + 1) if number not in found), None)
     if missing is not None:
         at = ", ".join(f"{found[number].address} has {number}/{count}" for number in sorted(found))

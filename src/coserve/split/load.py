@@ -9,7 +9,6 @@ anyway and logits are long, and any other linear outside of the layers.
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from coserve.model.placing import leave_file, put
 from coserve.model.refusal import refusing
 from coserve.split.access import BaseAccess
 from coserve.split.calls import Source
-from coserve.split.endpoint import Endpoint
+from coserve.split.endpoint import Endpoint, HiddenRows
 from coserve.split.linears import digests_of, shape_of
 from coserve.split.messages import Dtype
 from coserve.split.payload import DTYPES
@@ -34,14 +33,17 @@ from coserve.split.placement import Offered
 from coserve.split.remote_group import RemoteSpan
 from coserve.split.span_calls import EngineSpan
 
+
 def load_remote(
     model: str | Path | PreTrainedModel,
     base: str | BaseAccess,
     dtype: torch.dtype | str = "auto",
     device: str | torch.device = "cpu",
+    prove: Callable[[Base], None] = lambda _: None,
 ) -> Base:
     """Loads a base as `load_base` does, with the linears of executors (of one that several have, the first
-    one's): those at an address, or at several that are separated by commas, or as `BaseAccess` says.
+    one's): those at an address, or at several that are separated by commas, or as `BaseAccess` says. `prove`
+    is a proof of the base beside the usual one; rows of both are of random tokens, and no noise is on them.
 
     The executors tell the content hash of their linears, which is a part of the base's fingerprint: where the
     model is an object with these weights it is compared, else it is trusted. Raises the errors of
@@ -51,7 +53,7 @@ def load_remote(
     access = BaseAccess(base) if isinstance(base, str) else base
     endpoints = access.endpoints()
     try:
-        return _load(model, access, endpoints, dtype, where)
+        return _load(model, access, endpoints, dtype, where, prove)
     except BaseException:
         _close(endpoints)
         raise
@@ -63,6 +65,7 @@ def _load(
     endpoints: Sequence[Endpoint],
     dtype: torch.dtype | str,
     where: torch.device,
+    prove: Callable[[Base], None],
 ) -> Base:
     sources = access.sources(endpoints)
     kind = _one_type(sources, dtype)
@@ -80,7 +83,12 @@ def _load(
         weakref.finalize(loaded, _close, endpoints)
         for endpoint in endpoints:
             endpoint.beat = _beat_of(weakref.ref(base))
-        return drive(base)
+        driven = drive(base)
+        prove(driven)
+        for source in sources:
+            if isinstance(source, HiddenRows):
+                source.hide()
+        return driven
 
 
 class _Unread(nn.Module):
@@ -137,7 +145,8 @@ class _RemoteLinears:
         return make_base(model, layers, origin, self._cell)
 
     def _put_spans(self, model: PreTrainedModel, sites: Sequence[str]) -> None:
-        """Has modules whose linears are all remote ones of one executor, which computes them as a whole, be one call."""
+        """Has modules whose linears are all remote ones of one executor, which computes them as a whole, be
+        one call."""
         for source, shape in self._offered.spans():
             module = model.get_submodule(shape.path)
             if all(path in self._taken for path in shape.linears) and "forward" not in vars(module):

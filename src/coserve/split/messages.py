@@ -8,7 +8,7 @@ leaves no place to read on from, so its connection ends; a call that is only wro
 connection goes on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -36,8 +36,8 @@ _Paths = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=MOST
 
 class GroupShape(msgspec.Struct, frozen=True):
     """Sibling linears: the width of their input, and their own widths and content hashes by path. `exponents`
-    are of the powers of two that weights are multiplied by in the field; those that are not finite have
-    none. An executor of a shard has some of their outputs, and `whole` are the widths of all; digests and exponents
+    are of the powers of two that weights are multiplied by in the field; those that are not finite have none.
+    An executor of a shard has some of their outputs, and `whole` are the widths of all; digests and exponents
     are those of whole weights."""
 
     inputs: _Count
@@ -48,9 +48,10 @@ class GroupShape(msgspec.Struct, frozen=True):
 
 
 class SpanShape(msgspec.Struct, frozen=True):
-    """A module of linears and of operations between them that treats each row alone, such as a feed-forward layer: the
-    widths of its input and output, and the paths of its linears. It is a call like a linear's, by its own path; on
-    the way back its input comes ahead of the gradient of its output, as nothing is kept of the way forward."""
+    """A module of linears and of operations between them that treats each row alone, such as a feed-forward
+    layer: the widths of its input and output, and the paths of its linears. It is a call like a linear's, by
+    its own path; on the way back its input comes ahead of the gradient of its output, as nothing is kept of
+    the way forward."""
 
     path: _Name
     inputs: _Count
@@ -98,9 +99,9 @@ class ClientHello(WireMessage, frozen=True):
 
 
 class BaseHello(WireMessage, frozen=True):
-    """The executor's answer: its base, the linears that it computes, and its limits. With `slots` the file
-    of the shared memory comes beside its first byte (SCM_RIGHTS). With a `shard` it has some outputs of each linear;
-    the fingerprint is that of whole linears."""
+    """The executor's answer: its base, the linears that it computes, and its limits. With `slots` the file of
+    the shared memory comes beside its first byte (SCM_RIGHTS). With a `shard` it has some outputs of each
+    linear; the fingerprint is that of whole linears."""
 
     version: int
     fingerprint: str
@@ -123,8 +124,8 @@ class BaseHello(WireMessage, frozen=True):
 
 
 class LinearCall(WireMessage, frozen=True):
-    """Products of siblings, or the gradient of their input, or the same of a span; `nbytes` of payload follow, or are
-    at the beginning of a slot of the shared memory.
+    """Products of siblings, or the gradient of their input, or the same of a span; `nbytes` of payload
+    follow, or are at the beginning of a slot of the shared memory.
 
     `deadline` is in seconds from now, None without one.
     """

@@ -41,14 +41,15 @@ class CallQueues:
         clock: Callable[[], float] = time.monotonic,
         spans: Sequence[SpanShape] = (),
     ) -> None:
-        """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups` and for
-        `spans` of them."""
+        """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups` and
+        for `spans` of them."""
         self._policy = config.policy(most_rows)
         self._clock = clock
         self._groups = {path: tuple(group.outputs) for group in groups for path in group.outputs}
         # A client that calls a span has come as far as one that calls its groups.
         self._steps = {
-            span.path: len({self._groups[path] for path in span.linears if path in self._groups}) for span in spans
+            span.path: len({self._groups[path] for path in span.linears if path in self._groups})
+            for span in spans
         }
         self._groups |= {span.path: (span.path,) for span in spans}
         self._queues: dict[ProductName, ProductQueue] = {}

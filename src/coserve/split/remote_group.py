@@ -1,4 +1,4 @@
-"""Linears and spans of a base executor, as a client calls them: rows are cut into calls, and answers joined."""
+"""Linears and spans of a base executor, as a client calls them: rows are cut into calls."""
 
 from collections.abc import Mapping, Sequence
 
@@ -36,11 +36,15 @@ class RemoteSpan:
 
     def forward(self, x: Tensor, is_training: bool = False) -> Tensor:
         """[..., in] to [..., out]."""
-        return self._cut.launch("forward", [x], [self.shape.path], [self.shape.outputs], is_training).result()[0]
+        return self._cut.launch(
+            "forward", [x], [self.shape.path], [self.shape.outputs], is_training
+        ).result()[0]
 
     def backward(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of x [..., in], given that of its output [..., out]."""
-        return self._cut.launch("backward", [x, grad], [self.shape.path], [self.shape.inputs], True).result()[0]
+        return self._cut.launch("backward", [x, grad], [self.shape.path], [self.shape.inputs], True).result()[
+            0
+        ]
 
 
 class _CutCalls:
@@ -60,7 +64,8 @@ class _CutCalls:
         widths: Sequence[int],
         is_training: bool,
     ) -> "_Answer":
-        """Starts a call with these tensors [..., width], for an answer of tensors [..., width] for each of `widths`."""
+        """Starts a call with these tensors [..., width], for an answer of tensors [..., width] for each of
+        `widths`."""
         base, work = self._calls.base, "training" if is_training else "inference"
         like = given[0]
         rows = [self._rows(tensor) for tensor in given]

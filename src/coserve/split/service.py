@@ -178,8 +178,8 @@ def run_service(
     tls: TlsFiles | None = None,
     shard: Shard | None = None,
 ) -> None:
-    """Loads a model and serves its linears, or a shard of each, until SIGTERM or SIGINT. With `tls`, `tcp:` addresses are `tls:`
-    ones. Raises ConfigError, ModelError, ServerError."""
+    """Loads a model and serves its linears, or a shard of each, until SIGTERM or SIGINT. With `tls`, `tcp:`
+    addresses are `tls:` ones. Raises ConfigError, ModelError, ServerError."""
     address = Address.parse(listen)
     if tls is not None and not address.path:  # a unix socket is refused
         address = replace(address, is_encrypted=True)
@@ -195,8 +195,9 @@ def run_service(
     executor = BaseExecutor(linears, config)
     service = SplitService(executor, address, key, key_check, context, SLOT_BYTES if shared_memory else 0)
     count = sum(len(group.outputs) for group in linears.hello.groups)
+    part = "" if shard is None else f"shard {shard.shape} of "
     print(
-        f"executor of {linears.hello.fingerprint}: {'' if shard is None else f'shard {shard.shape} of '}{count} linears, {linears.nbytes / 2**20:.1f} MiB, "
+        f"executor of {linears.hello.fingerprint}: {part}{count} linears, {linears.nbytes / 2**20:.1f} MiB, "
         f"at {service.address}{'' if tls is None else f', certificate {tls.fingerprint()}'}",
         flush=True,
     )

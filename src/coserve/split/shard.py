@@ -1,7 +1,8 @@
-"""A shard of a base's linears: some output features of each, so that several executors have one layer's weights.
+"""A shard of a base's linears: some output features of each, so that several executors have one layer's
+weights.
 
-It is Symbiosis' placement of one layer over several devices, cut by columns of the product (Megatron-LM's column-parallel
-linear): a client concatenates products, and sums gradients of the input.
+It is Symbiosis' placement of one layer over several devices, cut by columns of the product (Megatron-LM's
+column-parallel linear): a client concatenates products, and sums gradients of the input.
 """
 
 import re
@@ -16,8 +17,8 @@ _FORM: Final = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `number` of `count`, from 1. Where outputs do not divide, the first parts have one more; of linears with
-    fewer outputs than there are parts the last ones have none."""
+    """Part `number` of `count`, from 1. Where outputs do not divide, the first parts have one more; of
+    linears with fewer outputs than there are parts the last ones have none."""
 
     number: int
     count: int

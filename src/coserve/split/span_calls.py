@@ -1,7 +1,7 @@
 """A client's modules that are one call each while no adapter is in them.
 
-A module stays what it is: only its bound `forward` is replaced, and goes the module's own way wherever a span would not
-give the same.
+A module stays what it is: only its bound `forward` is replaced, and goes the module's own way wherever a span
+would not give the same.
 """
 
 import logging
@@ -28,8 +28,8 @@ _APART: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 class SpanCall(ABC):
     """The `forward` of a module that an executor may compute.
 
-    Its first rows go both ways: where the span's results are not the module's own (another activation, dropout), the
-    module goes its own way from then on.
+    Its first rows go both ways: where the span's results are not the module's own (another activation,
+    dropout), the module goes its own way from then on.
     """
 
     def __init__(self, module: nn.Module, span: RemoteSpan) -> None:
@@ -50,11 +50,10 @@ class SpanCall(ABC):
             return own(module, *args, **kwargs)
         (x,), is_training = args, module.training
         if is_training not in self._is_same:
-            with torch.no_grad():
-                y = own(module, x)
+            y = own(module, x)
             self._compare(x.detach(), y, is_training)
             if not (torch.is_grad_enabled() and x.requires_grad):
-                return y
+                return y  # else its graph is what a checkpoint would not find again
         return self._called(x) if self._is_same.get(is_training) else own(module, x)
 
     @abstractmethod
@@ -73,14 +72,15 @@ class SpanCall(ABC):
         elif not y.numel() or not bool(y.isfinite().all()):
             return
         else:
-            is_same = is_close(self._span.forward(x), y, _APART.get(y.dtype, 1e-4))
+            is_same = is_close(self._called(x), y.detach(), _APART.get(y.dtype, 1e-4))
         self._is_same[is_training] = is_same
         if not is_same:
             _log.info("%s is no span here: its linears are called one by one", self._span.shape.path)
 
 
 class ScriptSpan(SpanCall):
-    """The one of a model that a script drives, whose linears are virtual layers until PEFT puts its own there."""
+    """The one of a model that a script drives, whose linears are virtual layers until PEFT puts its own
+    there."""
 
     def __init__(self, module: nn.Module, span: RemoteSpan, spans: Spans) -> None:
         super().__init__(module, span)
@@ -101,7 +101,9 @@ class ScriptSpan(SpanCall):
             if not isinstance(linear, VirtualLinear | VirtualConv1D) or linear.path != path:
                 return False
             check_frozen(path, linear)
-        return not any(_is_watched(inner) or _is_random(inner) for inner in module.modules() if inner is not module)
+        return not any(
+            _is_watched(inner) or _is_random(inner) for inner in module.modules() if inner is not module
+        )
 
     def _called(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:

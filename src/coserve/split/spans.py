@@ -1,9 +1,10 @@
 """Spans: modules of a base that an executor computes as one call, feed-forward layers above all.
 
-Between two linears of such a module there is nothing that a client keeps and an executor lacks, unless an adapter is
-there. So a row crosses once each way, not once for each linear and at the widths between them: of Llama-3.1-8B's
-feed-forward layer 16 KB a token instead of 100 KB. A span keeps nothing between calls: on the way back it is computed anew from
-its input. Attention is no span: it depends on other rows, whose keys and values clients have.
+Between two linears of such a module there is nothing that a client keeps and an executor lacks, unless an
+adapter is there. So a row crosses once each way, not once for each linear and at the widths between them: of
+Llama-3.1-8B's feed-forward layer 16 KB a token instead of 100 KB. A span keeps nothing between calls: on the
+way back it is computed anew from its input. Attention is no span: it depends on other rows, whose keys and
+values clients have.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,14 +22,14 @@ _TRIED: Final = 7  # rows
 _APART: Final = 0.05  # relative: rounding is less in every type, and another row's influence is more
 
 
-class Span:
+class SpanModule:
     """A module whose linears are frozen ones, and what clients are told of it."""
 
     def __init__(self, module: nn.Module, shape: SpanShape) -> None:
         self._module, self.shape = module, shape
 
     def compute(self, direction: Direction, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs [rows, out] of inputs [rows, in], or the gradients of inputs given these and the outputs'."""
+        """Outputs [rows, out] of inputs [rows, in], or gradients of inputs given these and the outputs'."""
         parts = zip(*(torch.split(tensor, _ROWS) for tensor in tensors), strict=True)
         run = self._forward if direction == "forward" else self._backward
         found = [run(*part) for part in parts]
@@ -47,10 +48,11 @@ class Span:
         return found
 
 
-def find_spans(model: nn.Module, linears: Collection[str], dtype: torch.dtype) -> list[Span]:
-    """The largest modules that have two or more of these frozen linears, no other tensor, and outputs that depend on
-    the same row of their one input alone: which they are is seen from what they contain, and by trying them."""
-    found: list[Span] = []
+def find_spans(model: nn.Module, linears: Collection[str], dtype: torch.dtype) -> list[SpanModule]:
+    """The largest modules that have two or more of these frozen linears, no other tensor, and outputs that
+    depend on the same row of their one input alone: which they are is seen from what they contain, and by
+    trying them."""
+    found: list[SpanModule] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{span.shape.path}.") for span in found):
             continue
@@ -58,7 +60,7 @@ def find_spans(model: nn.Module, linears: Collection[str], dtype: torch.dtype) -
         if len(own) < 2 or not set(own) <= set(linears) or _has_tensors(module):
             continue
         if (shape := _tried(path, module, own, dtype)) is not None:
-            found.append(Span(module, shape))
+            found.append(SpanModule(module, shape))
     return found[:MOST_SPANS]
 
 

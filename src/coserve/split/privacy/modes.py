@@ -29,9 +29,9 @@ class Noise:
 @dataclass(frozen=True, slots=True)
 class Shares:
     """Secret shares between the executor that is attached to and a second one at `address`, of the same base,
-    which must not tell each other what they get. `key` is the second one's, and `tls` says how it is known where
-    that differs from the first one; where the second party has shards, all are as `attach` takes them. An executor
-    that has not answered after `timeout` seconds is given up."""
+    which must not tell each other what they get. `key` is the second one's, and `tls` says how it is known
+    where that differs from the first one; where the second party has shards, all are as `attach` takes them.
+    An executor that has not answered after `timeout` seconds is given up."""
 
     address: str | Sequence[str]
     key: str | Sequence[str] = ""

@@ -210,7 +210,7 @@ def _call(base: BaseHello, paths: Sequence[str], rows: Rows, direction: Directio
 def _common_base(bases: Sequence[BaseHello], names: Sequence[str]) -> BaseHello:
     """Offers of both. Raises AdapterMismatch, UnsupportedModel."""
     first, second = bases
-    if not first.is_same_base(second):
+    if (first.fingerprint, first.dtype, first.groups) != (second.fingerprint, second.dtype, second.groups):
         raise AdapterMismatch(
             f"the executors at {' and '.join(names)} have different bases: {first.fingerprint} and "
             f"{second.fingerprint}"
