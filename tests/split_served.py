@@ -14,6 +14,7 @@ from coserve.split.address import Address
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import LinearCall
 from coserve.split.service import SplitService
+from coserve.split.shard import Shard
 
 Call = tuple[str, tuple[str, ...]]  # direction, and paths of linears
 
@@ -22,20 +23,32 @@ class ServedBase:
     """An executor of a model, and its calls."""
 
     def __init__(
-        self, model: PreTrainedModel, socket: Path, offers: Callable[[str], bool] | None = None
+        self,
+        model: PreTrainedModel,
+        socket: Path,
+        offers: Callable[[str], bool] | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """`offers` tells which linears are offered; all where it is None."""
-        self.linears = BaseLinears(model)
+        self.linears = BaseLinears(model, shard=shard)
         if offers is not None:
             groups = [group for group in self.linears.hello.groups if all(map(offers, group.outputs))]
-            self.linears.hello = msgspec.structs.replace(self.linears.hello, groups=tuple(groups))
+            spans = [span for span in self.linears.hello.spans if all(map(offers, span.linears))]
+            self.linears.hello = msgspec.structs.replace(
+                self.linears.hello, groups=tuple(groups), spans=tuple(spans)
+            )
         self.calls: list[Call] = []
         self.work: Counter[str] = Counter()  # of calls, by their class
+        self.types: list[str] = []  # of their rows
+        self.plain: list[Tensor] | None = None  # rows that are no elements of the field; where it is a list
         compute = self.linears.compute
 
         def noted(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
             self.calls.append((call.direction, call.paths))
             self.work[call.work] += 1
+            self.types.append(call.dtype)
+            if call.dtype != "field" and self.plain is not None:
+                self.plain += [tensor.clone() for tensor in tensors]
             return compute(call, tensors)
 
         self.linears.compute = noted  # type: ignore[method-assign]

@@ -17,6 +17,15 @@ class EngineConfig:
     # Addresses of base executors that compute the base's linears, separated by commas; empty: none.
     base: str = ""
     base_patience: float = 5.0  # seconds that a step waits for one that went away, before all work waits
+    # How executors at tls: addresses are known: certificates in PEM that may have signed theirs (empty: the
+    # system's), or the SHA-256 of the one that an executor has; several pins are for the addresses in order.
+    base_ca: str = ""
+    base_pin: str = ""
+    base_certificate: str = ""  # this engine's own in PEM, where executors ask their clients for one
+    base_key: str = ""  # its private key in PEM, where the certificate's file has none
+    # What executors may see of rows: none hides nothing, noise obfuscates, with shares two parties see random
+    # numbers; the first half of the addresses is then one party's, the second half the other's.
+    base_privacy: str = "none"
     executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
     async_scheduling: bool | None = None  # plans a step while one runs; None: if the executor is remote
     cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
@@ -61,8 +70,7 @@ class EngineConfig:
             raise ConfigError(f"engine.cache_dtype must be auto or int8, not {self.cache_dtype!r}")
         if self.executor not in ("local", "remote"):
             raise ConfigError(f"engine.executor must be local or remote, not {self.executor!r}")
-        if self.base:
-            self._check_base()
+        self._check_base()
         if self.deterministic:
             settings = self.scheduler_settings
             if settings["micro_batches_in_flight"] != 1 or settings["training_window"] is None:
@@ -71,7 +79,17 @@ class EngineConfig:
                 )
 
     def _check_base(self) -> None:
-        """Raises ConfigError for what needs the base's weights in this process."""
+        """Raises ConfigError for what needs the base's weights in this process, and what needs a base."""
+        if self.base_privacy not in ("none", "noise", "shares"):
+            raise ConfigError(f"engine.base_privacy must be none, noise or shares, not {self.base_privacy!r}")
+        if not self.base:
+            usual = {"base_privacy": "none"}
+            for name in ("base_ca", "base_pin", "base_certificate", "base_key", "base_privacy"):
+                if getattr(self, name) != usual.get(name, ""):
+                    raise ConfigError(f"engine.{name} is for the executors of engine.base, which is not set")
+            return
+        if self.base_key and not self.base_certificate:
+            raise ConfigError("engine.base_key is the key of engine.base_certificate, which is not set")
         needs = {
             "quantize": (self.quantize != "none", "an executor's linears are as it has loaded them"),
             "base_memory": (self.base_memory != "auto", "the executors' memory is not this engine's"),

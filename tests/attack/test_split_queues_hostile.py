@@ -15,11 +15,11 @@ from torch import Tensor
 
 from coserve.errors import RequestError
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup
 from coserve.split.batching import Batching, BatchingConfig
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import VERSION, ClientHello, Limits, LinearCall, StatusRequest, encode_header
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.service import SplitService
 from coserve.wire.frames import FrameReader, send_frame
 from models import tiny

@@ -80,7 +80,9 @@ def test_training_asks_for_nothing_twice(name: str, tmp_path: Path) -> None:
         backward = Counter(paths for direction, paths in served.calls if direction == "backward")
         assert served.work.keys() == {"training"}
         engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=2, ignore_eos=True)).result()
-        assert served.work["inference"] == 2 * len(forward)
+        within = {path for span in served.linears.hello.spans for path in span.linears}
+        beside = [paths for paths in forward if paths[0] not in within]
+        assert served.work["inference"] == 2 * (len(beside) + len(served.linears.hello.spans))
     groups = {tuple(group.outputs) for group in served.linears.hello.groups}
     assert set(forward) == groups and set(forward.values()) == {1}
     # Nothing below asks for the gradient of the first layer's input.
@@ -132,7 +134,8 @@ def test_weights_of_remote_linears_are_not_read(name: str, tmp_path: Path) -> No
         engine = Engine(folder, replace(CONFIG, base=served.address))
         served.calls.clear()
         found = engine.generate([1, 5, 9], sampling=SAMPLING).result()
-        asked = {path for _, paths in served.calls for path in paths}
+        of_spans = {span.path: span.linears for span in served.linears.hello.spans}
+        asked = {path for _, paths in served.calls for one in paths for path in of_spans.get(one, (one,))}
         assert ("lm_head" in asked) == (name == "llama") and len(asked) >= len(inside) - 1
     assert found.tokens == wanted.tokens
     assert [x.chosen for x in found.logprobs] == pytest.approx(
@@ -159,7 +162,8 @@ def test_layers_on_several_executors_and_here(tmp_path: Path) -> None:
             )
         for served, layer in ((one, 0), (two, 2)):
             asked = {path for _, paths in served.calls for path in paths}
-            assert asked == {p for group in served.linears.hello.groups for p in group.outputs}
+            wanted = {p for group in served.linears.hello.groups for p in group.outputs}
+            assert asked == wanted | {span.path for span in served.linears.hello.spans}
             assert {path.split(".")[2] for path in asked} == {str(layer)}
         elsewhere = {p for p, own in engine.base.linears.items() if own.placement.is_elsewhere}
         assert {path.split(".")[2] for path in elsewhere} == {"0", "2"}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup
 from coserve.split.batching import Batching, BatchingConfig
 from coserve.split.connection import ExecutorConnection
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import VERSION, ClientHello, Direction, LinearCall
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.service import SplitService
 from models import tiny
 

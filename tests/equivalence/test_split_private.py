@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup, attach
+from coserve.split.attach import attach
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import Limits
 from coserve.split.privacy.modes import Noise, Privacy, Shares
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.service import SplitService
 from models import VOCABULARY, tiny
 

@@ -18,12 +18,12 @@ class SlotRows:
     """Rows of a step whose adapters have slots of one pool; `weights` are the pool's, by linear."""
 
     def __init__(self, weights: Mapping[str, SlotWeights], backend: LoraBackend[SlotWeights]) -> None:
-        self._weights, self._backend = weights, backend
+        self.weights, self._backend = weights, backend
         self._latest: tuple[Tensor, Tensor, Any] | None = None
 
     def add_(self, path: str, x: Tensor, y: Tensor) -> None:
         """As `LoraBatch.add_`. Consecutive linears with the same input tensor share their first product."""
-        weights = self._weights.get(path)
+        weights = self.weights.get(path)
         if weights is None:
             return
         if self._latest is None or self._latest[0] is not x or self._latest[1] is not weights.down:
@@ -50,6 +50,11 @@ class LoraBatch:
     def is_empty(self) -> bool:
         """Tells whether the batch has no rows."""
         return not self.adapters and not self.slots
+
+    def covers(self, paths: Sequence[str]) -> bool:
+        """Tells whether any row has a low-rank bypass at one of these linears."""
+        tables = [*(own.outputs for _, own in self.adapters), *(rows.weights for rows in self.slots)]
+        return any(path in table for table in tables for path in paths)
 
     def with_rows(self, adapters: Sequence[AdapterRows]) -> "LoraBatch":
         """The batch extended by adapters whose rows follow its own."""

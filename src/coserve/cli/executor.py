@@ -66,6 +66,14 @@ def executor(
             "paths. All others stay with the clients. Unset: all."
         ),
     ] = "",
+    shard: Annotated[
+        str,
+        typer.Option(
+            help="Part of the outputs of each linear, as I/N: each of N executors has one, and clients name "
+            "all.",
+            metavar="I/N",
+        ),
+    ] = "",
     with_head: Annotated[
         bool, typer.Option("--with-head/--without-head", help="Whether to compute the head, too.")
     ] = True,
@@ -77,17 +85,19 @@ def executor(
     from coserve.split.batching import BatchingConfig
     from coserve.split.layers import LayerChoice
     from coserve.split.service import run_service
+    from coserve.split.shard import Shard
     from coserve.split.tls import TlsFiles
 
     config = BatchingConfig(batching, wait_factor, wait_cap, client_rows)  # type: ignore[arg-type]
     if tls_cert is None and (tls_key is not None or tls_client_ca is not None):
         raise ConfigError("--tls-key and --tls-client-ca are for an executor with --tls-cert")
+    part = Shard.parse(shard)
     tls = None if tls_cert is None else TlsFiles(tls_cert, tls_key, tls_client_ca)
     with nullcontext() if state is None else _opened(state) as store:
         keys = None if store is None else lambda secret: is_key(store, secret)
         run_service(
-            model, listen, key, dtype, config, LayerChoice(layers, with_head), shared_memory, keys, tls
-        )
+            model, listen, key, dtype, config, LayerChoice(layers, with_head), shared_memory, keys, tls, part,
+        )  # fmt: skip
 
 
 def _opened(state: Path) -> "Store":

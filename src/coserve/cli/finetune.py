@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.options import ApiKey, AsJson, ModelName, Url, connect, given
+from coserve.cli.options import (
+    ApiKey,
+    AsJson,
+    BaseCa,
+    BaseCertificate,
+    BaseKey,
+    BasePin,
+    BasePrivacy,
+    ModelName,
+    Url,
+    connect,
+    given,
+)  # fmt: skip
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +62,11 @@ def finetune(
             "by commas) compute the linears of --model, a folder. Needs --output.",
         ),
     ] = None,
+    base_ca: BaseCa = None,
+    base_pin: BasePin = None,
+    base_certificate: BaseCertificate = None,
+    base_key: BaseKey = None,
+    base_privacy: BasePrivacy = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="With --base: where the adapter is written.")
     ] = None,
@@ -71,7 +88,11 @@ def finetune(
     hyperparameters = given(
         n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
     )
-    if base is not None or output is not None:
+    access = given(
+        base=base, base_ca=base_ca, base_pin=base_pin, base_certificate=base_certificate, base_key=base_key,
+        base_privacy=base_privacy,
+    )  # fmt: skip
+    if access or output is not None:
         from coserve.cli.finetune_here import finetune_here
 
         server = given(
@@ -79,7 +100,7 @@ def finetune(
             json=as_json or None,
         )  # fmt: skip
         finetune_here(
-            file, model, base, output, server, hyperparameters | given(seed=seed), ours.get("peft", {}),
+            file, model, access, output, server, hyperparameters | given(seed=seed), ours.get("peft", {}),
             ours.get("optimizer", {}),
         )  # fmt: skip
         return

@@ -18,7 +18,7 @@ _AGAIN_SECONDS: Final = 0.25
 def finetune_here(
     file: Path,
     model: str | None,
-    base: str | None,
+    access: Mapping[str, Any],
     output: Path | None,
     server: Mapping[str, Any],
     hyperparameters: Mapping[str, Any],
@@ -26,8 +26,9 @@ def finetune_here(
     optimizer: Mapping[str, Any],
 ) -> None:
     """Trains on `file` and writes the adapter to the folder `output`. `hyperparameters` and `optimizer` are
-    those of a job; `server` are flags that only a server knows. Raises ConfigError and what training does."""
-    if base is None or output is None or model is None:
+    those of a job, `access` settings of an engine that begin with "base"; `server` are flags that only a
+    server knows. Raises ConfigError and what training does."""
+    if "base" not in access or output is None or model is None:
         raise ConfigError("to train without a server --base, --model (a folder) and --output are needed")
     if server:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in server)
@@ -42,7 +43,7 @@ def finetune_here(
 
     methods = settings_of(peft)
     transformers_logging.disable_progress_bar()
-    engine = Engine(model, EngineConfig(base=base, calibrate=False))
+    engine = Engine(model, EngineConfig(**access, calibrate=False))
     config = _config(len(engine.prepare(file).examples), engine.base.hidden_size, hyperparameters, optimizer)
     job = engine.finetune(file, "adapter", methods, config)
     _watch(job)

@@ -40,6 +40,33 @@ ModelName = Annotated[
         "--model", help="The base model or an adapter.", metavar="NAME", autocompletion=complete_models
     ),
 ]
+BaseCa = Annotated[
+    str | None,
+    typer.Option(
+        help="Certificates in PEM that may have signed those of executors at tls: addresses.", metavar="FILE"
+    ),
+]
+BasePin = Annotated[
+    str | None,
+    typer.Option(
+        help="SHA-256 of the certificate of the executor at a tls: address, as it prints at its start; of "
+        "several, one each, with commas.",
+        metavar="HEX",
+    ),
+]
+BaseCertificate = Annotated[
+    str | None, typer.Option(help="Own certificate in PEM, where executors ask for one.", metavar="FILE")
+]
+BaseKey = Annotated[
+    str | None, typer.Option(help="Its private key in PEM, where that file has none.", metavar="FILE")
+]
+BasePrivacy = Annotated[
+    str | None,
+    typer.Option(
+        help="What executors may see of rows: none hides nothing, noise obfuscates, shares needs those of "
+        "two parties: the first half of --base is one's, the second the other's."
+    ),
+]
 
 
 class ListsAlone(TyperGroup):

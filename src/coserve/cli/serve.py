@@ -6,7 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from coserve.cli.options import Config, State, config_of, given
+from coserve.cli.options import (
+    BaseCa,
+    BaseCertificate,
+    BaseKey,
+    BasePin,
+    BasePrivacy,
+    Config,
+    State,
+    config_of,
+    given,
+)  # fmt: skip
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.serve.settings import TIERS
@@ -44,10 +54,15 @@ def serve(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Base executors that compute the base's linears, as unix:PATH or tcp:HOST:PORT; several are "
-            "separated by commas. Their key is read from COSERVE_EXECUTOR_KEY.",
+            help="Base executors that compute the base's linears: unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; "
+            "several are separated by commas. Their key is read from COSERVE_EXECUTOR_KEY.",
         ),
     ] = None,
+    base_ca: BaseCa = None,
+    base_pin: BasePin = None,
+    base_certificate: BaseCertificate = None,
+    base_key: BaseKey = None,
+    base_privacy: BasePrivacy = None,
     base_memory: Annotated[
         str | None,
         typer.Option(help="Of that, for the base's weights: what exceeds it is read from disk in each pass."),
@@ -170,6 +185,11 @@ def serve(
             cache_tokens=cache_tokens,
             memory=memory,
             base=base,
+            base_ca=base_ca,
+            base_pin=base_pin,
+            base_certificate=base_certificate,
+            base_key=base_key,
+            base_privacy=base_privacy,
             base_memory=base_memory,
             adapter_memory=adapter_memory,
             swap_space=swap_space,

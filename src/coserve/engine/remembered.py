@@ -89,6 +89,7 @@ def circumstances(base: Base, config: EngineConfig) -> Circumstances:
         "max_running": config.max_running,
         "deterministic": config.deterministic,
         "base": config.base,
+        "base_privacy": config.base_privacy,
     }
 
 

@@ -32,7 +32,8 @@ from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
 from coserve.model.together import linears_together
-from coserve.split.load import EXECUTOR_KEY, load_remote
+from coserve.split.access import EXECUTOR_KEY, BaseAccess
+from coserve.split.load import load_remote
 from coserve.streamed.load import load_streamed
 from coserve.streamed.model_files import saved_bytes
 from coserve.streamed.planner import Streaming
@@ -72,7 +73,8 @@ def open_local(
         keep_freed_memory()
     before, private = resident_bytes(), private_bytes()
     base, streaming = _load(model, config)
-    prove_training(base)
+    if not config.base:  # which is proved as it is loaded
+        prove_training(base)
     return_freed_memory()
     # A base that stays may lie in pages of its files, one that is streamed does not.
     taken = resident_bytes() - before if streaming is None else private_bytes() - private
@@ -133,9 +135,7 @@ def eos_ids(base: Base) -> tuple[int, ...]:
 def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
     """The base; with how it is streamed, where it does not fit or its memory is limited."""
     if config.base:
-        key = os.environ.get(EXECUTOR_KEY, "")
-        where, patience = config.device, config.base_patience
-        return load_remote(model, config.base, key, dtype_of(config), where, patience), None
+        return load_remote(model, _access(config), dtype_of(config), config.device, prove_training), None
     room = base_room(config, lambda: saved_bytes(model, config.quantize))
     if room is None:
         return load_base(model, dtype_of(config), config.device, config.quantize), None
@@ -150,6 +150,19 @@ def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
     if streaming.plan.read_nbytes:
         _log.warning("%s", streaming)
     return base, streaming
+
+
+def _access(config: EngineConfig) -> BaseAccess:
+    return BaseAccess(
+        config.base,
+        os.environ.get(EXECUTOR_KEY, ""),
+        config.base_patience,
+        config.base_ca,
+        config.base_pin,
+        config.base_certificate,
+        config.base_key,
+        config.base_privacy,
+    )
 
 
 def base_room(config: EngineConfig, saved: Callable[[], int]) -> int | None:

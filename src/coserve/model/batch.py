@@ -176,6 +176,14 @@ class FusedRows(GroupRows):
         """Applies a bypass to a range of rows, in place."""
         bypass.add_(x[rows], y[rows])
 
+    def is_bare(self, paths: Sequence[str]) -> bool:
+        """Tells whether no row has a bypass at these modules, and no output there is to be saved."""
+        if self._keepers:
+            return False
+        if any(path in own.inputs or path in own.outputs for _, own in self._adapters for path in paths):
+            return False
+        return self._lora is None or not self._lora.covers(paths)
+
     def decode_pages(self, layer: int) -> DecodePages | None:
         """The layer's pages where all rows are decode rows of the bare base, whose backend has them as
         `DecodePages`."""

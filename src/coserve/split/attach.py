@@ -9,56 +9,47 @@ Its frozen linears become virtual layers (Symbiosis, 3.2): products and gradient
 executor, all else stays in this process.
 """
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final, get_args
 
-import msgspec
-import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import nn
 
-from coserve.errors import AdapterMismatch
-from coserve.model.group import Group, GroupRows, Prepared
+from coserve.errors import AdapterMismatch, ConfigError
 from coserve.model.placing import put
-from coserve.split.absent import AbsentWeight, check_frozen, check_methods
-from coserve.split.address import Address
-from coserve.split.calls import Answer, Calls
-from coserve.split.channel import Transport
-from coserve.split.connection import ExecutorConnection, call_of
-from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
-from coserve.split.messages import (
-    ITEM_BYTES,
-    VERSION,
-    BaseHello,
-    ClientHello,
-    Direction,
-    GroupShape,
-)
-from coserve.split.payload import DTYPES
+from coserve.split.absent import check_methods
+from coserve.split.calls import Calls
+from coserve.split.gather import Where, connect
+from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of, transformers_model
+from coserve.split.messages import BaseHello
 from coserve.split.privacy.modes import Privacy, private
+from coserve.split.remote_group import RemoteGroup, RemoteSpan
+from coserve.split.span_calls import ScriptSpan, Spans
 from coserve.split.tls import ClientTls
-from coserve.split.transport import SocketTransport
+from coserve.split.virtual import Siblings, virtual
 
 _SHOWN: Final = 20  # paths in an error
 
 
 def attach(
     model: nn.Module,
-    address: str | Transport,
-    key: str = "",
+    address: Where,
+    key: str | Sequence[str] = "",
     patience: float = 60.0,
     privacy: Privacy | None = None,
     *,
     shared_memory: bool = True,
-    tls: ClientTls | None = None,
+    tls: ClientTls | Sequence[ClientTls] | None = None,
+    spans: Spans = "forward",
 ) -> Calls:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
-    weights; others stay as they are. `address` is the executor's, or a way to it that was made already.
-    `patience` is how long a call waits for an executor that went away or gives no sign of life, in seconds.
-    `privacy` is what the executor may see of rows: everything with None. At a unix socket tensors are in
-    shared memory, where the executor gives some; `tls` says how the executor at a `tls:` address is known.
+    weights; others stay as they are. `address` is the executor's, or a way to it that was made already; where
+    several executors have a shard each, those of all, with one key and `tls` or one each. `patience` is how
+    long a call waits for an executor that went away or gives no sign of life, in seconds. `privacy` is what
+    the executor may see of rows: everything with None. At a unix socket tensors are in shared memory, where
+    the executor gives some; `tls` says how the executor at a `tls:` address is known. `spans` says when a
+    feed-forward layer without an adapter in it is one call: "forward" where no gradient goes back through it,
+    "always", where the way back computes it anew, or "never".
 
     These linears must have the content hash of the executor's; where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters
@@ -66,167 +57,44 @@ def attach(
     PiSSA, merging) gets NotOffered: here where its adapter is in the model already, else when it does so.
     Raises AdapterMismatch, ConfigError and Unreachable; WrongAnswer in a call.
     """
+    if spans not in get_args(Spans):
+        raise ConfigError(f"spans {spans!r} is none of {', '.join(get_args(Spans))}")
     found = find_linears(model)
     check_methods(model, {path: module for path, (_, module) in found.items()})
-    hello = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], key=key)
-
-    def way(where: str) -> Transport:
-        return SocketTransport(Address.parse(where), shared_memory, tls)
-
-    def second(where: str, key: str) -> Calls:
-        return ExecutorConnection(way(where), msgspec.structs.replace(hello, key=key), patience)
-
-    connection = ExecutorConnection(way(address) if isinstance(address, str) else address, hello, patience)
-    calls: Calls = connection
+    source = connect(address, key, tls, patience, shared_memory)
+    calls: Calls = source
     try:
-        _check(connection.base, {path: module for path, (_, module) in found.items()})
+        _check(source.base, {path: module for path, (_, module) in found.items()})
         if privacy is not None:
             calls = private(
-                connection,
-                connection.address,
+                source,
                 privacy,
-                lambda at, key: ExecutorConnection(
-                    way(at), msgspec.structs.replace(hello, key=key), patience
-                ),
+                lambda other: connect(other.address, other.key, other.tls or tls, patience, shared_memory),
             )
     except BaseException:
-        connection.close()
+        source.close()
         raise
     for shape in calls.base.groups:
-        rows = _Siblings(RemoteGroup(calls, shape))
+        rows = Siblings(RemoteGroup(calls, shape))
         for path in shape.outputs:
             place, module = found[path]
-            put(model, place, _virtual(path, module, rows))
+            put(model, place, virtual(path, module, rows))
+    if spans != "never":
+        _put_spans(model, calls, spans)
     weakref.finalize(model, calls.close)
     return calls
 
 
-class RemoteGroup(Group):
-    """Linears of a base executor with the same input."""
-
-    def __init__(self, calls: Calls, shape: GroupShape) -> None:
-        self._calls, self._inputs = calls, shape.inputs
-        self.outputs = shape.outputs
-        base = calls.base
-        widest = max(shape.inputs, sum(shape.outputs.values())) * ITEM_BYTES[base.dtype]
-        self._most_rows = max(1, min(base.limits.rows, base.limits.payload // widest))
-
-    def launch(self, x: Tensor, paths: Sequence[str], is_training: bool = False) -> "_Answer":
-        widths = [self.outputs[path] for path in paths]
-        return self._launch("forward", [x], paths, widths, is_training)
-
-    def launch_backward(self, grads: Mapping[str, Tensor]) -> "_First":
-        answer = self._launch("backward", list(grads.values()), list(grads), [self._inputs], is_training=True)
-        return _First(answer)
-
-    def _launch(
-        self,
-        direction: Direction,
-        given: Sequence[Tensor],
-        paths: Sequence[str],
-        widths: Sequence[int],
-        is_training: bool,
-    ) -> "_Answer":
-        base, work = self._calls.base, "training" if is_training else "inference"
-        like = given[0]
-        rows = [self._rows(tensor) for tensor in given]
-        parts: list[Sequence[Tensor]] = [[tensor] for tensor in rows] if len(rows[0]) else []
-        if len(rows[0]) > self._most_rows:
-            parts = [torch.split(tensor, self._most_rows) for tensor in rows]
-        answers = [
-            self._calls.submit(call_of(paths, part, base.dtype, direction=direction, work=work), part, widths)
-            for part in zip(*parts, strict=True)
-        ]
-        return _Answer(answers, like, widths)
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """[..., width] to [rows, width], as it is sent."""
-        flat = tensor.detach().reshape(-1, tensor.shape[-1])
-        return flat.to("cpu", DTYPES[self._calls.base.dtype]).contiguous()
-
-
-class _Answer:
-    """Tensors [..., width] for each width, of the type and on the device of `like` [..., any]."""
-
-    def __init__(self, answers: Sequence[Answer], like: Tensor, widths: Sequence[int]) -> None:
-        self._answers, self._widths = answers, widths
-        self._rows, self._dtype, self._device = like.shape[:-1], like.dtype, like.device
-
-    def result(self) -> list[Tensor]:
-        parts = [answer.result() for answer in self._answers]
-        if not parts:  # no rows
-            return [
-                torch.empty(*self._rows, width, dtype=self._dtype, device=self._device)
-                for width in self._widths
-            ]
-        whole = parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
-        return [tensor.to(self._device, self._dtype).view(*self._rows, -1) for tensor in whole]
-
-
-class _First:
-    def __init__(self, answer: _Answer) -> None:
-        self._answer = answer
-
-    def result(self) -> Tensor:
-        return self._answer.result()[0]
-
-
-class _Siblings(GroupRows):
-    """The linears of one group in a model that nobody drives: the first that is called asks for all."""
-
-    def __init__(self, group: RemoteGroup) -> None:
-        super().__init__()
-        self._group = group
-
-    @property
-    def is_training(self) -> bool:
-        """Tells whether a graph is recorded."""
-        return torch.is_grad_enabled()
-
-    def product(self, path: str, x: Tensor) -> Tensor:
-        """The linear's product, in the current graph."""
-        return self._ask(path, self._group, x)[0]
-
-    def _is_changed(self, path: str) -> bool:
-        return False
-
-    def _prepared(self, path: str, x: Tensor, outputs: int) -> Prepared:
-        return None, lambda: None
-
-
-class _VirtualLinear(nn.Linear):
-    """A linear of a base executor; `weight` and `bias` are absent."""
-
-    path: str
-    siblings: _Siblings
-
-    def forward(self, x: Tensor) -> Tensor:
-        check_frozen(self.path, self)
-        return self.siblings.product(self.path, x)
-
-
-class _VirtualConv1D(Conv1D):  # type: ignore[misc]
-    path: str
-    siblings: _Siblings
-
-    def forward(self, x: Tensor) -> Tensor:
-        check_frozen(self.path, self)
-        return self.siblings.product(self.path, x)
-
-
-def _virtual(path: str, linear: nn.Module, siblings: _Siblings) -> nn.Module:
-    """The module that replaces a linear: of the same class for libraries that ask, without its weights."""
-    out, into = shape_of(linear)
-    made: Any
-    with torch.device("meta"):
-        made = _VirtualConv1D(out, into) if isinstance(linear, Conv1D) else _VirtualLinear(into, out)
-    made.path, made.siblings = path, siblings
-    for name, old in linear.named_parameters(recurse=False):
-        setattr(made, name, AbsentWeight.instead_of(old, f"{path}.{name}"))
-    if linear.bias is None:
-        made.bias = None
-    made.train(linear.training)
-    return made  # type: ignore[no-any-return]
+def _put_spans(model: nn.Module, calls: Calls, spans: Spans) -> None:
+    """Has modules of the model that the executor computes as a whole be one call."""
+    _, own = transformers_model(model)
+    for shape in calls.base.spans:
+        try:
+            module = own.get_submodule(shape.path)
+        except AttributeError:  # the client's model is made of other modules
+            continue
+        if "forward" not in vars(module):
+            module.forward = ScriptSpan(module, RemoteSpan(calls, shape), spans)
 
 
 def _check(base: BaseHello, own: Mapping[str, nn.Module]) -> None:

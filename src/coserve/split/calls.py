@@ -33,3 +33,12 @@ class Calls(Protocol):
     def close(self) -> None:
         """Ends; calls without an answer fail."""
         ...
+
+
+class Source(Calls, Protocol):
+    """An executor, or several that are called as one."""
+
+    @property
+    def address(self) -> str:
+        """Names it in errors."""
+        ...

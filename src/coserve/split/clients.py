@@ -38,10 +38,11 @@ class _Step:
 @dataclass(slots=True)
 class Pass:
     """A client's way through the model, with the seconds that it waited for company: it ends where the client
-    calls a product again."""
+    calls a product again. `progress` is how many groups of linears it has passed, those within spans too."""
 
     seen: set[ProductName] = field(default_factory=set)
     waited: float = 0.0
+    progress: int = 0
 
 
 @dataclass(slots=True, eq=False)

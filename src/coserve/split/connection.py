@@ -23,7 +23,6 @@ from coserve.split.messages import (
     Beat,
     CallDtype,
     ClientHello,
-    Dtype,
     LinearAnswer,
     LinearCall,
     ToClient,
@@ -221,11 +220,9 @@ class ExecutorConnection:
                 time.sleep(_RETRY_SECONDS)
         else:
             return
-        if (base.fingerprint, base.dtype, base.groups) != _identity(self.base):
+        if not base.is_same_base(self.base):
             channel.close()
-            raise AdapterMismatch(
-                f"another base is at {self.address} now: {base.fingerprint}, not {self.base.fingerprint}"
-            )
+            raise AdapterMismatch(another_base(self.address, base, self.base))
         with self._sending:
             if self._closed is not None:
                 channel.close()
@@ -274,5 +271,10 @@ def call_of(paths: Sequence[str], rows: Rows, dtype: CallDtype, **fields: Any) -
     return LinearCall(0, tuple(paths), rows=len(rows[0]), dtype=dtype, nbytes=nbytes, **fields)
 
 
-def _identity(base: BaseHello) -> tuple[str, Dtype, object]:
-    return base.fingerprint, base.dtype, base.groups
+def another_base(address: str, found: BaseHello, expected: BaseHello) -> str:
+    """Says that the base at an address has changed."""
+    names = [
+        base.fingerprint if base.shard is None else f"shard {base.shard} of {base.fingerprint}"
+        for base in (found, expected)
+    ]
+    return f"another base is at {address} now: {names[0]}, not {names[1]}"

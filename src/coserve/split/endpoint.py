@@ -14,8 +14,11 @@ from torch import Tensor
 
 from coserve.errors import CoserveError, WeightsUnreadable
 from coserve.split.address import Address
-from coserve.split.connection import ExecutorConnection, PendingAnswer, Rows
+from coserve.split.calls import Answer, Calls
+from coserve.split.connection import ExecutorConnection, PendingAnswer, Rows, another_base
 from coserve.split.messages import VERSION, BaseHello, ClientHello, LinearCall
+from coserve.split.tls import ClientTls
+from coserve.split.transport import SocketTransport
 
 _BEAT_SECONDS: Final = 0.25  # between two signs of life of who waits
 
@@ -24,15 +27,19 @@ class Endpoint:
     """One base executor. Whatever keeps an answer from coming is raised as WeightsUnreadable: a later call
     may succeed. `beat` is called again and again by who waits for an answer."""
 
-    def __init__(self, address: str, key: str = "", patience: float = 5.0) -> None:
+    def __init__(
+        self, address: str | Address, key: str = "", patience: float = 5.0, tls: ClientTls | None = None
+    ) -> None:
         """Connects. `patience` is how long calls wait for an executor that went away, in seconds, before they
-        fail. Raises ConfigError and Unreachable."""
-        self.address = Address.parse(address)
+        fail; `tls` is for a `tls:` address. Raises ConfigError and Unreachable."""
+        where = Address.parse(address) if isinstance(address, str) else address
+        self.address = str(where)
+        self._transport = SocketTransport(where, tls=tls)
         self.beat: Callable[[], object] = int  # nothing
         self._patience = patience
         self._greeting = ClientHello(VERSION, f"{os.uname().nodename}/{os.getpid()}"[:512], "", key)
         self._connecting = threading.Lock()
-        self._connection = ExecutorConnection(self.address, self._greeting, patience)
+        self._connection = ExecutorConnection(self._transport, self._greeting, patience)
         self.base: BaseHello = self._connection.base
 
     def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "_Answer":
@@ -54,17 +61,10 @@ class Endpoint:
         """The connection after one that has ended. Raises CoserveError."""
         with self._connecting:
             if self._connection is ended:
-                found = ExecutorConnection(self.address, self._greeting, self._patience)
-                if (found.base.fingerprint, found.base.dtype, found.base.groups) != (
-                    self.base.fingerprint,
-                    self.base.dtype,
-                    self.base.groups,
-                ):
+                found = ExecutorConnection(self._transport, self._greeting, self._patience)
+                if not found.base.is_same_base(self.base):
                     found.close()
-                    raise WeightsUnreadable(
-                        f"another base is at {self.address} now: {found.base.fingerprint}, not "
-                        f"{self.base.fingerprint}"
-                    )
+                    raise WeightsUnreadable(another_base(self.address, found.base, self.base))
                 self._connection = found
             return self._connection
 
@@ -88,14 +88,39 @@ class _Answer:
                 raise WeightsUnreadable(str(error)) from error
 
 
-def connect(addresses: str, key: str = "", patience: float = 5.0) -> list[Endpoint]:
-    """The executors at addresses that are separated by commas. Raises as `Endpoint` does."""
-    found: list[Endpoint] = []
-    try:
-        for address in addresses.split(","):
-            found.append(Endpoint(address.strip(), key, patience))
-    except CoserveError:
-        for endpoint in found:
-            endpoint.close()
-        raise
-    return found
+class HiddenRows:
+    """Endpoints in a mode of privacy, as one source. Wrong answers are errors as all others are."""
+
+    def __init__(self, hidden: Calls, address: str, plain: Calls | None = None) -> None:
+        """`address` names them in errors. Until `hide` calls are `plain`, where that is given: a mode with
+        fewer digits would not let a base pass its proof, whose rows are of random tokens."""
+        self._hidden, self.address = hidden, address
+        self._calls = hidden if plain is None else plain
+        self.base: BaseHello = hidden.base
+
+    def hide(self) -> None:
+        """Has all rows hidden from now on."""
+        self._calls = self._hidden
+
+    def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "_HiddenAnswer":
+        """Starts a call. Raises WeightsUnreadable."""
+        try:
+            return _HiddenAnswer(self._calls.submit(call, rows, widths))
+        except CoserveError as error:
+            raise WeightsUnreadable(str(error)) from error
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._hidden.close()
+
+
+class _HiddenAnswer:
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def result(self, timeout: float | None = None) -> list[Tensor]:
+        """Raises WeightsUnreadable."""
+        try:
+            return self._answer.result(timeout)
+        except CoserveError as error:
+            raise WeightsUnreadable(str(error)) from error

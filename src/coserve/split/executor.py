@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,28 +26,37 @@ from coserve.split.messages import VERSION, BaseHello, Dtype, ExecutorStatus, Gr
 from coserve.split.payload import DTYPES
 from coserve.split.privacy.field import exponent_of, product, total
 from coserve.split.queues import CallQueues
+from coserve.split.shard import Shard
+from coserve.split.spans import SpanModule, find_spans
 from coserve.split.work import Outcome, Work
 
 
 class BaseLinears:
-    """Placements of a model's linears by path, and what clients are told of them."""
+    """Placements of a model's linears by path, spans of them, and what clients are told of both."""
+
+    _spans: Mapping[str, SpanModule] = {}
 
     def __init__(
-        self, model: PreTrainedModel, limits: Limits | None = None, choice: LayerChoice | None = None
+        self,
+        model: PreTrainedModel,
+        limits: Limits | None = None,
+        choice: LayerChoice | None = None,
+        shard: Shard | None = None,
     ) -> None:
-        """Takes the model over; everything but the chosen linears is freed with it. Raises ConfigError for a
-        choice of none, UnsupportedModel."""
+        """Takes the model over; everything but the chosen linears, or the `shard` of each, is freed with it.
+        Raises ConfigError for a choice of none, UnsupportedModel."""
         self.name = Path(str(model.config.name_or_path)).name  # clients need not know a path
         every = {path: module for path, (_, module) in find_linears(model).items()}
         head = next((p for p, module in every.items() if module is model.get_output_embeddings()), None)
         found = {path: every[path] for path in (choice or LayerChoice()).chosen(every, head)}
-        shapes = {path: shape_of(module) for path, module in found.items()}
+        whole = {path: shape_of(module) for path, module in found.items()}
         exponents = {
             path: exponent
             for path, module in found.items()
             if (exponent := exponent_of(module.weight)) is not None  # type: ignore[arg-type]
         }
         digests = digests_of(found) or {}
+        shapes = whole if shard is None else _cut(whole, shard)
         self.hello = BaseHello(
             VERSION,
             linears_digest(digests),
@@ -58,20 +67,29 @@ class BaseLinears:
                     {path: shapes[path][0] for path in paths},
                     {path: digests[path] for path in paths if path in digests},
                     {path: exponents[path] for path in paths if path in exponents},
+                    {} if shard is None else {path: whole[path][0] for path in paths},
                 )
                 for paths in grouped(shapes)
             ),
             limits or Limits(),
+            shard=None if shard is None else shard.shape,
         )
-        chosen, self._exponents = frozenset(found), exponents
+        chosen, self._exponents = frozenset(shapes), exponents
         del every, found
         self._placements: dict[str, Placement] = {}
 
         def place(path: str, weight: Tensor, bias: Tensor | None) -> Placement:
+            if shard is not None:  # copies, as a view would keep the whole
+                rows = shard.rows(len(weight))
+                weight, bias = weight[rows].clone(), None if bias is None else bias[rows].clone()
             self._placements[path] = place_locally(weight, bias)
             return self._placements[path]
 
         place_linears(model, BatchCell(), place, chosen.__contains__)
+        if shard is None:
+            spans = find_spans(model, chosen, DTYPES[self.hello.dtype])
+            self._spans = {span.shape.path: span for span in spans}
+            self.hello = msgspec.structs.replace(self.hello, spans=tuple(span.shape for span in spans))
 
     @staticmethod
     def load(
@@ -79,9 +97,10 @@ class BaseLinears:
         dtype: str = "auto",
         limits: Limits | None = None,
         choice: LayerChoice | None = None,
+        shard: Shard | None = None,
     ) -> "BaseLinears":
         """Loads a folder or hub name. Raises ConfigError, ModelError."""
-        return BaseLinears(load_model(model, dtype), limits, choice)
+        return BaseLinears(load_model(model, dtype), limits, choice, shard)
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +112,8 @@ class BaseLinears:
         """The answer's tensors, for those of a call that was checked, with any number of rows."""
         if call.dtype == "field":
             return self._compute_in_field(call, tensors)
+        if (span := self._spans.get(call.paths[0])) is not None:
+            return span.compute(call.direction, tensors)
         placements = [self._placements[path] for path in call.paths]
         if call.direction == "forward":
             return [placement.forward(tensors[0]) for placement in placements]
@@ -129,7 +150,9 @@ class BaseExecutor:
         limits = msgspec.structs.replace(linears.hello.limits, waiting_rows=self.config.client_rows)
         self.hello = msgspec.structs.replace(linears.hello, limits=limits)
         self._linears, self._clock, self._began = linears, clock, clock()
-        self._queues = CallQueues(self.config, self.hello.groups, self.hello.limits.rows, clock)
+        self._queues = CallQueues(
+            self.config, self.hello.groups, self.hello.limits.rows, clock, self.hello.spans
+        )
         self._busy_since: float | None = None  # when the product under way began
         self._thread = threading.Thread(target=self._run, name="split-executor", daemon=True)
         self._thread.start()
@@ -158,7 +181,7 @@ class BaseExecutor:
         """Identity and counters so far; the connection that asks is left out."""
         now, queues = self._clock(), self._queues
         return ExecutorStatus(
-            model=self._linears.name,
+            model=self._linears.name + ("" if self.hello.shard is None else f" (shard {self.hello.shard})"),
             fingerprint=self.hello.fingerprint,
             dtype=self.hello.dtype,
             host=os.uname().nodename,
@@ -218,6 +241,14 @@ class BaseExecutor:
         joined = [torch.cat(parts) for parts in zip(*(work.tensors for work in works), strict=True)]
         answers = [torch.split(tensor, rows) for tensor in self._linears.compute(works[0].call, joined)]
         return list(zip(*answers, strict=True))
+
+
+def _cut(shapes: Mapping[str, tuple[int, int]], shard: Shard) -> dict[str, tuple[int, int]]:
+    """Widths of the parts that a shard has: not of linears with fewer outputs than there are shards."""
+    rows = {path: shard.rows(out) for path, (out, _) in shapes.items()}
+    return {
+        path: (own.stop - own.start, shapes[path][1]) for path, own in rows.items() if own.stop > own.start
+    }
 
 
 def _late(work: Work) -> RequestError:

@@ -27,16 +27,21 @@ def find_linears(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     `model` may be wrapped by PEFT, whose own linears are left out. Raises UnsupportedModel where there is
     no transformers model.
     """
-    start = next((p for p, module in model.named_modules() if isinstance(module, PreTrainedModel)), None)
-    if start is None:
-        raise UnsupportedModel(f"a {type(model).__name__} contains no model of transformers")
-    own = model.get_submodule(start)
+    start, own = transformers_model(model)
     wrapped = {name: child for name, module in own.named_modules() if (child := _wrapped_child(module))}
     found = {}
     for path, module in own.named_modules():
         if type(module) in (nn.Linear, Conv1D) and (bare := _bare(path, wrapped)) is not None:
             found[bare] = f"{start}.{path}".removeprefix("."), module
     return found
+
+
+def transformers_model(model: nn.Module) -> tuple[str, PreTrainedModel]:
+    """The path and the transformers model in one that PEFT may have wrapped. Raises UnsupportedModel."""
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            return path, module
+    raise UnsupportedModel(f"a {type(model).__name__} contains no model of transformers")
 
 
 def _wrapped_child(module: nn.Module) -> str | None:

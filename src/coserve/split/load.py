@@ -9,7 +9,6 @@ anyway and logits are long, and any other linear outside of the layers.
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import nn
@@ -24,35 +23,37 @@ from coserve.model.load import adopt, drive, load_model, make_base, usable_devic
 from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
 from coserve.model.placing import leave_file, put
 from coserve.model.refusal import refusing
-from coserve.split.endpoint import Endpoint, connect
+from coserve.split.access import BaseAccess
+from coserve.split.calls import Source
+from coserve.split.endpoint import Endpoint, HiddenRows
 from coserve.split.linears import digests_of, shape_of
 from coserve.split.messages import Dtype
 from coserve.split.payload import DTYPES
 from coserve.split.placement import Offered
-
-EXECUTOR_KEY: Final = "COSERVE_EXECUTOR_KEY"  # in the environment: what executors ask for
+from coserve.split.remote_group import RemoteSpan
+from coserve.split.span_calls import EngineSpan
 
 
 def load_remote(
     model: str | Path | PreTrainedModel,
-    addresses: str,
-    key: str = "",
+    base: str | BaseAccess,
     dtype: torch.dtype | str = "auto",
     device: str | torch.device = "cpu",
-    patience: float = 5.0,
+    prove: Callable[[Base], None] = lambda _: None,
 ) -> Base:
-    """Loads a base as `load_base` does, with the linears of the executors at `addresses` (separated by
-    commas; of a linear that several have, the first one's).
+    """Loads a base as `load_base` does, with the linears of executors (of one that several have, the first
+    one's): those at an address, or at several that are separated by commas, or as `BaseAccess` says. `prove`
+    is a proof of the base beside the usual one; rows of both are of random tokens, and no noise is on them.
 
-    `patience` is how long a call waits for an executor that went away, in seconds, before it raises
-    WeightsUnreadable. The executors tell the content hash of their linears, which is a part of the base's
-    fingerprint: where the model is an object with these weights it is compared, else it is trusted. Raises
-    the errors of `load_base`, AdapterMismatch for an executor of another model, ConfigError and Unreachable.
+    The executors tell the content hash of their linears, which is a part of the base's fingerprint: where the
+    model is an object with these weights it is compared, else it is trusted. Raises the errors of
+    `load_base`, AdapterMismatch for an executor of another model, ConfigError and Unreachable.
     """
     where = usable_device(device)
-    endpoints = connect(addresses, key, patience)
+    access = BaseAccess(base) if isinstance(base, str) else base
+    endpoints = access.endpoints()
     try:
-        return _load(model, endpoints, dtype, where)
+        return _load(model, access, endpoints, dtype, where, prove)
     except BaseException:
         _close(endpoints)
         raise
@@ -60,12 +61,15 @@ def load_remote(
 
 def _load(
     model: str | Path | PreTrainedModel,
+    access: BaseAccess,
     endpoints: Sequence[Endpoint],
     dtype: torch.dtype | str,
     where: torch.device,
+    prove: Callable[[Base], None],
 ) -> Base:
-    kind = _one_type(endpoints, dtype)
-    linears = _RemoteLinears(Offered(endpoints), where)
+    sources = access.sources(endpoints)
+    kind = _one_type(sources, dtype)
+    linears = _RemoteLinears(Offered(sources), where)
     if isinstance(model, PreTrainedModel):
         loaded = model
         with refusing(loaded.config.model_type, "cannot be driven"):
@@ -79,7 +83,12 @@ def _load(
         weakref.finalize(loaded, _close, endpoints)
         for endpoint in endpoints:
             endpoint.beat = _beat_of(weakref.ref(base))
-        return drive(base)
+        driven = drive(base)
+        prove(driven)
+        for source in sources:
+            if isinstance(source, HiddenRows):
+                source.hide()
+        return driven
 
 
 class _Unread(nn.Module):
@@ -129,10 +138,20 @@ class _RemoteLinears:
             if placement.bias is not None:
                 placement.bias = placement.bias.to(self._where)
             put(model, path, FrozenLinear(path, placement, self._offered.shape(path), self._cell))
+        self._put_spans(model, list(origin.sites))
         self._taken.clear()
         if any(tensor.device != self._where for tensor in state.values()):
             model = model.to(device=self._where)
         return make_base(model, layers, origin, self._cell)
+
+    def _put_spans(self, model: PreTrainedModel, sites: Sequence[str]) -> None:
+        """Has modules whose linears are all remote ones of one executor, which computes them as a whole, be
+        one call."""
+        for source, shape in self._offered.spans():
+            module = model.get_submodule(shape.path)
+            if all(path in self._taken for path in shape.linears) and "forward" not in vars(module):
+                inside = {*shape.linears, *(path for path in sites if path.startswith(f"{shape.path}."))}
+                module.forward = EngineSpan(module, RemoteSpan(source, shape), sorted(inside), self._cell)
 
     def _take_out(self, model: PreTrainedModel, path: str) -> None:
         linear, digest = model.get_submodule(path), self._offered.digest(path)
@@ -169,9 +188,9 @@ def _is_tied(path: str, model: PreTrainedModel, head: nn.Module) -> bool:
     return f"{path}.weight" in tied or head.weight is model.get_input_embeddings().weight
 
 
-def _one_type(endpoints: Sequence[Endpoint], dtype: torch.dtype | str) -> Dtype:
+def _one_type(sources: Sequence[Source], dtype: torch.dtype | str) -> Dtype:
     """The type of all executors' linears. Raises ConfigError."""
-    kinds = {endpoint.base.dtype for endpoint in endpoints}
+    kinds = {source.base.dtype for source in sources}
     if len(kinds) > 1:
         raise ConfigError(
             f"engine.base: the executors' linears have several types: {', '.join(sorted(kinds))}"

@@ -8,7 +8,7 @@ leaves no place to read on from, so its connection ends; a call that is only wro
 connection goes on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -17,7 +17,7 @@ from coserve.errors import AdapterMismatch, ConfigError, RequestError
 from coserve.wire.messages import Fault, WireMessage
 
 T = TypeVar("T")
-VERSION: Final = 2
+VERSION: Final = 3
 MOST_HEADER: Final = 1 << 20  # bytes: the shapes of a base with a thousand groups take about 200,000
 MOST_PATHS: Final = 64  # linears in one call
 
@@ -36,13 +36,37 @@ _Paths = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=MOST
 
 class GroupShape(msgspec.Struct, frozen=True):
     """Sibling linears: the width of their input, and their own widths and content hashes by path. `exponents`
-    are of the powers of two that weights are multiplied by in the field; those that are not finite have
-    none."""
+    are of the powers of two that weights are multiplied by in the field; those that are not finite have none.
+    An executor of a shard has some of their outputs, and `whole` are the widths of all; digests and exponents
+    are those of whole weights."""
 
     inputs: _Count
     outputs: dict[_Name, _Count]
     digests: dict[_Name, _Name] = {}
     exponents: dict[_Name, int] = {}
+    whole: dict[_Name, _Count] = {}
+
+
+class SpanShape(msgspec.Struct, frozen=True):
+    """A module of linears and of operations between them that treats each row alone, such as a feed-forward
+    layer: the widths of its input and output, and the paths of its linears. It is a call like a linear's, by
+    its own path; on the way back its input comes ahead of the gradient of its output, as nothing is kept of
+    the way forward."""
+
+    path: _Name
+    inputs: _Count
+    outputs: _Count
+    linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=2)]
+
+
+class ShardShape(msgspec.Struct, frozen=True):
+    """Part `number` of `count` of the outputs of each linear."""
+
+    number: _Count
+    count: _Count
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -75,8 +99,9 @@ class ClientHello(WireMessage, frozen=True):
 
 
 class BaseHello(WireMessage, frozen=True):
-    """The executor's answer: its base, the linears that it computes, and its limits. With `slots` the file
-    of the shared memory comes beside its first byte (SCM_RIGHTS)."""
+    """The executor's answer: its base, the linears that it computes, and its limits. With `slots` the file of
+    the shared memory comes beside its first byte (SCM_RIGHTS). With a `shard` it has some outputs of each
+    linear; the fingerprint is that of whole linears."""
 
     version: int
     fingerprint: str
@@ -84,11 +109,23 @@ class BaseHello(WireMessage, frozen=True):
     groups: tuple[GroupShape, ...]
     limits: Limits = Limits()
     slots: SlotShape | None = None
+    shard: ShardShape | None = None
+    spans: tuple[SpanShape, ...] = ()
+
+    def is_same_base(self, other: "BaseHello") -> bool:
+        """Tells whether another executor gives the same answers to all calls."""
+        return (self.fingerprint, self.dtype, self.groups, self.shard, self.spans) == (
+            other.fingerprint,
+            other.dtype,
+            other.groups,
+            other.shard,
+            other.spans,
+        )
 
 
 class LinearCall(WireMessage, frozen=True):
-    """Products of siblings, or the gradient of their input; `nbytes` of payload follow, or are at the
-    beginning of a slot of the shared memory.
+    """Products of siblings, or the gradient of their input, or the same of a span; `nbytes` of payload
+    follow, or are at the beginning of a slot of the shared memory.
 
     `deadline` is in seconds from now, None without one.
     """
@@ -213,6 +250,7 @@ class GroupTable:
     def __init__(self, hello: BaseHello) -> None:
         self._hello = hello
         self._of_path = {path: group for group in hello.groups for path in group.outputs}
+        self._spans = {span.path: span for span in hello.spans}
 
     def check_hello(self, client: ClientHello) -> None:
         """Raises ConfigError for another version, AdapterMismatch for another base."""
@@ -239,22 +277,29 @@ class GroupTable:
 
     def call_widths(self, call: LinearCall) -> list[int]:
         """Widths of a call's tensors. Raises RequestError as `call_bytes`."""
-        inputs, _ = self._widths(call.paths)
-        outputs = self._of_path[call.paths[0]].outputs
-        return [inputs] if call.direction == "forward" else [outputs[path] for path in call.paths]
+        inputs, outputs = self._widths(call)
+        if call.direction == "forward":
+            return [inputs]
+        return [inputs, *outputs] if call.paths[0] in self._spans else outputs
 
     def call_bytes(self, call: LinearCall) -> int:
         """Bytes of a call's tensors. Raises RequestError where its paths are no siblings of this base."""
-        inputs, outputs = self._widths(call.paths)
-        return call.rows * (inputs if call.direction == "forward" else outputs) * ITEM_BYTES[call.dtype]
+        return call.rows * sum(self.call_widths(call)) * ITEM_BYTES[call.dtype]
 
     def answer_bytes(self, call: LinearCall) -> int:
         """Bytes of the answer's tensors. Raises as `call_bytes`."""
-        inputs, outputs = self._widths(call.paths)
-        return call.rows * (outputs if call.direction == "forward" else inputs) * ITEM_BYTES[call.dtype]
+        inputs, outputs = self._widths(call)
+        return call.rows * (sum(outputs) if call.direction == "forward" else inputs) * ITEM_BYTES[call.dtype]
 
-    def _widths(self, paths: Sequence[str]) -> tuple[int, int]:
-        """The width of the input, and the sum of the outputs'."""
+    def _widths(self, call: LinearCall) -> tuple[int, list[int]]:
+        """The width of the input, and those of the outputs."""
+        paths = call.paths
+        if (span := self._spans.get(paths[0])) is not None:
+            if len(paths) > 1:
+                raise RequestError(f"{span.path!r} is a call of its own")
+            if call.dtype == "field":
+                raise RequestError(f"{span.path!r} is no linear, so shares cannot be added")
+            return span.inputs, [span.outputs]
         group = self._of_path.get(paths[0])
         for path in paths:
             if path not in self._of_path:
@@ -264,7 +309,7 @@ class GroupTable:
         if len(set(paths)) < len(paths):
             raise RequestError("a call names a linear twice")
         assert group is not None, "each path has a group"
-        return group.inputs, sum(group.outputs[path] for path in paths)
+        return group.inputs, [group.outputs[path] for path in paths]
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

@@ -8,25 +8,25 @@ from torch import Tensor
 
 from coserve.errors import AdapterMismatch
 from coserve.model.placement import Offer, Placement
-from coserve.split.attach import RemoteGroup
-from coserve.split.endpoint import Endpoint
-from coserve.split.messages import GroupShape
+from coserve.split.calls import Source
+from coserve.split.messages import GroupShape, SpanShape
 from coserve.split.payload import DTYPES
+from coserve.split.remote_group import RemoteGroup
 
 
 class EndpointGroup(RemoteGroup):
-    """Linears of one endpoint that are given the same input: some of those that it takes in one call."""
+    """Linears of one source that are given the same input: some of those that it takes in one call."""
 
-    def __init__(self, endpoint: Endpoint, shape: GroupShape, paths: Sequence[str]) -> None:
-        super().__init__(endpoint, shape)
-        self._endpoint, self._shape = endpoint, shape
+    def __init__(self, source: Source, shape: GroupShape, paths: Sequence[str]) -> None:
+        super().__init__(source, shape)
+        self._source, self._shape = source, shape
         self.outputs = {path: shape.outputs[path] for path in paths}
 
     def joined(self, others: Sequence[Self]) -> "EndpointGroup | None":
         if any(not isinstance(other, EndpointGroup) or other._shape is not self._shape for other in others):
             return None
         paths = [path for group in (self, *others) for path in group.outputs]
-        return EndpointGroup(self._endpoint, self._shape, paths)
+        return EndpointGroup(self._source, self._shape, paths)
 
 
 class RemotePlacement(Placement):
@@ -34,13 +34,13 @@ class RemotePlacement(Placement):
 
     offers = frozenset({Offer.BACKWARD})
 
-    def __init__(self, endpoint: Endpoint, shape: GroupShape, path: str, has_bias: bool) -> None:
+    def __init__(self, source: Source, shape: GroupShape, path: str, has_bias: bool) -> None:
         """Raises WeightsUnreadable."""
         self._path = path
-        self._own = EndpointGroup(endpoint, shape, [path])
+        self._own = EndpointGroup(source, shape, [path])
         self.group = self._own
         # The product of zeros is the bias, to the bit.
-        zeros = torch.zeros(1, shape.inputs, dtype=DTYPES[endpoint.base.dtype])
+        zeros = torch.zeros(1, shape.inputs, dtype=DTYPES[source.base.dtype])
         self.bias = self.forward(zeros)[0] if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,15 +55,14 @@ class RemotePlacement(Placement):
 
 
 class Offered:
-    """All linears of several executors by path; of a linear that several have, the first one's."""
+    """All linears of several sources by path; of a linear that several have, the first one's."""
 
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        self.endpoints = endpoints
-        self._found: dict[str, tuple[Endpoint, GroupShape]] = {}
-        for endpoint in endpoints:
-            for shape in endpoint.base.groups:
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._found: dict[str, tuple[Source, GroupShape]] = {}
+        for source in sources:
+            for shape in source.base.groups:
                 for path in shape.outputs:
-                    self._found.setdefault(path, (endpoint, shape))
+                    self._found.setdefault(path, (source, shape))
 
     def __contains__(self, path: str) -> bool:
         return path in self._found
@@ -78,10 +77,20 @@ class Offered:
 
     def digest(self, path: str) -> str:
         """Content hash. Raises AdapterMismatch where the executor does not know it."""
-        endpoint, shape = self._found[path]
+        source, shape = self._found[path]
         if path not in shape.digests:
-            raise AdapterMismatch(f"the executor at {endpoint.address} does not tell what {path} is")
+            raise AdapterMismatch(f"the executor at {source.address} does not tell what {path} is")
         return shape.digests[path]
+
+    def spans(self) -> list[tuple[Source, SpanShape]]:
+        """Spans whose linears are all asked of the executor that has them."""
+        found = dict.fromkeys(source for source, _ in self._found.values())
+        return [
+            (source, span)
+            for source in found
+            for span in source.base.spans
+            if all(path in self._found and self._found[path][0] is source for path in span.linears)
+        ]
 
     def placement(self, path: str, has_bias: bool) -> RemotePlacement:
         """Raises WeightsUnreadable."""

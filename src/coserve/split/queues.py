@@ -13,7 +13,7 @@ from typing import Final
 from coserve.split.batching import NEVER, BatchingConfig
 from coserve.split.clients import ClientAccount, ProductName
 from coserve.split.costs import ProductCost, RecentRate
-from coserve.split.messages import ClientStatus, Direction, GroupShape, ProductStatus
+from coserve.split.messages import ClientStatus, Direction, GroupShape, ProductStatus, SpanShape
 from coserve.split.work import ProductQueue, Work
 
 MOST_PRODUCTS: Final = 2000  # in a status: those computed most often
@@ -42,11 +42,19 @@ class CallQueues:
         groups: Sequence[GroupShape],
         most_rows: int,
         clock: Callable[[], float] = time.monotonic,
+        spans: Sequence[SpanShape] = (),
     ) -> None:
-        """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups`."""
+        """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups` and
+        for `spans` of them."""
         self._policy = config.policy(most_rows)
         self._clock = clock
         self._groups = {path: tuple(group.outputs) for group in groups for path in group.outputs}
+        # A client that calls a span has come as far as one that calls its groups.
+        self._steps = {
+            span.path: len({self._groups[path] for path in span.linears if path in self._groups})
+            for span in spans
+        }
+        self._groups |= {span.path: (span.path,) for span in spans}
         self._queues: dict[ProductName, ProductQueue] = {}
         self._tallies: dict[tuple[Direction, tuple[str, ...]], _Tally] = {}
         self._clients: dict[ClientAccount, None] = {}  # in the order in which they came
@@ -179,7 +187,8 @@ class CallQueues:
         if work.client not in self._clients:
             return
         work.own_pass = work.client.add(work.call, work.came)
-        work.progress = len(work.own_pass.seen)
+        work.own_pass.progress += self._steps.get(work.call.paths[0], 1)
+        work.progress = work.own_pass.progress
         self.received.add(work.call.nbytes, work.came)
         queue = self._queues.setdefault(work.product, ProductQueue(self._tally(work).cost))
         queue.works.append(work)

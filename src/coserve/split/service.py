@@ -20,6 +20,7 @@ from coserve.split.layers import LayerChoice
 from coserve.split.messages import Limits, ToExecutor, decode_to_executor
 from coserve.split.payload import DTYPES
 from coserve.split.session import SILENT_SECONDS, ClientSession
+from coserve.split.shard import Shard
 from coserve.split.shared_memory import SLOT_BYTES
 from coserve.split.tls import TlsFiles, TlsStream
 
@@ -175,9 +176,10 @@ def run_service(
     shared_memory: bool = True,
     key_check: KeyCheck | None = None,
     tls: TlsFiles | None = None,
+    shard: Shard | None = None,
 ) -> None:
-    """Loads a model and serves its linears until SIGTERM or SIGINT. With `tls`, `tcp:` addresses are `tls:`
-    ones. Raises ConfigError, ModelError, ServerError."""
+    """Loads a model and serves its linears, or a shard of each, until SIGTERM or SIGINT. With `tls`, `tcp:`
+    addresses are `tls:` ones. Raises ConfigError, ModelError, ServerError."""
     address = Address.parse(listen)
     if tls is not None and not address.path:  # a unix socket is refused
         address = replace(address, is_encrypted=True)
@@ -189,12 +191,13 @@ def run_service(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     limits = Limits(rows=min(Limits().rows, config.client_rows))
-    linears = BaseLinears.load(model, dtype, limits, choice)
+    linears = BaseLinears.load(model, dtype, limits, choice, shard)
     executor = BaseExecutor(linears, config)
     service = SplitService(executor, address, key, key_check, context, SLOT_BYTES if shared_memory else 0)
     count = sum(len(group.outputs) for group in linears.hello.groups)
+    part = "" if shard is None else f"shard {shard.shape} of "
     print(
-        f"executor of {linears.hello.fingerprint}: {count} linears, {linears.nbytes / 2**20:.1f} MiB, "
+        f"executor of {linears.hello.fingerprint}: {part}{count} linears, {linears.nbytes / 2**20:.1f} MiB, "
         f"at {service.address}{'' if tls is None else f', certificate {tls.fingerprint()}'}",
         flush=True,
     )

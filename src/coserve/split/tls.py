@@ -60,12 +60,12 @@ class ClientTls:
             stream.handshake()
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
-                f"the executor's certificate is not accepted: {error.verify_message}"
+                f"the certificate of the executor at {host} is not accepted: {error.verify_message}"
             ) from error
         except OSError as error:
             raise Unreachable(f"no executor with TLS answers at {host}: {_said(error)}") from error
         if self.pin and not hmac.compare_digest(fingerprint_of(stream.certificate()), _pin(self.pin)):
-            raise ConfigError("the executor's certificate is not the pinned one")
+            raise ConfigError(f"the certificate of the executor at {host} is not the pinned one")
         return stream
 
 

@@ -27,7 +27,7 @@ class Work:
     came: float = 0.0  # by the executor's clock
     held: tuple[float, float] | None = None  # since when it waits for company, and how long it may at most
     own_pass: Pass = field(default_factory=Pass)
-    progress: int = 0  # products of its pass up to this one
+    progress: int = 0  # groups of linears that its pass has come to
 
     @property
     def product(self) -> ProductName:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from coserve.errors import InternalError
-from coserve.split.attach import RemoteGroup
 from coserve.split.executor import BaseLinears
 from coserve.split.messages import LinearCall
 from coserve.split.privacy.noise import NoisyCalls
+from coserve.split.remote_group import RemoteGroup
 from models import tiny
 
 VALUES, ROWS = 4, 50

@@ -25,12 +25,13 @@ from coserve.errors import (
     Unreachable,
 )
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup, attach
+from coserve.split.attach import attach
 from coserve.split.batching import BatchingConfig
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.linears import find_linears
 from coserve.split.messages import VERSION, ClientHello, Limits, LinearCall, encode_header
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.service import MOST_CLIENTS, SplitService
 from coserve.split.status import ask_status
 from coserve.wire.frames import FrameReader, send_frame

@@ -20,7 +20,7 @@ from coserve.errors import (
     WrongAnswer,
 )
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup, attach
+from coserve.split.attach import attach
 from coserve.split.calls import Calls
 from coserve.split.connection import call_of
 from coserve.split.executor import BaseExecutor, BaseLinears
@@ -28,6 +28,7 @@ from coserve.split.messages import LinearCall
 from coserve.split.privacy.field import PRIME, product, uniform
 from coserve.split.privacy.modes import Noise, Shares
 from coserve.split.privacy.shares import SharedCalls
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.service import SplitService
 from coserve.split.work import Outcome, Work
 from models import tiny

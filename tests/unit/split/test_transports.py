@@ -19,7 +19,6 @@ from certificates import Authority
 from coserve.errors import EngineLost
 from coserve.split import service as services
 from coserve.split.address import Address
-from coserve.split.attach import RemoteGroup
 from coserve.split.batching import BatchingConfig
 from coserve.split.channel import SocketChannel, Transport
 from coserve.split.connection import ExecutorConnection, call_of
@@ -36,6 +35,7 @@ from coserve.split.messages import (
     decode_to_client,
     decode_to_executor,
 )
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.service import SplitService
 from coserve.split.shared_memory import ClientSharedChannel, FileStream, Slots, make_slots
 from coserve.split.tls import ClientTls, TlsFiles

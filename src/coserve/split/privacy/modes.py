@@ -1,13 +1,13 @@
 """The modes of privacy that a client can choose, for `attach(..., privacy=...)`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coserve.errors import ConfigError
-from coserve.split.address import Address
-from coserve.split.calls import Calls
+from coserve.split.calls import Calls, Source
 from coserve.split.privacy.noise import NoisyCalls
 from coserve.split.privacy.shares import SharedCalls
+from coserve.split.tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +29,44 @@ class Noise:
 @dataclass(frozen=True, slots=True)
 class Shares:
     """Secret shares between the executor that is attached to and a second one at `address`, of the same base,
-    which must not tell each other what they get. `key` is the second one's. An executor that has not answered
-    after `timeout` seconds is given up."""
+    which must not tell each other what they get. `key` is the second one's, and `tls` says how it is known
+    where that differs from the first one; where the second party has shards, all are as `attach` takes them.
+    An executor that has not answered after `timeout` seconds is given up."""
 
-    address: str
-    key: str = ""
+    address: str | Sequence[str]
+    key: str | Sequence[str] = ""
     timeout: float = 300.0
+    tls: ClientTls | Sequence[ClientTls] | None = None
 
 
 Privacy = Noise | Shares
 
 
-def private(first: Calls, where: str, privacy: Privacy, connect: Callable[[str, str], Calls]) -> Calls:
-    """Calls in a mode of privacy, given those of the executor at `where`; `connect` connects to another one,
-    with a key. What is connected is closed where the mode cannot be set up. Raises CoserveError."""
+def private(first: Source, privacy: Privacy, connect: Callable[[Shares], Source]) -> Calls:
+    """Calls in a mode of privacy, given those of an executor; `connect` connects to a second one. What is
+    connected is closed where the mode cannot be set up. Raises CoserveError."""
     if isinstance(privacy, Noise):
-        if first.base.dtype != "float32":
-            raise ConfigError(
-                f"noise needs a base in float32: in {first.base.dtype} it would destroy the rows"
-            )
-        return NoisyCalls(first, privacy.values, privacy.level, privacy.uses)
-    second_at = str(Address.parse(privacy.address))
-    if second_at == where:
-        raise ConfigError(
-            f"one executor, at {where}, would see both shares: two that are not in touch are needed"
-        )
-    second = connect(second_at, privacy.key)
+        return obfuscated(first, privacy)
+    second = connect(privacy)
     try:
-        return SharedCalls((first, second), (where, second_at), privacy.timeout)
+        return shared(first, second, (first.address, second.address), privacy.timeout)
     except BaseException:
         second.close()
         raise
+
+
+def obfuscated(calls: Calls, noise: Noise) -> NoisyCalls:
+    """Calls with noise on their rows. Raises ConfigError, and what calls raise."""
+    if calls.base.dtype != "float32":
+        raise ConfigError(f"noise needs a base in float32: in {calls.base.dtype} it would destroy the rows")
+    return NoisyCalls(calls, noise.values, noise.level, noise.uses)
+
+
+def shared(first: Calls, second: Calls, names: tuple[str, str], timeout: float) -> SharedCalls:
+    """Calls of two parties, named as their executors' addresses are. Raises as `SharedCalls` does, and
+    ConfigError for one address twice."""
+    if names[0] == names[1]:
+        raise ConfigError(
+            f"one executor, at {names[0]}, would see both shares: two that are not in touch are needed"
+        )
+    return SharedCalls((first, second), names, timeout)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -28,7 +29,9 @@ class NoisyCalls:
         `level` times the width's square root larger than the call's rows are; after `uses` calls they are
         replaced. Asks for the effects of those on the way forward; those on the way back are asked for when
         first needed. Raises what calls raise."""
-        self.base = calls.base
+        self.base = msgspec.structs.replace(
+            calls.base, spans=()
+        )  # of which noise has no effect that could be taken out
         self._calls, self._level = calls, level
         self._of_input: dict[str, _Noise] = {}
         self._of_output: dict[str, _Noise] = {}

@@ -1,0 +1,138 @@
+"""Modules that an executor computes as one call, and which of a model's they are."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coserve.errors import RequestError
+from coserve.split import spans as own
+from coserve.split.batching import BatchingConfig
+from coserve.split.connection import call_of
+from coserve.split.executor import BaseLinears
+from coserve.split.layers import LayerChoice
+from coserve.split.messages import VERSION, BaseHello, GroupShape, GroupTable, LinearCall, SpanShape
+from coserve.split.queues import CallQueues
+from coserve.split.shard import Shard
+from coserve.split.work import Work
+from models import tiny
+
+UP, DOWN, GATE = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down", "gate"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths"),
+    [
+        ("llama", [f"model.layers.{layer}.mlp" for layer in range(3)]),
+        (
+            "gpt2",
+            [f"transformer.h.{layer}.mlp" for layer in range(3)],
+        ),  # its attention takes one argument, too
+        ("gemma2", [f"model.layers.{layer}.mlp" for layer in range(3)]),
+        ("opt", []),  # its linears are the layer's own children, beside norms
+        ("mixtral", []),  # experts are one tensor
+    ],
+)
+def test_feed_forward_modules_are_found_in_models_nobody_edited(kind: str, paths: list[str]) -> None:
+    hello = BaseLinears(tiny(kind)).hello
+    assert [span.path for span in hello.spans] == paths
+    offered = {path for group in hello.groups for path in group.outputs}
+    for span in hello.spans:
+        assert (span.inputs, span.outputs) == (64, 64) and set(span.linears) < offered
+
+
+def test_those_whose_linears_are_not_all_here_are_none() -> None:
+    for choice in (LayerChoice("1"), LayerChoice(r".*layers\.1\..*|.*(up|gate)_proj")):
+        spans = BaseLinears(tiny("llama"), choice=choice).hello.spans
+        assert [span.path for span in spans] == ["model.layers.1.mlp"]
+    assert not BaseLinears(tiny("llama"), shard=Shard(1, 2)).hello.spans
+
+
+class Mixing(nn.Module):
+    """A feed-forward layer whose rows are not alone."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.inner = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x.mean(1, keepdim=True)  # type: ignore[no-any-return]
+
+
+class Noisy(Mixing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * float("nan")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Mixing, Noisy])
+def test_what_does_not_pass_the_trial_is_none(kind: type[Mixing]) -> None:
+    """What it contains may be one all the same: largest modules are tried first."""
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.mlp = kind(layer.mlp)
+    assert [span.path for span in BaseLinears(model).hello.spans] == [
+        f"model.layers.{layer}.mlp.inner" for layer in range(3)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_results_and_gradients_are_the_modules(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in pieces: five rows of two at once."""
+    linears, plain = BaseLinears(tiny(kind)), tiny(kind)
+    span = linears.hello.spans[1]
+    x, grad = torch.randn(5, 64, requires_grad=True), torch.randn(5, 64)
+    y = plain.get_submodule(span.path)(x[None])[0]
+    (wanted,) = torch.autograd.grad(y, x, grad)
+    for most in (2048, 2):
+        monkeypatch.setattr(own, "_ROWS", most)
+        for direction, rows, right in (
+            ("forward", [x.detach()], y),
+            ("backward", [x.detach(), grad], wanted),
+        ):
+            call = call_of([span.path], rows, "float32", direction=direction, work="training")
+            GroupTable(linears.hello).check_call(call)
+            (found,) = linears.compute(call, rows)
+            torch.testing.assert_close(found, right.detach(), rtol=1e-5, atol=1e-5)
+            assert not found.requires_grad
+
+
+def test_a_call_is_checked_as_others_are() -> None:
+    shape = SpanShape("l.mlp", 8, 6, ("l.up", "l.down"))
+    hello = BaseHello(
+        VERSION, "", "float32", (GroupShape(8, {"l.up": 9}), GroupShape(9, {"l.down": 6})), spans=(shape,)
+    )
+    table = GroupTable(hello)
+    forward = LinearCall(0, ("l.mlp",), "forward", 3, "float32", "inference", 3 * 8 * 4)
+    back = LinearCall(0, ("l.mlp",), "backward", 3, "float32", "training", 3 * 14 * 4)
+    assert (table.call_widths(forward), table.answer_bytes(forward)) == ([8], 3 * 6 * 4)
+    assert (table.call_widths(back), table.answer_bytes(back)) == ([8, 6], 3 * 8 * 4)
+    for call in (forward, back):
+        table.check_call(call)
+    for fields, reason in (
+        ({"paths": ("l.mlp", "l.up")}, "'l.mlp' is a call of its own"),
+        ({"paths": ("l.up", "l.mlp")}, "different inputs|no linear"),
+        ({"dtype": "field"}, "is no linear, so shares"),
+        ({"nbytes": 3 * 6 * 4}, "72 bytes came for 3 rows, which have 96"),
+        ({"direction": "backward"}, "96 bytes came for 3 rows, which have 168"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            table.check_call(LinearCall(**{**as_dict(forward), **fields}))
+
+
+def as_dict(call: LinearCall) -> dict[str, object]:
+    return {name: getattr(call, name) for name in call.__struct_fields__}
+
+
+def test_a_client_that_calls_spans_has_come_as_far_as_others() -> None:
+    """Its progress decides the order, so that clients of both kinds meet."""
+    groups = [GroupShape(8, {GATE: 9, UP: 9}), GroupShape(9, {DOWN: 8}), GroupShape(8, {"next": 8})]
+    queues = CallQueues(BatchingConfig(), groups, 10, spans=[SpanShape("mlp", 8, 8, (GATE, UP, DOWN))])
+    progress = []
+    for calls in (("mlp", "next"), (UP, DOWN, "next")):
+        account = queues.join("client")
+        for path in calls:
+            call = LinearCall(0, (path,), "forward", 1, "float32", "inference", 32)
+            work = Work(call, [], lambda outcome: None, account)
+            queues.put(work)
+        progress.append(work.progress)
+    assert progress == [3, 3]
+    assert ["mlp"] in [list(product.paths) for product in queues.products()]
