@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import coserve
+from coserve.serve.settings import REPORTERS
 
 SOURCE = Path(coserve.__file__).parent
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "coserve_benchmarks"
@@ -52,6 +53,10 @@ ALSO = {
 
 # The one module that knows of the benchmarks: it gives their commands to the command line.
 MOUNT = ("coserve.cli.bench", "benchmarks")
+
+
+# Reporters to experiment trackers, each of which is an extra; the rest of the room is ours alone.
+TRACKERS = {f"coserve.serve.reporting.{name}" for name in REPORTERS}
 
 
 def room_of(module: str) -> str:
@@ -184,6 +189,8 @@ def test_every_module_imports_and_says_what_it_is(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text())), f"{file.name} has no docstring"
     if module_of(file).startswith("coserve.kernels.triton."):
         pytest.importorskip("triton")  # an extra; what asks for it asks whether it is there
+    if module_of(file) in TRACKERS:
+        pytest.importorskip(file.stem)
     if file.name == "llama_cpp_worker.py":
         pytest.importorskip("llama_cpp"), pytest.importorskip("gguf")  # of another environment
     if file.name != "__main__.py":

@@ -12,6 +12,7 @@ from coserve.errors import ConfigError, CoserveError
 from coserve.serve.adapter_registry.imports import digest
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import LASTING, Suspect, WorkItem
+from coserve.serve.reporting.observer import Reporting
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
 from coserve.serve.store.quarantine import Suspects
@@ -44,9 +45,13 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         await store.tinker_checkpoints.sweep(store.folder / "tinker")
         for tenant in await store.tenants.list():
             state.queue.know(tenant)
-        await _wire(state)
-        async with _running(link):
-            yield state
+        reporting = Reporting(settings, store)
+        await _wire(state, reporting)
+        try:
+            async with _running(link):
+                yield state
+        finally:
+            await reporting.close()
 
 
 def _text(settings: ServerSettings) -> Text:
@@ -71,7 +76,7 @@ async def _check_keys(settings: ServerSettings, store: Store) -> None:
     )
 
 
-async def _wire(state: State) -> None:
+async def _wire(state: State, reporting: Reporting) -> None:
     """Registers all listeners of new engines and job events, except the job controller."""
     link, news = state.link, state.link.news
     write_down = news.on_news
@@ -93,6 +98,7 @@ async def _wire(state: State) -> None:
         if write_down is not None:
             await write_down(numbered)
         await state.watch.take(numbered.news)
+        await reporting.take(numbered.news)
 
     async def note_suspects(_: Hello) -> None:
         found: Suspects = {

@@ -22,6 +22,10 @@ LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
 LEAST_WATCHDOG = 2.0  # seconds; processes beat twice in one
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ANY = "*"  # in lists of hosts and origins
+# Experiment trackers by the name of their extra, and the module that shows whether it is installed.
+REPORTERS: Mapping[str, str] = MappingProxyType(
+    {"trackio": "trackio", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+)
 TIERS = ("priority", "default", "flex")  # in the order in which a tenant's own requests go
 DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
     {
@@ -71,6 +75,8 @@ class ServerSettings:
     watchdog_seconds: float = 8.0
     engine_wait_seconds: float = 120.0  # what requests and checks wait for an engine that is gone
     checkpoint_steps: int = 50  # optimizer steps between two checkpoints of a job
+    report_to: tuple[str, ...] = ()  # experiment trackers that are told of all jobs
+    report_project: str = "coserve"  # what their runs belong to
     slo: Mapping[str, SLO] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
     standby: bool = True  # an imported engine waits: a restart is seconds faster, for some 400 MB
@@ -112,6 +118,8 @@ class ServerSettings:
                 f"watchdog_seconds must be a number of seconds >= {LEAST_WATCHDOG:g}, or 0 for no watchdog, "
                 f"not {self.watchdog_seconds}"
             )
+        if unknown_reporters := set(self.report_to) - set(REPORTERS):
+            raise ConfigError(f"report_to has {min(unknown_reporters)!r}; there are {', '.join(REPORTERS)}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         for adapter in self.adapters:

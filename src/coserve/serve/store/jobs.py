@@ -89,6 +89,15 @@ class JobStore:
         """Raises QuotaExceeded where the tenant may have no more unfinished jobs."""
         await self._database.read(lambda session: self._quotas.check_jobs(session, tenant))
 
+    async def note(self, id: str, message: str, level: str) -> None:
+        """Adds a message to the events of a job of any tenant, also of one that is over."""
+
+        def write(session: Session) -> None:
+            if (job := job_in(session, id)) is not None:
+                add_event(session, job, int(self._clock()), message, level)
+
+        await self._database.write(write)
+
     async def move(
         self, job: str, source: Collection[JobStatus], status: JobStatus, message: str | None = None
     ) -> JobRecord | None:
