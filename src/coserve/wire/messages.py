@@ -95,6 +95,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     `data` and `validation` are checked JSONL or text files; checkpoints are written under `folder`, one after
     every `every` optimizer steps. `options` are fields of TrainingConfig, `method` of an adapter method's
     settings (`adapters.settings`), or of several. `start_from` is the folder of an adapter to continue from.
+    `objective` is the type and the settings of the training method (`train.objectives`).
     """
 
     job: str
@@ -102,6 +103,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     folder: str
     options: Options = {}
     method: MethodFields = {}
+    objective: dict[str, Any] = {}
     start_from: str | None = None
     validation: str | None = None
     every: int = 50
@@ -325,6 +327,7 @@ class JobStep(WireMessage, frozen=True):
     learning_rate: float
     seconds: float
     validation_loss: float | None = None
+    metrics: dict[str, float] = {}  # of the job's training method, by name
 
 
 class JobCheckpoint(WireMessage, frozen=True):
