@@ -77,7 +77,7 @@ class TrainingRun:
         (found,) = update_all([(self.session, self.supervised.optim_step)])
         if isinstance(found, LossNotFinite):
             raise found
-        self.supervised.ended(found.version)
+        self.supervised.ended(found)
         return found
 
 

@@ -49,6 +49,8 @@ class EngineConfig:
     calibrate: bool = True  # measure the cost model at start-up (seconds); else start from a guess
     seed: int = 0  # of what is drawn for requests that bring no seed of their own
     deterministic: bool = False  # the same bits whatever else runs, on one machine and thread count; slower
+    # Hosts that graders of jobs (`train/grading/http.py`) may reach although their addresses are not public.
+    grader_hosts: tuple[str, ...] = ()
     # What spells a control token in prompts, messages and training data is that token; else it is text.
     allow_special_tokens: bool = False
 

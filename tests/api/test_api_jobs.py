@@ -6,7 +6,7 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from coserve.wire.messages import Fault, JobNote
+from coserve.wire.messages import Fault, JobNote, JobStep
 from serving import Play, World
 from training import Trainer, create, jsonl, started, stopped, upload, weighed
 
@@ -150,6 +150,63 @@ def test_hyperparameters_peft_and_optimizer(play: Play) -> None:
     play(story)
 
 
+def reinforcement(hyperparameters: Any = None, **grader: Any) -> dict[str, Any]:
+    settings = {"grader": grader, "hyperparameters": hyperparameters or {}}
+    return {"type": "reinforcement", "reinforcement": settings}
+
+
+def test_training_methods_reach_the_engine_and_are_shown(play: Play) -> None:
+    async def story(world: World) -> None:
+        file, trainer = await upload(world), Trainer(world)
+        dpo: Any = {
+            "type": "dpo",
+            "dpo": {"hyperparameters": {"beta": 0.3, "n_epochs": 2, "batch_size": "auto"}},
+        }
+        job: Any = await create(world, training_file=file, method=dpo)
+        await world.until(lambda: len(started(world)) == 1)
+        spec = started(world)[0]
+        assert spec.objective == {"type": "dpo", "beta": 0.3} and "objective" not in spec.options
+        assert job.method.type == "dpo" and job.method.supervised is None
+        shown = {**job.hyperparameters.model_dump(), "beta": 0.3}
+        assert job.method.dpo.hyperparameters.model_dump(exclude_none=True) == shown
+        figures = {"rewards/margins": 0.25, "rewards/accuracies": 1.0}
+        await trainer.start(job.id, steps=1)
+        await trainer.tell(JobStep(job.id, 1, 0.5, 40, 60, 1.0, 2e-4, 2.0, metrics=figures))
+        events = (await world.client().fine_tuning.jobs.list_events(job.id)).data
+        (told,) = [event.data for event in events if event.type == "metrics"]
+        assert told is not None and figures.items() <= told.items()  # type: ignore[attr-defined]
+        await trainer.checkpoint(job.id, 1)
+        await trainer.end(job.id, "succeeded", 1)
+        (result,) = (await world.client().fine_tuning.jobs.retrieve(job.id)).result_files
+        header, line = (await world.client().files.content(result)).text.splitlines()
+        assert header.endswith("seconds,rewards/accuracies,rewards/margins") and line.endswith(",1.0,0.25")
+
+        orpo = {"type": "orpo", "orpo": {"hyperparameters": {"beta": "auto"}}}
+        job = await create(world, training_file=file, extra_body={"method": orpo})
+        await world.until(lambda: len(started(world)) == 2)
+        assert started(world)[1].objective == {"type": "orpo"}
+
+        grader = {"type": "string_check", "reference": "{{item.answer}}", "operation": "eq"}
+        asked = {"group_size": 4, "max_tokens": 16, "clip": 0.2, "batch_size": 2}
+        job = await create(world, training_file=file, method=reinforcement(asked, **grader))
+        wanted = {"type": "reinforcement", "grader": grader, "group_size": 4, "max_tokens": 16, "clip": 0.2}
+        await world.until(lambda: len(started(world)) == 3)
+        assert started(world)[2].objective == wanted and started(world)[2].options["batch_size"] == 2
+        assert job.method.reinforcement.grader.type == "string_check"
+
+    play(story)
+
+
+def test_a_validation_file_is_for_supervised_jobs(play: Play) -> None:
+    async def story(world: World) -> None:
+        file = await upload(world)
+        with pytest.raises(openai.BadRequestError, match="for supervised jobs") as refused:
+            await create(world, training_file=file, validation_file=file, method={"type": "dpo"})
+        assert refused.value.param == "validation_file"
+
+    play(story)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -163,7 +220,20 @@ def test_hyperparameters_peft_and_optimizer(play: Play) -> None:
         ({"hyperparameters": {"batch_size": "many"}}, "hyperparameters.batch_size"),
         ({"extra_body": {"optimizer": {"learning_rate": -1}}}, "optimizer.learning_rate"),
         ({"extra_body": {"optimizer": {"betas": [0.9, 1.0]}}}, "optimizer.betas"),
-        ({"method": {"type": "dpo"}}, "method.type"),
+        ({"method": {"type": "grpo"}}, "method.type"),
+        ({"method": {"type": "dpo", "orpo": {}}}, "orpo is of another"),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"betta": 1}}}}, "did you mean 'beta'?"),
+        ({"method": {"type": "orpo", "orpo": {"hyperparameters": {"beta": 0}}}}, "beta"),
+        ({"method": {"type": "reinforcement"}}, "with a grader"),
+        ({"method": reinforcement(type="score_model")}, "no grader 'score_model'"),
+        ({"method": reinforcement(type="python", function="x")}, "no grader 'python'"),
+        ({"method": reinforcement(type="regex", pattern="(")}, "no regular expression"),
+        ({"method": reinforcement(type="http", url="http://127.0.0.1:1/")}, "not public"),
+        (
+            {"method": reinforcement(type="http", url="http://[::1]/", allowed_hosts=["::1"])},
+            "no field 'allowed_hosts'",
+        ),
+        ({"method": reinforcement({"group_size": 1}, type="regex", pattern="a")}, "group_size"),
         ({"suffix": "a b"}, "suffix"),
         ({"suffix": "a" * 65}, "suffix"),
         ({"seed": -1}, "seed"),

@@ -54,6 +54,24 @@ def finetune(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="A field of the optimizer, such as learning_rate=1e-4."),
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="supervised, dpo or orpo (pairs of answers), reinforcement (prompts and a --grader)."
+        ),
+    ] = None,
+    method_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="A hyperparameter of the method, such as beta=0.1; may be repeated."
+        ),
+    ] = None,
+    grader: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True, help="JSON of the grader for reinforcement."
+        ),
+    ] = None,
     base: Annotated[
         str | None,
         typer.Option(
@@ -88,6 +106,7 @@ def finetune(
     hyperparameters = given(
         n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
     )
+    training = _method(method, _pairs("--method-option", method_option) or {}, grader, hyperparameters)
     access = given(
         base=base, base_ca=base_ca, base_pin=base_pin, base_certificate=base_certificate, base_key=base_key,
         base_privacy=base_privacy,
@@ -97,7 +116,7 @@ def finetune(
 
         server = given(
             validation_file=validation_file, suffix=suffix, url=url, api_key=api_key, detach=detach or None,
-            json=as_json or None,
+            json=as_json or None, method=method, method_option=method_option, grader=grader,
         )  # fmt: skip
         finetune_here(
             file, model, access, output, server, hyperparameters | given(seed=seed), ours.get("peft", {}),
@@ -111,7 +130,8 @@ def finetune(
             validation_file=None if validation_file is None else _upload(client, validation_file),
             suffix=suffix,
             seed=seed,
-            hyperparameters=hyperparameters or None,
+            hyperparameters=hyperparameters or None if training is None else None,
+            method=training,
             **ours,
         )
         job = client.post("/v1/fine_tuning/jobs", body)
@@ -141,6 +161,23 @@ def _packed(saved: Path, folder: Path) -> Path:
         for _, row in column_rows(saved, saved.name, LONGEST, MOST_UNPACKED):
             file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
     return packed
+
+
+def _method(
+    name: str | None, own: dict[str, Any], grader: Path | None, hyperparameters: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The body's `method`; None where no flag asks for one. Raises ConfigError."""
+    if name is None:
+        if own or grader is not None:
+            raise ConfigError("--method-option and --grader need a --method")
+        return None
+    settings: dict[str, Any] = {"hyperparameters": {**hyperparameters, **own}}
+    if grader is not None:
+        try:
+            settings["grader"] = json.loads(grader.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"--grader {grader}: expected JSON; {error}") from error
+    return {"type": name, name: settings}
 
 
 def _pairs(flag: str, given: list[str] | None) -> dict[str, Any] | None:

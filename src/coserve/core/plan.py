@@ -63,7 +63,9 @@ class MicroBatchStart:
     labels are shifted to the rows that predict them. The loss is the mean over `step_labels`, the labels of
     the whole optimizer step. `dropout_seed` seeds dropout. One that is `forward_only` gets no gradient; of
     one that `reports`, the result has the `MicroBatchOutput`. Micro-batches of one forward_backward have the
-    same `pass_number`; their gradients can be dropped without those of earlier ones.
+    same `pass_number`; their gradients can be dropped without those of earlier ones. One for `reference` is
+    forward only, and passes what the job's training is compared with (`OpenSession.reference`) instead of the
+    adapter in training.
     """
 
     key: int
@@ -79,6 +81,7 @@ class MicroBatchStart:
     forward_only: bool = False
     reports: bool = False
     pass_number: int = 0
+    reference: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +273,7 @@ class Updated:
     learning_rate: float
     version: str  # key of the adapter version this step published
     tokens: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the job's objective, by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,8 +202,8 @@ class MicroBatch:
 
     `tokens` and `labels` have an entry for each row, or are empty where only counts matter. `step_labels`
     counts the labels of the whole optimizer step, and `dropout_seed` seeds dropout. One that is
-    `forward_only` passes the tail for log-probabilities, and is done. For `reports` and `pass_number` see
-    `core.plan.MicroBatchStart`.
+    `forward_only` passes the tail for log-probabilities, and is done. For `reports`, `pass_number` and
+    `reference` see `core.plan.MicroBatchStart`.
 
     An adapter's virtual tokens precede every example: `prefix` of them as given keys and values, then
     `prompt` as rows. Those rows are the first of `lengths`, once for all examples.
@@ -232,6 +232,7 @@ class MicroBatch:
     forward_only: bool = False
     reports: bool = False
     pass_number: int = 0
+    reference: bool = False
     direction: Direction = Direction.TRAIN_FORWARD
     frontier: int = 0
     paused: list[PausedWindow] = field(default_factory=list)

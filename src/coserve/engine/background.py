@@ -25,6 +25,10 @@ class Background:
         """A separate pool with the same inbox, for work that must not queue behind other work."""
         return Background(self._inbox, threads, name)
 
+    def close(self) -> None:
+        """Ends the threads once they have done what they have begun; the rest is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def do(self, what: str, work: Callable[[], _T], then: Callable[[Outcome[_T]], None]) -> None:
         """Runs `work` on a thread; the loop then calls `then` with its result or its error, whose text names
         the work as `what`.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -12,12 +12,11 @@ from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import PreparedJob
-from coserve.errors import ConfigError
 from coserve.executors.executor import FreshAdapter, TraceLayers
-from coserve.jobs import datasets
 from coserve.train.config import TrainingConfig
-from coserve.train.example import Prepared, prepare
+from coserve.train.example import Prepared
 from coserve.train.fresh import sketch_adapter
+from coserve.train.objectives import objective_of
 from coserve.train.pruning.plan import foresee
 from coserve.train.state import TrainingState
 from coserve.wire.messages import JobSpec, OpenTraining
@@ -28,13 +27,8 @@ _FIRST: Final = 512  # examples read: a job needs at least the bytes for a part 
 def read_beginning(engine: Engine, spec: JobSpec) -> PreparedJob:
     """Reads the job with only the first examples of its data. Takes no lock: steps go on meanwhile. Raises
     DataError, AdapterError or ConfigError."""
-    if (text := engine.text) is None:
-        raise ConfigError("training on text needs a tokenizer, and the engine was given none")
-
-    def read(config: TrainingConfig) -> Prepared:
-        records = islice(datasets.read(Path(spec.data)), _FIRST)
-        return prepare(records, text.tokenizer, config.loss_on, config.max_length, text.allow_special_tokens)
-
+    objective = objective_of(spec.objective, engine.config.grader_hosts)
+    read = partial(engine.prepare, Path(spec.data), objective=objective, most=_FIRST)
     return prepare_job(engine, spec, spec.job, read)
 
 
@@ -48,13 +42,17 @@ def prepare_job(
     """Reads a job's start for `adapter` and, by `read`, its data. Takes no lock: steps go on meanwhile.
     Raises AdapterError, ConfigError, and what `read` does."""
     config, methods = convert(spec.options, TrainingConfig, "options"), settings_of(spec.method)
+    objective = objective_of(spec.objective, engine.config.grader_hosts)
     if resume is None:
         first, start = _first(engine, adapter, methods, config, spec.start_from)
     else:
         first = start = resume.adapter
+    reference = None
+    if objective.has_reference and spec.start_from is not None:
+        _, reference = _first(engine, adapter, methods, config, spec.start_from)
     data = read(config)
     _foresee(engine, first, config, methods if start is None else None)
-    return PreparedJob(spec.job, adapter, data, methods, config, start, resume)
+    return PreparedJob(spec.job, adapter, data, methods, config, start, resume, objective, reference)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.memory import EngineMemory
 from coserve.engine.paged import PagedAdapters
+from coserve.engine.reading import Data, read_data
+from coserve.engine.rollouts import SCOPE, Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.engine.stats import count
 from coserve.engine.training import Training
@@ -44,7 +46,6 @@ from coserve.executors.executor import (
     ReadAdapter,
 )
 from coserve.executors.opening import open_executor
-from coserve.jobs import datasets
 from coserve.memory.pages import PagePool
 from coserve.model.sampling_table import check_sampling
 from coserve.schedule.config import SchedulerConfig
@@ -56,13 +57,13 @@ from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import GUESS, Swapping
 from coserve.text import Text
 from coserve.train.config import TrainingConfig
-from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
+from coserve.train.example import Prepared, check_fit
 from coserve.train.needs import Steps
+from coserve.train.objectives import Objective, Supervised, objective_of
 from coserve.train.state import TrainingState
 from coserve.wire.messages import EngineStats
 
 Messages = Sequence[Mapping[str, str]]
-Data = str | Path | Sequence[Mapping[str, Any]] | Sequence[Example]
 Prompt = str | Sequence[int] | Messages
 
 
@@ -112,7 +113,10 @@ class Engine:
         )
         own = self.executor, self.base, self.bank, self.scheduler, admission
         self.sessions = Sessions(*own, self._drive, self._lock)
-        self.training = Training(*own, self.sessions, self._drive, self.save_adapter, self._lock)
+        self.rollouts = Rollouts(self.generate, self.text, self._others_wait, config.max_running)
+        self.training = Training(
+            *own, self.sessions, self.rollouts, self._drive, self.save_adapter, self._lock
+        )
         if config.calibrate:
             self.calibrate()
 
@@ -151,6 +155,9 @@ class Engine:
             self._publish(result)
             events = self.scheduler.apply(result, self.clock())
             for event in events:
+                self._deliver(event)
+            for event in self.rollouts.advance():
+                events.append(event)
                 self._deliver(event)
             self.memory.return_excess()
             return [e for e in events if not (isinstance(e, JobFailed) and e.job in self.jobs)]  # retried
@@ -299,23 +306,29 @@ class Engine:
         job: str | None = None,
         resume: TrainingState | None = None,
         keeping: Keeping | None = None,
+        objective: str | Mapping[str, Any] | Objective = Supervised(),
     ) -> FineTuning:
         """Starts training `adapter` and returns the job's handle.
 
         `data` is a JSONL or text file, records with the fields of such a file's, or token examples. Every
         optimizer step publishes a version, which `generate` uses from then on. `method` is the settings of an
-        adapter method, such as LoRAConfig, or a sequence of several that form one adapter. `start_from` is an
-        adapter, or a loaded one's name, to continue from (its own settings count then). `job` is the job's
-        id; the id of an ended job may be used again. `resume` is the state at which the same job continues.
-        `keeping` receives the states to keep. Raises DataError, AdapterError or JobError.
+        adapter method, such as LoRAConfig, or a sequence of several that form one adapter. `objective` is
+        what steps minimise (`train.objectives`), or its name, which may also be given as `method`.
+        `start_from` is an adapter, or a loaded one's name, to continue from (its own settings count then).
+        `job` is the job's id; the id of an ended job may be used again. `resume` is the state at which the
+        same job continues. `keeping` receives the states to keep. Raises DataError, AdapterError or JobError.
         """
-        prepared = data if isinstance(data, Prepared) else self.prepare(data, training)
+        if isinstance(method, str):
+            objective, method = method, LoRAConfig()
+        aim = objective_of(objective)
+        prepared = data if isinstance(data, Prepared) else self.prepare(data, training, aim)
         with self._lock:
             start = self.weights(start_from) if isinstance(start_from, str) else start_from
             methods = tuple(method) if isinstance(method, Sequence) else (method,)
             asked = PreparedJob(
                 job or f"job-{self.training.started + 1}", adapter, prepared, methods, training,
-                start if resume is None else resume.adapter, resume,
+                start if resume is None else resume.adapter, resume, aim,
+                start if aim.has_reference else None,
             )  # fmt: skip
             return self.training.start(asked, keeping)
 
@@ -343,17 +356,16 @@ class Engine:
             self.training.refuse_taken(name)
             return self.sessions.open(name, adapter, methods, training, start)
 
-    def prepare(self, data: Data, training: TrainingConfig = TrainingConfig()) -> Prepared:
-        """Reads, checks and tokenizes training data. Raises DataError. Takes no lock: steps go on
-        meanwhile."""
-        if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], Example):
-            prepared = prepare_examples(cast(Sequence[Example], data), training.max_length)
-        elif self.text is None:
-            raise ConfigError("training on text needs a tokenizer, and the engine was given none")
-        else:
-            records, text = datasets.read(cast(datasets.Source, data)), self.text
-            options = training.loss_on, training.max_length, text.allow_special_tokens
-            prepared = prepare(records, text.tokenizer, *options)
+    def prepare(
+        self,
+        data: Data,
+        training: TrainingConfig = TrainingConfig(),
+        objective: Objective = Supervised(),
+        most: int | None = None,
+    ) -> Prepared:
+        """Reads, checks and tokenizes training data, of it the first `most` records. Raises DataError. Takes
+        no lock: steps go on meanwhile."""
+        prepared = read_data(data, training, objective, self.text, most)
         check_fit(prepared, self.base.max_positions, self.base.vocabulary)
         return prepared
 
@@ -367,7 +379,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Tells whether a step would do anything."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.rollouts.has_work
 
     @property
     def _is_stuck(self) -> bool:
@@ -398,6 +410,10 @@ class Engine:
         result = self.executor.collect()
         assert result is not None, "a plan that was launched has a result"
         return result
+
+    def _others_wait(self) -> bool:
+        """Tells whether a request waits for room that is no job's rollout."""
+        return any(not (s.request.scope or "").startswith(SCOPE) for s in self.scheduler.waiting)
 
     def _read_stored(self, stored: StoredVersion) -> int:
         """Loads a stored version onto the device; returns its bytes there. Runs on the reader's thread."""
@@ -475,7 +491,7 @@ class Engine:
         """Runs one step if there is anything to do; callers on other threads take the lock before it."""
         self.arrivals.give_way()
         with self._lock:
-            if not self.scheduler.has_work:
+            if not self.has_work:
                 return False
             self._step(interruptible=True)  # who else has requests is on another thread, and announces them
             return True
@@ -493,10 +509,8 @@ class Engine:
                 self._complete(event.key, event.finish_reason)
             case RequestFailed():
                 self._complete(event.key, FinishReason.CANCELLED, event.error)
-            case StepDone() | JobFailed():
+            case PassDone() | StepDone() | JobFailed():
                 self.training.deliver(event)
-                self.sessions.deliver(event)
-            case PassDone():
                 self.sessions.deliver(event)
 
     def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:

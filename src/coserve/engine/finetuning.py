@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Protocol
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.core.events import StepDone
 from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.errors import ConfigError, CoserveError, OutOfMemory
@@ -14,6 +13,7 @@ from coserve.model.base import Base
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
 from coserve.train.fresh import sketch_adapter
+from coserve.train.objectives import SUPERVISED, Objective, Reinforcement
 from coserve.train.state import TrainingState
 
 
@@ -35,7 +35,8 @@ class Keeping:
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
     """A fine-tuning job with its data read. `methods` are the settings of its adapter's methods; `start` is
-    the version that training begins with, None for a fresh one; `resume` is the state to resume from."""
+    the version that training begins with, None for a fresh one; `resume` is the state to resume from.
+    `reference` is the adapter that an objective with a reference compares with, None for the base alone."""
 
     job: str
     adapter: str
@@ -44,6 +45,29 @@ class PreparedJob:
     config: TrainingConfig
     start: AdapterVersion | None = None
     resume: TrainingState | None = None
+    objective: Objective = SUPERVISED
+    reference: AdapterVersion | None = None
+
+    @property
+    def units(self) -> int:
+        """Number of examples, pairs or prompts."""
+        return len(self.data.examples) // self.objective.group
+
+    @property
+    def answer_tokens(self) -> int:
+        """The most tokens of an answer that is sampled for training; 0 where none is."""
+        return self.objective.max_tokens if isinstance(self.objective, Reinforcement) else 0
+
+    @property
+    def answers(self) -> int:
+        """Answers to each prompt; each is an example of its own."""
+        return self.objective.group_size if isinstance(self.objective, Reinforcement) else 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows of each unit, or of each answer to one."""
+        group, rows = self.objective.group, [len(example) for example in self.data.examples]
+        return [sum(rows[i : i + group]) + self.answer_tokens for i in range(0, len(rows), group)]
 
     def first(self, base: Base) -> AdapterVersion:
         """The adapter that training begins with; a fresh one without values."""
@@ -138,9 +162,10 @@ class FineTuning:
         """Writes the adapter's newest version in PEFT's format."""
         self._trainer.save(self.adapter, folder)
 
-    def take(self, event: StepDone) -> None:
-        self.history.append(event.updated)
-        step, keeping = event.updated.step, self._keeping
+    def take(self, updated: Updated) -> None:
+        """Notes an optimizer step."""
+        self.history.append(updated)
+        step, keeping = updated.step, self._keeping
         if keeping is not None and (step == self.steps or step % keeping.every == 0):
             keeping.take(self._trainer.state(self.job))
 

@@ -7,9 +7,11 @@ reported after all its checkpoints.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -17,7 +19,6 @@ from coserve.adapters.bypass import exact_type
 from coserve.core.contained import contained
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.job_status import JobStatus
-from coserve.core.plan import Updated
 from coserve.engine.background import Background, Outcome
 from coserve.engine.best_checkpoint import BestCheckpoint
 from coserve.engine.checking import prepare_job
@@ -28,7 +29,9 @@ from coserve.engine.served_job import PendingCheckpoint, ReadJob, ServedJob, lea
 from coserve.errors import CoserveError, DataError, JobError
 from coserve.schedule.training_queue import starved_since
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
-from coserve.train.example import Example
+from coserve.train.config import TrainingConfig
+from coserve.train.example import Example, Prepared
+from coserve.train.objectives import objective_of
 from coserve.train.state import TrainingState
 from coserve.wire.messages import (
     Fault,
@@ -45,6 +48,8 @@ from coserve.wire.messages import (
     StartJob,
 )
 
+_GRADERS: Final = 4  # threads for the grader of a job
+
 
 def fault_of(error: CoserveError) -> Fault:
     return Fault(type(error).__name__, str(error))
@@ -59,6 +64,8 @@ class Jobs:
         self._numbered = 0
         self._unacknowledged: deque[Numbered] = deque()
         self._fresh: list[Numbered] = []  # not reported on this connection
+        # Threads of its own for each job's grader: a slow one delays its own job alone.
+        engine.rollouts.asides = lambda: background.another(_GRADERS, "grader")
 
     # Commands of a server
 
@@ -157,7 +164,7 @@ class Jobs:
         """Handles a step's events of jobs."""
         for event in events:
             if isinstance(event, StepDone) and (job := self._jobs.get(event.job)):
-                self._stepped(job, event.updated)
+                self._stepped(job)
             elif isinstance(event, JobFailed) and (job := self._jobs.get(event.job)):
                 self._end(job, JobStatus.FAILED, event.error)
         for job in list(self._jobs.values()):
@@ -247,8 +254,9 @@ class Jobs:
         if handle.status == JobStatus.SUCCEEDED:  # nothing was left to do
             self._end(job, JobStatus.SUCCEEDED)
 
-    def _stepped(self, job: ServedJob, updated: Updated) -> None:
-        now = self._engine.clock()
+    def _stepped(self, job: ServedJob) -> None:
+        assert job.handle is not None
+        now, updated = self._engine.clock(), job.handle.history[-1]  # with what its objective adds
         job.step = updated.step
         self._tell(
             JobStep(
@@ -260,10 +268,10 @@ class Jobs:
                 grad_norm=updated.grad_norm,
                 learning_rate=updated.learning_rate,
                 seconds=now - job.last,
+                metrics=dict(updated.metrics),
             )
         )
         job.last = now
-        assert job.handle is not None
         if job.handle.status == JobStatus.SUCCEEDED:
             self._end(job, JobStatus.SUCCEEDED)
         elif job.handle.error is not None:  # an error after a step
@@ -371,7 +379,7 @@ def _started(job: str, step: int, steps: int, prepared: PreparedJob) -> JobStart
         job=job,
         step=step,
         steps=steps,
-        examples=len(data.examples),
+        examples=prepared.units,
         tokens=data.tokens,
         truncated=data.truncated,
         dropped=data.dropped,
@@ -381,6 +389,12 @@ def _started(job: str, step: int, steps: int, prepared: PreparedJob) -> JobStart
     )
 
 
+def _data(engine: Engine, spec: JobSpec) -> Callable[[TrainingConfig], Prepared]:
+    """Reads the job's data."""
+    objective = objective_of(spec.objective, engine.config.grader_hosts)
+    return partial(engine.prepare, Path(spec.data), objective=objective)
+
+
 def _read(engine: Engine, spec: JobSpec) -> ReadJob:
     """Reads everything a job needs; steps go on meanwhile."""
     name, base = _adapter_of(spec.job), engine.base
@@ -388,7 +402,7 @@ def _read(engine: Engine, spec: JobSpec) -> ReadJob:
     resume = None
     if checkpoint is not None:
         resume = read_checkpoint(checkpoint.path, name, base, exact_type(base.dtype))
-    prepared = prepare_job(engine, spec, name, partial(engine.prepare, Path(spec.data)), resume)
+    prepared = prepare_job(engine, spec, name, _data(engine, spec), resume)
     validation: tuple[Example, ...] = ()
     if spec.validation is not None:
         try:

@@ -18,6 +18,7 @@ from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.plan import AdamW, OptimStep
 from coserve.core.training import AdamParams, Datum
 from coserve.engine.admission import Admission
+from coserve.engine.aside import at_once
 from coserve.engine.training_client import (
     CallOperation,
     Operation,
@@ -79,15 +80,6 @@ class _Session:
         return SessionConfig(self.config.keep, self.packing.buckets.pad_rows(self.config.rows))
 
 
-def _at_once(what: str, work: Callable[[], T], then: Then[T]) -> None:
-    """Runs `work` now, and `then` with its outcome."""
-    try:
-        outcome: T | CoserveError = work()
-    except BaseException as error:
-        outcome = contained(error, what, JobError)
-    then(outcome)
-
-
 class Sessions:
     """All sessions of one engine; a `SessionHost`. `aside(what, work, then)` runs work on files, and `then`
     between two steps: at once, or on a thread of a server."""
@@ -104,7 +96,7 @@ class Sessions:
     ) -> None:
         self.clients: dict[str, TrainingClient] = {}  # of sessions that have not ended, by name
         self.opened = 0  # sessions that ever were
-        self.aside: Callable[[str, Callable[[], Any], Then[Any]], None] = _at_once
+        self.aside: Callable[[str, Callable[[], Any], Then[Any]], None] = at_once
         self._executor, self._base, self._bank = executor, base, bank
         self._scheduler, self._admission = scheduler, admission
         self._drive, self._lock = drive, lock

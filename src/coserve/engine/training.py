@@ -1,19 +1,21 @@
 """All fine-tuning jobs of one engine, from admission to their end."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from coserve.adapters.bank import AdapterBank, check_name
 from coserve.adapters.paging.stored import KnownVersion
 from coserve.core.contained import contained
-from coserve.core.events import JobFailed, StepDone
+from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.job_status import JobStatus
-from coserve.core.sequence import MicroBatch
 from coserve.engine.admission import Admission
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
+from coserve.engine.job_steps import make_steps
+from coserve.engine.rollouts import Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
 from coserve.executors.executor import (
@@ -28,9 +30,11 @@ from coserve.model.base import Base
 from coserve.schedule.scheduler import Scheduler
 from coserve.train.example import check_room
 from coserve.train.fitting import JobSize, rank_of
+from coserve.train.objectives import Reinforcement
+from coserve.train.reinforced import ReinforcedSteps
 from coserve.train.save_policy import SavePolicy
 from coserve.train.state import TrainingState
-from coserve.train.supervised import SupervisedSteps, count_steps
+from coserve.train.steps import JobSteps, StepWork, count_steps
 
 
 class Training:
@@ -47,24 +51,26 @@ class Training:
         scheduler: Scheduler,
         admission: Admission,
         sessions: Sessions,
+        rollouts: Rollouts,
         drive: Callable[[], bool],
         save: Callable[[str, str | Path], None],
         lock: AbstractContextManager[bool],
     ) -> None:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
         self.started = 0  # jobs that ever were
-        self.admission, self._sessions = admission, sessions
+        self.admission, self._sessions, self._rollouts = admission, sessions, rollouts
         self._executor, self._scheduler = executor, scheduler
         self._base, self._bank = base, bank
         self._drive, self._save, self._lock = drive, save, lock
-        self._steps: dict[str, SupervisedSteps] = {}  # of jobs that train
+        self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
     def check(self, prepared: PreparedJob) -> JobSize:
         """Returns a job's size. Raises AdapterError, DataError, or OutOfMemory where the job would not fit
         even alone."""
         with self._lock:
             size = self._size(prepared)
-            check_room(prepared.data.examples, self._base.max_positions, size.adapter.virtual.count)
+            virtual = size.adapter.virtual.count + prepared.answer_tokens
+            check_room(prepared.data.examples, self._base.max_positions, virtual)
             self.admission.check(prepared.job, size)
             return size
 
@@ -75,7 +81,7 @@ class Training:
             self.refuse_while_trained(prepared.adapter)
             self.refuse_taken(prepared.job)
             size = self.check(prepared)
-            steps = count_steps(len(prepared.data.examples), prepared.config)
+            steps = count_steps(prepared.units, prepared.config)
             handle = FineTuning(prepared, steps, self, keeping)
             if self.admission.enter(handle, size, partial(self._start_admitted, handle)):
                 self._start(handle, prepared)
@@ -106,14 +112,16 @@ class Training:
         if job in self.jobs or job in self._sessions.clients:
             raise JobError(f"there is a job {job!r} already, and it has not ended")
 
-    def deliver(self, event: StepDone | JobFailed) -> None:
+    def deliver(self, event: PassDone | StepDone | JobFailed) -> None:
         """Handles a step's event for a job."""
         if (handle := self.jobs.get(event.job)) is None:
             return
         try:
-            if isinstance(event, StepDone):
-                self._steps[event.job].ended(event.updated.version)
-                handle.take(event)
+            if isinstance(event, PassDone):
+                self._steps[event.job].passed(event.outputs)
+                self._feed(event.job)
+            elif isinstance(event, StepDone):
+                handle.take(self._steps[event.job].ended(event.updated))
                 if handle.is_under_way:  # a listener to the step may have ended the job
                     self._feed(event.job)
             elif not self._goes_on_smaller(event):
@@ -142,8 +150,9 @@ class Training:
     def state(self, job: str) -> TrainingState:
         """See `Trainer`."""
         with self._lock:
-            if job in self._steps:
-                return self._executor.call(SaveState(job))
+            if (steps := self._steps.get(job)) is not None:
+                state = self._executor.call(SaveState(job))
+                return state if steps.loss is None else replace(state, loss=steps.loss)
             handle = self.jobs.get(job)
             if handle is not None and handle.prepared is not None and handle.prepared.resume is not None:
                 return handle.prepared.resume
@@ -153,10 +162,13 @@ class Training:
 
     def _size(self, prepared: PreparedJob) -> JobSize:
         """The job's size; a fresh adapter is counted by its shapes."""
-        lengths = [len(example) for example in prepared.data.examples]
         is_fresh, seed = prepared.start is None, prepared.config.seed
         rank = rank_of(self._base, prepared.adapter, prepared.methods, seed) if is_fresh else None
-        return JobSize(prepared.first(self._base), lengths, prepared.config, rank)
+        has_reference = prepared.reference is not None
+        first, lengths = prepared.first(self._base), prepared.lengths
+        return JobSize(
+            first, lengths, prepared.config, rank, answers=prepared.answers, has_reference=has_reference
+        )
 
     def _start(self, handle: FineTuning, prepared: PreparedJob) -> None:
         """Starts a job whose bytes are reserved."""
@@ -167,7 +179,7 @@ class Training:
             raise
         self.jobs[prepared.job] = handle
         try:
-            self._begin(prepared.job)
+            self._begin(prepared)
         except BaseException as error:
             self._fail(prepared.job, contained(error, f"job {prepared.job}", JobError))
             raise
@@ -177,21 +189,14 @@ class Training:
         assert handle.prepared is not None, "a job that waits"
         try:
             self._open(handle.prepared)
-            self._begin(handle.job)
+            self._begin(handle.prepared)
         except BaseException as error:
             self._fail(handle.job, contained(error, f"job {handle.job}", JobError))
 
     def _open(self, prepared: PreparedJob) -> None:
         """Opens a job's training session."""
-        virtual, data, resume = prepared.first(self._base).virtual, prepared.data, prepared.resume
         version = self._bank.next_version(prepared.adapter)
-        steps = SupervisedSteps(
-            prepared.job, f"{prepared.adapter}@{version}", data.examples, prepared.config, self._base.depth,
-            self._base.row_buckets, virtual.given_count, virtual.prompt_count, data.digest,
-            resume.step if resume else 0,
-        )  # fmt: skip
-        if resume is not None:
-            steps.identity.expect(resume.identity)
+        steps = make_steps(prepared, f"{prepared.adapter}@{version}", self._base)
         start = prepared.start
         if start is not None:
             for _, bypass in start.placed():
@@ -200,41 +205,60 @@ class Training:
         fresh = FreshAdapter.of(prepared.methods, prepared.config.seed) if start is None else None
         outline = self._executor.call(
             OpenSession(
-                prepared.job, prepared.adapter, version, steps.session, start, fresh, steps.identity, resume
+                prepared.job,
+                prepared.adapter,
+                version,
+                steps.session,
+                start,
+                fresh,
+                steps.identity,
+                prepared.resume,
+                prepared.reference,
             )
         )
         self._bank.publish(KnownVersion(prepared.adapter, version, outline))
         self._steps[prepared.job] = steps
 
-    def _begin(self, job: str) -> None:
+    def _begin(self, prepared: PreparedJob) -> None:
+        job, objective, steps = prepared.job, prepared.objective, self._steps[prepared.job]
         self.jobs[job].begin()
+        if isinstance(objective, Reinforcement) and isinstance(steps, ReinforcedSteps):
+            ready = partial(self._answered, job)
+            self._rollouts.start(steps, objective, prepared.data.references, ready)
         self._feed(job)
 
+    def _answered(self, job: str) -> None:
+        """Goes on with a job whose next answers are there, unless it trains on earlier ones."""
+        with self._lock:
+            steps = self._steps.get(job)
+            if steps is not None and not steps.is_under_way:
+                self._feed(job)
+
     def _feed(self, job: str) -> None:
-        """Gives the scheduler the job's next optimizer step, or ends the job."""
-        micro_batches = self._steps[job].next_step(iter(self._scheduler.new_key, None))
-        if micro_batches:
-            self._add(job, micro_batches)
-        else:
+        """Gives the scheduler the job's next work, or ends the job."""
+        steps = self._steps[job]
+        if (work := steps.next_work(iter(self._scheduler.new_key, None))) is not None:
+            self._add(job, work)
+        elif steps.is_over:
             self.end(job, JobStatus.SUCCEEDED)
 
-    def _add(self, job: str, micro_batches: Sequence[MicroBatch]) -> None:
-        weight, update = self.jobs[job].weight, self._steps[job].optim_step
-        self._scheduler.training.add(job, micro_batches, weight, update)
+    def _add(self, job: str, work: StepWork) -> None:
+        weight, is_pass = self.jobs[job].weight, work.update is None
+        self._scheduler.training.add(job, work.micro_batches, weight, work.update, is_pass)
 
     def _goes_on_smaller(self, event: JobFailed) -> bool:
         """Repeats the step of a job that ran out of memory with leaner settings, once; True if it does."""
         steps, handle = self._steps[event.job], self.jobs[event.job]
         if not isinstance(event.error, OutOfMemory) or handle.notes or not steps.is_under_way:
             return False
-        micro_batches = steps.smaller_step(iter(self._scheduler.new_key, None))
+        work = steps.smaller_work(iter(self._scheduler.new_key, None))
         self._executor.call(RestartStep(event.job, steps.session))
         self.admission.shrink(event.job, steps.config)
         handle.notes.append(
             f"{event.error}; step {steps.step + 1} runs again, and the job goes on, with "
             f"rows={steps.config.rows}, keep={SavePolicy.INPUTS.value}"
         )
-        self._add(event.job, micro_batches)
+        self._add(event.job, work)
         return True
 
     def _fail(self, job: str, error: CoserveError) -> None:
@@ -246,6 +270,7 @@ class Training:
     def _forget(self, job: str) -> None:
         """Frees the resources of a job whose session is closed, and drops its handle; its published version
         stays."""
+        self._rollouts.drop(job)
         self._scheduler.training.remove(job)
         self._steps.pop(job, None)
         self.jobs.pop(job, None)

@@ -130,7 +130,8 @@ class OpenSession(Command[Outline]):
     """Opens a training session under a job's name, and holds its first version, `adapter` at `version`.
 
     It starts from weights (`start`), from a fresh adapter (`fresh`), or from the job's saved state
-    (`resume`). `identity` is kept with saved states. Raises OutOfMemory, AdapterMismatch.
+    (`resume`). `identity` is kept with saved states. Micro-batches for reference pass `reference`, or the
+    base without an adapter. Raises OutOfMemory, AdapterMismatch.
     """
 
     job: str
@@ -141,6 +142,7 @@ class OpenSession(Command[Outline]):
     fresh: FreshAdapter | None = None
     identity: Identity | None = None
     resume: TrainingState | None = None
+    reference: AdapterVersion | None = None
     reply = Outline
 
 

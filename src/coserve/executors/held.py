@@ -133,6 +133,7 @@ class HeldState:
                 command.identity,
                 command.resume,
                 self._make_offload,
+                command.reference,
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

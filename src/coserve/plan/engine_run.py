@@ -66,7 +66,7 @@ class EngineRun:
                 yield Stage.BACKWARD
             self.optimizer = _held(engine)
             (updated,) = engine.executor.run(Plan(updates=(steps.optim_step,))).updated.values()
-            steps.ended(updated.version)
+            steps.ended(updated)
         yield Stage.STEP
 
     def config(self, memory: int, base_memory: int | None = None) -> EngineConfig:

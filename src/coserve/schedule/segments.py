@@ -113,6 +113,7 @@ def batch_start(batch: MicroBatch) -> MicroBatchStart:
         forward_only=batch.forward_only,
         reports=batch.reports,
         pass_number=batch.pass_number,
+        reference=batch.reference,
     )
 
 

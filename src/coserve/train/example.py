@@ -3,10 +3,10 @@
 import hashlib
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from coserve.errors import ConfigError, DataError
 from coserve.jobs.formats import ChatRecord, CompletionRecord, SupervisedRecord
@@ -44,13 +44,15 @@ class Example:
 class Prepared:
     """A tokenised data set. `truncated` examples lost their ends; `dropped` ones had no label left.
 
-    `digest` is the SHA-256 of the examples' content and order.
+    `digest` is the SHA-256 of the examples' content and order. Prompts have `references`, one for each, that
+    graders compare answers with.
     """
 
     examples: tuple[Example, ...]
     truncated: int = 0
     dropped: int = 0
     digest: str = ""
+    references: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -42,11 +42,16 @@ class JobSize:
     is_session: bool = (
         False  # data of unknown lengths, at most `config.rows` in a micro-batch; see `job_needs`
     )
+    answers: int = 1  # examples of each of these lengths
+    has_reference: bool = False  # another adapter of the same shape beside the one in training
 
     def needs(self, base: Base, steps: Steps) -> JobNeeds:
         """Bytes of the job on an engine with the limits `steps`."""
         if not self.is_session:
-            return job_needs(base, self.adapter, self.lengths, self.config, steps)
+            lengths = [length for length in self.lengths for _ in range(self.answers)]
+            config = replace(self.config, batch_size=self.config.batch_size * self.answers)
+            versions = 2 + self.has_reference
+            return job_needs(base, self.adapter, lengths, config, steps, versions=versions)
         full = max(self.config.rows - self.adapter.virtual.prompt_count, 1)
         config = replace(self.config, batch_size=steps.in_flight)
         return job_needs(base, self.adapter, [full] * steps.in_flight, config, steps, accumulates=True)

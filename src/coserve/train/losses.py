@@ -106,6 +106,20 @@ def _dpo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings
     return -F.logsigmoid(settings["beta"] * (gained[0::2] - gained[1::2])).sum()
 
 
+def _orpo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+    """Odds ratio preference optimisation (Hong et al. 2024, equations 4 to 7). Example 2k is preferred to
+    2k + 1; an answer's probability is the geometric mean of its tokens'."""
+    pairs = int(examples.max()) // 2 + 1
+    sums = logprobs.new_zeros(2, 2 * pairs)
+    sums = sums.index_add(1, examples, torch.stack([logprobs, torch.ones_like(logprobs)]))
+    means = sums[0] / sums[1].clamp_min(1.0)
+    # The odds of a probability of one are infinite: beyond 1 - 1e-6 they count as constant.
+    bounded = means.clamp_max(-1e-6)
+    log_odds = bounded - torch.log(-torch.expm1(bounded))
+    ratio = F.logsigmoid(log_odds[0::2] - log_odds[1::2])
+    return -(means[0::2] + settings["beta"] * ratio).sum()
+
+
 _SAMPLED: Final = ("logprobs", "advantages")  # of the policy that sampled, and of what it sampled
 _CLIP: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
@@ -119,6 +133,7 @@ LOSSES: Final[Mapping[str, Loss]] = {
         _gspo, (*_SAMPLED, "sequence_ratio_mask"), _CLIP, couples=True, defaults={"sequence_ratio_mask": 1.0}
     ),
     "dpo": Loss(_dpo, inputs=("reference",), settings={"beta": 0.1}, couples=True, group=2),
+    "orpo": Loss(_orpo, settings={"beta": 0.1}, couples=True, group=2),
 }
 
 

@@ -5,6 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.core.plan import MicroBatchOutput, MicroBatchStart
 from coserve.kernels.dropout import Mask
@@ -23,7 +24,8 @@ class MicroBatchState:
     """A micro-batch of the optimizer step under way.
 
     Its store, tail and backward are made when a window first needs them. `loss` is summed over its `labels`,
-    None until the last window has come back, or has passed the tail where that is all.
+    None until the last window has come back, or has passed the tail where that is all. Its rows pass the
+    adapter in training, or `reference` if given.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class MicroBatchState:
         weights: MasterWeights,
         fates: Fates,
         arena: Arena | None = None,
+        reference: AdapterVersion | None = None,
     ) -> None:
-        self.start, self.fates = start, fates
+        self.start, self.fates, self._reference = start, fates, reference
         self.labels = sum(label != IGNORED for label in start.labels)
         self.loss: Tensor | None = None
         self._logprobs: Tensor | None = None  # of one that reports, with the loss
@@ -43,7 +46,7 @@ class MicroBatchState:
     @cached_property
     def store(self) -> ActivationStore:
         """Activations of its windows, for each other and for backward."""
-        start, virtual = self.start, self._weights.in_graph.virtual
+        start, virtual = self.start, self._adapter.virtual
         tokens, labels = (torch.tensor(x, device=self._base.device) for x in (start.tokens, start.labels))
         return ActivationStore(self._base, start.lengths, tokens, labels, self.fates, self._arena, virtual)
 
@@ -63,7 +66,7 @@ class MicroBatchState:
     def bypasses(self, window: Window) -> Bypasses:
         """The version in training, as applied to the rows of `window`: with their dropout, and its prompts in
         place of the first rows' embeddings."""
-        adapter, seed = self._weights.in_graph, self.start.dropout_seed
+        adapter, seed = self._adapter, self.start.dropout_seed
         found = adapter.bypasses
         if not self.start.forward_only and any(bypass.dropout for _, bypass in adapter.placed()):
             found = Bypasses.of(
@@ -71,6 +74,10 @@ class MicroBatchState:
                 for place, bypass in adapter.placed()
             )
         return adapter.virtual.embedded(found, window.before, window.prompt)
+
+    @property
+    def _adapter(self) -> AdapterVersion:
+        return self._weights.in_graph if self._reference is None else self._reference
 
     def finish(self) -> None:
         """Ends a micro-batch after its last window; its loss stays for the optimizer step."""

@@ -59,9 +59,11 @@ def job_needs(
     config: TrainingConfig,
     steps: Steps,
     accumulates: bool = False,
+    versions: int = 2,
 ) -> JobNeeds:
     """Bytes of a job, from its examples' `lengths` in tokens. The adapter may be shapes alone. One that
-    `accumulates` gradients of several passes has them twice during all but the first."""
+    `accumulates` gradients of several passes has them twice during all but the first. So many `versions` of
+    the adapter, in the base's type, are there at once: two for a moment at each optimizer step."""
     virtual = adapter.virtual
     largest, at_once = rows_at_once(lengths, config, steps.in_flight, virtual.prompt_count, base.row_buckets)
     numbers, published = _adapter_bytes(adapter, base.dtype)
@@ -70,9 +72,9 @@ def job_needs(
     keeps_inputs = config.keep is SavePolicy.INPUTS and not base.makes_calls
     kept = 0.0 if keeps_inputs else fates_of(base, adapter, config.keep, largest).nbytes
     own = {
-        # Master weights and their gradients are always there, and for a moment two versions.
+        # Master weights and their gradients are always there.
         Account.OPTIMIZERS: (2 + accumulates) * exact + (0 if steps.offloaded else moments),
-        Account.ADAPTERS: 2 * published,
+        Account.ADAPTERS: versions * published,
         Account.ACTIVATIONS: activation_bytes(base, at_once, kept, virtual.given_count),
     }
     window = largest if steps.window is None else min(steps.window, largest)

@@ -7,6 +7,7 @@ sends forward and back (`micro_batch`), and optimizer steps (`updating.update_al
 
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Final
 
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from coserve.train.pruning.plan import fates_of
 from coserve.train.save_policy import Fates, SavePolicy, SavePolicySetting
 from coserve.train.state import Identity, TrainingState
 
+_ALONE: Final = AdapterVersion("", 0, ())  # the base without an adapter
+
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
@@ -40,7 +43,8 @@ class TrainingSession:
 
     `start` is the version to train from; with `resume` its weights, moments and counts are those of that
     state. `identity` is kept with saved states. `make_offload` makes the store where moments rest; without it
-    they stay beside the weights.
+    they stay beside the weights. `reference` is the adapter of micro-batches for reference; None is the base
+    alone.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class TrainingSession:
         identity: Identity | None = None,
         resume: TrainingState | None = None,
         make_offload: MakeOffload | None = None,
+        reference: AdapterVersion | None = None,
     ) -> None:
         self.job = job
         self.step = 0
@@ -65,6 +70,7 @@ class TrainingSession:
         self._base, self._arena, self._identity = base, arena, identity
         self.micro_batches: dict[int, MicroBatchState] = {}
         self.weights = MasterWeights(base, loaded, start, moments, make_offload)
+        self._reference = _ALONE if reference is None else reference.in_type(base.dtype)
         self._pass = 0  # number of the last pass that has begun
         shapes = self.weights.current.parameters().items()
         self._shape = sorted((name, tuple(tensor.shape)) for name, tensor in shapes)
@@ -79,7 +85,8 @@ class TrainingSession:
             self.weights.optimizer.mark()
         # Without a backward nothing is kept for it.
         fates = Fates(lowest=self._base.depth) if start.forward_only else self.fates
-        state = MicroBatchState(start, self._base, self.weights, fates, self._arena)
+        reference = self._reference if start.reference else None
+        state = MicroBatchState(start, self._base, self.weights, fates, self._arena, reference)
         self.micro_batches[start.key] = state
 
     def take_output(self, key: int) -> MicroBatchOutput:
@@ -171,7 +178,7 @@ class TrainingSession:
         return {
             Account.ACTIVATIONS: sum(micro_batch.nbytes for micro_batch in self.micro_batches.values()),
             Account.OPTIMIZERS: self.weights.optimizer.nbytes,
-            Account.ADAPTERS: self.weights.current.nbytes,
+            Account.ADAPTERS: self.weights.current.nbytes + self._reference.nbytes,
         }
 
 

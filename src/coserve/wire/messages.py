@@ -98,6 +98,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     With `keep_best` the job's result is its checkpoint with the lowest validation loss, and with `patience`
     the job ends after so many validations in a row that were not lower by more than `threshold`; `validated`
     are the losses of its checkpoints so far, by step.
+    `objective` is the type and the settings of the training method (`train.objectives`).
     """
 
     job: str
@@ -105,6 +106,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     folder: str
     options: Options = {}
     method: MethodFields = {}
+    objective: dict[str, Any] = {}
     start_from: str | None = None
     validation: str | None = None
     every: int = 50
@@ -333,6 +335,7 @@ class JobStep(WireMessage, frozen=True):
     learning_rate: float
     seconds: float
     validation_loss: float | None = None
+    metrics: dict[str, float] = {}  # of the job's training method, by name
 
 
 class JobCheckpoint(WireMessage, frozen=True):

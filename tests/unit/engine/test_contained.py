@@ -125,7 +125,7 @@ def test_weights_that_cannot_be_read_fail_who_asked_for_them(
 PLACES = {
     "reading": (jobs_module, "_read"),
     "beginning": ("coserve.engine.training.Training", "start"),
-    "the first step": ("coserve.train.supervised.SupervisedSteps", "next_step"),
+    "the first step": ("coserve.train.steps.JobSteps", "next_work"),
     "the tail": ("coserve.train.tail.Tail", "loss"),
     "a layer on the way back": ("coserve.train.backward", "layer_gradients"),
     "its state": ("coserve.train.session.TrainingSession", "state"),

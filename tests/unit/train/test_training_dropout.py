@@ -9,6 +9,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.lowrank import DroppingLoRA
+from coserve.core.plan import Updated
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from coserve.train.window import Window
@@ -49,7 +50,7 @@ def whole(run: TrainingRun) -> list[Bypasses]:
 def test_linears_micro_batches_steps_and_seeds_draw_otherwise(engine: Engine) -> None:
     run = start_run(engine)
     first, second = whole(run)
-    run.supervised.ended("mine@1")  # what an update does to it
+    run.supervised.ended(Updated(1, 1.0, 1, 1.0, 1e-3, "mine@1"))  # what an update does to it
     (later, _), (other, _) = whole(run), whole(start_run(engine, seed=1))
     masks = [mask(first, GATE), mask(first, UP), mask(second, GATE), mask(later, GATE), mask(other, GATE)]
     for one, two in itertools.combinations(masks, 2):

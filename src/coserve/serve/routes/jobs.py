@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
@@ -29,7 +29,8 @@ from coserve.serve.schema.jobs import (
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
-from coserve.serve.training.recipe import checkpoint_interval, recipe_of, spec_of
+from coserve.serve.training.recipe import checkpoint_interval, method_used, recipe_of, spec_of
+from coserve.train.objectives import objective_of
 from coserve.wire.messages import MethodFields
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
@@ -53,6 +54,8 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
     seed = secrets.randbelow(MOST_SEED + 1) if body.seed is None else body.seed
     width = engine.width
     recipe = recipe_of(body, training.examples or 1, width, seed, continues=model.adapter is not None)
+    if (objective := recipe.options.get("objective")) is not None:
+        await _check_objective(state, caller, body, objective)
     if body.peft is not None:
         await _check_method(state, body.peft)
     await state.store.jobs.check_room(caller.id)  # before the engine is asked; counted again when it is added
@@ -89,6 +92,17 @@ async def _check_job(state: State, job: JobRecord) -> None:
     spec = await spec_of(state.store, job)
     with _naming_peft():
         await state.link.check(spec)
+
+
+async def _check_objective(state: State, caller: Tenant, body: JobRequest, objective: dict[str, Any]) -> None:
+    """Raises ApiError 400 for settings of a training method that cannot be used, such as a grader's."""
+    if body.validation_file is not None:
+        message = f"A validation file is for supervised jobs; this one is of the type {objective['type']}."
+        raise ApiError(400, message, param="validation_file", code="invalid_value")
+    try:
+        await state.prompts.run(caller.id, objective_of, objective, state.settings.engine.grader_hosts)
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="method", code="invalid_value") from error
 
 
 async def _check_method(state: State, peft: MethodFields) -> None:
@@ -235,7 +249,7 @@ def _shown(state: State, job: JobRecord) -> JobObject:
             "validation_file": job.validation_file,
             "result_files": [] if job.result_file is None else [job.result_file],
             "hyperparameters": job.hyperparameters,
-            "method": {"type": "supervised", "supervised": {"hyperparameters": job.hyperparameters}},
+            "method": method_used(job),
             "seed": job.seed,
             "trained_tokens": job.trained_tokens if job.status.is_final or job.step else None,
             "error": job.error,

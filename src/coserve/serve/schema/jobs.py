@@ -62,15 +62,35 @@ class Hyperparameters(Named):
     learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1000)] = "auto"
 
 
-class Supervised(Named):
+class SupervisedMethod(Named):
     hyperparameters: Hyperparameters | None = None
 
 
-class FineTuneMethod(RequestBody):
-    """Training method; only `supervised` is supported."""
+class PreferenceHyperparameters(Hyperparameters):
+    beta: Auto | Annotated[float, Field(gt=0, le=1000)] = Field(
+        default="auto", description="Weight of the preference; auto is 0.1."
+    )
 
-    type: Literal["supervised"]
-    supervised: Supervised | None = None
+
+class PreferenceMethod(Named):
+    hyperparameters: PreferenceHyperparameters | None = None
+
+
+class ReinforcementHyperparameters(Hyperparameters):
+    """OpenAI's three, of which `batch_size` counts prompts, and those of GRPO, this server's own."""
+
+    group_size: Auto | Annotated[int, Field(ge=2, le=128)] = Field(
+        default="auto", description="Answers to each prompt; auto is 8."
+    )
+    max_tokens: Auto | Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        default="auto", description="Of an answer; auto is 256."
+    )
+    temperature: Auto | Annotated[float, Field(ge=0.01, le=5)] = Field(
+        default="auto", description="At which answers are sampled; auto is 1."
+    )
+    clip: Annotated[float, Field(ge=0.01, le=0.99)] | None = Field(
+        default=None, description="PPO's; null is the policy gradient with importance sampling."
+    )
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
@@ -93,6 +113,45 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
 
 # The engine knows which fields there are: each adapter method is one file of its own.
 Settings = Annotated[dict[str, Any], AfterValidator(_plain)]
+
+
+class ReinforcementMethod(Named):
+    grader: Settings = Field(
+        description="A `string_check` as OpenAI has it, or this server's `regex`, `json_schema` or `http`."
+    )
+    hyperparameters: ReinforcementHyperparameters | None = None
+
+
+class FineTuneMethod(Named):
+    """Training method; `orpo` is this server's own."""
+
+    type: Literal["supervised", "dpo", "orpo", "reinforcement"]
+    supervised: SupervisedMethod | None = None
+    dpo: PreferenceMethod | None = None
+    orpo: PreferenceMethod | None = None
+    reinforcement: ReinforcementMethod | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "FineTuneMethod":
+        for name in ("supervised", "dpo", "orpo", "reinforcement"):
+            if name != self.type and getattr(self, name) is not None:
+                raise PydanticCustomError(
+                    "other_method",
+                    "the type is {type}: {name} is of another.",
+                    {"type": self.type, "name": name},
+                )
+        if self.type == "reinforcement" and self.reinforcement is None:
+            raise PydanticCustomError(
+                "no_grader", "the type reinforcement needs 'reinforcement' with a grader."
+            )
+        return self
+
+    @property
+    def settings(self) -> SupervisedMethod | PreferenceMethod | ReinforcementMethod | None:
+        """Those of its type."""
+        return {"supervised": self.supervised, "dpo": self.dpo, "orpo": self.orpo}.get(
+            self.type, self.reinforcement
+        )
 
 
 class OptimizerSettings(Named):
@@ -182,13 +241,17 @@ class HyperparametersUsed(BaseModel):
     learning_rate_multiplier: float
 
 
-class SupervisedUsed(BaseModel):
-    hyperparameters: HyperparametersUsed
+class SettingsUsed(BaseModel):
+    hyperparameters: dict[str, Any]
+    grader: dict[str, Any] | None = None
 
 
 class MethodUsed(BaseModel):
-    type: Literal["supervised"] = "supervised"
-    supervised: SupervisedUsed
+    type: Literal["supervised", "dpo", "orpo", "reinforcement"]
+    supervised: SettingsUsed | None = None
+    dpo: SettingsUsed | None = None
+    orpo: SettingsUsed | None = None
+    reinforcement: SettingsUsed | None = None
 
 
 class JobObject(BaseModel):

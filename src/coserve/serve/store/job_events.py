@@ -214,6 +214,7 @@ def _figures(news: JobStep, steps: int | None) -> dict[str, Any]:
         "labels": news.labels,
         "tokens": news.tokens,
         "seconds": news.seconds,
+        **news.metrics,
     }
     return {name: _finite(value) for name, value in figures.items()}
 

@@ -7,7 +7,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from coserve.serve.store.records import Adapter, CheckpointRecord, File, JobReco
 from coserve.serve.store.store import Store
 
 _COLUMNS: Final = ("step", "train_loss", "valid_loss", "learning_rate", "grad_norm", "tokens", "seconds")
+_LEFT_OUT: Final = ("total_steps", "labels")
 
 
 class Artifacts:
@@ -71,9 +72,11 @@ def check(checkpoint: Path) -> None:
         raise AdapterError(f"the last checkpoint is damaged: {error}") from error
 
 
-def _csv(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
-    """CSV with a header and one line for each optimizer step."""
-    for values in (_COLUMNS, *([row.get(name) for name in _COLUMNS] for row in rows)):
+def _csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+    """CSV with a header and one line for each optimizer step; its training method's figures come last."""
+    further = sorted({name for row in rows for name in row} - {*_COLUMNS, *_LEFT_OUT})
+    columns = (*_COLUMNS, *further)
+    for values in (columns, *([row.get(name) for name in columns] for row in rows)):
         line = io.StringIO()
         csv.writer(line, lineterminator="\n").writerow(values)
         yield line.getvalue().encode()

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coserve.serve.errors import ApiError
-from coserve.serve.schema.jobs import Hyperparameters, JobRequest, OptimizerSettings
+from coserve.serve.schema.jobs import (
+    Hyperparameters,
+    JobRequest,
+    OptimizerSettings,
+    ReinforcementMethod,
+)
 from coserve.serve.store.records import JobRecord
 from coserve.serve.store.store import Store
 from coserve.wire.messages import JobSpec
@@ -26,7 +31,8 @@ _OTHERS: Final = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`hyperparameters` as OpenAI shows them; `options` go into TrainingConfig."""
+    """`hyperparameters` as OpenAI shows them; `options` go into TrainingConfig, but for the
+    `objective`, the type and settings of the training method, which a supervised job has none of."""
 
     hyperparameters: dict[str, Any]
     options: dict[str, Any]
@@ -59,6 +65,8 @@ def recipe_of(request: JobRequest, examples: int, width: int, seed: int, continu
     examples_a_step = batch * optimizer.gradient_accumulation_steps
     options |= {"epochs": epochs, "batch_size": examples_a_step, "learning_rate": rate, "seed": seed}
     shown = {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": multiplier}
+    if (objective := _objective(request)) is not None:
+        options["objective"] = objective
     return Recipe(shown, options)
 
 
@@ -103,6 +111,7 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
         for id in (job.training_file, job.validation_file)
         if id is not None and (file := await store.files.get(job.tenant, id)) is not None
     }
+    options = {name: value for name, value in job.options.items() if name != "objective"}
     start = None if job.start_from is None else await store.adapters.get(job.start_from)
     wanted = OptimizerSettings.model_validate(job.optimizer or {})
     losses = ((one.step, one.metrics.get("valid_loss")) for one in await store.jobs.all_checkpoints(job.id))
@@ -110,7 +119,8 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
         job=job.id,
         data=paths.get(job.training_file, ""),
         folder=str(store.job_folder(job.id) / "checkpoints"),
-        options=job.options,
+        options=options,
+        objective=job.options.get("objective", {}),
         method=job.peft or {},
         start_from=None if start is None else str(store.folder_of(start)),
         validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
@@ -147,12 +157,35 @@ def auto_batch_size(examples: int, epochs: int) -> int:
 
 
 def _hyperparameters(request: JobRequest) -> Hyperparameters:
-    supervised = request.method.supervised if request.method else None
-    inner = supervised.hyperparameters if supervised else None
+    settings = request.method.settings if request.method else None
+    inner = settings.hyperparameters if settings else None
     if inner is not None and request.hyperparameters is not None:
         message = "Give hyperparameters either at the top or in 'method', not in both."
         raise ApiError(400, message, param="hyperparameters", code="invalid_value")
     return inner or request.hyperparameters or Hyperparameters()
+
+
+def _objective(request: JobRequest) -> dict[str, Any] | None:
+    """The training method with its own settings; None for supervised training."""
+    method = request.method
+    if method is None or method.type == "supervised":
+        return None
+    objective: dict[str, Any] = {"type": method.type}
+    if (settings := method.settings) is not None and settings.hyperparameters is not None:
+        common = set(Hyperparameters.model_fields)
+        own = settings.hyperparameters.model_dump(exclude=common, exclude_none=True)
+        objective |= {name: value for name, value in own.items() if value != "auto"}
+    if isinstance(settings, ReinforcementMethod):
+        objective["grader"] = settings.grader
+    return objective
+
+
+def method_used(job: JobRecord) -> dict[str, Any]:
+    """A job's training method as the API shows it."""
+    objective = {**job.options.get("objective", {})}
+    name, grader = objective.pop("type", "supervised"), objective.pop("grader", None)
+    used = {"hyperparameters": {**job.hyperparameters, **objective}}
+    return {"type": name, name: used if grader is None else {**used, "grader": grader}}
 
 
 def _rate(wanted: Hyperparameters, optimizer: OptimizerSettings, usual: float) -> tuple[float, float]:

@@ -1,0 +1,37 @@
+"""The steps of a prepared job, by its objective."""
+
+from coserve.engine.finetuning import PreparedJob
+from coserve.model.base import Base
+from coserve.train.objectives import Reinforcement, Supervised
+from coserve.train.packing import Packing
+from coserve.train.preferences import PreferenceSteps
+from coserve.train.reinforced import ReinforcedSteps
+from coserve.train.steps import JobSteps
+from coserve.train.supervised import SupervisedSteps
+
+
+def make_steps(prepared: PreparedJob, adapter: str, base: Base) -> JobSteps:
+    """Steps of a job that trains from the version `adapter`. Raises JobError where the job's saved state is
+    of another job."""
+    data, config, resume = prepared.data, prepared.config, prepared.resume
+    virtual, done = prepared.first(base).virtual, 0 if resume is None else resume.step
+    given, prompt = virtual.given_count, virtual.prompt_count
+    packing = Packing(prepared.job, base.depth, base.row_buckets, given, prompt)
+    steps: JobSteps
+    match prepared.objective:
+        case Supervised():
+            steps = SupervisedSteps(
+                prepared.job, adapter, data.examples, config, base.depth, base.row_buckets, given, prompt,
+                data.digest, done,
+            )  # fmt: skip
+        case Reinforcement() as objective:
+            steps = ReinforcedSteps(objective, adapter, data.examples, config, packing, data.digest, done)
+        case objective:
+            alone = Packing(prepared.job, base.depth, base.row_buckets)
+            reference = alone if prepared.reference is None else packing  # an adapter of the same shape
+            steps = PreferenceSteps(
+                objective, adapter, data.examples, config, packing, reference, data.digest, done
+            )
+    if resume is not None:
+        steps.identity.expect(resume.identity)
+    return steps

@@ -1,0 +1,1 @@
+"""Graders of reinforcement jobs: an answer's text to its reward."""

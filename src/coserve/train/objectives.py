@@ -1,0 +1,122 @@
+"""Objectives of fine-tuning jobs: what their steps minimise, with its settings.
+
+`supervised` learns examples, `dpo` and `orpo` learn from pairs of answers of which one is preferred,
+`reinforcement` from the rewards of answers that the model samples. An objective's name is that of OpenAI's
+fine-tuning methods where it is one of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final
+
+from coserve.errors import ConfigError
+from coserve.train.grading.graders import GRADERS, Grader, grader_from
+from coserve.train.grading.http import HttpGrader
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """Cross-entropy of the labels of examples."""
+
+    name: ClassVar[str] = "supervised"
+    group: ClassVar[int] = 1  # examples of a unit
+    has_reference: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class DPO:
+    """Direct preference optimisation (Rafailov et al. 2023, equation 7), the mean over pairs. The reference
+    is the model that the job starts from: the base, or the adapter that is trained further."""
+
+    name: ClassVar[str] = "dpo"
+    group: ClassVar[int] = 2
+    has_reference: ClassVar[bool] = True
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_beta(self.name, self.beta)
+
+
+@dataclass(frozen=True, slots=True)
+class ORPO:
+    """Odds ratio preference optimisation (Hong et al. 2024, equation 6), the mean over pairs: cross-entropy
+    of the preferred answer, and `beta` times the loss of the odds ratio. It needs no reference."""
+
+    name: ClassVar[str] = "orpo"
+    group: ClassVar[int] = 2
+    has_reference: ClassVar[bool] = False
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_beta(self.name, self.beta)
+
+
+@dataclass(frozen=True, slots=True)
+class Reinforcement:
+    """Group relative policy optimisation (GRPO; Shao et al. 2024): of the `group_size` answers to a prompt
+    each has the advantage (reward - mean) / std within its group, and all tokens of a step count alike
+    (DAPO, Yu et al. 2025, equation 8). Answers of at most `max_tokens` tokens are sampled at `temperature`.
+
+    The loss is the policy gradient corrected by the ratio to the policy that sampled; with `clip` that of
+    PPO, whose ratio is held between 1 - clip and 1 + clip. There is no KL term.
+    """
+
+    name: ClassVar[str] = "reinforcement"
+    group: ClassVar[int] = 1
+    has_reference: ClassVar[bool] = False
+    grader: Grader
+    group_size: int = 8
+    max_tokens: int = 256
+    temperature: float = 1.0
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_range(self.name, "group_size", self.group_size, int, 2, 128)
+        _check_range(self.name, "max_tokens", self.max_tokens, int, 1, 1 << 20)
+        _check_range(self.name, "temperature", self.temperature, float, 0.01, 5.0)
+        if self.clip is not None:
+            _check_range(self.name, "clip", self.clip, float, 0.01, 0.99)
+
+
+Preferences = DPO | ORPO
+Objective = Supervised | DPO | ORPO | Reinforcement
+SUPERVISED: Final = Supervised()
+OBJECTIVES: Final[Mapping[str, type[Objective]]] = {
+    kind.name: kind for kind in (Supervised, DPO, ORPO, Reinforcement)
+}
+
+
+def objective_of(
+    given: str | Mapping[str, Any] | Objective, allowed_hosts: tuple[str, ...] = ()
+) -> Objective:
+    """An objective from itself, its name, or its `type` and settings. Graders reach the hosts named by the
+    operator also where their addresses are not public. Raises ConfigError."""
+    if isinstance(given, Objective):
+        return given
+    settings: dict[str, Any] = {"type": given} if isinstance(given, str) else dict(given)
+    name = settings.pop("type", "supervised")
+    if not isinstance(name, str) or (kind := OBJECTIVES.get(name)) is None:
+        raise ConfigError(f"there is no training method {name!r}, only {', '.join(OBJECTIVES)}")
+    known = [field.name for field in fields(kind)]
+    if unknown := sorted(set(settings) - set(known)):
+        raise ConfigError(
+            f"the training method {name!r} has no setting {unknown[0]!r}, only {', '.join(known) or 'none'}"
+        )
+    if kind is Reinforcement:
+        kinds = {**GRADERS, HttpGrader.type: HttpGrader}
+        settings["grader"] = grader_from(settings.get("grader", {}), kinds, allowed_hosts=allowed_hosts)
+    return kind(**settings)
+
+
+def _check_beta(name: str, beta: float) -> None:
+    _check_range(name, "beta", beta, float, 1e-6, 1000.0)
+
+
+def _check_range(
+    name: str, field: str, value: object, kind: type[int] | type[float], least: float, most: float
+) -> None:
+    """Raises ConfigError for a setting that is no number of this kind between these."""
+    kinds = int if kind is int else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{name}.{field} must be {what} from {least:g} to {most:g}, not {value!r}")

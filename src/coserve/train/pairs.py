@@ -1,0 +1,86 @@
+"""Pairs of answers for preference training: token ids with the label of every row."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coserve.errors import DataError
+from coserve.jobs.formats import PreferenceRecord
+from coserve.jobs.messages import Message
+from coserve.text.chat import encode_chat, encode_request
+from coserve.text.tokenizer import Tokenizer
+from coserve.train.example import IGNORED, Example, Prepared, digest
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPair:
+    """Two answers to one prompt, of which `chosen` is preferred, each with its prompt."""
+
+    chosen: Example
+    rejected: Example
+
+
+def prepare_pairs(
+    pairs: Iterable[TokenPair | PreferenceRecord],
+    tokenizer: Tokenizer | None,
+    max_length: int | None = None,
+    allow_special_tokens: bool = False,
+) -> Prepared:
+    """Tokenizes records; token pairs stay as they are. An example of the data is two of `Prepared`: the
+    preferred answer, then the other. Only tokens of the answers have labels.
+
+    Pairs of which an answer has no label left, or whose answers are equal, are dropped. DataError names the
+    example (from 1), or says that none is left.
+    """
+    kept: list[Example] = []
+    truncated = dropped = 0
+    for number, pair in enumerate(pairs, 1):
+        try:
+            made = pair if isinstance(pair, TokenPair) else _tokens_of(pair, tokenizer, allow_special_tokens)
+        except DataError as error:
+            raise DataError(f"example {number}: {error}") from error
+        cut = [_cut(example, max_length) for example in (made.chosen, made.rejected)]
+        truncated += any(is_cut for _, is_cut in cut)
+        chosen, rejected = (example for example, _ in cut)
+        if chosen.label_count and rejected.label_count and chosen != rejected:
+            kept += [chosen, rejected]
+        else:
+            dropped += 1
+    if not kept:
+        raise DataError(
+            f"expected at least one pair of different answers; none of {dropped} has two with tokens to learn"
+        )
+    return Prepared(tuple(kept), truncated, dropped, digest(kept))
+
+
+def _tokens_of(
+    record: PreferenceRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool
+) -> TokenPair:
+    assert tokenizer is not None, "records are text"
+    if record.tools:
+        raise DataError('expected no "tools": only supervised training reads them')
+    prompt = record.prompt
+    turns = [{"role": turn.role, "content": turn.content} for turn in prompt]
+    before = len(encode_request(turns, tokenizer, allow_special_tokens))
+    chosen, rejected = (
+        _answer((*prompt, *answer), before, tokenizer, allow_special_tokens)
+        for answer in (record.chosen, record.rejected)
+    )
+    return TokenPair(chosen, rejected)
+
+
+def _answer(
+    messages: tuple[Message, ...], before: int, tokenizer: Tokenizer, allow_special_tokens: bool
+) -> Example:
+    """A chat whose first `before` tokens are the prompt's, with labels for what the assistant says after."""
+    tokens, wanted = encode_chat(messages, tokenizer, allow_special_tokens)
+    labels = [
+        token if learned and row >= before else IGNORED
+        for row, (token, learned) in enumerate(zip(tokens, wanted, strict=True))
+    ]
+    return Example(tuple(tokens), (*labels[1:], IGNORED))
+
+
+def _cut(example: Example, most: int | None) -> tuple[Example, bool]:
+    if most is None or len(example) <= most:
+        return example, False
+    return Example(example.tokens[:most], (*example.labels[: most - 1], IGNORED)), True

@@ -1,0 +1,264 @@
+"""Jobs that learn from pairs and rewards: every step's loss and figures, and the weights at the end, as
+plain float64 training with transformers and PEFT has them."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adapters import lora_adapter
+from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.lowrank import LoRABypass
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.core.plan import Updated
+from coserve.engine.finetuning import Keeping
+from coserve.train.example import Example, epochs
+from coserve.train.fresh import fresh_adapter
+from coserve.train.grading.graders import PythonGrader
+from coserve.train.objectives import DPO, ORPO, Reinforcement
+from coserve.train.pairs import TokenPair
+from coserve.train.preferences import PreferenceSteps
+from coserve.train.prompts import TokenPrompt
+from coserve.train.reinforced import AnswerGroup, ReinforcedSteps
+from coserve.train.state import TrainingState
+from models import Exact, lora_parameters, prompts, tiny, with_lora
+
+LORA = LoRAConfig(rank=4, alpha=6.0)  # as `with_lora` makes them
+RATE = 0.2
+HUGE = 1e14  # with it as epsilon, and without memory, AdamW subtracts rate / epsilon times the gradient
+PLAIN = {
+    "learning_rate": RATE * HUGE,
+    "epsilon": HUGE,
+    "betas": (0.0, 0.0),
+    "schedule": "constant",
+    "warmup_ratio": 0.0,
+    "max_grad_norm": None,
+}
+CLOSE = {"rtol": 1e-8, "atol": 1e-10}
+
+
+def make_pairs(count: int = 5) -> list[TokenPair]:
+    draws = random.Random("pairs")
+    made = []
+    for _ in range(count):
+        (asked,) = prompts(draws, [draws.randint(2, 6)])
+        answers = prompts(draws, [draws.randint(2, 9), draws.randint(2, 9)])
+        made.append(TokenPair(*(answered(asked, answer) for answer in answers)))
+    return made
+
+
+def answered(asked: Sequence[int], answer: Sequence[int]) -> Example:
+    tokens = (*asked, *answer)
+    return Example(tokens, (*[-100] * (len(asked) - 1), *answer, -100))
+
+
+def engine_of() -> Engine:
+    return Engine(tiny("llama", torch.float64), EngineConfig(calibrate=False, cache_tokens=256))
+
+
+@dataclass
+class Plain:
+    """Plain descent through PEFT, from an adapter of coserve's."""
+
+    start: AdapterVersion
+    model: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        oracle = tiny("llama", torch.float64)
+        oracle.set_attn_implementation("eager")
+        self.model = with_lora(oracle, seed=1)
+        found = self.start.parameters()
+        for path, pair in lora_parameters(self.model).items():
+            for parameter, letter in zip(pair, "AB", strict=True):
+                parameter.data.copy_(found[f"{path}.lora_{letter}"])
+                parameter.requires_grad_()
+
+    def logprobs(self, example: Example) -> Tensor:
+        """Of the labels, in order."""
+        logits = (
+            self.model(input_ids=torch.tensor([example.tokens]), use_cache=False).logits[0].log_softmax(-1)
+        )
+        rows = [row for row, label in enumerate(example.labels) if label >= 0]
+        return logits[rows, [example.labels[row] for row in rows]]
+
+    def descend(self, loss: Tensor) -> None:
+        flat = [p for pair in lora_parameters(self.model).values() for p in pair]
+        for parameter, gradient in zip(flat, torch.autograd.grad(loss, flat), strict=True):
+            parameter.data -= RATE * gradient
+
+    def assert_same(self, trained: AdapterVersion) -> None:
+        found = trained.parameters()
+        for path, pair in lora_parameters(self.model).items():
+            for parameter, letter in zip(pair, "AB", strict=True):
+                torch.testing.assert_close(found[f"{path}.lora_{letter}"], parameter.detach(), **CLOSE)
+
+
+def preference_steps(
+    plain: Plain, pairs: Sequence[TokenPair], config: TrainingConfig, objective: DPO | ORPO
+) -> list[dict[str, float]]:
+    """Loss and figures of each step."""
+    with torch.no_grad():
+        reference = [[plain.logprobs(e).sum() for e in (p.chosen, p.rejected)] for p in pairs]
+    told = []
+    for indices in epochs(len(pairs), config.batch_size, config.epochs, config.seed):
+        losses, rewards = [], []
+        for i in indices:
+            own = [plain.logprobs(example) for example in (pairs[i].chosen, pairs[i].rejected)]
+            if isinstance(objective, DPO):
+                won, lost = (o.sum() - r for o, r in zip(own, reference[i], strict=True))
+                losses.append(-F.logsigmoid(objective.beta * (won - lost)))
+            else:
+                won, lost = (o.mean() for o in own)
+                odds = [p - torch.log1p(-p.exp()) for p in (won, lost)]
+                losses.append(-won - objective.beta * F.logsigmoid(odds[0] - odds[1]))
+            rewards.append([objective.beta * float(won), objective.beta * float(lost)])
+        loss = torch.stack(losses).mean()
+        plain.descend(loss)
+        chosen, rejected = torch.tensor(rewards, dtype=torch.float64).T
+        told.append(
+            {
+                "loss": float(loss.detach()),
+                "rewards/chosen": float(chosen.mean()),
+                "rewards/rejected": float(rejected.mean()),
+                "rewards/accuracies": float((chosen > rejected).double().mean()),
+                "rewards/margins": float((chosen - rejected).mean()),
+            }
+        )
+    return told
+
+
+def told_by(history: Sequence[Updated]) -> list[dict[str, float]]:
+    return [{"loss": updated.loss, **updated.metrics} for updated in history]
+
+
+def assert_close(found: Sequence[dict[str, float]], wanted: Sequence[dict[str, float]]) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        if (
+            abs(other.get("rewards/margins", 1.0)) < 1e-12
+        ):  # all pairs are alike: rounding decides who is ahead
+            one = {**one, "rewards/accuracies": other["rewards/accuracies"]}
+        assert one == pytest.approx(other, rel=1e-8, abs=1e-10)
+
+
+def started(engine: Engine) -> AdapterVersion:
+    """An adapter that changes the model already."""
+    adapted = with_lora(tiny("llama", torch.float64), seed=2)
+    bypasses = {
+        path: LoRABypass(a.detach().clone(), b.detach().clone(), LORA.at([path]).scale(path, LORA.rank))
+        for path, (a, b) in lora_parameters(adapted).items()
+    }
+    return lora_adapter("given", 0, LORA, bypasses)
+
+
+def fresh(engine: Engine) -> AdapterVersion:
+    return fresh_adapter(engine.base, "mine", LORA, 3)
+
+
+@pytest.mark.parametrize("objective", [DPO(0.7), ORPO(0.6)], ids=lambda one: one.name)
+@pytest.mark.parametrize("start", [started, fresh])
+def test_a_job_on_pairs_is_plain_training(
+    objective: DPO | ORPO, start: Callable[[Engine], AdapterVersion]
+) -> None:
+    """Six steps in two epochs, in micro-batches of few rows; the reference is the adapter that the job starts
+    from, or the base."""
+    engine, pairs = engine_of(), make_pairs()
+    config = TrainingConfig(batch_size=2, epochs=2, seed=3, rows=40, **PLAIN)
+    given = start(engine)
+    with Exact():
+        plain = Plain(given)
+        wanted = preference_steps(plain, pairs, config, objective)
+        continued = given if start is started else None
+        job = engine.finetune(pairs, "mine", LORA, config, continued, objective=objective).result()
+    assert len(job.history) == 6
+    assert_close(told_by(job.history), wanted)
+    plain.assert_same(engine.weights("mine"))
+    assert wanted[0]["rewards/margins"] != wanted[-1]["rewards/margins"]
+
+
+def test_the_reference_of_a_fresh_prompt_is_the_base_without_it() -> None:
+    engine, pairs, model = engine_of(), make_pairs(2), tiny("llama", torch.float64)
+    with Exact(), torch.no_grad():
+        job = engine.finetune(pairs, "mine", PromptTuningConfig(tokens=3), objective="dpo")
+        steps = engine.training._steps[job.job]
+        assert isinstance(steps, PreferenceSteps)
+        while not steps._reference:
+            engine.step()
+        for number, example in enumerate(e for pair in pairs for e in (pair.chosen, pair.rejected)):
+            logits = (
+                model(input_ids=torch.tensor([example.tokens]), use_cache=False).logits[0].log_softmax(-1)
+            )
+            wanted = [float(logits[row, t]) if t >= 0 else 0.0 for row, t in enumerate(example.labels)]
+            assert list(steps._reference[number]) == pytest.approx(wanted, abs=1e-10)
+    assert job.result().history[0].metrics["rewards/margins"] != 0.0
+
+
+@pytest.mark.parametrize("objective", [DPO(0.7), ORPO(0.6)], ids=lambda one: one.name)
+def test_a_resumed_job_on_pairs_is_the_uninterrupted_one(objective: DPO | ORPO) -> None:
+    engine, pairs, states = engine_of(), make_pairs(), list[TrainingState]()
+    config = TrainingConfig(batch_size=2, epochs=2, learning_rate=1e-2, seed=3, rows=40)
+    given = started(engine)
+    with Exact():
+        keeping = Keeping(1, states.append)
+        whole = engine.finetune(
+            pairs, "mine", LORA, config, given, objective=objective, keeping=keeping
+        ).result()
+        assert [state.loss for state in states] == [updated.loss for updated in whole.history]
+        for state in (states[0], states[3]):
+            rest = engine.finetune(
+                pairs, "again", LORA, config, given, resume=state, objective=objective
+            ).result()
+            assert_close(told_by(rest.history), told_by(whole.history[state.step :]))
+            ours, theirs = (engine.weights(name).parameters() for name in ("again", "mine"))
+            for name, tensor in ours.items():
+                torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_a_step_on_rewards_is_plain_policy_gradient(
+    clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seen = engine_of(), list[list[AnswerGroup]]()
+    offer = ReinforcedSteps.offer
+
+    def watched(self: ReinforcedSteps, groups: Sequence[AnswerGroup]) -> None:
+        seen.append([*groups])
+        offer(self, groups)
+
+    monkeypatch.setattr(ReinforcedSteps, "offer", watched)
+    rewards = random.Random(5)
+    grader = PythonGrader(lambda answer, item: rewards.choice([0.0, 0.3, 1.0]))
+    asked = [TokenPrompt(tuple(tokens), {}) for tokens in prompts(random.Random(1), [3, 5, 4])]
+    config = TrainingConfig(batch_size=2, epochs=2, seed=3, rows=40, **PLAIN)
+    given = started(engine)
+    objective = Reinforcement(grader, group_size=3, max_tokens=6, clip=clip)
+    with Exact():
+        plain = Plain(given)
+        job = engine.finetune(asked, "mine", LORA, config, given, objective=objective).result()
+        assert len(job.history) == len(seen) == 4
+        for groups, updated in zip(seen, job.history, strict=True):
+            total, count = torch.zeros((), dtype=torch.float64), 0
+            for group in groups:
+                scores = torch.tensor(group.rewards, dtype=torch.float64)
+                if float(scores.std(correction=0)) == 0.0:
+                    continue
+                for answer, reward in zip(group.answers, scores, strict=True):
+                    advantage = (reward - scores.mean()) / scores.std(correction=0)
+                    if float(advantage.abs()) < 1e-12:
+                        continue
+                    own = plain.logprobs(answered(group.prompt, answer.tokens))
+                    ratio = (own - torch.tensor(answer.logprobs, dtype=torch.float64)).exp()
+                    gain = ratio * advantage
+                    if clip is not None:
+                        gain = torch.minimum(gain, ratio.clamp(1 - clip, 1 + clip) * advantage)
+                    total, count = total - gain.sum(), count + len(answer.tokens)
+            loss = total / count
+            assert updated.loss == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-8)
+            plain.descend(loss)
+    plain.assert_same(engine.weights("mine"))

@@ -1,0 +1,197 @@
+"""Reinforcement jobs: answers are sampled while others train, rewards rise, nothing is lost or repeated."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.core.plan import Plan
+from coserve.engine.finetuning import Keeping
+from coserve.errors import JobError
+from coserve.train.grading.graders import PythonGrader
+from coserve.train.objectives import Reinforcement
+from coserve.train.prompts import TokenPrompt
+from coserve.train.reinforced import AnswerGroup, ReinforcedSteps, SampledAnswer
+from coserve.train.state import TrainingState
+from coserve.train.steps import StepWork
+from models import letter_tokenizer, tiny
+
+LORA = LoRAConfig(rank=8)
+PROMPTS = [TokenPrompt(tuple(range(first, first + 4)), {"first": first}) for first in range(5, 13)]
+
+
+def engine_of(**config: Any) -> Engine:
+    return Engine(
+        tiny("llama"),
+        EngineConfig(calibrate=False, cache_tokens=1024, page_size=8, **config),
+        tokenizer=letter_tokenizer(),
+    )
+
+
+def lower(answer: str, item: Mapping[str, Any]) -> float:
+    """The share of lower-case letters."""
+    return sum(letter.islower() for letter in answer) / max(len(answer), 1)
+
+
+def task(grader: Any = lower, **settings: Any) -> Reinforcement:
+    return Reinforcement(PythonGrader(grader), **{"group_size": 8, "max_tokens": 8, **settings})
+
+
+def test_rewards_rise() -> None:
+    engine = engine_of()
+    training = TrainingConfig(
+        batch_size=4, epochs=20, learning_rate=1e-2, warmup_ratio=0.0, schedule="constant"
+    )
+    job = engine.finetune(PROMPTS, "mine", LORA, training, objective=task()).result()
+    rewards = [updated.metrics["reward"] for updated in job.history]
+    assert len(rewards) == 40
+    assert fmean(rewards[:4]) < 0.45 and fmean(rewards[-4:]) > fmean(rewards[:4]) + 0.3
+    answers = [
+        engine.generate(PROMPTS[0].tokens, "mine", SamplingParams(8, temperature=1.0, seed=n))
+        for n in range(8)
+    ]
+    assert fmean(lower(answer.result().text, {}) for answer in answers) > fmean(rewards[:4]) + 0.2
+    assert not engine.completions and not engine.rollouts._jobs
+
+
+def test_answers_are_sampled_in_steps_that_train() -> None:
+    engine, plans = engine_of(), list[Plan]()
+    run = engine.executor.run
+    engine.executor.run = lambda plan: (plans.append(plan), run(plan))[1]  # type: ignore[method-assign]
+    training = TrainingConfig(batch_size=2, epochs=2, rows=32)
+    job = engine.finetune(PROMPTS, "mine", LORA, training, objective=task()).result()
+    assert len(job.history) == 8
+    both = [plan for plan in plans if plan.inference and plan.training]
+    assert len(both) > len(job.history)
+
+
+def test_answers_come_from_a_version_at_most_one_step_old() -> None:
+    engine, seen = engine_of(), Counter[int]()
+    generate = engine.rollouts._generate
+
+    def watched(*given: Any, **more: Any) -> Any:
+        completion = generate(*given, **more)
+        version = int((completion.sequence.request.adapter or "").rpartition("@")[2])
+        seen[len(job.history) + first - version] += 1  # versions published since
+        assert completion.sequence.request.slo.deferral == 60.0
+        return completion
+
+    training = TrainingConfig(batch_size=2, epochs=2)
+    job = engine.finetune(PROMPTS, "mine", LORA, training, objective=task(max_tokens=3))
+    engine.rollouts._generate = watched  # type: ignore[assignment]
+    first = engine.bank.look("mine").version
+    job.result()
+    assert len(job.history) == 8 and set(seen) == {0}, "asked of the newest version there is"
+
+
+def test_rollouts_leave_room_for_requests() -> None:
+    engine = engine_of(max_running=8)
+    job = engine.finetune(PROMPTS, "mine", LORA, TrainingConfig(), objective=task(max_tokens=64))
+    engine.step()
+    assert len(engine.completions) == 2  # a quarter
+    others = [engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=20)) for _ in range(16)]
+    while any(answer.finish_reason is None for answer in others):
+        engine.step()
+        own = [s for s in engine.scheduler.running if s.request.adapter]
+        assert len(own) <= 2
+    assert not job.history
+    job.cancel()
+    engine.run()
+    assert not engine.completions and engine.stats().free_pages == engine.config.pages
+
+
+def resumable(
+    engine: Engine,
+    states: list[TrainingState],
+    asked: list[int],
+    resume: TrainingState | None = None,
+    name: str = "j",
+) -> Any:
+    def grade(answer: str, item: Mapping[str, Any]) -> float:
+        asked.append(item["first"])
+        return lower(answer, item)
+
+    training = TrainingConfig(batch_size=3, epochs=2, learning_rate=1e-2, seed=4)
+    return engine.finetune(
+        PROMPTS, name, LORA, training, job=name, resume=resume, keeping=Keeping(1, states.append),
+        objective=task(grade, group_size=2, max_tokens=4),
+    )  # fmt: skip
+
+
+def test_what_is_paused_goes_on_with_the_same_prompts() -> None:
+    """At every step: prompts that had been sampled for steps that had not ended are sampled again."""
+    engine, states, asked = engine_of(), list[TrainingState](), list[int]()
+    whole = resumable(engine, states, asked).result()
+    assert len(whole.history) == len(states) == 6
+    assert Counter(asked) == Counter({prompt.reference["first"]: 4 for prompt in PROMPTS})
+    order = asked[::2]
+    for state in states:
+        again, rest = list[int](), list[TrainingState]()
+        job = resumable(engine, rest, again, state, f"j{state.step}").result()
+        assert again[::2] == order[sum((3, 3, 2, 3, 3, 2)[: state.step]) :]
+        assert [updated.step for updated in job.history] == list(range(state.step + 1, 7))
+    job = resumable(engine, [], [], None, "paused")
+    while len(job.history) < 2:
+        engine.step()
+    state = job.pause()
+    assert state.step == 2 and state.loss == job.history[-1].loss
+    engine.run()
+    assert not engine.completions
+    assert len(resumable(engine, [], [], state, "paused").result().history) == 4
+
+
+def test_a_grader_that_fails_fails_its_job_alone() -> None:
+    engine = engine_of()
+    fine = engine.finetune(PROMPTS, "fine", LORA, TrainingConfig(epochs=2), objective=task())
+
+    def broken(answer: str, item: Mapping[str, Any]) -> float:
+        raise KeyError("answer")
+
+    job = engine.finetune(PROMPTS, "broken", LORA, TrainingConfig(), objective=task(broken))
+    with pytest.raises(JobError, match="the grader failed: KeyError"):
+        job.result()
+    assert job.status == "failed" and len(fine.result().history) == 2
+    assert not engine.completions
+
+
+def test_an_answer_that_can_never_be_sampled_is_refused() -> None:
+    engine = engine_of()
+    with pytest.raises(Exception, match="positions"):
+        engine.finetune(PROMPTS, "long", LORA, TrainingConfig(), objective=task(max_tokens=100_000))
+    assert not engine.jobs
+
+
+def groups(*rewards: Sequence[float]) -> list[AnswerGroup]:
+    return [
+        AnswerGroup((1, 2), tuple(SampledAnswer((3, 4), (-1.0, -2.0), reward) for reward in own))
+        for own in rewards
+    ]
+
+
+def test_advantages_are_relative_to_the_group() -> None:
+    (group, same) = groups((0.0, 1.0, 1.0, 0.0), (0.5, 0.5))
+    assert group.advantages == [-1.0, 1.0, 1.0, -1.0] and same.advantages == [0.0, 0.0]
+
+
+def test_a_step_without_differences_moves_nothing_and_counts() -> None:
+    engine = engine_of()
+    training = TrainingConfig(batch_size=8, learning_rate=1e-2)
+    job = engine.finetune(PROMPTS, "mine", LORA, training, objective=task(lambda answer, item: 1.0)).result()
+    (updated,) = job.history
+    assert updated.grad_norm == 0.0 and updated.loss == 0.0
+    assert updated.metrics["frac_reward_zero_std"] == 1.0 and updated.metrics["reward"] == 1.0
+
+
+def test_a_step_that_lacks_memory_starts_again_with_the_same_answers() -> None:
+    engine = engine_of()
+    job = engine.finetune(PROMPTS, "mine", LORA, TrainingConfig(batch_size=2), objective=task(group_size=2))
+    steps = engine.training._steps[job.job]
+    assert isinstance(steps, ReinforcedSteps)
+    while not steps.is_under_way:
+        engine.step()
+    before = [*steps._groups]
+    work = steps.smaller_work(iter(engine.scheduler.new_key, None))
+    assert isinstance(work, StepWork) and work.update is None and steps._groups == before

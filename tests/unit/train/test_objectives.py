@@ -1,0 +1,104 @@
+"""Objectives of jobs by name and settings, and the data that they learn from."""
+
+from typing import Any
+
+import pytest
+
+from coserve.errors import ConfigError, DataError
+from coserve.jobs.formats import PreferenceRecord, PromptRecord
+from coserve.jobs.messages import Message
+from coserve.train.example import Example
+from coserve.train.grading.graders import RegexGrader, StringCheckGrader
+from coserve.train.objectives import DPO, ORPO, Reinforcement, Supervised, objective_of
+from coserve.train.pairs import TokenPair, prepare_pairs
+from coserve.train.prompts import TokenPrompt, prepare_prompts
+from models import letter_tokenizer
+
+GRADER = {"type": "regex", "pattern": "a+"}
+
+
+def test_objectives_by_name_and_settings() -> None:
+    assert objective_of("dpo") == objective_of({"type": "dpo"}) == DPO(0.1)
+    assert objective_of({}) == Supervised() == objective_of("supervised")
+    assert objective_of({"type": "orpo", "beta": 2}) == ORPO(2)
+    found = objective_of({"type": "reinforcement", "grader": GRADER, "group_size": 4})
+    assert found == Reinforcement(RegexGrader("a+"), group_size=4)
+    assert objective_of(found) is found
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("ppo", "no training method 'ppo'"),
+        ({"type": 4}, "no training method 4"),
+        ({"type": "dpo", "gamma": 1}, "no setting 'gamma', only beta"),
+        ({"type": "supervised", "beta": 1}, "only none"),
+        ({"type": "dpo", "beta": 0}, "dpo.beta"),
+        ({"type": "orpo", "beta": True}, "orpo.beta"),
+        ({"type": "dpo", "beta": float("nan")}, "dpo.beta"),
+        ({"type": "reinforcement"}, "no grader None"),
+        ({"type": "reinforcement", "grader": GRADER, "group_size": 1}, "group_size"),
+        ({"type": "reinforcement", "grader": GRADER, "max_tokens": 2.5}, "max_tokens"),
+        ({"type": "reinforcement", "grader": GRADER, "temperature": 0}, "temperature"),
+        ({"type": "reinforcement", "grader": GRADER, "clip": 1.0}, "clip"),
+    ],
+)
+def test_settings_out_of_range(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        objective_of(given)
+
+
+def said(text: str) -> tuple[Message, ...]:
+    return (Message("assistant", text),)
+
+
+def test_only_the_answers_of_a_pair_are_learned() -> None:
+    tokenizer = letter_tokenizer()
+    prompt = (Message("user", "hi"), *said("yes?"), Message("user", "go"))
+    prepared = prepare_pairs([PreferenceRecord(prompt, said("one"), said("two!"))], tokenizer)
+    chosen, rejected = prepared.examples
+    learned = [
+        tokenizer.decode([label for label in example.labels if label >= 0]) for example in (chosen, rejected)
+    ]
+    assert [text.strip() for text in learned] == ["one", "two!"] or all(
+        wanted in text for wanted, text in zip(("one", "two!"), learned, strict=True)
+    )
+    assert not any("yes" in text for text in learned)
+    before = next(row for row, label in enumerate(chosen.labels) if label >= 0)
+    assert chosen.tokens[: before + 1] == rejected.tokens[: before + 1]
+
+
+def test_pairs_that_teach_nothing_are_dropped() -> None:
+    same = Example((1, 2, 3), (-100, 3, -100))
+    other = Example((1, 2, 4, 5), (-100, 4, 5, -100))
+    long = Example((1, 2, 3, 4, 5), (-100, -100, -100, 5, -100))
+    pairs = [TokenPair(same, other), TokenPair(same, same), TokenPair(long, other)]
+    prepared = prepare_pairs(pairs, None, max_length=3)
+    assert (len(prepared.examples), prepared.dropped, prepared.truncated) == (2, 2, 2)
+    assert prepared.examples[1] == Example((1, 2, 4), (-100, 4, -100))
+    with pytest.raises(DataError, match="pair of different answers"):
+        prepare_pairs(pairs[1:2], None)
+
+
+def test_prompts_have_references_that_the_grader_can_use() -> None:
+    grader = StringCheckGrader("{{item.answer}}")
+    prompts = [TokenPrompt((1, 2), {"answer": "x"}), TokenPrompt((1, 2, 3), {"answer": "y"})]
+    prepared = prepare_prompts(prompts, None, grader, max_length=2)
+    assert prepared.examples == (Example((1, 2), (-100, -100)),) and prepared.dropped == 1
+    assert prepared.references == ({"answer": "x"},)
+    other = prepare_prompts([TokenPrompt((1, 2), {"answer": "z"})], None, grader)
+    assert other.digest != prepared.digest
+    with pytest.raises(DataError, match=r"example 2: .*item\.answer"):
+        prepare_prompts([prompts[0], TokenPrompt((1,), {})], None, grader)
+    with pytest.raises(DataError, match="all 1 are longer"):
+        prepare_prompts(prompts[1:], None, grader, max_length=2)
+
+
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_records_with_tools_are_refused(is_pair: bool) -> None:
+    user, tools = (Message("user", "hi"),), ({"type": "function", "function": {"name": "f"}},)
+    with pytest.raises(DataError, match=r'example 1: expected no "tools"'):
+        if is_pair:
+            prepare_pairs([PreferenceRecord(user, said("a"), said("b"), tools)], letter_tokenizer())
+        else:
+            prepare_prompts([PromptRecord(user, {}, tools)], letter_tokenizer(), RegexGrader("a"))
