@@ -77,6 +77,9 @@ def _script_steps(order: ClientOrder) -> Callable[[Work], Step]:
 
 def _whole(order: ClientOrder) -> nn.Module:
     loaded: nn.Module = AutoModelForCausalLM.from_pretrained(order.folder, dtype=getattr(torch, order.dtype))
+    if not order.maps:
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.clone()
     return loaded
 
 

@@ -13,7 +13,8 @@ class ClientOrder(msgspec.Struct, frozen=True):
 
     `train` and `decode` are scripts with transformers and PEFT, `engine` is coserve's engine. With an
     `address` the frozen linears are those of the executor there, without one the process has its own.
-    `privacy` is "", "noise" or "shares", for which there is a `second` executor.
+    `privacy` is "", "noise" or "shares", for which there is a `second` executor. Without `maps` a base of
+    its own is in memory of the process's own, as on a GPU; with it pages of the file are shared by all.
     """
 
     act: Act
@@ -22,6 +23,7 @@ class ClientOrder(msgspec.Struct, frozen=True):
     address: str = ""
     privacy: str = ""
     second: str = ""
+    maps: bool = True
     threads: int = 1
     seed: int = 0
     vocabulary: int = 0

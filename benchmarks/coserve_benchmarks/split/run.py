@@ -23,6 +23,7 @@ GROUPS: Final = ("memory", "finetune", "batching", "local", "privacy", "figures"
 BARS: Final[dict[str, Bar | None]] = {
     "memory.executor_growth": Bar(1.05, at_most=True),
     "memory.vs_separate": Bar(0.45, at_most=True),
+    "memory.vs_mapped": None,
     "finetune.vs_separate": Bar(1.0),
     "batching.opportunistic_vs_lockstep": Bar(1.0),
     "batching.opportunistic_vs_none": Bar(1.0),
@@ -65,7 +66,7 @@ class _Rows:
         executor over that of five processes with PEFT."""
         bed, sizes, results = self._bed, self._sizes, self._results
         if not bed.is_quick:
-            bed.use(shape_named(_MEMORY_SHAPE))
+            bed.use(shape_named(_MEMORY_SHAPE).in_dtype("float32"), "float32")
         with bed.executor() as executor, Clients(bed.trainers(sizes.growing, executor.address)) as clients:
             peaks = []
             for training in (1, sizes.growing):
@@ -74,18 +75,29 @@ class _Rows:
                 peaks.append(alone.nbytes)
             with PeakMemory([executor.pid, *clients.pids[: sizes.separate]]) as ours:
                 clients.run("train", sizes.seconds, sizes.separate)
-        with Clients(bed.trainers(sizes.separate)) as peers, PeakMemory(peers.pids) as theirs:
-            peers.run("train", sizes.seconds)
+        theirs = {maps: self._separate(maps) for maps in (False, True)}
         results.figure("memory.executor", peaks[0], "bytes with one training client")
         results.figure("memory.executor_many", peaks[1], f"bytes with {sizes.growing} training clients")
         results.figure("memory.split", ours.nbytes, f"bytes of {sizes.separate} clients and their executor")
-        results.figure("memory.separate", theirs.nbytes, f"bytes of {sizes.separate} processes with PEFT")
+        results.figure("memory.separate", theirs[False], f"bytes of {sizes.separate} processes with PEFT")
+        results.figure("memory.separate_mapped", theirs[True], "bytes of these where they map one file")
         results.row("memory.executor_growth", peaks[1] / peaks[0])
         shape = bed.order().folder.rpartition("-")[2]
         note = f"{shape}, {sizes.separate} processes with an example of {sizes.length} tokens each, rank 8; "
-        note += "sums of proportional set sizes"
-        results.row("memory.vs_separate", ours.nbytes / theirs.nbytes, note=note)
+        note += "sums of proportional set sizes; each process has its base in memory of its own, as on a GPU"
+        results.row("memory.vs_separate", ours.nbytes / theirs[False], note=note)
+        note = (
+            "the same processes, which map one file: transformers does so on a CPU, and they share its pages"
+        )
+        results.row("memory.vs_mapped", ours.nbytes / theirs[True], note=note)
         bed.use(bed.bench.shape)
+
+    def _separate(self, maps: bool) -> int:
+        bed, sizes = self._bed, self._sizes
+        orders = [bed.order(seed=seed, maps=maps) for seed in range(sizes.separate)]
+        with Clients(orders) as peers, PeakMemory(peers.pids) as memory:
+            peers.run("train", sizes.seconds)
+        return memory.nbytes
 
     def finetune(self) -> None:
         """Trained tokens a second of clients together over those of as many processes with PEFT."""
@@ -151,8 +163,10 @@ class _Rows:
                 bed.rates(f"local.{name}", rounds)
 
     def privacy(self) -> None:
-        """Training of a client whose traffic is hidden, in seconds over those of one whose is not."""
+        """Training of a client whose traffic is hidden, in seconds over those of one whose is not: in
+        float32, which noise needs."""
         bed = self._bed
+        bed.use(bed.bench.shape, "float32")
         with bed.executor() as first, bed.executor() as second:
             plain, noise = (bed.order(address=first.address, privacy=kind) for kind in ("", "noise"))
             shares = bed.order(address=first.address, second=second.address, privacy="shares")
@@ -161,3 +175,4 @@ class _Rows:
         bed.ratio("privacy.noise_cost", rounds, "plain", "noise")
         bed.ratio("privacy.shares_cost", rounds, "plain", "shares")
         bed.rates("privacy", rounds)
+        bed.use(bed.bench.shape)

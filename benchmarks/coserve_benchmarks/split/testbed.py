@@ -59,13 +59,14 @@ class Testbed:
         self._executors = 0
         self.use(bench.shape)
 
-    def use(self, shape: ModelShape) -> None:
-        """Has all processes from now on work on a model of this shape."""
+    def use(self, shape: ModelShape, dtype: str | None = None) -> None:
+        """Has all processes from now on work on a model of this shape, in the type that this processor
+        multiplies fast or another one."""
         folder = self._folder / f"shape-{shape.name}"
         self._order = ClientOrder(
             act="train",
             folder=str(folder if folder.exists() else save_shape(shape, self._folder)),
-            dtype=self._dtype,
+            dtype=dtype or self._dtype,
             vocabulary=shape.vocabulary,
             length=self.sizes.length,
             answer=self.sizes.answer,
@@ -84,7 +85,7 @@ class Testbed:
         self._executors += 1
         place = self._folder / f"base-{self._executors}"
         place.mkdir()
-        return Executor(self._order.folder, f"unix:{place}/socket", self._dtype, threads)
+        return Executor(self._order.folder, f"unix:{place}/socket", self._order.dtype, threads)
 
     @contextmanager
     def executor(self, threads: int = 1, *options: str) -> Iterator[Executor]:
