@@ -17,7 +17,7 @@ from coserve.train.losses import LOSSES
 
 Numbers = Mapping[str, Sequence[float]]
 Plain = Callable[[Sequence[float], Sequence[int], Numbers], tuple[float, list[float]]]
-_LOW, _HIGH, _DRO, _DPO = 0.8, 1.2, 0.05, 0.1  # settings by default
+_LOW, _HIGH, _DRO, _DPO, _ORPO = 0.8, 1.2, 0.05, 0.1, 0.1  # settings by default
 _EXAMPLES: Final = 32
 _LENGTHS: Final = (1, 40)  # tokens of an example, fewest and most
 
@@ -92,6 +92,23 @@ def _dpo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[f
     return math.fsum(terms), gradient
 
 
+def _orpo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[float, list[float]]:
+    """-m - beta log sigmoid(o - o'), with m the mean log p of the preferred answer, o = m - log(1 - exp m) its
+    log odds and o' those of the other (Hong et al. 2024, equations 4 to 7)."""
+    spans = _spans(examples)
+    terms, gradient = [], [0.0] * len(logs)
+    for pair in zip(spans[::2], spans[1::2], strict=True):
+        means = [math.fsum(logs[begin:end]) / (end - begin) for begin, end in pair]
+        odds = [mean - math.log(-math.expm1(mean)) for mean in means]
+        margin = odds[0] - odds[1]
+        terms.append(-means[0] + _ORPO * (max(-margin, 0.0) + math.log1p(math.exp(-abs(margin)))))
+        slope = _ORPO / (1.0 + math.exp(margin))
+        by_mean = (-1.0 + slope / math.expm1(means[0]), -slope / math.expm1(means[1]))
+        for (begin, end), one in zip(pair, by_mean, strict=True):
+            gradient[begin:end] = [one / (end - begin)] * (end - begin)
+    return math.fsum(terms), gradient
+
+
 PLAIN: Final[Mapping[str, Plain]] = {
     "cross_entropy": _cross_entropy,
     "importance_sampling": _importance_sampling,
@@ -100,6 +117,7 @@ PLAIN: Final[Mapping[str, Plain]] = {
     "dro": _dro,
     "gspo": _gspo,
     "dpo": _dpo,
+    "orpo": _orpo,
 }
 
 

@@ -47,7 +47,11 @@ def test_a_compressed_file_is_read_like_its_content(tmp_path: Path, name: str, d
     assert list(read(put(tmp_path, f"{name}.gz", gzip.compress(data, mtime=0)))) == TEXTS
     half = len(data) // 2  # a file of several members, as `cat` makes them
     assert (
-        list(read(put(tmp_path, f"{name}.GZ", gzip.compress(data[:half], mtime=0) + gzip.compress(data[half:]))))
+        list(
+            read(
+                put(tmp_path, f"{name}.GZ", gzip.compress(data[:half], mtime=0) + gzip.compress(data[half:]))
+            )
+        )
         == TEXTS
     )
 
