@@ -93,7 +93,7 @@ def _dpo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[f
 
 
 def _orpo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[float, list[float]]:
-    """-m - beta log sigmoid(o - o2), where m is the mean log p of the preferred answer, o = m - log(1 - exp m)
+    """-m - beta log sigmoid(o - o2), where m is the mean log p of the preferred answer, o = m - log(1 - e^m)
     its log odds, and o2 those of the other (Hong et al. 2024, equations 4 to 7)."""
     spans = _spans(examples)
     terms, gradient = [], [0.0] * len(logs)
