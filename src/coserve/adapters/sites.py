@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from coserve.adapters.bypass import Dense, exact_type
 from coserve.attention.backend import CacheShape
 from coserve.errors import AdapterError, UnsupportedModel
+from coserve.memory.fake_tensors import is_fake
 
 EMBEDDED = -1  # the stage before the first layer
 
@@ -151,6 +152,8 @@ def gain_of(norm: nn.Module) -> Tensor:
     its weight (Gemma), found by a trial. Raises AdapterError for any other."""
     weight, bias = norm.weight, getattr(norm, "bias", None)
     assert isinstance(weight, Tensor)
+    if is_fake(weight):  # a plan: shapes alone count
+        return torch.empty_like(weight, dtype=exact_type(weight.dtype))
     signs = torch.ones_like(weight)
     signs[1::2] = -1  # normalized already: the mean is 0, the mean square 1
     given = norm(signs) if bias is None else norm(signs) - bias

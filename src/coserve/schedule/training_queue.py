@@ -106,8 +106,10 @@ class TrainingQueue:
         job.served_at, job.passed = None, 0
 
     def set_weight(self, name: str, weight: float) -> None:
-        """Changes a job's weight; its virtual time so far stays."""
-        self._jobs[name].weight = weight
+        """Changes a job's weight; its virtual time so far stays. One without work so far, as its answers are
+        still sampled, gets its weight with its first work."""
+        if (job := self._jobs.get(name)) is not None:
+            job.weight = weight
 
     def remove(self, name: str) -> None:
         """Removes a job; the next plan releases its micro-batches."""

@@ -308,3 +308,25 @@ def test_the_validation_loss_is_that_of_its_version(desk: Desk, tmp_path: Path) 
         engine.step()
     assert scoring.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
     assert most == 2 and len(engine.cache) == 1
+
+
+def test_a_job_whose_answers_are_sampled_first_trains_and_keeps_its_weight(
+    desk: Desk, tmp_path: Path
+) -> None:
+    """It has no work for the scheduler when it begins."""
+    data = tmp_path / "prompts.jsonl"
+    asked = {"messages": [{"role": "user", "content": "hi"}], "answer": "x"}
+    data.write_text(f"{json.dumps(asked)}\n" * 2)
+    objective = {
+        "type": "reinforcement",
+        "grader": {"type": "regex", "pattern": "[a-m].*"},
+        "group_size": 2,
+        "max_tokens": 3,
+    }
+    desk.send(job(data, tmp_path / "j", weight=2.0, objective=objective, options={"epochs": 2}))
+    desk.until(lambda: desk.news(JobStarted))
+    desk.send(WeighJob("j", 3.0))
+    assert desk.ended().status == "succeeded"
+    steps = desk.news(JobStep)
+    assert len(steps) == 2
+    assert all(isinstance(step, JobStep) and "reward" in step.metrics for step in steps)
