@@ -38,7 +38,7 @@ class Streamed:
             engine_deterministic=True,
             standby=False,
             checkpoint_steps=5,
-            watchdog_seconds=2,
+            watchdog_seconds=4,
         )
         self.log = self.served.state / "log" / "engine.log"
 
@@ -147,7 +147,7 @@ def test_all_work_waits_for_weights_and_goes_on(
                 timeout=0.5,
             )
         steps, so_far = streamed.steps(), stream.text
-        time.sleep(5)  # a watchdog of 2 s would have ended it
+        time.sleep(9)  # a watchdog of 4 s would have ended it
         assert streamed.steps() == steps and stream.text == so_far and not stream.is_over
         assert streamed.log.read_text().count(SPOKEN) == said + 1
     finally:
