@@ -81,6 +81,10 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_bench("client.py", "firstbyte.py", "overhead.py", "restart.py", "served.py", "streams.py"),
         ),
     ),
+    "split.json": Presented(
+        "docs/results/split.md",
+        (*_ENGINE, "src/coserve/split", "src/coserve/wire", *_MEASURING, *_bench("split", "folder.py")),
+    ),
     "streamed.json": Presented(
         "docs/results/streamed.md",
         (*_ENGINE, "src/coserve/streamed", *_MEASURING, *_LOADS, *_bench("streamed", "folder.py")),
