@@ -1,5 +1,5 @@
-"""Whether other programs read an adapter's files as coserve does: PEFT, by its own loader, and vLLM, by the
-rules of its loader."""
+"""Checks that other programs read an adapter's files as coserve does: PEFT, by its own loader, and vLLM, by
+the rules of its loader."""
 
 import json
 import re

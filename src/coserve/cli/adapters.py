@@ -1,7 +1,8 @@
 """`coserve adapters`: lists, imports, exports, checks, merges and deletes adapters."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -150,21 +151,10 @@ def merge(
     api_key: ApiKey = None,
 ) -> None:
     """Adds an adapter to its base's weights and writes a model of its own. Needs no server for a folder."""
-    import tempfile
-
-    from transformers.utils import logging
-
     from coserve import tiny
 
     _check_empty(to)
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(adapter)
-        if not folder.is_dir():
-            folder = Path(scratch, "adapter")
-            with connect(context, url, api_key) as client:
-                _download(client, adapter, folder)
+    with _local_folder(context, adapter, url, api_key) as folder:
         from coserve.adapters.merge import merge_adapter
 
         merge_adapter(model or str(tiny.path()), folder, to)
@@ -190,21 +180,11 @@ def check(
 ) -> None:
     """Looks whether PEFT and vLLM read an adapter as coserve does; exit status 1 where one does not."""
     import dataclasses
-    import tempfile
-
-    from transformers.utils import logging
 
     from coserve import tiny
     from coserve.cli.output import print_json
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(adapter)
-        if not folder.is_dir():
-            folder = Path(scratch, "adapter")
-            with connect(context, url, api_key) as client:
-                _download(client, adapter, folder)
+    with _local_folder(context, adapter, url, api_key) as folder:
         from coserve.adapters.elsewhere import check_adapter
 
         reports = check_adapter(folder, model or str(tiny.path()))
@@ -223,6 +203,26 @@ def check(
 def _place(model: dict[str, Any]) -> str:
     """Location of an adapter (disk, memory), and whether it is pinned there."""
     return f"{model.get('location') or '-'}{', pinned' if model.get('pinned') else ''}"
+
+
+@contextmanager
+def _local_folder(context: typer.Context, adapter: str, url: str | None, key: str | None) -> Iterator[Path]:
+    """The folder of an adapter: the given one, or a temporary one with the files of the server's."""
+    import tempfile
+
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    folder = Path(adapter)
+    if folder.is_dir():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "adapter")
+        with connect(context, url, key) as client:
+            _download(client, adapter, folder)
+        yield folder
 
 
 def _download(client: "Client", name: str, to: Path) -> int:

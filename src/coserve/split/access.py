@@ -1,4 +1,4 @@
-"""How an engine reaches the base executors of its linears: addresses, keys, TLS and privacy."""
+"""An engine's access to the base executors of its linears: addresses, keys, TLS and privacy."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class BaseAccess:
         return found
 
     def sources(self, endpoints: Sequence[Endpoint]) -> list[Source]:
-        """Where linears are asked for, given the executors; those of shards are one. Raises ConfigError and
+        """The sources of linears, given the executors; shards together are one. Raises ConfigError and
         AdapterMismatch, and WeightsUnreadable where a mode of privacy cannot be set up."""
         if self.privacy == "none":
             return assembled(endpoints)

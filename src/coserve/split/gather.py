@@ -107,7 +107,7 @@ class Gathered:
             shard.source.close()
 
     def _whole(self) -> BaseHello:
-        """What these executors offer together; sets the columns of each."""
+        """The offer of these executors together; sets the columns of each."""
         first = self._shards[0].source.base
         groups = tuple(self._whole_group(group) for group in first.groups)
         bases = [shard.source.base for shard in self._shards]

@@ -101,7 +101,7 @@ class PreferenceSteps(JobSteps):
 
     @property
     def _missing(self) -> list[int]:
-        """Those of them whose log-probabilities under the reference are not known and are needed."""
+        """The pairs whose log-probabilities under the reference are not known and are needed."""
         if not self._objective.has_reference:
             return []
         return [i for i in self._chosen if i not in self._reference]

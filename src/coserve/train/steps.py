@@ -18,8 +18,8 @@ from coserve.train.state import Identity
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a job gives the scheduler at a time: micro-batches and the optimizer step that ends them. Without
-    an `update` they are a pass; an update may come alone, after a pass."""
+    """Work that a job gives the scheduler at a time: micro-batches and the optimizer step that ends them.
+    Without an `update` they are a pass; an update may come alone, after a pass."""
 
     micro_batches: Sequence[MicroBatch]
     update: OptimStep | None

@@ -148,7 +148,7 @@ class FineTuneMethod(Named):
 
     @property
     def settings(self) -> SupervisedMethod | PreferenceMethod | ReinforcementMethod | None:
-        """Those of its type."""
+        """The settings of its type."""
         return {"supervised": self.supervised, "dpo": self.dpo, "orpo": self.orpo}.get(
             self.type, self.reinforcement
         )

@@ -44,7 +44,7 @@ class EngineTrainer:
 
     @property
     def reason(self) -> str:
-        """What keeps the session from being open; empty while it is."""
+        """The reason that the session is not open; empty while it is."""
         return self._session.reason
 
     @property
