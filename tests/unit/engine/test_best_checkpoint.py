@@ -112,15 +112,16 @@ def test_a_resumed_job_knows_its_earlier_losses(
     desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses(monkeypatch, 2.0, 3.0)
-    more: dict[str, Any] = {"every": 2, "validation": str(data), "keep_best": True}
+    more: dict[str, Any] = {"every": 2, "validation": str(data), "keep_best": True, **ALL}
     desk.send(job(data, tmp_path / "j", **more))
-    desk.until(lambda: len(desk.news(JobCheckpoint)) == 2)
+    desk.until(lambda: len(desk.news(JobCheckpoint)) == 2)  # written aside: some of 120 steps later
     desk.send(StopJob("j", keep=True))
     assert desk.ended().status == "paused"
     told = [news for news in desk.news(JobCheckpoint) if isinstance(news, JobCheckpoint)]
     known = {news.step: news.validation_loss for news in told if news.validation_loss is not None}
     assert known[2] == 2.0 and checkpoint.newest_checkpoint(tmp_path / "j").step >= 4
-    desk.send(job(data, tmp_path / "j", **more, validated={**known, 99: 0.1}))  # 99: of a damaged checkpoint
+    known[999] = 0.1  # of a damaged checkpoint
+    desk.send(job(data, tmp_path / "j", **more, validated=known, patience=1))
     ended = desk.ended()
     assert (ended.status, ended.step) == ("succeeded", 2)
 
