@@ -192,6 +192,7 @@ class BaseExecutor:
     def status(self, asking: ClientAccount | None = None) -> ExecutorStatus:
         """Identity and counters so far; the connection that asks is left out."""
         now, queues = self._clock(), self._queues
+        products, clients = queues.status(asking)
         return ExecutorStatus(
             model=self._linears.name + ("" if self.hello.shard is None else f" (shard {self.hello.shard})"),
             fingerprint=self.hello.fingerprint,
@@ -209,8 +210,8 @@ class BaseExecutor:
             sent_bytes=queues.sent.total,
             received_a_second=queues.received.a_second(now),
             sent_a_second=queues.sent.a_second(now),
-            products=queues.products(),
-            clients=queues.clients(asking),
+            products=products,
+            clients=clients,
         )
 
     def close(self) -> None:

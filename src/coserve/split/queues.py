@@ -158,37 +158,39 @@ class CallQueues:
             self._is_closed = True
             self._changed.notify_all()
 
-    def clients(self, but: ClientAccount | None = None) -> tuple[ClientStatus, ...]:
-        """All clients now but one."""
+    def status(
+        self, but: ClientAccount | None = None
+    ) -> tuple[tuple[ProductStatus, ...], tuple[ClientStatus, ...]]:
+        """Products that were asked for, in the order of the base's linears and at most `MOST_PRODUCTS`; and
+        all clients now but one."""
         with self._changed:
             now = self._clock()
-            return tuple(client.status(now) for client in self._clients if client is not but)
+            clients = tuple(client.status(now) for client in self._clients if client is not but)
+            return self._products(), clients
 
-    def products(self) -> tuple[ProductStatus, ...]:
-        """Products that were asked for, in the order of the base's linears: at most `MOST_PRODUCTS`."""
-        with self._changed:
-            waiting: dict[tuple[Direction, tuple[str, ...]], list[Work]] = {}
-            for queue in self._queues.values():
-                waiting.setdefault(self._name(queue.works[0]), []).extend(queue.works)
-            order = {paths: number for number, paths in enumerate(self._groups.values())}
-            often = sorted(self._tallies.items(), key=lambda item: -item[1].batches)[:MOST_PRODUCTS]
-            return tuple(
-                ProductStatus(
-                    direction,
-                    paths,
-                    tally.batches,
-                    tally.calls,
-                    tally.rows,
-                    tally.seconds,
-                    len(found := waiting.get((direction, paths), [])),
-                    sum(work.call.rows for work in found),
-                    tally.cost.fixed,
-                    tally.cost.per_row,
-                )
-                for (direction, paths), tally in sorted(
-                    often, key=lambda item: (item[0][0] == "backward", order[item[0][1]])
-                )
+    def _products(self) -> tuple[ProductStatus, ...]:
+        waiting: dict[tuple[Direction, tuple[str, ...]], list[Work]] = {}
+        for queue in self._queues.values():
+            waiting.setdefault(self._name(queue.works[0]), []).extend(queue.works)
+        order = {paths: number for number, paths in enumerate(self._groups.values())}
+        often = sorted(self._tallies.items(), key=lambda item: -item[1].batches)[:MOST_PRODUCTS]
+        return tuple(
+            ProductStatus(
+                direction,
+                paths,
+                tally.batches,
+                tally.calls,
+                tally.rows,
+                tally.seconds,
+                len(found := waiting.get((direction, paths), [])),
+                sum(work.call.rows for work in found),
+                tally.cost.fixed,
+                tally.cost.per_row,
             )
+            for (direction, paths), tally in sorted(
+                often, key=lambda item: (item[0][0] == "backward", order[item[0][1]])
+            )
+        )
 
     def _add(self, work: Work) -> None:
         work.came = self._clock()

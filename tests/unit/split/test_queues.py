@@ -186,7 +186,7 @@ def test_who_leaves_takes_its_calls_along(batching: Batching) -> None:
     works, _ = desk.queues.poll()
     assert works == [stays]
     assert desk.queues.poll() == ([], float("inf"))
-    assert [client.name for client in desk.queues.clients()] == ["client 2"]
+    assert [client.name for client in desk.queues.status()[1]] == ["client 2"]
 
 
 def test_figures_are_those_of_an_independent_count() -> None:
@@ -203,7 +203,7 @@ def test_figures_are_those_of_an_independent_count() -> None:
             desk.queues.answer(works)
             batches.append((works, seconds))
     answered = {work for works, _ in batches for work in works}
-    by_group = {product.paths: product for product in desk.queues.products()}
+    by_group = {product.paths: product for product in desk.queues.status()[0]}
     for paths, product in by_group.items():
         own = [(works, s) for works, s in batches if works[0].call.paths[0] in paths]
         waiting = [work for work in puts if work.call.paths[0] in paths and work not in answered]
@@ -214,7 +214,7 @@ def test_figures_are_those_of_an_independent_count() -> None:
         assert product.waiting_calls == len(waiting)
         assert product.waiting_rows == sum(work.call.rows for work in waiting)
     assert set(by_group) == {("a", "a2"), ("b",)}
-    for work, status in zip(puts, desk.queues.clients(), strict=True):
+    for work, status in zip(puts, desk.queues.status()[1], strict=True):
         rows, is_answered = work.call.rows, work in answered
         assert (status.calls, status.rows) == ((1, rows) if is_answered else (0, 0))
         assert (status.waiting_calls, status.waiting_rows) == ((0, 0) if is_answered else (1, rows))
