@@ -22,7 +22,8 @@ NEVER = float("inf")
 @dataclass
 class Caller:
     """A client: `rows` in each call, `think` from an answer to the next call, before its first one, too.
-    A training client goes all the way back after each pass. `leaves` is when its connection ends."""
+    A training client goes all the way back after each pass. `leaves` is when its connection ends. Those with
+    the same `key` have one share."""
 
     name: str
     rows: int = 1
@@ -32,6 +33,7 @@ class Caller:
     begins: float = 0.0
     deadline: float | None = None
     leaves: float = NEVER
+    key: str = ""
     account: ClientAccount | None = None
     answers: list[tuple[float, Outcome]] = field(default_factory=list)
     ended: float = NEVER
@@ -102,7 +104,7 @@ class SplitWorld:
         heapq.heappush(self._events, (then, next(self._numbers), happens))
 
     def _join(self, caller: Caller) -> None:
-        caller.account = self.queues.join(caller.name)
+        caller.account = self.queues.join(caller.name, caller.key)
         self._go_on(caller, caller.products())
 
     def _go_on(self, caller: Caller, left: Iterator[tuple[Direction, int]]) -> None:

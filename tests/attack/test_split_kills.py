@@ -3,7 +3,10 @@
 import os
 import signal
 import socket
+import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from coserve.errors import EngineLost, Unreachable
+from coserve.errors import ConfigError, EngineLost, Unreachable
 from coserve.split import connection as connections
 from coserve.split import transport as transports
 from coserve.split.attach import attach
@@ -80,6 +83,36 @@ def test_training_survives_a_kill_and_ends_where_it_would_have(
         assert kind == "tcp" or getattr(connection._channel, "_slots", None) is not memory
         second.send_signal(signal.SIGTERM)
         assert second.wait(20) == 0
+
+
+@pytest.mark.sample(1)
+def test_training_on_two_shards_survives_the_kill_of_one(folder: Path, tmp_path: Path) -> None:
+    """Each is a process of its own, which has half of every linear; a job waits for the one that is away."""
+    addresses = [f"unix:{tmp_path / name}.sock" for name in "ab"]
+
+    def shard(number: int) -> AbstractContextManager[subprocess.Popen[str]]:
+        return executor_process(folder, addresses[number - 1], "--shard", f"{number}/2")
+
+    kill, got = threading.Event(), list[float]()
+    client, undisturbed = with_lora(), with_lora()
+    with ExitStack() as first, ThreadPoolExecutor() as pool:
+        _, second = pool.map(first.enter_context, (shard(1), shard(2)))
+        for model in (undisturbed, client):
+            attach(model, addresses)
+        wanted = trained(undisturbed, 20)
+        assert wanted == pytest.approx(trained(with_lora(), 20), rel=1e-4)
+        thread = threading.Thread(target=lambda: got.extend(trained(client, 20, {5: kill})), daemon=True)
+        thread.start()
+        assert kill.wait(60)
+        second.send_signal(signal.SIGKILL)
+        second.wait()
+        thread.join(0.5)
+        assert thread.is_alive() and not got  # nothing is computed with one half alone
+        with pytest.raises(ConfigError, match="shard 2/2 of the linears is missing"):
+            attach(tiny("llama"), addresses[0])
+        first.enter_context(shard(2))
+        thread.join(60)
+        assert got == wanted  # bit for bit
 
 
 def test_an_executor_that_is_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,26 @@ from coserve.split.address import Address
 from coserve.split.batching import Batching, BatchingConfig
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.executor import BaseExecutor, BaseLinears
-from coserve.split.messages import VERSION, ClientHello, Limits, LinearCall, StatusRequest, encode_header
+from coserve.split.messages import (
+    VERSION,
+    ClientHello,
+    Direction,
+    Limits,
+    LinearAnswer,
+    LinearCall,
+    StatusRequest,
+    decode_to_client,
+    encode_header,
+)
+from coserve.split.queues import MOST_COMPUTING
 from coserve.split.remote_group import RemoteGroup
-from coserve.split.service import SplitService
+from coserve.split.service import MOST_CLIENTS, SplitService
 from coserve.wire.frames import FrameReader, send_frame
 from models import tiny
 from split_clock import LAYERS, Caller, SplitWorld
 
-DOWN = "model.layers.0.mlp.down_proj"  # [64, 96]
+MLP = "model.layers.0.mlp"
+DOWN = f"{MLP}.down_proj"  # [64, 96]
 QKV = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
 
 
@@ -106,6 +118,81 @@ def test_who_floods_and_does_not_read_is_not_read(served: Served, healthy: Execu
         assert client.waiting_calls <= 4 and client.waiting_rows <= 128
     for raw in attackers:
         raw.close()
+    wait_until(lambda: served.service.clients == 1)
+
+
+@pytest.mark.parametrize("direction", get_args(Direction))
+def test_who_floods_spans_and_does_not_read_is_not_read(
+    served: Served, healthy: ExecutorConnection, direction: Direction
+) -> None:
+    """On the way back a span takes the most seconds of all calls, for the same rows."""
+    span = next(span for span in served.executor.hello.spans if DOWN in span.linears)
+    widths = span.inputs + (span.outputs if direction == "backward" else 0)
+    asked = LinearCall(1, (span.path,), direction, 64, "float32", "inference", 64 * widths * 4)
+    attackers = [served.raw() for _ in range(3)]
+    for raw in attackers:
+        assert flood(raw, framed(asked) + bytes(64 * widths * 4)) < 20_000
+    served.check(healthy)
+    for client in served.executor.status().clients:
+        assert client.waiting_calls <= 4 and client.waiting_rows <= 128
+    for raw in attackers:
+        raw.close()
+    wait_until(lambda: served.service.clients == 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"nbytes": 64 * 4}, "bytes came for 2 rows"),
+        ({"nbytes": 2 * 64 * 8, "dtype": "field"}, "is no linear, so shares cannot be added"),
+        ({"nbytes": 2 * 64 * 4, "direction": "backward"}, "bytes came for 2 rows"),
+        ({"nbytes": 65 * 64 * 4, "rows": 65}, "65 rows in one call"),
+        ({"nbytes": 2 * 64 * 4, "paths": (MLP, DOWN)}, "is a call of its own"),
+        ({"nbytes": 2 * 64 * 4, "paths": (DOWN, MLP)}, "is no linear of this base"),
+    ],
+)
+def test_a_span_that_is_asked_for_wrongly_is_an_error(
+    served: Served, healthy: ExecutorConnection, fields: dict[str, Any], reason: str
+) -> None:
+    asked = LinearCall(**{
+        "number": 7, "paths": (MLP,), "direction": "forward", "rows": 2, "dtype": "float32",
+        "work": "inference", **fields,
+    })  # fmt: skip
+    raw = served.raw()
+    raw.sendall(framed(asked) + bytes(asked.nbytes))
+    data = FrameReader(raw, 5.0).read()
+    assert data is not None
+    answer = decode_to_client(data, Limits())
+    assert isinstance(answer, LinearAnswer) and answer.fault is not None and reason in answer.fault.text, (
+        answer
+    )
+    raw.close()
+
+
+def test_threads_that_compute_are_few_however_many_clients_there_are(
+    served: Served, healthy: ExecutorConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread that computes gets OpenMP threads of its own: here one for each product would be 64."""
+    compute, threads = served.executor._linears.compute, set[int]()
+
+    def noted(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+        threads.add(threading.get_ident())
+        return compute(call, tensors)
+
+    monkeypatch.setattr(served.executor._linears, "compute", noted)
+    crowd = [served.connect(f"client {number}") for number in range(MOST_CLIENTS - 1)]
+    x = torch.randn(2, 96)
+    asked = call_of([DOWN], [x], "float32", direction="forward", work="inference")
+    is_lockstep = served.executor.config.mode == "lockstep"  # where each would wait a second for all others
+    at_once = [crowd, crowd] if is_lockstep else [crowd, *([connection] for connection in crowd)]
+    for group in at_once:
+        for answer in [connection.submit(asked, [x], [64]) for connection in group]:
+            (got,) = answer.result(20)
+            wanted = x @ served.model.get_submodule(DOWN).weight.T
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert 1 <= len(threads) <= MOST_COMPUTING + 1
+    for connection in crowd:
+        connection.close()
     wait_until(lambda: served.service.clients == 1)
 
 

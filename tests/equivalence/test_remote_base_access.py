@@ -16,8 +16,8 @@ from certificates import Authority
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.cli.app import app
 from coserve.errors import AdapterMismatch, ConfigError, WeightsUnreadable
-from coserve.split.access import EXECUTOR_KEY
 from coserve.split.address import Address
+from coserve.split.credentials import EXECUTOR_KEY
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import LinearCall
 from coserve.split.service import SplitService

@@ -14,6 +14,8 @@ import pytest
 
 from coserve.split.batching import Batching, BatchingConfig
 from coserve.split.clients import ACTIVE_SECONDS
+from coserve.split.key_shares import FADE_SECONDS
+from coserve.split.messages import WorkClass
 from coserve.split.work import AGE_SECONDS, Work
 from split_clock import LAYERS, Caller, SplitWorld
 from timetable import table
@@ -236,3 +238,76 @@ def test_opportunistic_batching_is_at_least_as_good_as_the_others() -> None:
         assert best > 0.97 * max(rows for rows, _ in found.values()), found
         assert found["none"][1] == 1 < found["waiting"][1] < found["opportunistic"][1] < found["lockstep"][1]
     assert rate("opportunistic", different(), 0.25)[0] > 1.3 * rate("lockstep", different(), 0.25)[0]
+
+
+def shared(mode: Batching, keys: tuple[str, str], rows: tuple[int, int], kind: WorkClass) -> list[int]:
+    """Rows that ten clients got beside one, and that one, in two seconds; each has a key."""
+    many = [Caller(f"m{n}", rows[0], 0.3, 10**6, kind, begins=0.1 * n, key=keys[0]) for n in range(10)]
+    one = Caller("one", rows[1], 0.3, 10**6, kind, key=keys[1])
+    world = SplitWorld(BatchingConfig(mode), 0.2, 0.01)
+    world.know()
+    world.play(*many, one, until=2000.0)
+    return [sum(len(caller.answers) * caller.rows for caller in callers) for callers in (many, [one])]
+
+
+@pytest.mark.parametrize("kind", get_args(WorkClass))
+@pytest.mark.parametrize("mode", ["opportunistic", "waiting", "none"])
+def test_ten_connections_with_one_key_get_no_more_than_one_with_another(
+    mode: Batching, kind: WorkClass
+) -> None:
+    """A product of its 200 rows takes 2.2 ms, and then it needs 0.3 ms until it calls again."""
+    many, one = shared(mode, ("theirs", "mine"), (200, 200), kind)
+    assert one > 0.7 * many, (many, one)
+    as_connections, alone = shared(mode, ("theirs", "theirs"), (200, 200), kind)
+    assert alone < 0.2 * as_connections  # each connection one share
+    assert many + one > 0.88 * (as_connections + alone)  # one product of eleven calls takes 8 % less a call
+
+
+def test_a_key_whose_calls_wait_alone_is_as_if_there_were_no_keys() -> None:
+    """The other one has a connection that calls nothing, and before that one that had half a second."""
+
+    def lines(*others: Caller) -> list[str]:
+        callers = [Caller(f"c{n}", 4**n, 0.1 * (n + 1), 6, begins=1000.0, key="theirs") for n in range(4)]
+        return [line for line in played(opportunistic(1.0), *callers, *others).lines if "c" in line]
+
+    had = Caller("before", 2000, 0.0, 5, key="mine")
+    silent = Caller("silent", 1, 0.1, 0, key="mine")
+    assert lines(had, silent) == lines(silent) == lines()
+
+
+def test_what_a_key_has_had_is_forgotten() -> None:
+    """One that had the executor alone for ten seconds waits for a newcomer, which takes all of it, less than
+    one second."""
+    old = [Caller(f"o{n}", 100, 0.0, 10**6, key="old") for n in range(4)]
+    new = [Caller(f"n{n}", 100, 0.0, 10**6, begins=10_000.0, key="new") for n in range(4)]
+    world = SplitWorld(BatchingConfig("none"))
+    world.know()
+    world.play(*old, *new, until=14_000.0)
+    begins = [begin for begin, _, _, names in world.batches if begin > 9_990 and names[0].startswith("o")]
+    longest = max(y - x for x, y in itertools.pairwise(begins))
+    assert 300 < longest < 1000 * FADE_SECONDS
+    late = Counter(names[0][0] for begin, *_, names in world.batches if begin > 12_000)
+    assert late["o"] == pytest.approx(late["n"], rel=0.1)
+
+
+@pytest.mark.parametrize("sample", range(2))
+def test_every_key_goes_on_however_many_connections_others_have(sample: int) -> None:
+    draws = random.Random()
+    callers = [
+        Caller(
+            f"{key}{number}",
+            draws.choice((1, 16, 300)),
+            draws.choice((0.0, 0.3, 3.0)),
+            10**6,
+            draws.choice(("inference", "training")),
+            draws.uniform(0, 100),
+            key=key,
+        )
+        for key in "abcdefgh"
+        for number in range(draws.choice((1, 1, 8)))
+    ]
+    world = SplitWorld(BatchingConfig("opportunistic"), 1.0, 0.01)
+    world.play(*callers, until=8_000.0)
+    for caller in callers:
+        times = [caller.begins, *(time for time, _ in caller.answers), 8_000.0]
+        assert max(y - x for x, y in itertools.pairwise(times)) < 4000, caller.name

@@ -106,22 +106,24 @@ def finetune(
     hyperparameters = given(
         n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
     )
-    training = _method(method, _pairs("--method-option", method_option) or {}, grader, hyperparameters)
+    own = _pairs("--method-option", method_option) or {}
+    training = _method(method, own, grader, hyperparameters)
     access = given(
         base=base, base_ca=base_ca, base_pin=base_pin, base_certificate=base_certificate, base_key=base_key,
         base_privacy=base_privacy,
     )  # fmt: skip
     if access or output is not None:
-        from coserve.cli.finetune_here import finetune_here
+        from coserve.cli.finetune_here import JobHere, finetune_here
 
-        server = given(
-            validation_file=validation_file, suffix=suffix, url=url, api_key=api_key, detach=detach or None,
-            json=as_json or None, method=method, method_option=method_option, grader=grader,
+        objective = {name: value for name, value in own.items() if value != "auto"} | given(type=method)
+        if grader is not None and training is not None:
+            objective["grader"] = training[training["type"]]["grader"]
+        server = given(suffix=suffix, url=url, api_key=api_key, detach=detach or None, json=as_json or None)
+        asked = JobHere(
+            file, model, output, access, hyperparameters | given(seed=seed), ours.get("peft", {}),
+            ours.get("optimizer", {}), objective, validation_file, server,
         )  # fmt: skip
-        finetune_here(
-            file, model, access, output, server, hyperparameters | given(seed=seed), ours.get("peft", {}),
-            ours.get("optimizer", {}),
-        )  # fmt: skip
+        finetune_here(asked)
         return
     with connect(context, url, api_key) as client:
         body = given(

@@ -2,84 +2,166 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from coserve.errors import ConfigError, WeightsUnreadable
+from coserve.errors import ConfigError, DataError, WeightsUnreadable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from coserve.engine.engine import Engine
     from coserve.engine.finetuning import FineTuning
+    from coserve.engine.scoring import Scoring
     from coserve.train.config import TrainingConfig
+    from coserve.train.example import Example
+    from coserve.train.objectives import Objective
 
 _AGAIN_SECONDS: Final = 0.25
+_NAME: Final = "adapter"
 
 
-def finetune_here(
-    file: Path,
-    model: str | None,
-    access: Mapping[str, Any],
-    output: Path | None,
-    server: Mapping[str, Any],
-    hyperparameters: Mapping[str, Any],
-    peft: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
-) -> None:
-    """Trains on `file` and writes the adapter to the folder `output`. `hyperparameters` and `optimizer` are
-    those of a job, `access` settings of an engine that begin with "base"; `server` are flags that only a
-    server knows. Raises ConfigError and what training does."""
-    if "base" not in access or output is None or model is None:
-        raise ConfigError("to train without a server --base, --model (a folder) and --output are needed")
-    if server:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in server)
-        raise ConfigError(f"{flags}: not with --base, which trains without a server")
-    if output.is_file() or not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: expected a folder in one that exists")
+@dataclass(frozen=True, slots=True)
+class JobHere:
+    """What the command is given. `access` are settings of an engine that begin with "base", `hyperparameters`
+    and `optimizer` those of a job, `objective` its training method's type and settings; `validation` are
+    examples that are only measured, and `server` flags that only a server knows."""
+
+    file: Path
+    model: str | None
+    output: Path | None
+    access: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
+    peft: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    objective: Mapping[str, Any]
+    validation: Path | None
+    server: Mapping[str, Any]
+
+    def checked(self) -> tuple[str, Path]:
+        """The model and the output. Raises ConfigError for flags that do not go together."""
+        if "base" not in self.access or self.output is None or self.model is None:
+            raise ConfigError("to train without a server --base, --model (a folder) and --output are needed")
+        if self.server:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in self.server)
+            raise ConfigError(f"{flags}: not with --base, which trains without a server")
+        if self.output.is_file() or not self.output.absolute().parent.is_dir():
+            raise ConfigError(f"--output {self.output}: expected a folder in one that exists")
+        kind = self.objective.get("type", "supervised")
+        if self.validation is not None and kind != "supervised":
+            raise ConfigError(f"--validation-file is for supervised jobs; this one is of the type {kind}")
+        return self.model, self.output
+
+
+def finetune_here(asked: JobHere) -> None:
+    """Trains, and writes the adapter to the folder `output`. Raises ConfigError and what training does."""
+    model, output = asked.checked()
     from transformers.utils import logging as transformers_logging
 
     from coserve.adapters.settings import settings_of
     from coserve.config import EngineConfig
     from coserve.engine.engine import Engine
+    from coserve.train.objectives import objective_of
 
-    methods = settings_of(peft)
+    methods, config = settings_of(asked.peft), EngineConfig(**asked.access, calibrate=False)
+    objective = objective_of(asked.objective, config.grader_hosts)
     transformers_logging.disable_progress_bar()
-    engine = Engine(model, EngineConfig(**access, calibrate=False))
-    config = _config(len(engine.prepare(file).examples), engine.base.hidden_size, hyperparameters, optimizer)
-    job = engine.finetune(file, "adapter", methods, config)
-    _watch(job)
-    engine.save_adapter("adapter", output)
+    engine = Engine(model, config)
+    training = _config(engine, asked, objective)
+    examples = () if asked.validation is None else _validation(engine, asked.validation, methods, training)
+    job = engine.finetune(asked.file, _NAME, methods, training, objective=objective)
+    _Watch(engine, job, examples, training.epochs).run()
+    engine.save_adapter(_NAME, output)
     print(output)
 
 
-def _config(
-    examples: int, width: int, hyperparameters: Mapping[str, Any], optimizer: Mapping[str, Any]
-) -> "TrainingConfig":
+def _config(engine: "Engine", asked: JobHere, objective: "Objective") -> "TrainingConfig":
     """The settings of a job with these fields, "auto" resolved as a server does."""
     from coserve.adapters.settings import convert
     from coserve.serve.training.recipe import auto_batch_size, auto_epochs, usual_rate
     from coserve.train.config import TrainingConfig
 
-    epochs = hyperparameters.get("n_epochs", auto_epochs(examples))
+    given = asked.hyperparameters
+    units = len(engine.prepare(asked.file, objective=objective).examples) // objective.group
+    epochs = given.get("n_epochs", auto_epochs(units))
     options = {
         "epochs": epochs,
-        "batch_size": hyperparameters.get("batch_size", auto_batch_size(examples, epochs)),
-        "learning_rate": usual_rate(width) * hyperparameters.get("learning_rate_multiplier", 1.0),
-        "seed": hyperparameters.get("seed", 0),
+        "batch_size": given.get("batch_size", auto_batch_size(units, epochs)),
+        "learning_rate": usual_rate(engine.base.hidden_size) * given.get("learning_rate_multiplier", 1.0),
+        "seed": given.get("seed", 0),
     }
-    return convert({**options, **optimizer}, TrainingConfig, "--optimizer")
+    return convert({**options, **asked.optimizer}, TrainingConfig, "--optimizer")
 
 
-def _watch(job: "FineTuning") -> None:
-    """Shows each optimizer step; waits while executors are away."""
-    said = ""
-    while True:
+def _validation(
+    engine: "Engine", file: Path, methods: "tuple[object, ...]", training: "TrainingConfig"
+) -> "Sequence[Example]":
+    """Examples of a validation file, read before anything is trained. Raises DataError."""
+    from coserve.engine.scoring import check_lengths
+    from coserve.train.fresh import sketch_adapter
+
+    try:
+        examples = engine.prepare(file, training).examples
+    except DataError as error:
+        raise DataError(f"validation {error}") from error
+    check_lengths(engine, examples, sketch_adapter(engine.base, _NAME, methods, training.seed).virtual.count)
+    return examples
+
+
+class _Watch:
+    """Drives a job, shows its steps, and after each epoch the loss on validation examples."""
+
+    def __init__(
+        self, engine: "Engine", job: "FineTuning", examples: "Sequence[Example]", epochs: int
+    ) -> None:
+        self._engine, self._job, self._examples = engine, job, examples
+        self._every = max(1, job.steps // epochs)
+        self._is_due = False  # whether an epoch has ended whose version is not scored yet
+        self._scored: tuple[int, Scoring] | None = None  # the step, and the scoring under way
+        self._said = ""
+
+    def run(self) -> None:
+        """Ends with the job; waits while executors are away."""
+        for work in (self._train, self._finish):
+            while not self._tried(work):
+                time.sleep(_AGAIN_SECONDS)
+
+    def _tried(self, work: Callable[[], None]) -> bool:
+        """Does a piece of work that goes on where it was; False where an executor is away."""
         try:
-            for step in job:
-                said = ""
-                print(f"step {step.step}/{job.steps}  loss {step.loss:.4f}", flush=True)
-            return
+            work()
         except WeightsUnreadable as error:
-            if str(error) != said:
-                said = str(error)
+            if str(error) != self._said:
+                self._said = str(error)
                 print(f"waiting: {error}", file=sys.stderr, flush=True)
-            time.sleep(_AGAIN_SECONDS)
+            return False
+        return True
+
+    def _train(self) -> None:
+        for step in self._job:
+            self._said = ""
+            shown = "".join(f"  {name} {value:.4f}" for name, value in step.metrics.items())
+            print(f"step {step.step}/{self._job.steps}  loss {step.loss:.4f}{shown}", flush=True)
+            if self._examples and (step.step % self._every == 0 or step.step == self._job.steps):
+                self._is_due = True
+            self._score()
+
+    def _finish(self) -> None:
+        while self._score():
+            self._engine.step()
+
+    def _score(self) -> bool:
+        """Shows a loss that is known now, and begins with the newest version where one is due; tells whether
+        one is under way. It shares steps with training."""
+        from coserve.engine.scoring import Scoring
+
+        if self._scored is not None and self._scored[1].advance():
+            step, scoring = self._scored
+            print(f"step {step}/{self._job.steps}  validation loss {scoring.loss:.4f}", flush=True)
+            self._scored = None
+        if self._scored is None and self._is_due:
+            key, self._is_due = self._engine.bank.look(_NAME).key, False
+            self._scored = self._job.history[-1].step, Scoring(self._engine, key, self._examples)
+        return self._scored is not None

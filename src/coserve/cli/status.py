@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.options import ApiKey, AsJson
+from coserve.cli.options import ApiKey, AsJson, BaseCa, BaseCertificate, BaseKey, BasePin
 
 if TYPE_CHECKING:
     from coserve.split.messages import ExecutorStatus, ProductStatus
@@ -20,12 +20,21 @@ def status(
     addresses: Annotated[
         list[str],
         typer.Argument(
-            metavar="ADDRESS...", help="unix:PATH or tcp:HOST:PORT of executors, http://HOST:PORT of servers."
+            metavar="ADDRESS...",
+            help="unix:PATH, tcp:HOST:PORT or tls:HOST:PORT of executors, http://HOST:PORT of servers.",
         ),
     ],
     key: Annotated[
-        str, typer.Option(envvar="COSERVE_EXECUTOR_KEY", help="What executors ask their clients for.")
+        str,
+        typer.Option(
+            envvar="COSERVE_EXECUTOR_KEY",
+            help="What executors ask their clients for; of several, one each, with commas.",
+        ),
     ] = "",
+    base_ca: BaseCa = None,
+    base_pin: BasePin = None,
+    base_certificate: BaseCertificate = None,
+    base_key: BaseKey = None,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
@@ -34,7 +43,12 @@ def status(
     Exits with 1 if one of the addresses does not answer; the others are shown.
     """
     from coserve.cli.output import print_json
+    from coserve.split.credentials import Credentials
     from coserve.split.status import ask_status
+
+    asked = [address for address in addresses if not address.startswith("http")]
+    credentials = Credentials(key, base_ca or "", base_pin or "", base_certificate or "", base_key or "")
+    known = dict(zip(asked, credentials.of(asked, "--key", "--base-pin"), strict=True))
 
     def of_server(address: str) -> Found:
         from coserve.cli.options import connect
@@ -47,7 +61,8 @@ def status(
 
         from coserve.split.address import Address
 
-        answer = ask_status(Address.parse(address), key)
+        own_key, tls = known[address]
+        answer = ask_status(Address.parse(address), own_key, tls=tls)
         found: dict[str, Any] = msgspec.to_builtins(answer)
         del found["type"]
         executors[address] = answer

@@ -32,7 +32,8 @@ from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
 from coserve.model.together import linears_together
-from coserve.split.access import EXECUTOR_KEY, BaseAccess
+from coserve.split.access import BaseAccess
+from coserve.split.credentials import EXECUTOR_KEY, Credentials
 from coserve.split.load import load_remote
 from coserve.streamed.load import load_streamed
 from coserve.streamed.model_files import saved_bytes
@@ -153,16 +154,14 @@ def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
 
 
 def _access(config: EngineConfig) -> BaseAccess:
-    return BaseAccess(
-        config.base,
+    credentials = Credentials(
         os.environ.get(EXECUTOR_KEY, ""),
-        config.base_patience,
         config.base_ca,
         config.base_pin,
         config.base_certificate,
         config.base_key,
-        config.base_privacy,
     )
+    return BaseAccess(config.base, credentials, config.base_patience, config.base_privacy)
 
 
 def base_room(config: EngineConfig, saved: Callable[[], int]) -> int | None:

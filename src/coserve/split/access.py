@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from coserve.errors import ConfigError, CoserveError
 from coserve.split.address import Address
 from coserve.split.calls import Source
+from coserve.split.credentials import Credentials
 from coserve.split.endpoint import Endpoint, HiddenRows
 from coserve.split.gather import assembled
 from coserve.split.privacy.modes import Noise, obfuscated, shared
-from coserve.split.tls import ClientTls
 
 _SHARE_SECONDS: Final = 300.0  # that one of two parties may take for an answer
 
@@ -20,36 +20,24 @@ _SHARE_SECONDS: Final = 300.0  # that one of two parties may take for an answer
 class BaseAccess:
     """Names executors, and what they ask their clients for.
 
-    `addresses`, `keys` and `pins` are separated by commas: one key or pin is for all executors, several are
-    for the executors in order. `patience` is how long a call waits for an executor that went away, in
-    seconds. `ca`, `certificate` and `certificate_key` are files in PEM (empty: none; see `ClientTls`).
-    `privacy` is "none", "noise" or "shares": with shares the first half of the executors is one party's, the
-    second half the other's, in the same order.
+    `addresses` are separated by commas. `patience` is how long a call waits for an executor that went away,
+    in seconds. `privacy` is "none", "noise" or "shares": with shares the first half of the executors is one
+    party's, the second half the other's, in the same order.
     """
 
     addresses: str
-    keys: str = ""
+    credentials: Credentials = field(default_factory=Credentials)
     patience: float = 5.0
-    ca: str = ""
-    pins: str = ""
-    certificate: str = ""
-    certificate_key: str = ""
     privacy: str = "none"
 
     def endpoints(self) -> list[Endpoint]:
         """Connects to all executors. Raises ConfigError and Unreachable."""
         addresses = [Address.parse(text.strip()) for text in self.addresses.split(",")]
-        keys = _for_each(self.keys, addresses, f"the key in {EXECUTOR_KEY}")
-        pins = _for_each(self.pins, addresses, "engine.base_pin")
-        tls = ClientTls(self.ca or None, "", self.certificate or None, self.certificate_key or None)
-        if (self.pins or tls != ClientTls()) and not any(address.is_encrypted for address in addresses):
-            raise ConfigError(
-                "certificates and pins are for tls:HOST:PORT, and engine.base has no such address"
-            )
+        known = self.credentials.of([str(address) for address in addresses], pins_are="engine.base_pin")
         found: list[Endpoint] = []
         with _closing_on_error(found):
-            for address, key, pin in zip(addresses, keys, pins, strict=True):
-                found.append(Endpoint(address, key, self.patience, replace(tls, pin=pin)))
+            for address, (key, tls) in zip(addresses, known, strict=True):
+                found.append(Endpoint(address, key, self.patience, tls))
         return found
 
     def sources(self, endpoints: Sequence[Endpoint]) -> list[Source]:
@@ -76,9 +64,6 @@ class BaseAccess:
         ]
 
 
-EXECUTOR_KEY: Final = "COSERVE_EXECUTOR_KEY"  # in the environment: what executors ask for
-
-
 @contextmanager
 def _closing_on_error(endpoints: Sequence[Endpoint]) -> Iterator[None]:
     try:
@@ -87,17 +72,3 @@ def _closing_on_error(endpoints: Sequence[Endpoint]) -> Iterator[None]:
         for endpoint in endpoints:
             endpoint.close()
         raise
-
-
-def _for_each(text: str, addresses: Sequence[Address], what: str) -> list[str]:
-    """One of the values for each address. Raises ConfigError."""
-    values = [value.strip() for value in text.split(",")]
-    if len(addresses) == 1:
-        return [text]
-    if len(values) == 1:
-        return values * len(addresses)
-    if len(values) != len(addresses):
-        raise ConfigError(
-            f"{what} has {len(values)} values for {len(addresses)} executors: one, or one for each"
-        )
-    return values

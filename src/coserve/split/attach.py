@@ -18,12 +18,13 @@ from torch import nn
 from coserve.errors import AdapterMismatch, ConfigError
 from coserve.model.placing import put
 from coserve.split.absent import check_methods
+from coserve.split.block_calls import BlockCalls
 from coserve.split.calls import Calls
 from coserve.split.gather import Where, connect
 from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of, transformers_model
 from coserve.split.messages import BaseHello
 from coserve.split.privacy.modes import Privacy, private
-from coserve.split.remote_group import RemoteGroup, RemoteSpan
+from coserve.split.remote_group import RemoteBlocks, RemoteGroup, RemoteSpan
 from coserve.split.span_calls import ScriptSpan, Spans
 from coserve.split.tls import ClientTls
 from coserve.split.virtual import Siblings, virtual
@@ -41,6 +42,7 @@ def attach(
     shared_memory: bool = True,
     tls: ClientTls | Sequence[ClientTls] | None = None,
     spans: Spans = "forward",
+    blocks: bool = False,
 ) -> Calls:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
     weights; others stay as they are. `address` is the executor's, or a way to it that was made already; where
@@ -49,7 +51,9 @@ def attach(
     the executor may see of rows: everything with None. At a unix socket tensors are in shared memory, where
     the executor gives some; `tls` says how the executor at a `tls:` address is known. `spans` says when a
     feed-forward layer without an adapter in it is one call: "forward" where no gradient goes back through it,
-    "always", where the way back computes it anew, or "never".
+    "always", where the way back computes it anew, or "never". With `blocks` decoder layers without an adapter
+    in them are one call, those that follow each other together, in passes without a cache, and in those with
+    a graph, whose cache stays empty for these layers; the way back computes them anew.
 
     These linears must have the content hash of the executor's; where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters
@@ -81,6 +85,8 @@ def attach(
             put(model, place, virtual(path, module, rows))
     if spans != "never":
         _put_spans(model, calls, spans)
+    if blocks:
+        _put_blocks(model, calls)
     weakref.finalize(model, calls.close)
     return calls
 
@@ -95,6 +101,20 @@ def _put_spans(model: nn.Module, calls: Calls, spans: Spans) -> None:
             continue
         if "forward" not in vars(module):
             module.forward = ScriptSpan(module, RemoteSpan(calls, shape), spans)
+
+
+def _put_blocks(model: nn.Module, calls: Calls) -> None:
+    """Has decoder layers of the model that the executor computes as a whole be one call."""
+    _, own = transformers_model(model)
+    shape = calls.base.blocks
+    if shape is None:
+        return
+    try:
+        layers = {layer.number: own.get_submodule(layer.path) for layer in shape.layers}
+    except AttributeError:  # the client's model is made of other modules
+        return
+    if not any("forward" in vars(layer) for layer in layers.values()):
+        BlockCalls(own.get_decoder(), layers, RemoteBlocks(calls, shape))
 
 
 def _check(base: BaseHello, own: Mapping[str, nn.Module]) -> None:

@@ -17,6 +17,7 @@ from coserve.split.work import ProductQueue, Work
 Batching = Literal["opportunistic", "waiting", "lockstep", "none"]
 NEVER: Final = float("inf")
 MOST_AT_ONCE: Final = 64  # at once
+_SHARED: Final = 0.1  # of a product's seconds, that calls of keys which have had more may add
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,9 @@ class BatchingPolicy(ABC):
 
     def _first(self, works: Sequence[Work]) -> list[Work]:
         """The first of these calls, as many as a product may have rows for."""
-        taken, rows = [works[0]], works[0].call.rows
+        taken, rows = [works[0]], works[0].call.load
         for work in works[1:]:
-            if (rows := rows + work.call.rows) > self._most_rows:
+            if (rows := rows + work.call.load) > self._most_rows:
                 break
             taken.append(work)
         return taken
@@ -133,17 +134,24 @@ class Opportunistic(BatchingPolicy):
         return until
 
     def together(self, queue: ProductQueue, now: float) -> list[Work]:
-        """Training joins inference as far as its rows add no more than inference may wait."""
+        """Training joins inference as far as its rows add no more than inference may wait. Where keys
+        compete, calls of those that have had more add a tenth to a product at most, to one of their own, too,
+        as it holds up those that have had less."""
         taken = self._first(_ordered(queue, now))
-        urgent = sum(work.call.rows for work in taken if work.is_urgent(now))
-        left = self._factor * queue.cost.seconds(urgent)
-        if not urgent:
-            return taken
-        for number, work in enumerate(taken):
-            if not work.is_urgent(now):
-                left -= work.call.rows * queue.cost.per_row
-                if left <= 0:  # also where nothing is known yet
-                    return taken[:number]
+        is_urgent, level = taken[0].is_urgent(now), taken[0].client.share.level
+        hosts = [w for w in taken if w.is_urgent(now) == is_urgent and w.client.share.level == level]
+        rows = sum(work.call.rows for work in (hosts[:1] if level else hosts))
+        seconds = queue.cost.seconds(rows)
+        left, shared = self._factor * seconds, _SHARED * seconds
+        for number, work in enumerate(taken[1:], 1):
+            added = work.call.rows * queue.cost.per_row
+            if work.is_urgent(now) != is_urgent:
+                left -= added
+            if work.client.share.level:
+                shared -= added
+            is_guest = work.is_urgent(now) != is_urgent or bool(work.client.share.level)
+            if is_guest and min(left, shared) <= 0:  # also where nothing is known yet
+                return taken[:number]
         return taken
 
     def _waits_until(self, queue: ProductQueue, expected: Sequence[Expected], now: float) -> float:

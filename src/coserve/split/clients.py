@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from coserve.split.costs import RecentRate
+from coserve.split.key_shares import KeyShare
 from coserve.split.messages import ClientStatus, Direction, LinearCall, WorkClass
 
 ACTIVE_SECONDS: Final = 1.0  # without a sign of it, after which nobody waits for a client any longer
@@ -52,6 +53,7 @@ class ClientAccount:
 
     name: str
     joined: float
+    share: KeyShare = field(default_factory=KeyShare)  # of its key
     heard: float = float("-inf")  # so that nobody waits for a client that never called
     waiting_calls: int = 0  # without an answer
     waiting_rows: int = 0

@@ -21,6 +21,7 @@ from coserve.model.origin import linears_digest
 from coserve.model.placement import Offer, Placement, place_locally
 from coserve.model.placing import place_linears
 from coserve.split.batching import BatchingConfig
+from coserve.split.blocks import BlockModules, find_blocks
 from coserve.split.clients import ClientAccount
 from coserve.split.layers import LayerChoice
 from coserve.split.linears import digests_of, find_linears, grouped, shape_of
@@ -38,9 +39,11 @@ _PRODUCTS: Final = 2
 
 
 class BaseLinears:
-    """Placements of a model's linears by path, spans of them, and what clients are told of both."""
+    """Placements of a model's linears by path, spans of them, whole decoder layers, and what clients are told
+    of these."""
 
     _spans: Mapping[str, SpanModule] = {}
+    _blocks: BlockModules | None = None
 
     def __init__(
         self,
@@ -93,9 +96,14 @@ class BaseLinears:
 
         place_linears(model, BatchCell(), place, chosen.__contains__)
         if shard is None:
-            spans = find_spans(model, chosen, DTYPES[self.hello.dtype])
+            dtype = DTYPES[self.hello.dtype]
+            spans = find_spans(model, chosen, dtype)
             self._spans = {span.shape.path: span for span in spans}
-            self.hello = msgspec.structs.replace(self.hello, spans=tuple(span.shape for span in spans))
+            self._blocks = find_blocks(model, chosen, dtype)
+            blocks = None if self._blocks is None else self._blocks.shape
+            self.hello = msgspec.structs.replace(
+                self.hello, spans=tuple(span.shape for span in spans), blocks=blocks
+            )
 
     @staticmethod
     def load(
@@ -118,6 +126,8 @@ class BaseLinears:
         """The answer's tensors, for those of a call that was checked, with any number of rows."""
         if call.dtype == "field":
             return self._compute_in_field(call, tensors)
+        if call.lengths and self._blocks is not None:
+            return self._blocks.compute(call.paths, call.direction, tensors, call.lengths)
         if (span := self._spans.get(call.paths[0])) is not None:
             return span.compute(call.direction, tensors)
         placements = [self._placements[path] for path in call.paths]
@@ -158,7 +168,7 @@ class BaseExecutor:
         self.hello = msgspec.structs.replace(linears.hello, limits=limits)
         self._linears, self._clock, self._began = linears, clock, clock()
         self._queues = CallQueues(
-            self.config, self.hello.groups, self.hello.limits.rows, clock, self.hello.spans
+            self.config, self.hello.groups, self.hello.limits.rows, clock, self.hello.spans, self.hello.blocks
         )
         self._under_way: dict[int, float] = {}  # when the product that a thread computes began
         self._own = threading.local()
@@ -169,9 +179,10 @@ class BaseExecutor:
         for thread in self._threads:
             thread.start()
 
-    def join(self, name: str) -> ClientAccount:
-        """Makes an account for a connection, whose calls name it."""
-        return self._queues.join(name)
+    def join(self, name: str, key: str = "") -> ClientAccount:
+        """Makes an account for a connection, whose calls name it; connections with the same key have one
+        share of the seconds."""
+        return self._queues.join(name, key)
 
     def leave(self, client: ClientAccount) -> None:
         """Forgets a connection that has ended, and drops its calls that wait."""
@@ -262,7 +273,9 @@ class BaseExecutor:
             return [self._linears.compute(works[0].call, works[0].tensors)]
         rows = [work.call.rows for work in works]
         joined = [torch.cat(parts) for parts in zip(*(work.tensors for work in works), strict=True)]
-        answers = [torch.split(tensor, rows) for tensor in self._linears.compute(works[0].call, joined)]
+        lengths = tuple(length for work in works for length in work.call.lengths)
+        call = msgspec.structs.replace(works[0].call, rows=sum(rows), lengths=lengths)
+        answers = [torch.split(tensor, rows) for tensor in self._linears.compute(call, joined)]
         return list(zip(*answers, strict=True))
 
 

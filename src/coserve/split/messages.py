@@ -17,9 +17,10 @@ from coserve.errors import AdapterMismatch, ConfigError, RequestError
 from coserve.wire.messages import Fault, WireMessage
 
 T = TypeVar("T")
-VERSION: Final = 3
+VERSION: Final = 4
 MOST_HEADER: Final = 1 << 20  # bytes: the shapes of a base with a thousand groups take about 200,000
 MOST_PATHS: Final = 64  # linears in one call
+PRODUCTS_OF_LAYER: Final = 4  # as a call of a decoder layer counts: attention's inputs and output, two others
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 CallDtype = Dtype | Literal["field"]
@@ -57,6 +58,26 @@ class SpanShape(msgspec.Struct, frozen=True):
     inputs: _Count
     outputs: _Count
     linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=2)]
+
+
+class BlockShape(msgspec.Struct, frozen=True):
+    """A decoder layer that an executor computes as a whole: its place in the model, the window of its
+    attention in positions (None: all before), and the paths of its linears."""
+
+    path: _Name
+    number: _Number
+    window: _Count | None
+    linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)]
+
+
+class BlocksShape(msgspec.Struct, frozen=True):
+    """Decoder layers in their order: the width of their rows, and the most tokens of a sequence. Some that
+    follow each other are a call of their paths, for rows of whole sequences whose lengths it says; on the
+    way back their input comes ahead of the gradient of their output."""
+
+    width: _Count
+    longest: _Count
+    layers: Annotated[tuple[BlockShape, ...], msgspec.Meta(min_length=1)]
 
 
 class ShardShape(msgspec.Struct, frozen=True):
@@ -111,23 +132,26 @@ class BaseHello(WireMessage, frozen=True):
     slots: SlotShape | None = None
     shard: ShardShape | None = None
     spans: tuple[SpanShape, ...] = ()
+    blocks: BlocksShape | None = None
 
     def is_same_base(self, other: "BaseHello") -> bool:
         """Tells whether another executor gives the same answers to all calls."""
-        return (self.fingerprint, self.dtype, self.groups, self.shard, self.spans) == (
+        return (self.fingerprint, self.dtype, self.groups, self.shard, self.spans, self.blocks) == (
             other.fingerprint,
             other.dtype,
             other.groups,
             other.shard,
             other.spans,
+            other.blocks,
         )
 
 
 class LinearCall(WireMessage, frozen=True):
-    """Products of siblings, or the gradient of their input, or the same of a span; `nbytes` of payload
-    follow, or are at the beginning of a slot of the shared memory.
+    """Products of siblings, or the gradient of their input, or the same of a span or of decoder layers;
+    `nbytes` of payload follow, or are at the beginning of a slot of the shared memory.
 
-    `deadline` is in seconds from now, None without one.
+    `deadline` is in seconds from now, None without one. `lengths` are those of the sequences that rows belong
+    to, one after the other: for decoder layers alone.
     """
 
     number: _Number
@@ -139,6 +163,12 @@ class LinearCall(WireMessage, frozen=True):
     nbytes: _Bytes
     deadline: Annotated[float, msgspec.Meta(ge=0)] | None = None
     slot: _Number | None = None
+    lengths: tuple[_Count, ...] = ()
+
+    @property
+    def load(self) -> int:
+        """Rows; in decoder layers those of all their products."""
+        return self.rows * (PRODUCTS_OF_LAYER * len(self.paths) if self.lengths else 1)
 
 
 class LinearAnswer(WireMessage, frozen=True):
@@ -251,6 +281,8 @@ class GroupTable:
         self._hello = hello
         self._of_path = {path: group for group in hello.groups for path in group.outputs}
         self._spans = {span.path: span for span in hello.spans}
+        layers = () if hello.blocks is None else hello.blocks.layers
+        self._layers = {layer.path: layer for layer in layers}
 
     def check_hello(self, client: ClientHello) -> None:
         """Raises ConfigError for another version, AdapterMismatch for another base."""
@@ -268,8 +300,11 @@ class GroupTable:
         """Raises RequestError for a call that the base cannot compute; the connection goes on."""
         if call.dtype not in (self._hello.dtype, "field"):
             raise RequestError(f"the call's rows are {call.dtype}, the base is {self._hello.dtype}")
-        if call.rows > self._hello.limits.rows:
-            raise RequestError(f"{call.rows} rows in one call: at most {self._hello.limits.rows} may be")
+        most = self._hello.limits.rows
+        if call.load > most:
+            layers = f" of {len(call.paths)} layers" if call.lengths else ""
+            most = most * call.rows // call.load
+            raise RequestError(f"{call.rows} rows{layers} in one call: at most {most} may be")
         if (expected := self.call_bytes(call)) != call.nbytes:
             raise RequestError(f"{call.nbytes} bytes came for {call.rows} rows, which have {expected}")
         if (answer := self.answer_bytes(call)) > self._hello.limits.payload:
@@ -280,7 +315,8 @@ class GroupTable:
         inputs, outputs = self._widths(call)
         if call.direction == "forward":
             return [inputs]
-        return [inputs, *outputs] if call.paths[0] in self._spans else outputs
+        is_whole = call.paths[0] in self._spans or call.paths[0] in self._layers
+        return [inputs, *outputs] if is_whole else outputs
 
     def call_bytes(self, call: LinearCall) -> int:
         """Bytes of a call's tensors. Raises RequestError where its paths are no siblings of this base."""
@@ -294,6 +330,10 @@ class GroupTable:
     def _widths(self, call: LinearCall) -> tuple[int, list[int]]:
         """The width of the input, and those of the outputs."""
         paths = call.paths
+        if paths[0] in self._layers:
+            return self._check_layers(call)
+        if call.lengths:
+            raise RequestError("lengths of sequences are for decoder layers")
         if (span := self._spans.get(paths[0])) is not None:
             if len(paths) > 1:
                 raise RequestError(f"{span.path!r} is a call of its own")
@@ -310,6 +350,21 @@ class GroupTable:
             raise RequestError("a call names a linear twice")
         assert group is not None, "each path has a group"
         return group.inputs, [group.outputs[path] for path in paths]
+
+    def _check_layers(self, call: LinearCall) -> tuple[int, list[int]]:
+        """The widths of a call of decoder layers. Raises RequestError."""
+        shape = self._hello.blocks
+        assert shape is not None, "it has these layers"
+        numbers = [self._layers[path].number if path in self._layers else -1 for path in call.paths]
+        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+            raise RequestError(f"{', '.join(call.paths)} are no decoder layers that follow each other")
+        if call.dtype == "field":
+            raise RequestError(f"{call.paths[0]!r} is no linear, so shares cannot be added")
+        if sum(call.lengths) != call.rows:
+            raise RequestError(f"{call.rows} rows are not those of sequences of {sum(call.lengths)} tokens")
+        if (longest := max(call.lengths)) > shape.longest:
+            raise RequestError(f"a sequence of {longest} tokens: at most {shape.longest} may be")
+        return shape.width, [shape.width]
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

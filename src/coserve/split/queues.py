@@ -13,13 +13,24 @@ from typing import Final
 from coserve.split.batching import NEVER, BatchingConfig
 from coserve.split.clients import ClientAccount, ProductName
 from coserve.split.costs import ProductCost, RecentRate
-from coserve.split.messages import ClientStatus, Direction, GroupShape, ProductStatus, SpanShape
+from coserve.split.key_shares import KeyShares, compare
+from coserve.split.messages import (
+    BlocksShape,
+    ClientStatus,
+    Direction,
+    GroupShape,
+    ProductStatus,
+    SpanShape,
+)
 from coserve.split.work import ProductQueue, Work
 
 MOST_PRODUCTS: Final = 2000  # in a status: those computed most often
 # Seconds of a product that the thread computes which has read its call: handing it to another took 130 to
 # 150 us of 450, and until it is computed the connection is not read.
 _SHORT: Final = 2e-3
+# Connections whose threads may do so: each such thread gets OpenMP threads of its own, one for each core but
+# its own, which stay until it ends. With more clients at work than these, queues are seldom empty.
+MOST_COMPUTING: Final = 4
 
 
 @dataclass(slots=True)
@@ -43,38 +54,47 @@ class CallQueues:
         most_rows: int,
         clock: Callable[[], float] = time.monotonic,
         spans: Sequence[SpanShape] = (),
+        blocks: BlocksShape | None = None,
     ) -> None:
-        """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups` and
-        for `spans` of them."""
+        """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups`, for
+        `spans` of them, and for decoder layers of `blocks`."""
         self._policy = config.policy(most_rows)
         self._clock = clock
         self._groups = {path: tuple(group.outputs) for group in groups for path in group.outputs}
+        layers = () if blocks is None else blocks.layers
+        inside = {span.path: span.linears for span in spans} | {own.path: own.linears for own in layers}
         # A client that calls a span has come as far as one that calls its groups.
         self._steps = {
-            span.path: len({self._groups[path] for path in span.linears if path in self._groups})
-            for span in spans
+            whole: len({self._groups[path] for path in linears if path in self._groups})
+            for whole, linears in inside.items()
         }
         self._groups |= {span.path: (span.path,) for span in spans}
         self._queues: dict[ProductName, ProductQueue] = {}
         self._tallies: dict[tuple[Direction, tuple[str, ...]], _Tally] = {}
         self._clients: dict[ClientAccount, None] = {}  # in the order in which they came
+        self._computing: set[ClientAccount] = set()  # those whose threads have computed
+        self._shares = KeyShares()
         self.received, self.sent = RecentRate(), RecentRate()
         self._changed = threading.Condition()
         self._is_closed = False
         self._at_once = config.products or 1
         self._busy = 0  # products that were handed out and are not done
 
-    def join(self, name: str) -> ClientAccount:
-        """Makes an account for a connection."""
+    def join(self, name: str, key: str = "") -> ClientAccount:
+        """Makes an account for a connection; those with the same key have one share."""
         with self._changed:
-            account = ClientAccount(name, self._clock())
+            now = self._clock()
+            account = ClientAccount(name, now, self._shares.join(key, now))
             self._clients[account] = None
             return account
 
     def leave(self, client: ClientAccount) -> None:
         """Drops a connection's account, and its calls that wait. Nobody waits for it any longer."""
         with self._changed:
-            self._clients.pop(client, None)
+            if client in self._clients:
+                del self._clients[client]
+                self._computing.discard(client)
+                self._shares.leave(client.share)
             for product, queue in list(self._queues.items()):
                 self._keep(product, [work for work in queue.works if work.client is not client])
             self._changed.notify()
@@ -87,16 +107,18 @@ class CallQueues:
 
     def offer(self, work: Work) -> list[Work]:
         """As `put`; returns the call where the caller is to compute it: it is the only one, waits for no
-        company, and takes less than `_SHORT` seconds."""
+        company, takes less than `_SHORT` seconds, and its connection is one of the first `MOST_COMPUTING`
+        with such calls."""
         with self._changed:
             is_only = not self._queues and not self._busy
             self._add(work)
-            if is_only and work.client in self._clients and 0 < self._seconds(work) < _SHORT:
+            works: list[Work] = []
+            if is_only and self._may_compute(work.client) and 0 < self._seconds(work) < _SHORT:
                 works, _ = self._next(work.came)
-                self._busy += bool(works)
+            if works:
+                self._busy += 1
+                self._computing.add(work.client)
             else:
-                works = []
-            if not works:
                 self._changed.notify()
             return works
 
@@ -150,6 +172,7 @@ class CallQueues:
             tally.seconds += seconds
             for work, sent in zip(works, nbytes, strict=True):
                 work.client.count(work.call, sent, now)
+                work.client.share.add(seconds * work.call.rows / rows, now)
                 self.sent.add(sent, now)
 
     def close(self) -> None:
@@ -188,7 +211,7 @@ class CallQueues:
                 tally.cost.per_row,
             )
             for (direction, paths), tally in sorted(
-                often, key=lambda item: (item[0][0] == "backward", order[item[0][1]])
+                often, key=lambda item: (item[0][0] == "backward", order.get(item[0][1], len(order)))
             )
         )
 
@@ -197,11 +220,16 @@ class CallQueues:
         if work.client not in self._clients:
             return
         work.own_pass = work.client.add(work.call, work.came)
-        work.own_pass.progress += self._steps.get(work.call.paths[0], 1)
+        own = work.call.paths if work.call.lengths else work.call.paths[:1]
+        work.own_pass.progress += sum(self._steps.get(path, 1) for path in own)
         work.progress = work.own_pass.progress
         self.received.add(work.call.nbytes, work.came)
         queue = self._queues.setdefault(work.product, ProductQueue(self._tally(work).cost))
         queue.works.append(work)
+
+    def _may_compute(self, client: ClientAccount) -> bool:
+        is_room = client in self._computing or len(self._computing) < MOST_COMPUTING
+        return is_room and client in self._clients
 
     def _seconds(self, work: Work) -> float:
         return self._tally(work).cost.seconds(work.call.rows)
@@ -209,6 +237,9 @@ class CallQueues:
     def _next(self, now: float) -> tuple[list[Work], float]:
         if not self._queues:
             return [], NEVER
+        if self._shares.are_several:
+            waiting = {work.client.share for queue in self._queues.values() for work in queue.works}
+            compare(waiting | {own.share for own in self._clients if own.expected(now)}, now)
         chosen = self._policy.choose(self._queues.values(), self._clients, now)
         if not isinstance(chosen, ProductQueue):
             return [], chosen
@@ -231,4 +262,5 @@ class CallQueues:
         return self._tallies.setdefault(self._name(work), _Tally())
 
     def _name(self, work: Work) -> tuple[Direction, tuple[str, ...]]:
-        return work.call.direction, self._groups[work.call.paths[0]]
+        call = work.call  # of decoder layers those that follow each other are one product
+        return call.direction, call.paths if call.lengths else self._groups[call.paths[0]]

@@ -1,6 +1,7 @@
 """Linears and spans of a base executor, as a client calls them: rows are cut into calls."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,16 @@ from torch import Tensor
 from coserve.model.group import Group
 from coserve.split.calls import Answer, Calls
 from coserve.split.connection import call_of
-from coserve.split.messages import ITEM_BYTES, Direction, GroupShape, SpanShape
+from coserve.split.messages import (
+    ITEM_BYTES,
+    MOST_PATHS,
+    PRODUCTS_OF_LAYER,
+    BaseHello,
+    BlocksShape,
+    Direction,
+    GroupShape,
+    SpanShape,
+)
 from coserve.split.payload import DTYPES
 
 
@@ -47,6 +57,83 @@ class RemoteSpan:
         ]
 
 
+class RemoteBlocks:
+    """Decoder layers of an executor, for whole sequences."""
+
+    def __init__(self, calls: Calls, shape: BlocksShape) -> None:
+        self._calls, self._most = calls, calls.base.limits.rows // PRODUCTS_OF_LAYER  # rows of a layer
+        self.shape, self.longest = shape, min(shape.longest, self._most)
+
+    def most_layers(self, lengths: Sequence[int]) -> int:
+        """How many layers can be one call for sequences of these lengths: the fewer the longer they are."""
+        return min(MOST_PATHS, max(1, self._most // max(lengths)))
+
+    def call(self, paths: Sequence[str], x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Outputs of these layers, one after the other, for x [..., width] of sequences of these lengths; in
+        the current graph if there is one, which keeps x and nothing else."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            y: Tensor = _Whole.apply(x, self, tuple(paths), tuple(lengths))  # type: ignore[no-untyped-call]
+            return y
+        return self.run("forward", paths, [x], lengths, torch.is_grad_enabled())
+
+    def run(
+        self,
+        direction: Direction,
+        paths: Sequence[str],
+        given: Sequence[Tensor],
+        lengths: Sequence[int],
+        is_training: bool,
+    ) -> Tensor:
+        """Outputs, or gradients of inputs given these and the outputs' [..., width]."""
+        base, like = self._calls.base, given[0]
+        rows = [as_sent(tensor, base) for tensor in given]
+        answers, begin = [], 0
+        for part in self._parts(lengths, len(paths)):
+            own = [tensor[begin : begin + sum(part)] for tensor in rows]
+            begin += sum(part)
+            call = call_of(
+                paths,
+                own,
+                base.dtype,
+                direction=direction,
+                work="training" if is_training else "inference",
+                lengths=tuple(part),
+            )
+            answers.append(self._calls.submit(call, own, [self.shape.width]))
+        return _Answer(answers, like, [self.shape.width]).result()[0]
+
+    def _parts(self, lengths: Sequence[int], layers: int) -> Iterator[list[int]]:
+        """Sequences of one call each: as many as an executor takes at once."""
+        base = self._calls.base
+        payload = base.limits.payload // (2 * self.shape.width * ITEM_BYTES[base.dtype])
+        most = min(self._most // layers, payload)
+        part: list[int] = []
+        for length in lengths:
+            if part and sum(part) + length > most:
+                yield part
+                part = []
+            part.append(length)
+        yield part
+
+
+class _Whole(torch.autograd.Function):
+    """Decoder layers in a graph, computed anew on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, remote: RemoteBlocks, paths: tuple[str, ...], lengths: tuple[int, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.call = remote, paths, lengths
+        return remote.run("forward", paths, [x], lengths, True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        remote, paths, lengths = ctx.call
+        return remote.run("backward", paths, [x, grads[0]], lengths, True), None, None, None
+
+
 class _CutCalls:
     """Calls that are cut to what an executor takes at once."""
 
@@ -68,7 +155,7 @@ class _CutCalls:
         `widths`."""
         base, work = self._calls.base, "training" if is_training else "inference"
         like = given[0]
-        rows = [self._rows(tensor) for tensor in given]
+        rows = [as_sent(tensor, base) for tensor in given]
         parts: list[Sequence[Tensor]] = [[tensor] for tensor in rows] if len(rows[0]) else []
         if len(rows[0]) > self._most_rows:
             parts = [torch.split(tensor, self._most_rows) for tensor in rows]
@@ -78,10 +165,11 @@ class _CutCalls:
         ]
         return _Answer(answers, like, widths)
 
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """[..., width] to [rows, width], as it is sent."""
-        flat = tensor.detach().reshape(-1, tensor.shape[-1])
-        return flat.to("cpu", DTYPES[self._calls.base.dtype]).contiguous()
+
+def as_sent(tensor: Tensor, base: BaseHello) -> Tensor:
+    """[..., width] to [rows, width] of the base's type."""
+    flat = tensor.detach().reshape(-1, tensor.shape[-1])
+    return flat.to("cpu", DTYPES[base.dtype]).contiguous()
 
 
 class _Answer:

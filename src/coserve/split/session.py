@@ -141,7 +141,7 @@ class ClientSession:
             raise ConfigError("the executor does not accept this key")
         self.key = hello.key
         self._table.check_hello(hello)
-        self._account = self._executor.join(hello.client)
+        self._account = self._executor.join(hello.client, hello.key)
         self._welcome(hello)
         return True
 

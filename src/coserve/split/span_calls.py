@@ -22,7 +22,7 @@ from coserve.split.virtual import VirtualConv1D, VirtualLinear
 
 Spans = Literal["forward", "always", "never"]
 _log = logging.getLogger(__name__)
-_APART: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # by rounding, relative
+TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # by rounding, relative
 
 
 class SpanCall(ABC):
@@ -72,7 +72,7 @@ class SpanCall(ABC):
         elif not y.numel() or not bool(y.isfinite().all()):
             return
         else:
-            is_same = is_close(self._called(x), y.detach(), _APART.get(y.dtype, 1e-4))
+            is_same = is_close(self._called(x), y.detach(), TOLERANCE.get(y.dtype, 1e-4))
         self._is_same[is_training] = is_same
         if not is_same:
             _log.info("%s is no span here: its linears are called one by one", self._span.shape.path)
@@ -97,12 +97,12 @@ class ScriptSpan(SpanCall):
         if torch.is_autocast_enabled("cpu"):
             return False
         for path, names in self._names:
-            linear = _at(module, names)
+            linear = module_at(module, names)
             if not isinstance(linear, VirtualLinear | VirtualConv1D) or linear.path != path:
                 return False
             check_frozen(path, linear)
         return not any(
-            _is_watched(inner) or _is_random(inner) for inner in module.modules() if inner is not module
+            is_watched(inner) or is_random(inner) for inner in module.modules() if inner is not module
         )
 
     def _called(self, x: Tensor) -> Tensor:
@@ -144,17 +144,19 @@ class _Recomputed(torch.autograd.Function):
         return ctx.span.backward(x, grads[0]), None
 
 
-def _at(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
+def module_at(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    """The module inside of another by the names on the way; None where there is none."""
     found: nn.Module | None = module
     for name in names:
         found = None if found is None else found._modules.get(name)
     return found
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
     """Tells whether a script has hooks at a module inside of a span."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
-def _is_random(module: nn.Module) -> bool:
+def is_random(module: nn.Module) -> bool:
+    """Tells whether it draws at random now."""
     return isinstance(module, _DropoutNd) and module.training and module.p > 0

@@ -1,7 +1,6 @@
 """Asks an executor for its status; loads no torch."""
 
 import os
-import socket
 import threading
 from typing import Final, TypeVar
 
@@ -19,7 +18,8 @@ from coserve.split.messages import (
     decode_to_client,
     encode_header,
 )
-from coserve.wire.frames import FrameReader, send_frame
+from coserve.split.tls import ClientTls
+from coserve.wire.frames import ByteStream, FrameReader, send_with_payload
 from coserve.wire.messages import Fault
 
 PATIENCE: Final = 10.0  # seconds until an executor that says nothing counts as none
@@ -27,9 +27,12 @@ NAME: Final = "coserve status"  # of the connection that asks
 T = TypeVar("T", bound=ToClient)
 
 
-def ask_status(address: Address, key: str = "", patience: float = PATIENCE) -> ExecutorStatus:
-    """Connects, asks, and leaves. Raises Unreachable, and what the executor refuses: ConfigError for a key or
-    a version."""
+def ask_status(
+    address: Address, key: str = "", patience: float = PATIENCE, tls: ClientTls | None = None
+) -> ExecutorStatus:
+    """Connects, asks, and leaves. `tls` is for a `tls:` address; without it the system's authorities have to
+    know the executor. Raises Unreachable, and what the executor refuses: ConfigError for a key, a version or
+    a certificate."""
     try:
         connected = address.connect()
     except OSError as error:
@@ -37,7 +40,10 @@ def ask_status(address: Address, key: str = "", patience: float = PATIENCE) -> E
     timer = threading.Timer(patience, shut, [connected])
     timer.start()
     try:
-        return _asked(connected, address, key)
+        stream: ByteStream = connected
+        if address.is_encrypted:
+            stream = (tls or ClientTls()).connect(connected, address.host)
+        return _asked(stream, address, key)
     except (OSError, EOFError) as error:
         raise Unreachable(f"what answers at {address} is no executor: {error}") from error
     finally:
@@ -45,12 +51,12 @@ def ask_status(address: Address, key: str = "", patience: float = PATIENCE) -> E
         connected.close()
 
 
-def _asked(connected: socket.socket, address: Address, key: str) -> ExecutorStatus:
+def _asked(stream: ByteStream, address: Address, key: str) -> ExecutorStatus:
     hello = ClientHello(VERSION, f"{NAME} {os.uname().nodename}/{os.getpid()}"[:512], key=key)
-    reader = FrameReader(connected, most=MOST_HEADER)
-    send_frame(connected, encode_header(hello))
+    reader = FrameReader(stream, most=MOST_HEADER)
+    send_with_payload(stream, encode_header(hello), ())
     _next(reader, address, BaseHello)
-    send_frame(connected, encode_header(StatusRequest()))
+    send_with_payload(stream, encode_header(StatusRequest()), ())
     return _next(reader, address, ExecutorStatus)
 
 

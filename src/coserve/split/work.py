@@ -12,7 +12,7 @@ from coserve.split.costs import ProductCost
 from coserve.split.messages import Direction, LinearCall
 
 Outcome = Sequence[Tensor] | CoserveError
-Urgency = tuple[bool, bool, float, float]  # smaller is more urgent
+Urgency = tuple[bool, int, bool, float, float]  # smaller is more urgent
 AGE_SECONDS: Final = 0.5  # in which a call without a deadline is due; training waits behind inference so long
 
 
@@ -43,7 +43,8 @@ class Work:
         return self.call.deadline is not None and now - self.came > self.call.deadline
 
     def urgency(self, now: float) -> Urgency:
-        """Sorts calls: inference ahead of training; within a class by deadline, and without one by progress.
+        """Sorts calls: inference ahead of training; within a class those of keys that have had less
+        (`KeyShare.level`); of these by deadline, and without one by progress.
 
         Those that have come least far go first until they meet others, and go on with them: in the order of
         arrival they would stay apart. A call without a deadline is due after `AGE_SECONDS`.
@@ -51,7 +52,8 @@ class Work:
         is_due = self.call.deadline is not None or now - self.came >= AGE_SECONDS
         deadline = AGE_SECONDS if self.call.deadline is None else self.call.deadline
         due = self.came + deadline
-        return not self.is_urgent(now), not is_due, due if is_due else float(self.progress), self.came
+        order = due if is_due else float(self.progress)
+        return not self.is_urgent(now), self.client.share.level, not is_due, order, self.came
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +75,8 @@ class ProductQueue:
 
     @property
     def rows(self) -> int:
-        """Rows of all calls."""
-        return sum(work.call.rows for work in self.works)
+        """Rows of all calls; in decoder layers those of all their products."""
+        return sum(work.call.load for work in self.works)
 
     def urgency(self, now: float) -> Urgency:
         """Of its most urgent call."""

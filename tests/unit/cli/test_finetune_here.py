@@ -1,47 +1,124 @@
 """`coserve finetune --base`: an adapter is trained without a server, on linears of a base executor."""
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.files import read_adapter
 from coserve.cli.app import app
+from coserve.engine.scoring import Scoring
 from models import save, tiny
 from split_served import differences, serving
 
+FLAGS = ["--batch-size", "2", "--seed", "7", "--optimizer", "learning_rate=0.01", "--peft", "rank=3"]
+TRAINING = TrainingConfig(epochs=1, batch_size=2, learning_rate=0.01, seed=7)
 
-def test_an_adapter_is_trained_and_written(tmp_path: Path) -> None:
-    """The one that a local engine trains, which loads the folder; wrong flags are refused before."""
-    model, data, output = save(tiny("llama"), tmp_path / "model"), tmp_path / "t.jsonl", tmp_path / "mine"
-    data.write_text("".join(json.dumps({"prompt": f"{i}?", "completion": f" {i}"}) + "\n" for i in range(4)))
-    flags = ["--epochs", "1", "--batch-size", "2", "--seed", "7", "--optimizer", "learning_rate=0.01"]
-    options = [
-        "finetune",
-        str(data),
-        "--model",
-        str(model),
-        "--output",
-        str(output),
-        "--peft",
-        "rank=3",
-        *flags,
-    ]
-    with serving(tiny("llama"), tmp_path) as served:
-        for wrong in (["--base", served.address, "--detach"], []):
-            refused = CliRunner().invoke(app, [*options, *wrong])
-            assert refused.exit_code and not output.exists()
-        done = CliRunner().invoke(app, [*options, "--base", served.address])
-        assert done.exit_code == 0, done.output
-    assert "step 1/2" in done.output and "step 2/2" in done.output and str(output) in done.output
-    engine = Engine(model, EngineConfig(calibrate=False, cache_tokens=512))
-    training = TrainingConfig(epochs=1, batch_size=2, learning_rate=0.01, seed=7)
-    engine.finetune(data, "local", LoRAConfig(rank=3), training).result()
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny("llama"), tmp_path_factory.mktemp("base") / "model")
+
+
+def written(file: Path, records: Sequence[Mapping[str, object]]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def check_adapter(engine: Engine, output: Path, wanted: Mapping[str, Tensor]) -> None:
     base = engine.base
-    read = read_adapter(output, "mine", base, base.dtype, base.device)
-    found, wanted = read.parameters(), engine.weights("local").parameters()
+    found = read_adapter(output, "mine", base, base.dtype, base.device).parameters()
     assert max(differences(found, wanted).values()) < 1e-4
     assert any(float(x.abs().max()) > 1e-3 for name, x in wanted.items() if name.endswith("lora_B"))
     assert all(torch.isfinite(x).all() for x in found.values())
+
+
+def test_an_adapter_is_trained_measured_and_written(tmp_path: Path, model: Path) -> None:
+    """The one that a local engine trains, whose loss on the validation file is shown after each epoch; wrong
+    flags are refused before."""
+    output = tmp_path / "mine"
+    data = written(tmp_path / "t.jsonl", [{"prompt": f"{i}?", "completion": f" {i}"} for i in range(4)])
+    other = written(tmp_path / "v.jsonl", [{"prompt": f"{i}?", "completion": f" {i + 1}"} for i in range(3)])
+    measured = ["--validation-file", str(other)]
+    options = ["finetune", str(data), "--model", str(model), "--output", str(output), *FLAGS]
+    with serving(tiny("llama"), tmp_path) as served:
+        base = ["--base", served.address]
+        broken = written(tmp_path / "broken.jsonl", [{"prompt": 1}])
+        for wrong, reason in (
+            ([*base, "--detach"], "--detach: not with --base"),
+            ([], "--base, --model .* and --output are needed"),
+            ([*base, *measured, "--method", "dpo"], "--validation-file is for supervised jobs"),
+            ([*base, "--method", "magic"], "no training method 'magic'"),
+            ([*base, "--validation-file", str(broken)], "validation .*broken"),
+        ):
+            refused = CliRunner().invoke(app, [*options, *wrong])
+            assert refused.exit_code and not output.exists()
+            assert re.search(reason, str(refused.exception)), refused.exception
+        done = CliRunner().invoke(app, [*options, *base, *measured, "--epochs", "2"])
+        assert done.exit_code == 0, done.output
+    assert "step 1/4" in done.output and "step 4/4" in done.output and str(output) in done.output
+    engine = Engine(model, EngineConfig(calibrate=False, cache_tokens=512))
+    losses = {}
+    job = engine.finetune(
+        data, "local", LoRAConfig(rank=3), TrainingConfig(**{**fields(TRAINING), "epochs": 2})
+    )
+    for step in job:
+        if step.step in (2, 4):
+            scoring = Scoring(engine, step.version, engine.prepare(other).examples)
+            while not scoring.advance():
+                engine.step()
+            losses[step.step] = scoring.loss
+    check_adapter(engine, output, engine.weights("local").parameters())
+    shown = {
+        int(step): float(loss)
+        for step, loss in re.findall(r"step (\d)/4  validation loss (\S+)", done.output)
+    }
+    assert set(shown) >= {4} and set(shown) <= {2, 3, 4}
+    assert shown[4] == pytest.approx(losses[4], abs=2e-3) and losses[4] != pytest.approx(losses[2], abs=1e-2)
+
+
+def fields(training: TrainingConfig) -> dict[str, object]:
+    return {name: getattr(training, name) for name in ("epochs", "batch_size", "learning_rate", "seed")}
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_an_adapter_learns_from_pairs(tmp_path: Path, model: Path, method: str) -> None:
+    output = tmp_path / "mine"
+    pairs = [{"prompt": f"{i}?", "chosen": f" {i}", "rejected": " no"} for i in range(4)]
+    data = written(tmp_path / "p.jsonl", pairs)
+    with serving(tiny("llama"), tmp_path) as served:
+        done = CliRunner().invoke(
+            app,
+            ["finetune", str(data), "--model", str(model), "--output", str(output), "--base", served.address,
+             "--method", method, "--method-option", "beta=0.5", "--epochs", "1", *FLAGS],
+        )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "step 2/2" in done.output and "rewards/margins" in done.output
+    engine = Engine(model, EngineConfig(calibrate=False, cache_tokens=512))
+    objective = {"type": method, "beta": 0.5}
+    engine.finetune(data, "local", LoRAConfig(rank=3), TRAINING, objective=objective).result()
+    check_adapter(engine, output, engine.weights("local").parameters())
+
+
+def test_an_adapter_learns_from_rewards(tmp_path: Path, model: Path) -> None:
+    """Answers are sampled by the same engine on the executor's linears."""
+    output = tmp_path / "mine"
+    grader = {"type": "string_check", "reference": "{{item.answer}}"}
+    (file := tmp_path / "g.json").write_text(json.dumps(grader))
+    data = written(tmp_path / "r.jsonl", [{"prompt": f"{i}?", "answer": f"{i}"} for i in range(2)])
+    with serving(tiny("llama"), tmp_path) as served:
+        done = CliRunner().invoke(
+            app,
+            ["finetune", str(data), "--model", str(model), "--output", str(output), "--base", served.address,
+             "--method", "reinforcement", "--grader", str(file), "--method-option", "group_size=2",
+             "--method-option", "max_tokens=4", "--epochs", "1", *FLAGS],
+        )  # fmt: skip
+        assert served.work["inference"]
+    assert done.exit_code == 0, done.output
+    assert "step 1/1" in done.output and (output / "adapter_config.json").is_file()

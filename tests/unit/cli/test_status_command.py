@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from certificates import Authority
 from coserve.cli import app as cli
 from coserve.split.address import Address
 from coserve.split.attach import attach
 from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.service import SplitService
 from coserve.split.status import ask_status
+from coserve.split.tls import TlsFiles
 from models import tiny
 from split_process import executor_process
 
@@ -67,6 +69,47 @@ def test_a_table_and_json_say_the_same(tmp_path: Path, said: Said) -> None:
     code, out, _ = said("status", address, "--key", "wrong")
     assert code == 1 and "does not accept this key" in out
     service.close()
+    executor.close()
+
+
+def test_executors_over_tls_are_asked_with_what_each_wants(tmp_path: Path, said: Said) -> None:
+    """Two that want a key of their own, and a client's certificate, which an authority signed."""
+    ours = Authority(tmp_path / "ours")
+    client = ours.sign("client")
+    files = [TlsFiles(own.certificate, own.key, ours.certificate) for own in map(ours.sign, ("one", "other"))]
+    executor = BaseExecutor(BaseLinears(tiny("llama")))
+    services = [
+        SplitService(executor, Address.parse("tls:127.0.0.1:0"), key, tls=own.context())
+        for key, own in zip(("one", "other"), files, strict=True)
+    ]
+    one, other = (str(service.address) for service in services)
+    mine = ("--base-certificate", str(client.certificate), "--base-key", str(client.key))
+    by_authority = ("--base-ca", str(ours.certificate))
+    by_pin = ("--base-pin", ",".join(own.fingerprint() for own in files))
+    for known in (by_authority, by_pin):
+        code, out, _ = said("status", one, other, "--key", "one,other", *known, *mine, "--json")
+        assert code == 0 and [found["address"] for found in json.loads(out)] == [one, other]
+        assert {found["model"] for found in json.loads(out)} == {executor.status().model}
+        code, out, _ = said("status", one, other, "--key", "one,other", *known, *mine)
+        assert code == 0 and all(f"{address} has computed nothing yet" in out for address in (one, other))
+    wrong: list[tuple[tuple[str, ...], str]] = [
+        (("--key", "other,one", *by_authority, *mine), "does not accept this key"),
+        (("--key", "one,other", *mine), "is not accepted"),  # the system's authorities know nothing of it
+        (("--key", "one,other", *by_authority), "is no executor"),  # a certificate is asked for
+        (("--key", "one,other", "--base-pin", files[1].fingerprint(), *mine), "is not the pinned one"),
+    ]
+    for options, reason in wrong:
+        code, out, _ = said("status", one, other, *options, "--json")
+        assert code == 1 and reason in json.loads(out)[0]["error"], out
+    for options, reason in (
+        ((one, other, *by_pin, "--key", "a,b,c"), "--key has 3 values for 2 executors"),
+        ((one, *by_authority, "--base-key", str(client.key)), "private key is given without its certificate"),
+        ((f"unix:{tmp_path}/none", *by_authority), "there is no such address"),
+    ):
+        code, _, err = said("status", *options)
+        assert code == 1 and reason in " ".join(err.split()), err
+    for service in services:
+        service.close()
     executor.close()
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from coserve.errors import ConfigError
 from coserve.split.batching import Batching, BatchingConfig
+from coserve.split.clients import ClientAccount
 from coserve.split.messages import GroupShape, LinearCall
-from coserve.split.queues import CallQueues
+from coserve.split.queues import MOST_COMPUTING, CallQueues
 from coserve.split.work import AGE_SECONDS, Work
 
 GROUPS = [GroupShape(1, {"a": 1, "a2": 1}), GroupShape(1, {"b": 1}), GroupShape(1, {"c": 1})]
@@ -282,6 +283,26 @@ def test_as_many_products_are_handed_out_as_are_computed_at_once() -> None:
     assert [work.call.number for work in found[0]] == [2] and not desk.queues.is_last()
     desk.queues.done()
     assert desk.queues.is_last()
+
+
+def test_few_connections_have_threads_that_compute() -> None:
+    """Each of these threads gets OpenMP threads of its own. Who leaves makes room."""
+    desk = Desk()
+    desk.learn(1e-4, 1e-5)
+    clients = [desk.queues.join(f"client {number}") for number in range(64)]
+
+    def offered(client: ClientAccount) -> bool:
+        works = desk.queues.offer(Work(call(0, "a"), [], lambda outcome: None, client))
+        computes = bool(works)
+        works = works or desk.queues.take()
+        desk.queues.answer(works)
+        desk.queues.done()
+        return computes
+
+    found = [[offered(client) for client in clients] for _ in range(2)]
+    assert found[0] == found[1] == [True] * MOST_COMPUTING + [False] * (64 - MOST_COMPUTING)
+    desk.queues.leave(clients[0])
+    assert offered(clients[-1]) and not offered(clients[-2]) and offered(clients[1])
 
 
 @pytest.mark.parametrize("products", [1, 3])

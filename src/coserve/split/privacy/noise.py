@@ -30,7 +30,7 @@ class NoisyCalls:
         replaced. Asks for the effects of those on the way forward; those on the way back are asked for when
         first needed. Raises what calls raise."""
         self.base = msgspec.structs.replace(
-            calls.base, spans=()
+            calls.base, spans=(), blocks=None
         )  # of which noise has no effect that could be taken out
         self._calls, self._level = calls, level
         self._of_input: dict[str, _Noise] = {}

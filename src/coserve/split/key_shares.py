@@ -1,0 +1,69 @@
+"""The seconds of products that each key of an executor's clients has had lately.
+
+Where calls of several keys wait, or are about to come as after the same products before, those of the keys
+that have had less go first, so who opens ten connections with one key gets no more than who opens one. What a
+key has had fades: how busy it was while it was alone holds it up for about a second. Where calls of one key
+come alone, nothing depends on it.
+"""
+
+from collections.abc import Collection
+from math import exp
+from typing import Final
+
+FADE_SECONDS: Final = 1.0  # in which what a key has had fades to 1/e
+# Seconds of products that make a difference between keys. Below it the order is that of calls' progress, in
+# which they meet and become one product.
+SLACK_SECONDS: Final = 0.1
+_FORGOTTEN: Final = 0.01 * SLACK_SECONDS  # what a key without connections has had, where it can be dropped
+
+
+class KeyShare:
+    """Seconds that one key has had, fading; `level` is how many times `SLACK_SECONDS` these are beyond those
+    of the key that has had least among those that compete."""
+
+    __slots__ = ("_at", "_had", "connections", "level")
+
+    def __init__(self) -> None:
+        self.connections = self.level = 0
+        self._had = self._at = 0.0
+
+    def had(self, now: float) -> float:
+        """What is left of its seconds at `now`."""
+        return self._had * exp(-max(now - self._at, 0.0) / FADE_SECONDS)
+
+    def add(self, seconds: float, now: float) -> None:
+        """Counts seconds of products that end at `now`."""
+        self._had, self._at = self.had(now) + seconds, now
+
+
+class KeyShares:
+    """The shares of all keys that have connections, or had some lately: a new connection changes nothing."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, KeyShare] = {}
+
+    def join(self, key: str, now: float) -> KeyShare:
+        """The share of a key, for one more connection."""
+        gone = [name for name, own in self._of.items() if not own.connections and own.had(now) < _FORGOTTEN]
+        for name in gone:
+            del self._of[name]
+        share = self._of.setdefault(key, KeyShare())
+        share.connections += 1
+        return share
+
+    def leave(self, share: KeyShare) -> None:
+        """Notes that one of its connections has ended."""
+        share.connections -= 1
+
+    @property
+    def are_several(self) -> bool:
+        """Tells whether levels can differ."""
+        return len(self._of) > 1
+
+
+def compare(competing: Collection[KeyShare], now: float) -> None:
+    """Sets the levels of the keys whose calls wait or are expected: 0 for all where it is one."""
+    had = {share: share.had(now) for share in competing}
+    least = min(had.values(), default=0.0)
+    for share, seconds in had.items():
+        share.level = int((seconds - least) / SLACK_SECONDS)
