@@ -17,6 +17,7 @@ from coserve.cli import (
     plan,
     quarantine,
     serve,
+    simulate,
     status,
 )
 from coserve.cli.bench import add_bench
@@ -40,6 +41,7 @@ add_bench(app)
 app.command()(executor.executor)
 app.command()(status.status)
 app.command()(plan.plan)
+app.command()(simulate.simulate)
 app.command()(doctor.doctor)
 
 
