@@ -18,6 +18,7 @@ from coserve.cli import (
     quarantine,
     serve,
     status,
+    zoo,
 )
 from coserve.cli.bench import add_bench
 from coserve.cli.options import Config
@@ -36,6 +37,7 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(quarantine.app, name="quarantine")
+app.add_typer(zoo.app, name="zoo")
 add_bench(app)
 app.command()(executor.executor)
 app.command()(status.status)
