@@ -34,6 +34,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"model"}),
     frozenset({"streamed", "split"}),  # bases from elsewhere
     frozenset({"train"}),
+    frozenset({"zoo"}),
     frozenset({"executors"}),
     frozenset({"engine"}),
     frozenset({"plan", "simulate"}),

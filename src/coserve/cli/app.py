@@ -19,6 +19,7 @@ from coserve.cli import (
     serve,
     simulate,
     status,
+    zoo,
 )
 from coserve.cli.bench import add_bench
 from coserve.cli.options import Config
@@ -37,6 +38,7 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(quarantine.app, name="quarantine")
+app.add_typer(zoo.app, name="zoo")
 add_bench(app)
 app.command()(executor.executor)
 app.command()(status.status)
