@@ -197,6 +197,43 @@ def test_training_methods_reach_the_engine_and_are_shown(play: Play) -> None:
     play(story)
 
 
+def distillation(teacher: str, **hyperparameters: Any) -> dict[str, Any]:
+    return {
+        "type": "distillation",
+        "distillation": {"teacher": teacher, "hyperparameters": hyperparameters},
+    }
+
+
+def test_a_teacher_is_an_adapter_of_the_tenants_own(play: Play) -> None:
+    async def story(world: World) -> None:
+        trainer, client, store = Trainer(world), world.client(), world.state.store
+        first = await create(world)
+        await world.until(lambda: bool(started(world)))
+        await trainer.succeed(first.id)
+        name = (await client.fine_tuning.jobs.retrieve(first.id)).fine_tuned_model
+        assert name is not None
+        body = {"method": distillation(name, top_k=4, temperature="auto")}
+        job: Any = await create(world, extra_body=body)
+        await world.until(lambda: len(started(world)) == 2)
+        spec, adapter = started(world)[1], await store.adapters.find("local", name, "tiny")
+        assert adapter is not None and spec.teacher == str(store.folder_of(adapter))
+        assert spec.objective == {"type": "distillation", "teacher": name, "top_k": 4}
+        assert spec.start_from is None and "teacher" not in spec.options
+        assert job.method.distillation["teacher"] == name
+        with pytest.raises(openai.ConflictError, match="teaches in the job"):
+            await client.models.delete(name)
+        await trainer.succeed(job.id)
+        await create(world, extra_body={"method": distillation("tiny")})
+        await world.until(lambda: len(started(world)) == 3)
+        assert started(world)[2].teacher is None
+        await client.models.delete(name)
+        with pytest.raises(openai.NotFoundError, match="does not exist") as refused:
+            await create(world, extra_body=body)
+        assert refused.value.param == "method.distillation.teacher"
+
+    play(story)
+
+
 def test_a_validation_file_is_for_supervised_jobs(play: Play) -> None:
     async def story(world: World) -> None:
         file = await upload(world)
@@ -224,6 +261,10 @@ def test_a_validation_file_is_for_supervised_jobs(play: Play) -> None:
         ({"method": {"type": "dpo", "orpo": {}}}, "orpo is of another"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"betta": 1}}}}, "did you mean 'beta'?"),
         ({"method": {"type": "orpo", "orpo": {"hyperparameters": {"beta": 0}}}}, "beta"),
+        ({"method": {"type": "distillation"}}, "with a teacher"),
+        ({"method": {"type": "distillation", "distillation": {}}}, "teacher"),
+        ({"method": distillation("tiny", top_k=65)}, "top_k"),
+        ({"method": distillation("tiny", temperature=0)}, "temperature"),
         ({"method": {"type": "reinforcement"}}, "with a grader"),
         ({"method": reinforcement(type="score_model")}, "no grader 'score_model'"),
         ({"method": reinforcement(type="python", function="x")}, "no grader 'python'"),

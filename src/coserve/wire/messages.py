@@ -98,7 +98,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     With `keep_best` the job's result is its checkpoint with the lowest validation loss, and with `patience`
     the job ends after so many validations in a row that were not lower by more than `threshold`; `validated`
     are the losses of its checkpoints so far, by step.
-    `objective` is the type and the settings of the training method (`train.objectives`).
+    `objective` is the type and the settings of the training method (`train.objectives`), and `teacher` the
+    folder of the adapter that teaches in distillation, None for the base.
     """
 
     job: str
@@ -107,6 +108,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     options: Options = {}
     method: MethodFields = {}
     objective: dict[str, Any] = {}
+    teacher: str | None = None
     start_from: str | None = None
     validation: str | None = None
     every: int = 50

@@ -9,7 +9,7 @@ from coserve.jobs.formats import PreferenceRecord, PromptRecord
 from coserve.jobs.messages import Message
 from coserve.train.example import Example
 from coserve.train.grading.graders import RegexGrader, StringCheckGrader
-from coserve.train.objectives import DPO, ORPO, Reinforcement, Supervised, objective_of
+from coserve.train.objectives import DPO, ORPO, Distillation, Reinforcement, Supervised, objective_of
 from coserve.train.pairs import TokenPair, prepare_pairs
 from coserve.train.prompts import TokenPrompt, prepare_prompts
 from models import letter_tokenizer
@@ -21,6 +21,8 @@ def test_objectives_by_name_and_settings() -> None:
     assert objective_of("dpo") == objective_of({"type": "dpo"}) == DPO(0.1)
     assert objective_of({}) == Supervised() == objective_of("supervised")
     assert objective_of({"type": "orpo", "beta": 2}) == ORPO(2)
+    taught = objective_of({"type": "distillation", "teacher": "x", "top_k": 4})
+    assert taught == Distillation("x", top_k=4) and objective_of("distillation").teacher is None
     found = objective_of({"type": "reinforcement", "grader": GRADER, "group_size": 4})
     assert found == Reinforcement(RegexGrader("a+"), group_size=4)
     assert objective_of(found) is found
@@ -36,6 +38,10 @@ def test_objectives_by_name_and_settings() -> None:
         ({"type": "dpo", "beta": 0}, "dpo.beta"),
         ({"type": "orpo", "beta": True}, "orpo.beta"),
         ({"type": "dpo", "beta": float("nan")}, "dpo.beta"),
+        ({"type": "distillation", "top_k": 0}, "distillation.top_k must be a whole number from 1 to 64"),
+        ({"type": "distillation", "top_k": 65}, "distillation.top_k"),
+        ({"type": "distillation", "temperature": 0}, "distillation.temperature"),
+        ({"type": "distillation", "teacher": 3}, "distillation.teacher"),
         ({"type": "reinforcement"}, "no grader None"),
         ({"type": "reinforcement", "grader": GRADER, "group_size": 1}, "group_size"),
         ({"type": "reinforcement", "grader": GRADER, "max_tokens": 2.5}, "max_tokens"),

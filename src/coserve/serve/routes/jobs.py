@@ -56,6 +56,8 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
     recipe = recipe_of(body, training.examples or 1, width, seed, continues=model.adapter is not None)
     if (objective := recipe.options.get("objective")) is not None:
         await _check_objective(state, caller, body, objective)
+        if (teacher := await _teacher(state, caller, objective)) is not None:
+            recipe.options["teacher"] = teacher
     if body.peft is not None:
         await _check_method(state, body.peft)
     await state.store.jobs.check_room(caller.id)  # before the engine is asked; counted again when it is added
@@ -103,6 +105,18 @@ async def _check_objective(state: State, caller: Tenant, body: JobRequest, objec
         await state.prompts.run(caller.id, objective_of, objective, state.settings.engine.grader_hosts)
     except ConfigError as error:
         raise ApiError(400, str(error), param="method", code="invalid_value") from error
+
+
+async def _teacher(state: State, caller: Tenant, objective: dict[str, Any]) -> str | None:
+    """The id of the adapter that teaches; None for the base, or where nobody does. Raises ApiError 404 for
+    one that the tenant has not."""
+    if (name := objective.get("teacher")) is None:
+        return None
+    try:
+        return (await state.catalog.find(caller, name)).key
+    except ApiError as error:
+        error.param = "method.distillation.teacher"
+        raise
 
 
 async def _check_method(state: State, peft: MethodFields) -> None:
