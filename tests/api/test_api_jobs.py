@@ -6,9 +6,9 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from coserve.wire.messages import Fault, JobNote, JobStep
+from coserve.wire.messages import Fault, JobCheckpoint, JobNote, JobStep
 from serving import Play, World
-from training import Trainer, create, jsonl, started, stopped, upload, weighed
+from training import Trainer, checkpoint_folder, create, jsonl, started, stopped, upload, weighed
 
 
 def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
@@ -234,12 +234,33 @@ def test_a_teacher_is_an_adapter_of_the_tenants_own(play: Play) -> None:
     play(story)
 
 
-def test_a_validation_file_is_for_supervised_jobs(play: Play) -> None:
+def test_rewards_of_a_validation_are_shown_and_remembered(play: Play) -> None:
     async def story(world: World) -> None:
-        file = await upload(world)
-        with pytest.raises(openai.BadRequestError, match="for supervised jobs") as refused:
-            await create(world, training_file=file, validation_file=file, method={"type": "dpo"})
-        assert refused.value.param == "validation_file"
+        file, trainer, jobs = await upload(world), Trainer(world), world.client().fine_tuning.jobs
+        method = reinforcement(type="regex", pattern="a")
+        body = {"optimizer": {"load_best_model_at_end": True}}
+        job = await create(
+            world, training_file=file, validation_file=file, method=method, extra_body=body
+        )
+        await world.until(lambda: bool(started(world)))
+        assert started(world)[0].validation is not None and started(world)[0].keep_best
+        await trainer.start(job.id)
+        await trainer.step(job.id, 2)
+        path = checkpoint_folder(trainer.folder(job.id), 2)
+        await trainer.tell(
+            JobCheckpoint(job.id, 2, str(path), "digest", 0.5, metrics={"reward": 0.75, "x": float("nan")})
+        )
+        (kept,) = (await jobs.checkpoints.list(job.id)).data
+        figures: Any = kept.metrics
+        assert (figures.valid_reward, figures.valid_x) == (0.75, None)
+        events = (await jobs.list_events(job.id)).data
+        (told,) = [event.data for event in events if event.type == "metrics"]
+        assert told is not None and told["valid_reward"] == 0.75  # type: ignore[index]
+        await jobs.pause(job.id)
+        await trainer.end(job.id, "paused", 2)
+        await jobs.resume(job.id)
+        await world.until(lambda: len(started(world)) == 2)
+        assert started(world)[1].validated == {2: -0.75}
 
     play(story)
 

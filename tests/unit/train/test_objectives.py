@@ -6,7 +6,7 @@ import pytest
 
 from coserve.errors import ConfigError, DataError
 from coserve.jobs.formats import PreferenceRecord, PromptRecord
-from coserve.jobs.messages import Message
+from coserve.jobs.messages import Message, ToolCall
 from coserve.train.example import Example
 from coserve.train.grading.graders import RegexGrader, StringCheckGrader
 from coserve.train.objectives import DPO, ORPO, Distillation, Reinforcement, Supervised, objective_of
@@ -100,11 +100,41 @@ def test_prompts_have_references_that_the_grader_can_use() -> None:
         prepare_prompts(prompts[1:], None, grader, max_length=2)
 
 
+TOOLS = ({"type": "function", "function": {"name": "f"}},)
+WITH_TOOLS = (
+    "{% for t in tools or [] %}use {{ t.function.name }}\n{% endfor %}{% for m in messages %}{{ m.role[0] }}: "
+    "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.x }}]"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+
+
+def test_tools_and_calls_are_in_pairs_and_prompts() -> None:
+    """Of earlier turns too; calls in answers are learned."""
+    tokenizer, call = letter_tokenizer(), Message("assistant", "", tool_calls=(ToolCall("f", {"x": "1"}),))
+    tokenizer.chat_template = WITH_TOOLS
+    asked = (Message("user", "hi"), call, Message("tool", "3"), Message("user", "go"))
+    answers = (Message("assistant", "", tool_calls=(ToolCall("f", {"x": "2"}),)),), said("no")
+    before = "use f\nu: hi\na: [f 1]\nt: 3\nu: go\na: "
+    pair = prepare_pairs([PreferenceRecord(asked, *answers, TOOLS)], tokenizer).examples
+    for example, answer in zip(pair, ("[f 2]", "no"), strict=True):
+        text = tokenizer.decode(list(example.tokens))
+        learned = tokenizer.decode([label for label in example.labels if label >= 0])
+        assert text.startswith(lines(before) + answer) and learned.startswith(answer)
+    prompt = prepare_prompts([PromptRecord(asked, {}, TOOLS)], tokenizer, RegexGrader("a"))
+    assert tokenizer.decode(list(prompt.examples[0].tokens)) == lines(before)
+
+
+def lines(text: str) -> str:
+    """As the tokenizer of letters, which has no line breaks, gives it back."""
+    tokenizer = letter_tokenizer()
+    return str(tokenizer.decode(tokenizer(text)["input_ids"]))
+
+
 @pytest.mark.parametrize("is_pair", [True, False])
-def test_records_with_tools_are_refused(is_pair: bool) -> None:
-    user, tools = (Message("user", "hi"),), ({"type": "function", "function": {"name": "f"}},)
-    with pytest.raises(DataError, match=r'example 1: expected no "tools"'):
+def test_tools_that_the_template_leaves_out_are_refused(is_pair: bool) -> None:
+    user = (Message("user", "hi"),)
+    with pytest.raises(DataError, match="example 1: the chat template leaves out tools"):
         if is_pair:
-            prepare_pairs([PreferenceRecord(user, said("a"), said("b"), tools)], letter_tokenizer())
+            prepare_pairs([PreferenceRecord(user, said("a"), said("b"), TOOLS)], letter_tokenizer())
         else:
-            prepare_prompts([PromptRecord(user, {}, tools)], letter_tokenizer(), RegexGrader("a"))
+            prepare_prompts([PromptRecord(user, {}, TOOLS)], letter_tokenizer(), RegexGrader("a"))

@@ -55,7 +55,7 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
     width = engine.width
     recipe = recipe_of(body, training.examples or 1, width, seed, continues=model.adapter is not None)
     if (objective := recipe.options.get("objective")) is not None:
-        await _check_objective(state, caller, body, objective)
+        await _check_objective(state, caller, objective)
         if (teacher := await _teacher(state, caller, objective)) is not None:
             recipe.options["teacher"] = teacher
     if body.peft is not None:
@@ -96,11 +96,8 @@ async def _check_job(state: State, job: JobRecord) -> None:
         await state.link.check(spec)
 
 
-async def _check_objective(state: State, caller: Tenant, body: JobRequest, objective: dict[str, Any]) -> None:
+async def _check_objective(state: State, caller: Tenant, objective: dict[str, Any]) -> None:
     """Raises ApiError 400 for settings of a training method that cannot be used, such as a grader's."""
-    if body.validation_file is not None:
-        message = f"A validation file is for supervised jobs; this one is of the type {objective['type']}."
-        raise ApiError(400, message, param="validation_file", code="invalid_value")
     try:
         await state.prompts.run(caller.id, objective_of, objective, state.settings.engine.grader_hosts)
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """Translates a job into the engine's settings, with "auto" resolved."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -105,7 +106,7 @@ def _check_optimizer(optimizer: OptimizerSettings, validates: bool) -> None:
         raise ApiError(400, message, param="optimizer.early_stopping_threshold", code="invalid_value")
     for name in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(optimizer, name) and not validates:
-            message = f"'{name}' needs a 'validation_file', whose loss decides."
+            message = f"'{name}' needs a 'validation_file', whose loss or reward decides."
             raise ApiError(400, message, param=f"optimizer.{name}", code="invalid_value")
 
 
@@ -118,7 +119,8 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
     }
     options = {name: value for name, value in job.options.items() if name not in _OF_METHOD}
     wanted = OptimizerSettings.model_validate(job.optimizer or {})
-    losses = ((one.step, one.metrics.get("valid_loss")) for one in await store.jobs.all_checkpoints(job.id))
+    checkpoints = await store.jobs.all_checkpoints(job.id)
+    costs = ((one.step, _cost(one.metrics)) for one in checkpoints)
     return JobSpec(
         job=job.id,
         data=paths.get(job.training_file, ""),
@@ -133,8 +135,14 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
         keep_best=wanted.load_best_model_at_end or wanted.early_stopping_patience is not None,
         patience=wanted.early_stopping_patience,
         threshold=wanted.early_stopping_threshold,
-        validated={step: loss for step, loss in losses if loss is not None},
+        validated={step: cost for step, cost in costs if cost is not None},
     )
+
+
+def _cost(metrics: Mapping[str, Any]) -> float | None:
+    """The number that a job's best checkpoint has the lowest of; None where validation gave none."""
+    reward = metrics.get("valid_reward")
+    return metrics.get("valid_loss") if reward is None else -reward
 
 
 async def _folder_of(store: Store, id: str | None) -> str | None:
