@@ -239,9 +239,7 @@ def test_rewards_of_a_validation_are_shown_and_remembered(play: Play) -> None:
         file, trainer, jobs = await upload(world), Trainer(world), world.client().fine_tuning.jobs
         method = reinforcement(type="regex", pattern="a")
         body = {"optimizer": {"load_best_model_at_end": True}}
-        job = await create(
-            world, training_file=file, validation_file=file, method=method, extra_body=body
-        )
+        job = await create(world, training_file=file, validation_file=file, method=method, extra_body=body)
         await world.until(lambda: bool(started(world)))
         assert started(world)[0].validation is not None and started(world)[0].keep_best
         await trainer.start(job.id)

@@ -46,6 +46,4 @@ def make_steps(prepared: PreparedJob, adapter: str, base: Base) -> JobSteps:
 def _of_reference(prepared: PreparedJob, base: Base) -> Packing:
     """Packs what a job's training is compared with: the base alone, or another adapter."""
     virtual = Virtual("") if prepared.reference is None else prepared.reference.virtual
-    return Packing(
-        prepared.job, base.depth, base.row_buckets, virtual.given_count, virtual.prompt_count
-    )
+    return Packing(prepared.job, base.depth, base.row_buckets, virtual.given_count, virtual.prompt_count)

@@ -7,7 +7,6 @@ reported after all its checkpoints.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,6 @@ from coserve.wire.messages import (
     JobEnded,
     JobNews,
     JobNote,
-    JobSpec,
     JobStarted,
     JobStarved,
     JobStep,
@@ -95,7 +93,9 @@ class Jobs:
             return
         best = BestCheckpoint(spec.patience, spec.threshold, spec.validated) if spec.keep_best else None
         self._jobs[spec.job] = job = ServedJob(spec, self._engine.clock(), command.weight, best)
-        self._background.do("reading the job", partial(read_job, self._engine, spec), partial(self._begin, job))
+        self._background.do(
+            "reading the job", partial(read_job, self._engine, spec), partial(self._begin, job)
+        )
 
     def stop(self, name: str, keep: bool) -> None:
         """Ends a job's training; with `keep` after a checkpoint of its state."""

@@ -62,7 +62,7 @@ class Asked(NamedTuple):
 
 
 class Requests:
-    """Requests to one version of an adapter, a key or a name (None is the base), a few under way at a time."""
+    """Requests to one version of an adapter, a key or a name (None is the base), a few at a time."""
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ from coserve.wire.messages import JobEnded, JobSpec, StartJob
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """Everything read for a job. `checkpoint` is the one it resumes from. Validation of a job with a reference
-    asks the adapter `reference`, None for the base, and keeps what it said in `compared`."""
+    """Everything read for a job. `checkpoint` is the one it resumes from. Validation of a job with a
+    reference asks the adapter `reference`, None for the base, and keeps what it said in `compared`."""
 
     prepared: PreparedJob
     validation: Prepared | None

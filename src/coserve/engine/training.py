@@ -65,8 +65,8 @@ class Training:
         self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
     def check(self, prepared: PreparedJob) -> JobSize:
-        """Returns a job's size. Raises AdapterError, ConfigError, DataError, or OutOfMemory where the job would
-        not fit even alone."""
+        """Returns a job's size. Raises AdapterError, ConfigError, DataError, or OutOfMemory where the job
+        would not fit even alone."""
         with self._lock:
             prepared.check_objective(self._base.vocabulary)
             size = self._size(prepared)

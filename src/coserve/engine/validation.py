@@ -38,8 +38,8 @@ def start_scoring(
 
 
 class RewardScoring(Scoring):
-    """The mean reward of greedy answers to prompts. They have the bounds of the tier `flex`, as those that are
-    trained on; a grader runs aside."""
+    """The mean reward of greedy answers to prompts. They have the bounds of the tier `flex`, as those that
+    are trained on; a grader runs aside."""
 
     def __init__(
         self,

@@ -60,9 +60,7 @@ def encode_prompt(
     return _encode_asked([_turn(message) for message in messages], tokenizer, allow_special_tokens, tools)
 
 
-def _encode_asked(
-    turns: Turns, tokenizer: Tokenizer, allow_special_tokens: bool, tools: Tools
-) -> list[int]:
+def _encode_asked(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: bool, tools: Tools) -> list[int]:
     turns, control, tools = _only_text(turns, tokenizer, allow_special_tokens, tools)
     encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:

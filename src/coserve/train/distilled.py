@@ -1,9 +1,9 @@
 """Distillation as a client of a training session: what a teacher predicts at the labels of examples. No
 tensors.
 
-A step has two parts. The teacher's pass goes forward only, by the same kernels as training, and its output are
-the likeliest tokens at each label with their log-probabilities. The micro-batches of the step then have these
-as candidates of their loss. They are kept for later epochs as far as memory is set aside; a resumed job
+A step has two parts. The teacher's pass goes forward only, by the same kernels as training, and its output
+are the likeliest tokens at each label with their log-probabilities. The micro-batches of the step then have
+these as candidates of their loss. They are kept for later epochs as far as memory is set aside; a resumed job
 computes those that it needs again.
 """
 
@@ -27,10 +27,10 @@ _MOST_KEPT: Final = 1 << 26  # bytes of what the teacher predicts: 350,000 label
 
 @dataclass(frozen=True, slots=True)
 class _Prediction:
-    """The teacher's likeliest tokens at the labels of one example, k for each, and their log-probabilities."""
+    """The teacher's likeliest tokens at the labels of one example, k for each, with log-probabilities."""
 
-    tokens: array[int]
-    logprobs: array[float]
+    tokens: "array[int]"
+    logprobs: "array[float]"
 
     @property
     def nbytes(self) -> int:

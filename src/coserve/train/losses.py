@@ -157,9 +157,7 @@ OF_CANDIDATES: Final[Mapping[str, Loss]] = {
 }
 
 
-def distillation_spec(
-    tokens: Sequence[int], logprobs: Sequence[float], temperature: float
-) -> LossSpec:
+def distillation_spec(tokens: Sequence[int], logprobs: Sequence[float], temperature: float) -> LossSpec:
     """Distillation in the form of plans: a teacher's likeliest tokens, k for each row of the micro-batch, and
     their log-probabilities."""
     settings = {"temperature": temperature}

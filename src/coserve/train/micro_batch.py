@@ -41,7 +41,9 @@ class MicroBatchState:
         self.labels = sum(label != IGNORED for label in start.labels)
         self.loss: Tensor | None = None
         self._logprobs: Tensor | None = None  # of one that reports, with the loss
-        self._top: tuple[Tensor, Tensor] | None = None  # its rows' likeliest tokens, where these are asked for
+        self._top: tuple[Tensor, Tensor] | None = (
+            None  # its rows' likeliest tokens, where these are asked for
+        )
         self._base, self._weights, self._arena = base, weights, arena
 
     @cached_property

@@ -1,8 +1,8 @@
 """Objectives of fine-tuning jobs: what their steps minimise, with its settings.
 
-`supervised` learns examples, `distillation` what another adapter predicts in them, `dpo` and `orpo` learn from
-pairs of answers of which one is preferred, `reinforcement` from the rewards of answers that the model samples.
-An objective's name is that of OpenAI's fine-tuning methods where it is one of them.
+`supervised` learns examples, `distillation` what another adapter predicts in them, `dpo` and `orpo` learn
+from pairs of answers of which one is preferred, `reinforcement` from the rewards of answers that the model
+samples. An objective's name is that of OpenAI's fine-tuning methods where it is one of them.
 """
 
 from collections.abc import Mapping

@@ -38,9 +38,9 @@ class Tail:
 
     A loss that couples tokens needs two passes: `logprobs` for all windows, then `loss` for all. Others need
     one. Without a gradient `logprobs` is the only one, and `evaluate` follows. A tail that `scores` knows all
-    log-probabilities afterwards, and with `top_k` each labelled row's likeliest tokens. `leaves` are the parameters that train in the tail; `accumulate(leaves,
-    gradients)` receives their gradients. `weight` scales the gradient: one over the labels of the whole
-    optimizer step.
+    log-probabilities afterwards, and with `top_k` each labelled row's likeliest tokens. `leaves` are the
+    parameters that train in the tail; `accumulate(leaves, gradients)` receives their gradients. `weight`
+    scales the gradient: one over the labels of the whole optimizer step.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class Tail:
     def evaluate(self) -> None:
         """Adds the loss of all rows, which must be known, to the store's, without a gradient."""
         rows = self._labelled
-        self._store.loss += self._loss.value(self._logprobs[rows], *self._numbers(rows))
+        if self._spec == CROSS_ENTROPY:
+            self._store.loss -= self._logprobs[rows].sum()
+        else:
+            self._store.loss += self._loss.value(self._logprobs[rows], *self._numbers(rows))
 
     @property
     def known_logprobs(self) -> Tensor:

@@ -306,7 +306,9 @@ def test_the_validation_loss_is_that_of_its_version(desk: Desk, tmp_path: Path) 
     while not scoring.advance():
         most = max(most, engine.stats().waiting)
         engine.step()
-    assert scoring.result is not None and scoring.result.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert scoring.result is not None and scoring.result.loss == pytest.approx(
+        sum(losses) / len(losses), rel=1e-4
+    )
     assert most == 2 and len(engine.cache) == 1
 
 

@@ -102,9 +102,9 @@ def test_prompts_have_references_that_the_grader_can_use() -> None:
 
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
 WITH_TOOLS = (
-    "{% for t in tools or [] %}use {{ t.function.name }}\n{% endfor %}{% for m in messages %}{{ m.role[0] }}: "
-    "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.x }}]"
-    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+    "{% for t in tools or [] %}use {{ t.function.name }}|{% endfor %}{% for m in messages %}{{ m.role[0] }}"
+    ": {{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.x }}]"
+    "{% endfor %}|{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
 )
 
 
@@ -114,20 +114,14 @@ def test_tools_and_calls_are_in_pairs_and_prompts() -> None:
     tokenizer.chat_template = WITH_TOOLS
     asked = (Message("user", "hi"), call, Message("tool", "3"), Message("user", "go"))
     answers = (Message("assistant", "", tool_calls=(ToolCall("f", {"x": "2"}),)),), said("no")
-    before = "use f\nu: hi\na: [f 1]\nt: 3\nu: go\na: "
+    before = "use f|u: hi|a: [f 1]|t: 3|u: go|a: "
     pair = prepare_pairs([PreferenceRecord(asked, *answers, TOOLS)], tokenizer).examples
     for example, answer in zip(pair, ("[f 2]", "no"), strict=True):
         text = tokenizer.decode(list(example.tokens))
         learned = tokenizer.decode([label for label in example.labels if label >= 0])
-        assert text.startswith(lines(before) + answer) and learned.startswith(answer)
+        assert text.startswith(before + answer) and learned.startswith(answer)
     prompt = prepare_prompts([PromptRecord(asked, {}, TOOLS)], tokenizer, RegexGrader("a"))
-    assert tokenizer.decode(list(prompt.examples[0].tokens)) == lines(before)
-
-
-def lines(text: str) -> str:
-    """As the tokenizer of letters, which has no line breaks, gives it back."""
-    tokenizer = letter_tokenizer()
-    return str(tokenizer.decode(tokenizer(text)["input_ids"]))
+    assert tokenizer.decode(list(prompt.examples[0].tokens)) == before
 
 
 @pytest.mark.parametrize("is_pair", [True, False])

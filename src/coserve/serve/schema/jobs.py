@@ -213,14 +213,16 @@ class OptimizerSettings(Named):
         default=None, ge=1, le=10_000_000, description="Optimizer steps between checkpoints, and validations."
     )
     load_best_model_at_end: bool = Field(
-        default=False, description="The adapter is that of the checkpoint with the lowest validation loss, or highest reward."
+        default=False,
+        description="The adapter is that of the checkpoint with the lowest validation loss, or the highest "
+        "reward.",
     )
     early_stopping_patience: int | None = Field(
         default=None,
         ge=1,
         le=10_000,
-        description="Ends after so many validations in a row without a lower loss, or a higher reward, with the "
-        "best checkpoint.",
+        description="Ends after so many validations in a row without a lower loss, or a higher reward, with "
+        "the best checkpoint.",
     )
     early_stopping_threshold: float = Field(
         default=0.0, ge=0, le=1e6, description="By which a loss has to be lower to count."
