@@ -11,6 +11,7 @@ from transformers import EarlyStoppingCallback
 
 from coserve.engine import jobs as jobs_module
 from coserve.engine.best_checkpoint import BestCheckpoint
+from coserve.engine.scoring import Validation
 from coserve.train import checkpoint
 from coserve.wire.messages import JobCheckpoint, JobNote, JobStep, StopJob
 from desk import Desk, job, write_data
@@ -63,14 +64,14 @@ def losses(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
 
     class Told:
         def __init__(self, *_: object) -> None:
-            self.loss = left.pop(0) if len(left) > 1 else left[0]
+            self.result = Validation(left.pop(0) if len(left) > 1 else left[0])
 
         def advance(self) -> bool:
             return True
 
         def cancel(self) -> None: ...
 
-    monkeypatch.setattr(jobs_module, "Scoring", Told)
+    monkeypatch.setattr(jobs_module, "start_scoring", Told)
 
 
 def notes(desk: Desk) -> list[str]:
