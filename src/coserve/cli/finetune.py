@@ -112,7 +112,6 @@ def finetune(
         n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
     )
     own = _pairs("--method-option", method_option) or {}
-    training = _method(method, own, grader, hyperparameters)
     training = _method(method, own, hyperparameters, grader, teacher)
     access = given(
         base=base, base_ca=base_ca, base_pin=base_pin, base_certificate=base_certificate, base_key=base_key,
@@ -124,17 +123,17 @@ def finetune(
         objective = {name: value for name, value in own.items() if value != "auto"} | given(type=method)
         if grader is not None and training is not None:
             objective["grader"] = training[training["type"]]["grader"]
-        server = given(suffix=suffix, url=url, api_key=api_key, detach=detach or None, json=as_json or None)
+        server = given(
+            suffix=suffix,
+            url=url,
+            api_key=api_key,
+            detach=detach or None,
+            json=as_json or None,
+            teacher=teacher,
+        )
         asked = JobHere(
             file, model, output, access, hyperparameters | given(seed=seed), ours.get("peft", {}),
             ours.get("optimizer", {}), objective, validation_file, server,
-        server = given(
-            validation_file=validation_file, suffix=suffix, url=url, api_key=api_key, detach=detach or None,
-            json=as_json or None, method=method, method_option=method_option, grader=grader, teacher=teacher,
-        )  # fmt: skip
-        finetune_here(
-            file, model, access, output, server, hyperparameters | given(seed=seed), ours.get("peft", {}),
-            ours.get("optimizer", {}),
         )  # fmt: skip
         finetune_here(asked)
         return
