@@ -85,7 +85,6 @@ def test_training_survives_a_kill_and_ends_where_it_would_have(
         assert second.wait(20) == 0
 
 
-@pytest.mark.sample(1)
 def test_training_on_two_shards_survives_the_kill_of_one(folder: Path, tmp_path: Path) -> None:
     """Each is a process of its own, which has half of every linear; a job waits for the one that is away."""
     addresses = [f"unix:{tmp_path / name}.sock" for name in "ab"]

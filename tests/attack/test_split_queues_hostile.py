@@ -36,7 +36,8 @@ from coserve.wire.frames import FrameReader, send_frame
 from models import tiny
 from split_clock import LAYERS, Caller, SplitWorld
 
-MLP = "model.layers.0.mlp"
+LAYER = "model.layers.0"
+MLP = f"{LAYER}.mlp"
 DOWN = f"{MLP}.down_proj"  # [64, 96]
 QKV = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
 
@@ -122,16 +123,18 @@ def test_who_floods_and_does_not_read_is_not_read(served: Served, healthy: Execu
 
 
 @pytest.mark.parametrize("direction", get_args(Direction))
+@pytest.mark.parametrize("whole", [MLP, LAYER])
 def test_who_floods_spans_and_does_not_read_is_not_read(
-    served: Served, healthy: ExecutorConnection, direction: Direction
+    served: Served, healthy: ExecutorConnection, whole: str, direction: Direction
 ) -> None:
-    """On the way back a span takes the most seconds of all calls, for the same rows."""
-    span = next(span for span in served.executor.hello.spans if DOWN in span.linears)
-    widths = span.inputs + (span.outputs if direction == "backward" else 0)
-    asked = LinearCall(1, (span.path,), direction, 64, "float32", "inference", 64 * widths * 4)
+    """On the way back a feed-forward layer and a whole one take the most seconds of all calls."""
+    rows, lengths = (64, ()) if whole == MLP else (16, (3, 13))
+    widths = 64 * (1 + (direction == "backward"))
+    nbytes = rows * widths * 4
+    asked = LinearCall(1, (whole,), direction, rows, "float32", "inference", nbytes, lengths=lengths)
     attackers = [served.raw() for _ in range(3)]
     for raw in attackers:
-        assert flood(raw, framed(asked) + bytes(64 * widths * 4)) < 20_000
+        assert flood(raw, framed(asked) + bytes(nbytes)) < 20_000
     served.check(healthy)
     for client in served.executor.status().clients:
         assert client.waiting_calls <= 4 and client.waiting_rows <= 128

@@ -133,6 +133,23 @@ def test_what_is_not_whole_sequences_goes_its_own_way(tmp_path: Path) -> None:
         assert not asked(served)
 
 
+def test_a_row_crosses_once_each_way_for_all_layers(tmp_path: Path) -> None:
+    """Bytes of a token, counted by the executor; the head is a call of its own."""
+    found = {}
+    with serving(tiny("llama"), tmp_path) as served, torch.no_grad():
+        for blocks in (False, True):
+            client = tiny("llama")
+            attach(client, served.address, spans="never", blocks=blocks)
+            for _ in range(2):
+                before = served.executor.status()
+                client(IDS, use_cache=False)
+            after = served.executor.status()
+            counted = after.received_bytes - before.received_bytes + after.sent_bytes - before.sent_bytes
+            found[blocks] = counted / IDS.numel()
+    head, linears = 4 * (64 + VOCABULARY), 4 * (64 + 64 + 2 * 32 + 64 + 64 + 64 + 2 * 96 + 96 + 64)
+    assert found == {False: 3 * linears + head, True: 4 * (64 + 64) + head}
+
+
 def test_what_a_script_changes_in_a_layer_is_heard(tmp_path: Path) -> None:
     """A norm of its own, which is compared again; an adapter that comes later; a copy of the model; noise."""
     with serving(tiny("llama"), tmp_path) as served, torch.no_grad():

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -261,6 +262,23 @@ def test_ten_connections_with_one_key_get_no_more_than_one_with_another(
     as_connections, alone = shared(mode, ("theirs", "theirs"), (200, 200), kind)
     assert alone < 0.2 * as_connections  # each connection one share
     assert many + one > 0.88 * (as_connections + alone)  # one product of eleven calls takes 8 % less a call
+
+
+@pytest.mark.parametrize("mode", ["opportunistic", "waiting"])
+def test_clients_with_a_key_each_meet_as_those_with_one_key(mode: Batching) -> None:
+    """A small one has had far less than a large one, whose calls are nevertheless not held up: each of them
+    has one at a time."""
+    rows = []
+    for is_keyed in (False, True):
+        draws = random.Random(5)
+        callers = [
+            Caller(f"c{n}", 2**n, partial(draws.uniform, 0.3, 3.0), 10**6, key=str(n * is_keyed))
+            for n in range(1, 9)
+        ]
+        world = SplitWorld(BatchingConfig(mode), 1.25, 0.002)
+        world.play(*callers, until=2000.0)
+        rows.append(sum(len(caller.answers) * caller.rows for caller in callers))
+    assert rows[0] == rows[1]
 
 
 def test_a_key_whose_calls_wait_alone_is_as_if_there_were_no_keys() -> None:

@@ -168,6 +168,10 @@ def _print_clients(address: str, executor: "ExecutorStatus") -> None:
 
 
 def _kind(paths: Sequence[str]) -> str:
-    """The same for the same linears of all layers: model.layers.*.mlp.gate_proj, up_proj."""
+    """The same for the same linears of all layers: model.layers.*.mlp.gate_proj, up_proj; and for as many
+    whole layers: model.layers.* (3 whole)."""
+    before, _, last = paths[0].rpartition(".")
+    if last.isdigit():
+        return f"{_NUMBER.sub('*', before)}.* ({len(paths)} whole)"
     first = _NUMBER.sub("*", paths[0])
     return ", ".join((first, *(path.rpartition(".")[2] for path in paths[1:])))

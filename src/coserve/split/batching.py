@@ -18,6 +18,7 @@ Batching = Literal["opportunistic", "waiting", "lockstep", "none"]
 NEVER: Final = float("inf")
 MOST_AT_ONCE: Final = 64  # at once
 _SHARED: Final = 0.1  # of a product's seconds, that calls of keys which have had more may add
+_SHARED: Final = 0.1  # of a product's seconds, that calls of keys beyond their share may add
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,8 @@ class Opportunistic(BatchingPolicy):
 
     def together(self, queue: ProductQueue, now: float) -> list[Work]:
         """Training joins inference as far as its rows add no more than inference may wait. Where keys
-        compete, calls of those that have had more add a tenth to a product at most, to one of their own, too,
-        as it holds up those that have had less."""
+        compete, calls of those beyond their share add a tenth to a product at most, to one of their own, too,
+        as it holds up the others."""
         taken = self._first(_ordered(queue, now))
         is_urgent, level = taken[0].is_urgent(now), taken[0].client.share.level
         hosts = [w for w in taken if w.is_urgent(now) == is_urgent and w.client.share.level == level]

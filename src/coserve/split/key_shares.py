@@ -1,12 +1,14 @@
 """The seconds of products that each key of an executor's clients has had lately.
 
-Where calls of several keys wait, or are about to come as after the same products before, those of the keys
-that have had less go first, so who opens ten connections with one key gets no more than who opens one. What a
-key has had fades: how busy it was while it was alone holds it up for about a second. Where calls of one key
-come alone, nothing depends on it.
+Where calls of several keys wait, or are about to come as after the same products before, a key with several
+of them goes behind those of others once it has had more than each of the others: so who opens ten connections
+with one key gets no more than who opens one. A key with one call at a time is never held up, as it has no
+advantage; small and large clients with a key each go on meeting. What a key has had fades: how busy it
+was while it was alone holds it up for about a second. Where calls of one key come alone, nothing depends
+on it.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from math import exp
 from typing import Final
 
@@ -19,7 +21,7 @@ _FORGOTTEN: Final = 0.01 * SLACK_SECONDS  # what a key without connections has h
 
 class KeyShare:
     """Seconds that one key has had, fading; `level` is how many times `SLACK_SECONDS` these are beyond those
-    of the key that has had least among those that compete."""
+    of each other key that competes, 0 for a key with one call at a time."""
 
     __slots__ = ("_at", "_had", "connections", "level")
 
@@ -61,9 +63,10 @@ class KeyShares:
         return len(self._of) > 1
 
 
-def compare(competing: Collection[KeyShare], now: float) -> None:
-    """Sets the levels of the keys whose calls wait or are expected: 0 for all where it is one."""
+def compare(competing: Mapping[KeyShare, int], now: float) -> None:
+    """Sets the levels of keys, given how many calls of each wait or are expected."""
     had = {share: share.had(now) for share in competing}
-    least = min(had.values(), default=0.0)
-    for share, seconds in had.items():
-        share.level = int((seconds - least) / SLACK_SECONDS)
+    for share, calls in competing.items():
+        others = max((seconds for other, seconds in had.items() if other is not share), default=None)
+        is_held = calls > 1 and others is not None
+        share.level = max(0, int((had[share] - (others or 0.0)) / SLACK_SECONDS)) if is_held else 0

@@ -6,6 +6,7 @@ the thread that brings them. Their number is bounded by what connections may hav
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -238,8 +239,9 @@ class CallQueues:
         if not self._queues:
             return [], NEVER
         if self._shares.are_several:
-            waiting = {work.client.share for queue in self._queues.values() for work in queue.works}
-            compare(waiting | {own.share for own in self._clients if own.expected(now)}, now)
+            calls = Counter(work.client.share for queue in self._queues.values() for work in queue.works)
+            calls.update(own.share for own in self._clients if own.expected(now))
+            compare(calls, now)
         chosen = self._policy.choose(self._queues.values(), self._clients, now)
         if not isinstance(chosen, ProductQueue):
             return [], chosen

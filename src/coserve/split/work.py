@@ -43,7 +43,7 @@ class Work:
         return self.call.deadline is not None and now - self.came > self.call.deadline
 
     def urgency(self, now: float) -> Urgency:
-        """Sorts calls: inference ahead of training; within a class those of keys that have had less
+        """Sorts calls: inference ahead of training; within a class those of keys within their share
         (`KeyShare.level`); of these by deadline, and without one by progress.
 
         Those that have come least far go first until they meet others, and go on with them: in the order of

@@ -66,6 +66,16 @@ def test_a_table_and_json_say_the_same(tmp_path: Path, said: Said) -> None:
     assert row[3:7] == ["forward", "6", "1.00", "6.0"]  # in three layers, twice
     (row,) = [line.split() for line in out.splitlines() if "inference" in line]
     assert "26" in row and "156" in row
+    attach(whole := tiny("llama"), address, KEY, blocks=True)
+    with torch.no_grad():
+        for _ in range(3):  # in the first pass each layer is compared
+            whole(torch.ones(1, 6, dtype=torch.long), use_cache=False)
+    code, out, _ = said("status", address, "--key", KEY)
+    rows = [line.split() for line in out.splitlines() if "whole)" in line]
+    assert sorted(row[:5] for row in rows) == [
+        ["model.layers.*", "(1", "whole)", "forward", "3"],
+        ["model.layers.*", "(3", "whole)", "forward", "2"],
+    ]
     code, out, _ = said("status", address, "--key", "wrong")
     assert code == 1 and "does not accept this key" in out
     service.close()
