@@ -17,7 +17,6 @@ from coserve.split.work import ProductQueue, Work
 Batching = Literal["opportunistic", "waiting", "lockstep", "none"]
 NEVER: Final = float("inf")
 MOST_AT_ONCE: Final = 64  # at once
-_SHARED: Final = 0.1  # of a product's seconds, that calls of keys which have had more may add
 _SHARED: Final = 0.1  # of a product's seconds, that calls of keys beyond their share may add
 
 
