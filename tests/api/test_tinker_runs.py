@@ -20,6 +20,7 @@ from coserve.wire.messages import (
     Submit,
 )
 from serving import Play, World
+from training import create, started
 
 SAMPLED = {"max_tokens": 2, "seed": 1}
 POISON = 13  # a token that an engine dies of
@@ -200,6 +201,10 @@ def test_paths_are_immutable_and_outlive_the_server(play: Play) -> None:
         assert key in world.engine.adapters
         folder = world.state.store.folder / "tinker"
         assert [one.name for one in folder.iterdir()] == [key]
+        taught = {"type": "distillation", "distillation": {"teacher": first["path"]}}
+        await create(world, model=first["path"], extra_body={"method": taught})
+        await world.until(lambda: bool(started(world)))
+        assert started(world)[0].start_from == started(world)[0].teacher == str(folder / key)
         deleted = await world.http.delete(f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/step")
         assert deleted.status_code == 204 and not list(folder.iterdir()) and key not in world.engine.adapters
 

@@ -1,6 +1,7 @@
 """What the process does between its socket and its engine: without a process, a socket or a clock."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -332,3 +333,23 @@ def test_a_job_whose_answers_are_sampled_first_trains_and_keeps_its_weight(
     steps = desk.news(JobStep)
     assert len(steps) == 2
     assert all(isinstance(step, JobStep) and "reward" in step.metrics for step in steps)
+
+
+def test_a_job_learns_from_a_teacher_in_a_folder(desk: Desk, data: Path, tmp_path: Path) -> None:
+    """From the base its loss is what the base has beyond its likeliest tokens."""
+    with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path / "peft"))
+    objective, losses = {"type": "distillation", "top_k": 60, "temperature": 1.0}, {}
+    for name, teacher in (("taught", str(tmp_path / "peft")), ("alone", None)):
+        more = {"objective": objective, "teacher": teacher, "validation": str(data), "every": 3}
+        desk.send(job(data, tmp_path / name, name, **more))
+        assert desk.ended().status == "succeeded"
+        first, *_, last = [one for one in desk.news(JobStep) if isinstance(one, JobStep) and one.job == name]
+        losses[name] = first.loss
+        assert last.loss != first.loss and 0.5 < first.metrics["teacher/top_k_mass"] < 1.0
+        (_, kept) = [one for one in desk.news(JobCheckpoint) if one.job == name]
+        assert isinstance(kept, JobCheckpoint) and kept.validation_loss is not None
+        mass = first.metrics["teacher/top_k_mass"]
+    assert losses["alone"] == pytest.approx(-math.log(mass), rel=0.1) and losses["taught"] > losses["alone"]
+    desk.send(job(data, tmp_path / "none", objective=objective, teacher=str(tmp_path / "nobody")))
+    ended = desk.ended()
+    assert ended.status == "failed" and ended.fault is not None and "nobody" in ended.fault.text
