@@ -261,6 +261,24 @@ def training(
 
 
 @app.command()
+def zoo(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="File for the chains, as SVG or PNG by its ending.")
+    ] = None,
+) -> None:
+    """Measures twenty applications in a zoo beside twenty separate models."""
+    check_writable("--json", json_file)
+    check_writable("--picture", picture)
+    from coserve_benchmarks.report import print_report
+    from coserve_benchmarks.zoo.run import run_zoo
+
+    print_report(run_zoo(quick, only or None, json_file, picture))
+
+
+@app.command()
 def draw(
     results: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File that --json wrote.")

@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 
+from coserve.simulate.intervals import interval, percentile
 from coserve.workload.requests import poisson_requests
 from coserve_benchmarks.client import Clients
 from coserve_benchmarks.folder import training_file
@@ -12,7 +13,7 @@ from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served
 from coserve_benchmarks.streams import StreamRequest
-from coserve_benchmarks.timing import OF_REQUESTS, interval, percentile
+from coserve_benchmarks.timing import OF_REQUESTS
 
 _EXAMPLES = 16  # batches of different data before they repeat
 _EPOCHS = 50  # more than any run takes

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
-from coserve.workload.requests import Tokens, fixed_prompts
-from coserve_benchmarks.ours import Bench, greedy, make_engine
+from coserve.workload.requests import Tokens, fixed_prompts, greedy
+from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.outside.peer import LLAMA_CPP, VLLM, Outside, OutsidePeer, interpreter_with
 from coserve_benchmarks.peers import ContinuousBatching, StaticGenerate, best_batch_settings
 from coserve_benchmarks.timing import Timing, alternate, speedup, timed

@@ -2,17 +2,16 @@
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.config import EngineConfig
-from coserve.core.events import Event, StepDone, TrainingProgress
-from coserve.core.request import SamplingParams
-from coserve.core.sequence import Direction
+from coserve.core.events import StepDone
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning
+from coserve.simulate.replay import tokens_trained
 from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example
 from coserve.train.save_policy import SavePolicy
@@ -51,11 +50,6 @@ def make_engine(bench: Bench, **config: Any) -> Engine:
         cache_tokens=CACHE_TOKENS, prefix_sharing=False, scheduler={"interruptible": True}
     )
     return Engine(bench.shape.build(), replace(settings, **config))
-
-
-def greedy(answer: int) -> SamplingParams:
-    """Greedy answers of exactly `answer` tokens."""
-    return SamplingParams(max_tokens=answer, ignore_eos=True)
 
 
 def batch_tokens(bench: Bench) -> list[Tokens]:
@@ -114,14 +108,6 @@ def start_job(engine: Engine, job: TimedJob, keep: SavePolicy = SavePolicy.EVERY
     )
     method = LoRAConfig(job.rank, targets=job.targets or ())
     return engine.finetune(examples(job.examples), job.adapter, method, training)
-
-
-def tokens_trained(events: Iterable[Event]) -> float:
-    """Tokens that a step trained: a row through all layers forward is half a token, and one back is the other
-    half. The tail between the two ways is part of neither: at 16 layers it would add 1/32 to every rate."""
-    ways = (Direction.TRAIN_FORWARD, Direction.BACKWARD)
-    passed = (event for event in events if isinstance(event, TrainingProgress))
-    return sum(event.rows for event in passed if event.direction in ways) / 2
 
 
 def seconds_of_steps(engine: Engine, count: int = 1) -> float:

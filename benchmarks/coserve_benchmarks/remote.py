@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
-from coserve.workload.requests import fixed_prompts
-from coserve_benchmarks.ours import Bench, greedy, make_engine, start_training
+from coserve.workload.requests import fixed_prompts, greedy
+from coserve_benchmarks.ours import Bench, make_engine, start_training
 from coserve_benchmarks.timing import alternate, speedup
 
 _KINDS: Final[dict[str, dict[str, Any]]] = {

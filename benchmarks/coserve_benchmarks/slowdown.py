@@ -12,11 +12,12 @@ from statistics import mean, median
 from typing import Final
 
 from coserve.core.request import SLO
+from coserve.simulate.intervals import share_interval
+from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.workload.requests import TimedRequest, Workload, poisson_requests
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.settings import Settings
-from coserve_benchmarks.timing import OF_SHARE, ratio_of, share_interval
+from coserve_benchmarks.timing import OF_SHARE, ratio_of
 
 BOUND: Final = 1.5  # of `coserve serve` by default
 

@@ -21,8 +21,8 @@ def _bench(*names: str) -> tuple[str, ...]:
     return tuple(f"benchmarks/coserve_benchmarks/{name}" for name in names)
 
 
-_MEASURING: Final = _bench("ours.py", "settings.py", "timing.py")
-_LOADS: Final = _bench("drive.py")
+_MEASURING: Final = (*_bench("ours.py", "settings.py", "timing.py"), "src/coserve/simulate/intervals.py")
+_LOADS: Final = (*_bench("drive.py"), "src/coserve/simulate/replay.py")
 _FINETUNE: Final = (*_ENGINE, *_MEASURING, *_bench("finetune.py", "peers.py", "saved.py", "plans.py"))
 
 
@@ -45,7 +45,9 @@ RESULTS: Final[Mapping[str, Presented]] = {
         "docs/results/policies.md",
         (
             *(f"src/coserve/{room}" for room in ("core", "schedule", "workload")),
-            "src/coserve/executors/scripted.py",
+            "src/coserve/executors/simulated.py",
+            "src/coserve/executors/virtual_clock.py",
+            "src/coserve/simulate",
             *_LOADS,
             *_bench("policies", "simulated.py", "timing.py"),
         ),

@@ -1,62 +1,22 @@
-"""Alternating measurement: A, B, A, B, ... so that drift of the machine affects all contestants alike; and
-intervals of what so many rounds or requests show."""
+"""Alternating measurement: A, B, A, B, ... so that drift of the machine affects all contestants alike."""
 
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 
-_CONFIDENCE: Final = 0.95
-_RESAMPLES: Final = 2000
-_SEED: Final = 0
+from coserve.simulate.intervals import interval
+
 # What the two ends of a spread are, for the JSON.
 OF_ROUNDS: Final = "95 % bootstrap interval of the median over paired rounds"
 OF_REQUESTS: Final = "95 % bootstrap interval over requests"
 OF_SHARE: Final = "95 % binomial interval (Clopper-Pearson) over requests"
 OF_SECONDS: Final = "95 % bootstrap interval over the seconds of the load"
-
-
-def interval(
-    statistic: Callable[..., Any], *samples: Sequence[float], paired: bool = False
-) -> tuple[float, float]:
-    """The 95 % bootstrap interval (percentiles, seeded) of a statistic of one sample or of several.
-
-    `paired` samples are drawn together. The statistic takes arrays and the `axis` to reduce. Of a single
-    observation nothing can be told: both ends are its value.
-    """
-    arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
-    if any(len(array) < 2 for array in arrays):
-        alone = float(statistic(*arrays, axis=-1))
-        return alone, alone
-    from scipy.stats import bootstrap
-
-    found = bootstrap(
-        arrays,
-        statistic,
-        n_resamples=_RESAMPLES,
-        vectorized=True,
-        paired=paired,
-        confidence_level=_CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(_SEED),
-    ).confidence_interval
-    return float(found.low), float(found.high)
-
-
-def share_interval(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval (Clopper and Pearson's) of the share of `count` requests that something holds for.
-    Where it holds for all, a bootstrap would never draw one that it does not hold for."""
-    if not count:
-        return share, share
-    from scipy.stats import binomtest
-
-    found = binomtest(round(share * count), count).proportion_ci(_CONFIDENCE)
-    return float(found.low), float(found.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +88,3 @@ def alternate(
             if turn >= warmup:
                 taken[name].append(seconds)
     return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` (0 to 1) of all values do not exceed, between neighbours linearly."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

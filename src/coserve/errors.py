@@ -6,6 +6,7 @@
     │   ├── UnsupportedModel     loads, but the engine would not reproduce it (with the reason)
     │   └── WeightsUnreadable    weights that a pass needs cannot be read now; the next one may
     ├── NotOffered               a placement of the base's weights lacks a requested operation
+    ├── ZooError                 a zoo, or what is to be added to it, is damaged or does not fit
     ├── AdapterError             an adapter is malformed or does not fit the base
     │   ├── AdapterNotFound      no adapter of that name is loaded
     │   └── AdapterMismatch      shapes or tensors do not fit, named one by one
@@ -71,6 +72,10 @@ class WeightsUnreadable(ModelError):
 
 class NotOffered(CoserveError):
     """The placement of a frozen linear does not offer a requested operation; the text names it."""
+
+
+class ZooError(CoserveError):
+    """A zoo, or a model or adapter that is to be added to it, is missing, damaged or does not fit."""
 
 
 class AdapterError(CoserveError):

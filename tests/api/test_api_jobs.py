@@ -6,9 +6,9 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from coserve.wire.messages import Fault, JobNote, JobStep
+from coserve.wire.messages import Fault, JobCheckpoint, JobNote, JobStep
 from serving import Play, World
-from training import Trainer, create, jsonl, started, stopped, upload, weighed
+from training import Trainer, checkpoint_folder, create, jsonl, started, stopped, upload, weighed
 
 
 def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
@@ -197,12 +197,68 @@ def test_training_methods_reach_the_engine_and_are_shown(play: Play) -> None:
     play(story)
 
 
-def test_a_validation_file_is_for_supervised_jobs(play: Play) -> None:
+def distillation(teacher: str, **hyperparameters: Any) -> dict[str, Any]:
+    return {
+        "type": "distillation",
+        "distillation": {"teacher": teacher, "hyperparameters": hyperparameters},
+    }
+
+
+def test_a_teacher_is_an_adapter_of_the_tenants_own(play: Play) -> None:
     async def story(world: World) -> None:
-        file = await upload(world)
-        with pytest.raises(openai.BadRequestError, match="for supervised jobs") as refused:
-            await create(world, training_file=file, validation_file=file, method={"type": "dpo"})
-        assert refused.value.param == "validation_file"
+        trainer, client, store = Trainer(world), world.client(), world.state.store
+        first = await create(world)
+        await world.until(lambda: bool(started(world)))
+        await trainer.succeed(first.id)
+        name = (await client.fine_tuning.jobs.retrieve(first.id)).fine_tuned_model
+        assert name is not None
+        body = {"method": distillation(name, top_k=4, temperature="auto")}
+        job: Any = await create(world, extra_body=body)
+        await world.until(lambda: len(started(world)) == 2)
+        spec, adapter = started(world)[1], await store.adapters.find("local", name, "tiny")
+        assert adapter is not None and spec.teacher == str(store.folder_of(adapter))
+        assert spec.objective == {"type": "distillation", "teacher": name, "top_k": 4}
+        assert spec.start_from is None and "teacher" not in spec.options
+        assert job.method.distillation["teacher"] == name
+        with pytest.raises(openai.ConflictError, match="teaches in the job"):
+            await client.models.delete(name)
+        await trainer.succeed(job.id)
+        await create(world, extra_body={"method": distillation("tiny")})
+        await world.until(lambda: len(started(world)) == 3)
+        assert started(world)[2].teacher is None
+        await client.models.delete(name)
+        with pytest.raises(openai.NotFoundError, match="does not exist") as refused:
+            await create(world, extra_body=body)
+        assert refused.value.param == "method.distillation.teacher"
+
+    play(story)
+
+
+def test_rewards_of_a_validation_are_shown_and_remembered(play: Play) -> None:
+    async def story(world: World) -> None:
+        file, trainer, jobs = await upload(world), Trainer(world), world.client().fine_tuning.jobs
+        method = reinforcement(type="regex", pattern="a")
+        body = {"optimizer": {"load_best_model_at_end": True}}
+        job = await create(world, training_file=file, validation_file=file, method=method, extra_body=body)
+        await world.until(lambda: bool(started(world)))
+        assert started(world)[0].validation is not None and started(world)[0].keep_best
+        await trainer.start(job.id)
+        await trainer.step(job.id, 2)
+        path = checkpoint_folder(trainer.folder(job.id), 2)
+        await trainer.tell(
+            JobCheckpoint(job.id, 2, str(path), "digest", 0.5, metrics={"reward": 0.75, "x": float("nan")})
+        )
+        (kept,) = (await jobs.checkpoints.list(job.id)).data
+        figures: Any = kept.metrics
+        assert (figures.valid_reward, figures.valid_x) == (0.75, None)
+        events = (await jobs.list_events(job.id)).data
+        (told,) = [event.data for event in events if event.type == "metrics"]
+        assert told is not None and told["valid_reward"] == 0.75  # type: ignore[index]
+        await jobs.pause(job.id)
+        await trainer.end(job.id, "paused", 2)
+        await jobs.resume(job.id)
+        await world.until(lambda: len(started(world)) == 2)
+        assert started(world)[1].validated == {2: -0.75}
 
     play(story)
 
@@ -224,6 +280,10 @@ def test_a_validation_file_is_for_supervised_jobs(play: Play) -> None:
         ({"method": {"type": "dpo", "orpo": {}}}, "orpo is of another"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"betta": 1}}}}, "did you mean 'beta'?"),
         ({"method": {"type": "orpo", "orpo": {"hyperparameters": {"beta": 0}}}}, "beta"),
+        ({"method": {"type": "distillation"}}, "with a teacher"),
+        ({"method": {"type": "distillation", "distillation": {}}}, "teacher"),
+        ({"method": distillation("tiny", top_k=65)}, "top_k"),
+        ({"method": distillation("tiny", temperature=0)}, "temperature"),
         ({"method": {"type": "reinforcement"}}, "with a grader"),
         ({"method": reinforcement(type="score_model")}, "no grader 'score_model'"),
         ({"method": reinforcement(type="python", function="x")}, "no grader 'python'"),

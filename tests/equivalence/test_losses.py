@@ -16,7 +16,13 @@ from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.events import JobFailed, StepDone
 from coserve.core.sequence import LossSpec, MicroBatch
 from coserve.errors import ConfigError
-from coserve.kernels.loss import logprob_vjp, target_logprobs
+from coserve.kernels.loss import (
+    candidate_logprobs,
+    candidate_vjp,
+    logprob_vjp,
+    target_logprobs,
+    top_logprobs,
+)
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from coserve.train.losses import LOSSES, loss_spec
@@ -132,6 +138,28 @@ def test_the_gradient_for_logits_is_that_of_autograd(dtype: torch.dtype, close: 
     assert torch.allclose(found.double(), wanted, atol=min(close, 1e-5))
     found = logprob_vjp(logits, labels, given.to(found.dtype))
     assert found.dtype == dtype and torch.allclose(found.double(), gradient, atol=close)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_candidates_of_each_row(dtype: torch.dtype, close: float) -> None:
+    """The likeliest tokens, and the gradient of some tokens' log-probabilities at a temperature."""
+    generator, heat = torch.Generator().manual_seed(DRAWS.getrandbits(30)), 1.7
+    logits = (10 * torch.randn(13, 101, generator=generator, dtype=torch.float64)).to(dtype)
+    candidates = torch.stack([torch.randperm(101, generator=generator)[:7] for _ in range(13)])
+    given = torch.randn(13, 7, generator=generator, dtype=torch.float64)
+    leaf = logits.double().requires_grad_()
+    wanted = (leaf / heat).log_softmax(-1).gather(1, candidates)
+    (gradient,) = torch.autograd.grad(wanted, leaf, given)
+    found = candidate_logprobs(logits, candidates, heat)
+    assert torch.allclose(found.double(), wanted, atol=min(close, 1e-5))
+    found = candidate_vjp(logits, candidates, given.to(found.dtype), heat)
+    assert found.dtype == dtype and torch.allclose(found.double(), gradient, atol=close)
+    tokens, likely = top_logprobs(logits, 5)
+    every = logits.double().log_softmax(-1)
+    assert torch.allclose(likely.double(), every.topk(5).values, atol=min(close, 1e-5))
+    assert torch.equal(every.gather(1, tokens), every.topk(5).values)
 
 
 def test_a_scheduler_sends_a_coupled_loss_through_the_tail_twice() -> None:

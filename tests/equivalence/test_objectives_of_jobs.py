@@ -3,7 +3,7 @@ plain float64 training with transformers and PEFT has them."""
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,11 +17,13 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.plan import Updated
-from coserve.engine.finetuning import Keeping
-from coserve.train.example import Example, epochs
+from coserve.engine.finetuning import Keeping, PreparedJob
+from coserve.errors import AdapterNotFound, ConfigError, DataError
+from coserve.train import distilled
+from coserve.train.example import Example, Prepared, epochs
 from coserve.train.fresh import fresh_adapter
 from coserve.train.grading.graders import PythonGrader
-from coserve.train.objectives import DPO, ORPO, Reinforcement
+from coserve.train.objectives import DPO, ORPO, Distillation, Reinforcement
 from coserve.train.pairs import TokenPair
 from coserve.train.preferences import PreferenceSteps
 from coserve.train.prompts import TokenPrompt
@@ -51,6 +53,12 @@ def make_pairs(count: int = 5) -> list[TokenPair]:
         answers = prompts(draws, [draws.randint(2, 9), draws.randint(2, 9)])
         made.append(TokenPair(*(answered(asked, answer) for answer in answers)))
     return made
+
+
+def make_examples(count: int = 5) -> list[Example]:
+    draws = random.Random("examples")
+    sizes = [[draw, draws.randint(2, 9)] for draw in (draws.randint(2, 6) for _ in range(count))]
+    return [answered(*prompts(draws, size)) for size in sizes]
 
 
 def answered(asked: Sequence[int], answer: Sequence[int]) -> Example:
@@ -218,6 +226,99 @@ def test_a_resumed_job_on_pairs_is_the_uninterrupted_one(objective: DPO | ORPO) 
             ours, theirs = (engine.weights(name).parameters() for name in ("again", "mine"))
             for name, tensor in ours.items():
                 torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
+
+
+def distilled_steps(
+    plain: Plain,
+    teacher: Callable[[Sequence[int]], Tensor],
+    examples: Sequence[Example],
+    config: TrainingConfig,
+    objective: Distillation,
+) -> list[dict[str, float]]:
+    """Loss and figures of each step; `teacher` gives the logits of all rows of a sequence."""
+    told, heat = [], objective.temperature
+    for indices in epochs(len(examples), config.batch_size, config.epochs, config.seed):
+        total, mass, count = torch.zeros((), dtype=torch.float64), 0.0, 0
+        for i in indices:
+            rows = [row for row, label in enumerate(examples[i].labels) if label >= 0]
+            with torch.no_grad():
+                taught = teacher(examples[i].tokens)[rows]
+            own = plain.model(input_ids=torch.tensor([examples[i].tokens]), use_cache=False).logits[0][rows]
+            for theirs, ours in zip(taught, own, strict=True):
+                likely = theirs.argsort(descending=True)[: objective.top_k]
+                wanted, found = (theirs[likely] / heat).softmax(0), (ours / heat).softmax(0)[likely]
+                total = total + heat**2 * (wanted * (wanted / found).log()).sum()
+                mass, count = mass + float(theirs.softmax(0)[likely].sum()), count + 1
+        loss = total / count
+        plain.descend(loss)
+        told.append({"loss": float(loss.detach()), "teacher/top_k_mass": mass / count})
+    return told
+
+
+@pytest.mark.parametrize("start", [started, fresh])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_a_distilled_adapter_is_plain_training(
+    start: Callable[[Engine], AdapterVersion], temperature: float
+) -> None:
+    """From a teacher of another method, whose virtual tokens the student has not, and from the base."""
+    engine, examples = engine_of(), make_examples()
+    config = TrainingConfig(batch_size=2, epochs=2, seed=3, rows=24, **PLAIN)
+    given = start(engine)
+    engine.add_adapter(fresh_adapter(engine.base, "teacher", PromptTuningConfig(tokens=3), 5))
+    name = "teacher" if start is fresh else None
+    objective = Distillation(name, top_k=6, temperature=temperature)
+    rows = engine.weights("teacher").virtual.rows().detach() if name else None
+    model = tiny("llama", torch.float64)
+
+    def teacher(tokens: Sequence[int]) -> Tensor:
+        embedded = model.get_input_embeddings()(torch.tensor([tokens]))
+        if rows is None:
+            return model(inputs_embeds=embedded, use_cache=False).logits[0]
+        both = torch.cat([rows[None], embedded], 1)
+        return model(inputs_embeds=both, use_cache=False).logits[0, len(rows) :]
+
+    with Exact():
+        plain = Plain(given)
+        wanted = distilled_steps(plain, teacher, examples, config, objective)
+        continued = given if start is started else None
+        job = engine.finetune(examples, "mine", LORA, config, continued, objective=objective).result()
+    assert len(job.history) == 6 and wanted[-1]["loss"] != wanted[0]["loss"]
+    assert_close(told_by(job.history), wanted)
+    plain.assert_same(engine.weights("mine"))
+
+
+def test_a_resumed_distillation_is_the_uninterrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the teacher's predictions are not kept from one step to the next."""
+    engine, examples, states = engine_of(), make_examples(), list[TrainingState]()
+    config = TrainingConfig(batch_size=2, epochs=2, learning_rate=1e-2, seed=3, rows=40)
+    engine.add_adapter(replace(started(engine), name="teacher"))
+    objective = Distillation("teacher", top_k=4)
+    with Exact():
+        keeping = Keeping(1, states.append)
+        whole = engine.finetune(examples, "mine", LORA, config, objective=objective, keeping=keeping).result()
+        monkeypatch.setattr(distilled, "_MOST_KEPT", 0)
+        for state in (states[0], states[3]):
+            rest = engine.finetune(
+                examples, "again", LORA, config, resume=state, objective=objective
+            ).result()
+            assert_close(told_by(rest.history), told_by(whole.history[state.step :]))
+            ours, theirs = (engine.weights(name).parameters() for name in ("again", "mine"))
+            for name, tensor in ours.items():
+                torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
+    assert whole.history[-1].loss < whole.history[0].loss
+
+
+def test_who_cannot_teach() -> None:
+    engine, examples = engine_of(), make_examples(2)
+    with pytest.raises(AdapterNotFound, match="nobody"):
+        engine.finetune(examples, "mine", objective=Distillation("nobody"))
+    prepared = PreparedJob("j", "mine", Prepared(()), (), TrainingConfig(), objective=Distillation(top_k=64))
+    with pytest.raises(ConfigError, match="top_k is 64, and the model has 32 tokens"):
+        prepared.check_objective(32)
+    long = PromptTuningConfig(tokens=engine.base.max_positions - 4)
+    engine.add_adapter(fresh_adapter(engine.base, "long", long, 5))
+    with pytest.raises(DataError, match="positions"):
+        engine.finetune(examples, "mine", objective=Distillation("long", top_k=4))
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])

@@ -24,7 +24,12 @@ CLIENTS, PASSES = 5, 4
 Asked = tuple[Direction, tuple[str, ...], list[Tensor], list[Tensor]]  # with the answer
 
 
-@pytest.fixture(scope="module", params=get_args(Batching))
+@pytest.fixture(
+    scope="module",
+    params=[BatchingConfig(mode) for mode in get_args(Batching)]
+    + [BatchingConfig(mode, products=3) for mode in ("opportunistic", "none")],
+    ids=lambda config: f"{config.mode}-{config.products or 1}",
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Served"]:
     served = Served(request.param, tmp_path_factory.mktemp("modes") / "executor.sock")
     yield served
@@ -35,8 +40,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 class Served:
     """An executor with few rows in a product, and the rows of each product that it computed."""
 
-    def __init__(self, mode: Batching, path: Path) -> None:
-        self.mode, self.model = mode, tiny("llama")
+    def __init__(self, config: BatchingConfig, path: Path) -> None:
+        self.mode, self.model = config.mode, tiny("llama")
         linears = BaseLinears(tiny("llama"))
         self.products: list[int] = []
         compute = linears.compute
@@ -46,7 +51,7 @@ class Served:
             return compute(call, tensors)
 
         linears.compute = noted  # type: ignore[method-assign]
-        self.executor = BaseExecutor(linears, BatchingConfig(mode))
+        self.executor = BaseExecutor(linears, config)
         self.service = SplitService(self.executor, Address(path=str(path)))
 
     def passed(self, name: str, asked: list[Asked]) -> None:

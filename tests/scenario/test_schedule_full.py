@@ -5,13 +5,15 @@ without training answers them in time.
 """
 
 from coserve.core.events import Event
+from coserve.core.plan import Plan, StepResult
 from coserve.core.request import SLO
+from coserve.simulate.machine import Jitter, SimulatedMachine
+from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.mixes import ServedAdapters, WorkloadSettings
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, training_tokens
-from coserve_benchmarks.drive import LoadResult, replay
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import own_bounds
-from coserve_benchmarks.simulated import Jitter, SimulatedMachine
+from coserve_benchmarks.simulated import weighted_machine
 
 EXACT = Jitter(deviation=0.0, share=0.0)
 JOB = TimedJob(0.0, "job", tuple(training_tokens([512] * 8, 1000)), 4, epochs=100_000)
@@ -30,7 +32,7 @@ def test_training_leaves_places_for_who_comes() -> None:
     places; 0.51 of the requests had their first token in time."""
     rate, count = 9.75, 240
     given = WorkloadSettings(1000, count / rate, SLO(first_token=1.88, between_tokens=1.06))
-    load = replay(SimulatedMachine("hybrid", known=256), traffic.poisson(given, rate=rate), patience=60.0)
+    load = replay(weighted_machine("hybrid", known=256), traffic.poisson(given, rate=rate), patience=60.0)
     assert load.attainment(given.slo) >= 0.98
     assert load.training_rate() > 20
 
@@ -38,9 +40,11 @@ def test_training_leaves_places_for_who_comes() -> None:
 def test_who_is_deferred_does_not_wait_for_more_than_there_are_places() -> None:
     """Sixteen patient requests and four places: four enter at once."""
     patient = SLO(end_to_end=30.0)
-    machine = SimulatedMachine("adaptive", jitter=EXACT, max_running=4)
+    machine = weighted_machine("adaptive", jitter=EXACT, max_running=4)
+    plans: list[Plan] = []
+    machine.executor.observe = lambda plan, result, began: plans.append(plan)
     run(machine, *(asked(0.05 * number, 8, patient) for number in range(16)))
-    most = max(len(plan.inference) for plan in machine.executor.plans[:40])
+    most = max(len(plan.inference) for plan in plans[:40])
     assert most >= 3
 
 
@@ -53,13 +57,14 @@ def test_nobody_awaits_a_piece_whose_answers_have_ended() -> None:
     rate, count = 2.42, 240
     adapters = ServedAdapters(count=2, rank=8, exponent=1.0)
     load = traffic.tiers(WorkloadSettings(1000, count / rate), classes, rate=rate, adapters=adapters)
-    machine = SimulatedMachine("adaptive", known=256)
+    machine = weighted_machine("adaptive", known=256)
     idle = []  # steps in which somebody waited and nobody was answered
-    run_step = machine.step
+    run_step, ran = machine.step, list[tuple[Plan, StepResult]]()
+    machine.executor.observe = lambda plan, result, began: ran.append((plan, result))
 
     def step(arrival: float = float("inf")) -> list[Event]:
         events, waiting = run_step(arrival), machine.scheduler.waiting
-        plan, result = machine.executor.plans[-1], machine.executor.results[-1]
+        plan, result = ran[-1]
         arrived = [one for one in waiting if one.request.arrival < machine.clock() - result.seconds]
         if plan.split is not None and not plan.inference and arrived:
             idle.append(result.seconds)

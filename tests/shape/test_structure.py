@@ -34,9 +34,10 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"model"}),
     frozenset({"streamed", "split"}),  # bases from elsewhere
     frozenset({"train"}),
+    frozenset({"zoo"}),
     frozenset({"executors"}),
     frozenset({"engine"}),
-    frozenset({"plan"}),
+    frozenset({"plan", "simulate"}),
     frozenset({"tiny", "demo", "serve"}),
     frozenset({"cli"}),
     frozenset({"benchmarks"}),  # beside the package
@@ -151,7 +152,17 @@ def loaded_by(statement: str) -> set[str]:
         ["coserve.cli"],
         *(
             sorted(module_of(f) for f in FILES if room_of(module_of(f)) == room)
-            for room in ("core", "schedule", "jobs", "memory.pages", "config", "errors", "wire", "workload")
+            for room in (
+                "core",
+                "schedule",
+                "jobs",
+                "memory.pages",
+                "config",
+                "errors",
+                "wire",
+                "workload",
+                "simulate",
+            )
         ),
     ],
     ids=lambda modules: modules[0],

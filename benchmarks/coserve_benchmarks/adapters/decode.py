@@ -11,10 +11,10 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
 from coserve.train.fresh import fresh_adapter
-from coserve.workload.requests import fixed_prompts
+from coserve.workload.requests import fixed_prompts, greedy
 from coserve_benchmarks.adapters.peers import AtBestThreads, NaivePasses, PeftMixed
 from coserve_benchmarks.adapters.sizes import AdapterSizes, adapter_bytes, mean_rank, ranks_of
-from coserve_benchmarks.ours import Bench, greedy, make_engine
+from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.timing import Timing, alternate, speedup
 
 

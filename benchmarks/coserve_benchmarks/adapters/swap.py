@@ -25,12 +25,14 @@ from coserve.adapters.files import CONFIG, WEIGHTS, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.engine.engine import Engine
 from coserve.engine.process import SWITCH
+from coserve.simulate.intervals import interval, percentile
+from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.train.fresh import fresh_adapter
 from coserve.wire.messages import Paging
-from coserve.workload.requests import TimedRequest, Workload, fixed_prompts
-from coserve_benchmarks.drive import AnswerTimes, LoadResult, serve
-from coserve_benchmarks.ours import Bench, greedy, make_engine
-from coserve_benchmarks.timing import OF_REQUESTS, interval, percentile
+from coserve.workload.requests import TimedRequest, Workload, fixed_prompts, greedy
+from coserve_benchmarks.drive import serve
+from coserve_benchmarks.ours import Bench, make_engine
+from coserve_benchmarks.timing import OF_REQUESTS
 
 _RANK: Final = 8
 _EXPONENT: Final = 1.0  # of the power law, Zipf's

@@ -5,13 +5,13 @@ import time
 
 from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
+from coserve.simulate.intervals import percentile
 from coserve.train.save_policy import SavePolicy
-from coserve.workload.requests import Tokens, fixed_prompts
+from coserve.workload.requests import Tokens, fixed_prompts, greedy
 from coserve_benchmarks.drive import announced
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
-from coserve_benchmarks.ours import greedy, warm_training
-from coserve_benchmarks.timing import percentile
+from coserve_benchmarks.ours import warm_training
 
 _PROMPT, _ANSWER = 64, 16
 _EXAMPLES = 4  # times the usual batch

@@ -4,14 +4,15 @@ import time
 
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
+from coserve.simulate.intervals import percentile
+from coserve.simulate.replay import LoadResult
 from coserve.train.save_policy import SavePolicy
-from coserve.workload.requests import Workload, fixed_prompts, poisson_requests
-from coserve_benchmarks.drive import LoadResult, serve
+from coserve.workload.requests import Workload, fixed_prompts, greedy, poisson_requests
+from coserve_benchmarks.drive import serve
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
 from coserve_benchmarks.gpu.training import tokens_per_second
-from coserve_benchmarks.ours import greedy, warm_training
-from coserve_benchmarks.timing import percentile
+from coserve_benchmarks.ours import warm_training
 
 GOAL = 0.8  # of what the job trains alone
 _LOAD = 0.5  # of the capacity

@@ -7,10 +7,9 @@ from statistics import median
 from coserve.core.events import TokenEvent
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.workload.requests import fixed_prompts
+from coserve.workload.requests import fixed_prompts, greedy
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
-from coserve_benchmarks.ours import greedy
 
 GOAL = 0.6  # of the memory's bandwidth, at `GOAL_ROWS` rows
 GOAL_ROWS = 32

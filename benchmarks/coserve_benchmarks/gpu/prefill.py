@@ -4,10 +4,9 @@ import time
 from statistics import median
 
 from coserve.engine.engine import Engine
-from coserve.workload.requests import Tokens, fixed_prompts
+from coserve.workload.requests import Tokens, fixed_prompts, greedy
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
-from coserve_benchmarks.ours import greedy
 
 _RESERVE = 6.0
 _ROUNDS = 3

@@ -19,9 +19,9 @@ from coserve.memory.malloc import keep_freed_memory
 from coserve.memory.measured import make_meter
 from coserve.train.config import TrainingConfig
 from coserve.train.save_policy import SavePolicy
-from coserve.workload.requests import fixed_prompts, training_tokens
+from coserve.workload.requests import fixed_prompts, greedy, training_tokens
 from coserve.workload.shapes import ModelShape, shape_named
-from coserve_benchmarks.ours import examples, greedy
+from coserve_benchmarks.ours import examples
 
 _STEPS = 2  # optimizer steps of each job
 _HUGE = 64  # times the batch of the others: more than there ever is

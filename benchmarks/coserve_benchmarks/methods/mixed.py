@@ -7,9 +7,9 @@ from coserve.adapters.settings import settings_of
 from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
 from coserve.train.fresh import fresh_adapter
-from coserve.workload.requests import fixed_prompts
+from coserve.workload.requests import fixed_prompts, greedy
 from coserve_benchmarks.methods.menu import EACH, METHODS, MIXED
-from coserve_benchmarks.ours import Bench, greedy, make_engine
+from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.timing import alternate, speedup
 
 

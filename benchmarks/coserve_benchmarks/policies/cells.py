@@ -13,15 +13,15 @@ from typing import Any, Final
 import numpy as np
 
 from coserve.core.request import SLO
+from coserve.simulate.intervals import interval, percentile, share_interval
+from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings
 from coserve.workload.requests import Workload
-from coserve_benchmarks.drive import LoadResult, replay
 from coserve_benchmarks.policies import papers, traffic
 from coserve_benchmarks.policies.contest import Contest, Judge
 from coserve_benchmarks.policies.fitted import ROOM, Alone, FittedTraffic, Make, pushed_out
 from coserve_benchmarks.policies.testbed import Testbed, patience_for
-from coserve_benchmarks.simulated import SimulatedMachine
-from coserve_benchmarks.timing import interval, percentile, share_interval
+from coserve_benchmarks.simulated import weighted_machine
 
 REQUESTS: Final = 220  # of a cell
 LOADS: Final = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the capacity
@@ -45,7 +45,7 @@ class SimulatedTestbed(Testbed):
         """See `Testbed.run`. The line of a full machine has half of the load's time to come to its end."""
         if patience is None:
             patience = patience_for(workload) + _PATIENCE * workload.seconds
-        return replay(SimulatedMachine(policy, seed=self._seed, **self._machine), workload, patience)
+        return replay(weighted_machine(policy, seed=self._seed, **self._machine), workload, patience)
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from coserve.core.request import SLO
+from coserve.simulate.intervals import interval, percentile
+from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.workload.requests import Workload
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
-from coserve_benchmarks.timing import interval, percentile
 
 OURS: Final = "adaptive"
 ISOLATED: Final = "isolated"

@@ -8,14 +8,14 @@ from statistics import median
 from typing import Final
 
 from coserve.core.request import SLO
+from coserve.simulate.intervals import percentile
+from coserve.simulate.replay import LoadResult
 from coserve.workload.mixes import ServedAdapters, WorkloadSettings, describe_bounds
 from coserve.workload.requests import Tokens, Workload
-from coserve.workload.traces import TraceRow
-from coserve_benchmarks.drive import LoadResult
+from coserve.workload.trace_formats import TraceRow
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import OURS, Contest, Judge, own_bounds
 from coserve_benchmarks.policies.testbed import Testbed
-from coserve_benchmarks.timing import percentile
 
 EVERYWHERE: Final = (
     "spatial",

@@ -6,6 +6,7 @@ from typing import Final
 import torch
 
 from coserve.core.request import SLO
+from coserve.simulate.intervals import percentile
 from coserve.workload.mixes import TrainingSpec
 from coserve.workload.requests import Workload
 from coserve_benchmarks.policies import traffic
@@ -14,7 +15,7 @@ from coserve_benchmarks.policies.rounds import ContestRunner
 from coserve_benchmarks.policies.without.onestops import OneProcess, best_turns
 from coserve_benchmarks.policies.without.trials import TrialResult
 from coserve_benchmarks.policies.without.twoprocess import TwoProcesses, best_split
-from coserve_benchmarks.timing import percentile, ratio_of
+from coserve_benchmarks.timing import ratio_of
 
 INSTEAD: Final = "instead"
 TWO: Final = "two processes"

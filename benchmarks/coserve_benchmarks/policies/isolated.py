@@ -16,9 +16,10 @@ import torch
 from coserve.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.errors import ServerError
+from coserve.simulate.replay import LoadResult
 from coserve.workload.requests import Workload
 from coserve.workload.shapes import ModelShape, shape_named
-from coserve_benchmarks.drive import LoadResult, serve
+from coserve_benchmarks.drive import serve
 
 _SOON = 0.2  # seconds from an agreement to begin until the beginning
 

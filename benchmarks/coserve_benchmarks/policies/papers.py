@@ -6,6 +6,7 @@ from statistics import mean, median
 from typing import Any, Final
 
 from coserve.core.request import SLO
+from coserve.simulate.intervals import share_interval
 from coserve.workload.mixes import ServedAdapters, TrainingSpec
 from coserve.workload.requests import Workload
 from coserve_benchmarks.policies import traffic
@@ -13,7 +14,7 @@ from coserve_benchmarks.policies.contest import ISOLATED, OURS, Contest, attaine
 from coserve_benchmarks.policies.fitted import EVERYWHERE, SOME
 from coserve_benchmarks.policies.rounds import ContestRunner
 from coserve_benchmarks.results import Bar
-from coserve_benchmarks.timing import OF_SHARE, ratio_of, share_interval
+from coserve_benchmarks.timing import OF_SHARE, ratio_of
 
 BARS: Final[dict[str, Bar | None]] = {
     "report.enhanced_tight": Bar(1.0),

@@ -17,10 +17,10 @@ from coserve.config import EngineConfig
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 from coserve.errors import ConfigError
+from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import TimedJob, TimedRequest, Workload
 from coserve_benchmarks.client import Clients
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.folder import save_shape, training_lines
 from coserve_benchmarks.ours import CACHE_TOKENS, Bench
 from coserve_benchmarks.policies.contest import bounds_deferral, charge_deferral

@@ -12,12 +12,13 @@ from typing import Any, Final
 from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
-from coserve.workload.traces import read_trace
+from coserve.simulate.machine import Jitter
+from coserve.workload.trace_formats import read_trace
 from coserve_benchmarks.policies.cells import FIGURES, LOADS, REQUESTS, CellRunner, SimulatedTestbed, traffics
 from coserve_benchmarks.policies.check import check
 from coserve_benchmarks.policies.fitted import RoundSettings
 from coserve_benchmarks.policies.run import TRACED
-from coserve_benchmarks.simulated import TWO_CORES, Jitter
+from coserve_benchmarks.simulated import TWO_CORES
 
 CHECK: Final = "check"  # the group in real time; only where it is asked for
 SECTION: Final = "cells"  # of the JSON, by traffic and load; what a simulated contest is known by

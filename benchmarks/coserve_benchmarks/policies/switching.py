@@ -11,10 +11,11 @@ import numpy as np
 
 from coserve.core.plan import Plan, StepResult
 from coserve.schedule.policies import make_policy
-from coserve.workload.requests import Workload
-from coserve_benchmarks.ours import Bench, greedy, seconds_of_steps, start_job
+from coserve.simulate.intervals import interval
+from coserve.workload.requests import Workload, greedy
+from coserve_benchmarks.ours import Bench, seconds_of_steps, start_job
 from coserve_benchmarks.policies.testbed import EngineTestbed
-from coserve_benchmarks.timing import OF_ROUNDS, interval
+from coserve_benchmarks.timing import OF_ROUNDS
 
 _T = TypeVar("_T")
 _PAIRS: Final = 12  # of requests, and of iterations, in one round

@@ -11,9 +11,10 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 from coserve.schedule.policies import make_policy
+from coserve.simulate.replay import LoadResult
 from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import TimedRequest, Workload
-from coserve_benchmarks.drive import LoadResult, serve
+from coserve_benchmarks.drive import serve
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.policies.contest import PROMISED, Judge, attained, bounds_deferral, charge_deferral
 from coserve_benchmarks.policies.isolated import isolated

@@ -25,7 +25,8 @@ from coserve.workload.mixes import (
     uniform_rows,
 )
 from coserve.workload.requests import Workload
-from coserve.workload.traces import TraceRow, trace_part
+from coserve.workload.trace_formats import TraceRow
+from coserve.workload.traces import trace_part
 
 SHARES: Final = (0.3, 0.4, 0.3)  # of requests in three tiers of service
 MLP: Final = ("gate_proj", "up_proj", "down_proj")  # the linears that FlexLLM adapts

@@ -24,8 +24,8 @@ from coserve.engine.engine import Engine
 from coserve.memory.malloc import keep_freed_memory, return_freed_memory
 from coserve.split.attach import attach
 from coserve.split.privacy.modes import Noise, Privacy, Shares
-from coserve.workload.requests import TimedJob, fixed_prompts, training_tokens
-from coserve_benchmarks.ours import greedy, start_job
+from coserve.workload.requests import TimedJob, fixed_prompts, greedy, training_tokens
+from coserve_benchmarks.ours import start_job
 from coserve_benchmarks.split.orders import ClientOrder, Ready, RoundOrder, RoundReport, Work
 
 _EXAMPLES: Final = 8  # mini-batches before they repeat

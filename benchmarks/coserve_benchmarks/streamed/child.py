@@ -19,10 +19,11 @@ from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 from coserve.memory.malloc import keep_freed_memory
 from coserve.schedule.policies import make_policy
+from coserve.simulate.replay import LoadResult, replay
 from coserve.train.save_policy import SavePolicy
-from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
-from coserve_benchmarks.drive import EngineTarget, LoadResult, replay
-from coserve_benchmarks.ours import greedy, start_job
+from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, greedy, training_tokens
+from coserve_benchmarks.drive import EngineTarget
+from coserve_benchmarks.ours import start_job
 from coserve_benchmarks.streamed.orders import Act, Rates, Round, StreamedOrder, StreamedReport
 from coserve_benchmarks.streamed.swapped import Preemptions
 

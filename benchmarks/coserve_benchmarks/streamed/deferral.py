@@ -18,11 +18,13 @@ from typing import Any, Final
 import numpy as np
 
 from coserve.core.request import SLO
+from coserve.simulate.intervals import interval
+from coserve.simulate.machine import Jitter
+from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
-from coserve_benchmarks.drive import LoadResult, replay
 from coserve_benchmarks.results import Results
-from coserve_benchmarks.simulated import Jitter, SimulatedMachine
-from coserve_benchmarks.timing import Ratio, interval
+from coserve_benchmarks.simulated import weighted_machine
+from coserve_benchmarks.timing import Ratio
 
 KEY: Final = "hetero.vs_deferral[simulated]"
 BAR: Final = 2.1  # figure 5's
@@ -65,7 +67,7 @@ class Machine:
 
     def simulate(self, policy: str, workload: Workload, seed: int) -> LoadResult:
         """Replays a workload under a policy."""
-        machine = SimulatedMachine(
+        machine = weighted_machine(
             policy,
             self.weights,
             _LAYERS,

@@ -9,12 +9,13 @@ from typing import Any, Final
 
 import msgspec
 
+from coserve.simulate.intervals import share_interval
 from coserve.workload.shapes import ModelShape, shape_named
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.streamed.contestants import order_for, read_report, run_contestant
 from coserve_benchmarks.streamed.orders import StreamedOrder, SwapCase
-from coserve_benchmarks.timing import ratio_of, share_interval
+from coserve_benchmarks.timing import ratio_of
 
 _UNLIMITED: Final = 1 << 40  # bytes
 _LONG_SHAPE: Final = "19m"  # of the model that answers a long prompt

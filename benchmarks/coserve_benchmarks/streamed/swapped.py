@@ -21,8 +21,7 @@ from coserve.engine.engine import Engine
 from coserve.executors import swap_space
 from coserve.executors.swap_space import FileTier
 from coserve.schedule.swapping import Rate
-from coserve.workload.requests import Tokens, fixed_prompts
-from coserve_benchmarks.ours import greedy
+from coserve.workload.requests import Tokens, fixed_prompts, greedy
 from coserve_benchmarks.streamed.orders import StreamedOrder, SwapCase
 
 _Seconds = tuple[float, float, float]  # of moving, of computing again, and until the next token

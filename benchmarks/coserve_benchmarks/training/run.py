@@ -20,7 +20,8 @@ from coserve_benchmarks.served import Served
 from coserve_benchmarks.timing import alternate, speedup
 from coserve_benchmarks.training import compatibility, tinker_steps
 from coserve_benchmarks.training.parity import PLAIN, difference
-from coserve_benchmarks.training.rollouts import Rollouts, Sizes
+from coserve_benchmarks.training.preferred import Preferred
+from coserve_benchmarks.training.rollouts import Reward, Rollouts, Sizes
 
 GROUPS: Final = ("methods", "losses", "overhead", "rl", "curves")
 BARS: Final[dict[str, Bar | None]] = {
@@ -123,7 +124,7 @@ class _Rows:
 
     def curves(self) -> None:
         """The embedded model learns words that begin with s, in turns and together, from as many samples: the
-        reward of the last quarter of the steps, together over in turns."""
+        reward of the last quarter of the steps, together over in turns. And by DPO, from pairs of samples."""
         steps, last = (8, 2) if self._is_quick else (40, 10)
         reached = {}
         for name in ("turns", "together"):
@@ -138,6 +139,22 @@ class _Rows:
             self._results.figure(f"rl.reward_{name}_first", first, "mean reward of the first step")
         note = f"{steps} steps on {_LEARNING.prompts * _LEARNING.group} answers each"
         self._results.row("rl.curve", reached["together"] / max(reached["turns"], 1e-9), note=note)
+        self._dpo_curve()
+
+    def _dpo_curve(self) -> None:
+        """The same task from pairs of sampled answers."""
+        engine, prompts, reward = _learning_engine()
+        rounds, epochs, batch = (1, 1, 2) if self._is_quick else (16, 4, 8)
+        preferred = Preferred(engine, prompts, reward, _LEARNING.answer, rounds)
+        self._results.figure("dpo.pairs", len(preferred.pairs), "of the best and the worst of 8 answers")
+        self._results.figure("dpo.reward_first", preferred.mean_reward(None), "mean reward of the base")
+        history = preferred.train("preferred", epochs, batch)
+        self._results.series("dpo.loss", [one.loss for one in history])
+        for name in ("margins", "accuracies"):
+            found = [one.metrics[f"rewards/{name}"] for one in history]
+            self._results.series(f"dpo.{name}", found)
+            self._results.figure(f"dpo.{name}", found[-1], f"rewards/{name} of step {len(found)}")
+        self._results.figure("dpo.reward", preferred.mean_reward("preferred"), "mean reward after DPO")
 
 
 def _policy(engine: Engine, prompts: Any, sizes: Sizes, vocabulary: int) -> Rollouts:
@@ -148,8 +165,14 @@ def _policy(engine: Engine, prompts: Any, sizes: Sizes, vocabulary: int) -> Roll
 
 
 def _learner(seed: int) -> Rollouts:
-    engine = Engine(tiny.path(), EngineConfig(cache_tokens=4096, dtype="float32", calibrate=False))
+    engine, prompts, reward = _learning_engine()
     session = engine.open_training("policy", LoRAConfig(rank=16), TrainingConfig(seed=seed))
+    return Rollouts(engine, session, prompts, reward, _LEARNING, _RATE, ends=True)
+
+
+def _learning_engine() -> tuple[Engine, list[tuple[int, ...]], Reward]:
+    """The embedded model, prompts, and a reward: the share of an answer's words that begin with s."""
+    engine = Engine(tiny.path(), EngineConfig(cache_tokens=4096, dtype="float32", calibrate=False))
     text = engine.text
     assert text is not None, "the embedded model has a tokenizer"
 
@@ -157,5 +180,4 @@ def _learner(seed: int) -> Rollouts:
         words = text.decode(list(tokens)).lower().split()
         return sum(word.startswith("s") for word in words) / max(len(words), 1)
 
-    prompts = [tuple(text.encode(words)) for words in _WORDS]
-    return Rollouts(engine, session, prompts, reward, _LEARNING, _RATE, ends=True)
+    return engine, [tuple(text.encode(words)) for words in _WORDS], reward

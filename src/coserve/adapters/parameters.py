@@ -24,6 +24,11 @@ _MISTAKEN: Final = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
 _FUSED: Final = "qwen2_moe"  # those whose checkpoints are converted as this type's are
 # From a type to the one whose checkpoints are converted alike: the table that PEFT goes by.
 _LIKE: Final[Mapping[str, str]] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+# Of a file that names other parameters than linears' weights.
+FUSED_EXPERTS: Final = (
+    "only weights of linears may be named, and experts that are one tensor are none; a finished adapter can "
+    "be merged into its base with PEFT's merge_and_unload, and the merged model served"
+)
 _TOGETHER: Final = 30  # names in one pattern, which may have 10,000 characters
 
 
@@ -86,6 +91,8 @@ def take_weights(saved: Saved, frame: Frame) -> list[str]:
     there = {".".join(path.split(".")[start:]) for path in linears for start in range(path.count(".") + 1)}
     if len(endings & there) == len(set(names)):
         saved.ignore("target_parameters")
+    else:
+        saved.refuse("target_parameters", FUSED_EXPERTS)
     return [path for path in linears if named(path, endings)]
 
 

@@ -12,6 +12,10 @@ from coserve.adapters.methods import method_in_file, method_named
 from coserve.errors import ConfigError
 
 _T = TypeVar("_T")
+_NO_EXPERTS: Final = (
+    "name linears as targets; experts that are one tensor get no adapters of their own, for which a "
+    "bottleneck after the mixture ({'type': 'bottleneck'}) is nearest"
+)
 _ALL: Final = "all-linear"  # PEFT's word for targets that are not chosen
 
 
@@ -47,6 +51,8 @@ def _settings(fields: Mapping[str, Any], what: str) -> object:
     for name, value in fields.items():
         if name in ("type", "peft_type"):
             continue
+        if name == "target_parameters" and value:
+            raise ConfigError(f"{what} has no target_parameters: {_NO_EXPERTS}")
         ours = method.aliases.get(name, name)
         if ours in own:
             raise ConfigError(f"{what} gives {ours} twice")

@@ -184,16 +184,16 @@ def layer_width(model: PreTrainedModel) -> int:
 def find_sites(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, Site]:
     """All sites of a model whose linears are still its own, in the order of its modules."""
     stages = {path: stage for stage, path in enumerate(layers)}
-    sublayers = {
+    kinds = {
         f"{path}.{name}": kind
         for path, layer in layers.items()
-        for kind, name in _sublayers(layer).items()
+        for kind, name in sublayers(layer).items()
     }  # fmt: skip
     width = layer_width(model)
     found = {}
     for path, module in model.named_modules():
         stage = next((s for p, s in stages.items() if path.startswith(p + ".")), None)
-        site = _site(model, path, module, stage, len(layers), sublayers.get(path), width)
+        site = _site(model, path, module, stage, len(layers), kinds.get(path), width)
         if site is not None:
             found[path] = site
     return found
@@ -257,7 +257,7 @@ def _factor(embedding: nn.Module) -> float:
     return float(torch.as_tensor(factor).to(embedding.weight.dtype))
 
 
-def _sublayers(layer: nn.Module) -> dict[Kind, str]:
+def sublayers(layer: nn.Module) -> dict[Kind, str]:
     """A layer's two sublayers among its children: the attention is the child with a layer index, the
     feed-forward the last other child with a matrix. OPT's is two linears of the layer, and no site."""
     heavy = [n for n, m in layer.named_children() if any(p.ndim > 1 for p in m.parameters())]

@@ -17,7 +17,9 @@ from coserve.cli import (
     plan,
     quarantine,
     serve,
+    simulate,
     status,
+    zoo,
 )
 from coserve.cli.bench import add_bench
 from coserve.cli.options import Config
@@ -36,10 +38,12 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(quarantine.app, name="quarantine")
+app.add_typer(zoo.app, name="zoo")
 add_bench(app)
 app.command()(executor.executor)
 app.command()(status.status)
 app.command()(plan.plan)
+app.command()(simulate.simulate)
 app.command()(doctor.doctor)
 
 

@@ -1,6 +1,8 @@
 """`coserve bench`: the commands of `coserve_benchmarks`, which is not part of the package."""
 
-from typing import Annotated
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -21,7 +23,20 @@ def add_bench(app: typer.Typer) -> None:
         app.add_typer(bench, name="bench")
 
 
-def _not_installed(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+def run_check(
+    shape: str, quick: bool, only: Collection[str] | None, json_path: Path | None
+) -> dict[str, Any]:
+    """Runs the benchmarks' check of the simulator. Raises ConfigError where they are not installed."""
+    try:
+        from coserve_benchmarks.simulation.run import run_check as run
+    except ModuleNotFoundError as error:
+        if error.name != "coserve_benchmarks":
+            raise
+        _not_installed()
+    return run(shape, quick, only, json_path)
+
+
+def _not_installed(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> NoReturn:
     """Measures this machine; the benchmarks come with a checkout of the sources, not with the package."""
     raise ConfigError(
         "the benchmarks are not in the installed package; install them from a checkout of coserve's sources: "

@@ -59,6 +59,9 @@ def executor(
     client_rows: Annotated[
         int, typer.Option(help="Rows that one client may have waiting; more are not read.")
     ] = 16384,
+    products: Annotated[
+        int, typer.Option(help="Products computed at once, each with its part of the threads; 0: two.")
+    ] = 0,
     layers: Annotated[
         str,
         typer.Option(
@@ -88,7 +91,7 @@ def executor(
     from coserve.split.shard import Shard
     from coserve.split.tls import TlsFiles
 
-    config = BatchingConfig(batching, wait_factor, wait_cap, client_rows)  # type: ignore[arg-type]
+    config = BatchingConfig(batching, wait_factor, wait_cap, client_rows, products)  # type: ignore[arg-type]
     if tls_cert is None and (tls_key is not None or tls_client_ca is not None):
         raise ConfigError("--tls-key and --tls-client-ca are for an executor with --tls-cert")
     part = Shard.parse(shard)

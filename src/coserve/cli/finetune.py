@@ -57,7 +57,8 @@ def finetune(
     method: Annotated[
         str | None,
         typer.Option(
-            help="supervised, dpo or orpo (pairs of answers), reinforcement (prompts and a --grader)."
+            help="supervised, dpo or orpo (pairs of answers), reinforcement (prompts and a --grader), "
+            "distillation (examples and a --teacher)."
         ),
     ] = None,
     method_option: Annotated[
@@ -71,6 +72,10 @@ def finetune(
         typer.Option(
             exists=True, dir_okay=False, readable=True, help="JSON of the grader for reinforcement."
         ),
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The model that distillation learns from, such as an adapter."),
     ] = None,
     base: Annotated[
         str | None,
@@ -107,7 +112,7 @@ def finetune(
         n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
     )
     own = _pairs("--method-option", method_option) or {}
-    training = _method(method, own, grader, hyperparameters)
+    training = _method(method, own, hyperparameters, grader, teacher)
     access = given(
         base=base, base_ca=base_ca, base_pin=base_pin, base_certificate=base_certificate, base_key=base_key,
         base_privacy=base_privacy,
@@ -118,7 +123,14 @@ def finetune(
         objective = {name: value for name, value in own.items() if value != "auto"} | given(type=method)
         if grader is not None and training is not None:
             objective["grader"] = training[training["type"]]["grader"]
-        server = given(suffix=suffix, url=url, api_key=api_key, detach=detach or None, json=as_json or None)
+        server = given(
+            suffix=suffix,
+            url=url,
+            api_key=api_key,
+            detach=detach or None,
+            json=as_json or None,
+            teacher=teacher,
+        )
         asked = JobHere(
             file, model, output, access, hyperparameters | given(seed=seed), ours.get("peft", {}),
             ours.get("optimizer", {}), objective, validation_file, server,
@@ -166,14 +178,20 @@ def _packed(saved: Path, folder: Path) -> Path:
 
 
 def _method(
-    name: str | None, own: dict[str, Any], grader: Path | None, hyperparameters: dict[str, Any]
+    name: str | None,
+    own: dict[str, Any],
+    hyperparameters: dict[str, Any],
+    grader: Path | None,
+    teacher: str | None,
 ) -> dict[str, Any] | None:
     """The body's `method`; None where no flag asks for one. Raises ConfigError."""
     if name is None:
-        if own or grader is not None:
-            raise ConfigError("--method-option and --grader need a --method")
+        if own or grader is not None or teacher is not None:
+            raise ConfigError("--method-option, --grader and --teacher need a --method")
         return None
     settings: dict[str, Any] = {"hyperparameters": {**hyperparameters, **own}}
+    if teacher is not None:
+        settings["teacher"] = teacher
     if grader is not None:
         try:
             settings["grader"] = json.loads(grader.read_text(encoding="utf-8"))

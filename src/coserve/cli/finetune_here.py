@@ -155,13 +155,14 @@ class _Watch:
     def _score(self) -> bool:
         """Shows a loss that is known now, and begins with the newest version where one is due; tells whether
         one is under way. It shares steps with training."""
-        from coserve.engine.scoring import Scoring
+        from coserve.engine.scoring import LossScoring
 
         if self._scored is not None and self._scored[1].advance():
-            step, scoring = self._scored
-            print(f"step {step}/{self._job.steps}  validation loss {scoring.loss:.4f}", flush=True)
+            step, result = self._scored[0], self._scored[1].result
+            assert result is not None and result.loss is not None, "examples have a loss"
+            print(f"step {step}/{self._job.steps}  validation loss {result.loss:.4f}", flush=True)
             self._scored = None
         if self._scored is None and self._is_due:
             key, self._is_due = self._engine.bank.look(_NAME).key, False
-            self._scored = self._job.history[-1].step, Scoring(self._engine, key, self._examples)
+            self._scored = self._job.history[-1].step, LossScoring(self._engine, key, self._examples)
         return self._scored is not None

@@ -24,6 +24,7 @@ class Watched:
     job: dict[str, Any]
     losses: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
+    rewards: dict[int, float] = field(default_factory=dict)  # of the validation, where it has no loss
     messages: list[str] = field(default_factory=list)  # new since the last look, oldest first
     steps: int | None = None
     pace: list[tuple[float, float]] = field(default_factory=list)  # tokens and seconds of recent steps
@@ -77,6 +78,8 @@ class Watched:
             self.losses[step] = float(loss)
         if isinstance(loss := data.get("valid_loss"), int | float):
             self.validation[step] = float(loss)
+        if isinstance(reward := data.get("valid_reward"), int | float):
+            self.rewards[step] = float(reward)
         if isinstance(data.get("total_steps"), int):
             self.steps = data["total_steps"]
         if isinstance(data.get("tokens"), int | float) and isinstance(data.get("seconds"), int | float):

@@ -96,7 +96,7 @@ def checkpoints(
             str(one["step_number"]),
             one["fine_tuned_model_checkpoint"],
             _loss(one["metrics"].get("train_loss")),
-            _loss(one["metrics"].get("valid_loss")),
+            _loss(one["metrics"].get("valid_loss", one["metrics"].get("valid_reward"))),
             moment(one["created_at"]),
         )
         for one in found

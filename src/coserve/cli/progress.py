@@ -89,6 +89,8 @@ def summary(watched: Watched, now: float) -> str:
         parts.append(f"loss {watched.losses[watched.step]:.4f}")
     if watched.validation:
         parts.append(f"validation loss {watched.validation[max(watched.validation)]:.4f}")
+    if watched.rewards:
+        parts.append(f"validation reward {watched.rewards[max(watched.rewards)]:.4f}")
     if watched.tokens_per_second is not None and not watched.is_over:
         parts.append(f"{watched.tokens_per_second:.0f} tokens/s")
     if isinstance(since := watched.job.get("waiting_since"), int | float):

@@ -1,6 +1,7 @@
 """`coserve serve`: collects the settings and starts the supervisor."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from coserve.cli.options import (
     given,
 )  # fmt: skip
 from coserve.core.request import SLO
-from coserve.errors import ConfigError
+from coserve.errors import ConfigError, ZooError
 from coserve.serve.settings import TIERS
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
@@ -33,6 +34,14 @@ def serve(
     adapter: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=PATH", help="A PEFT adapter to serve from the start; may be repeated."),
+    ] = None,
+    zoo: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="A zoo: its only foundation, or MODEL in it, and all adapters and full fine-tunes of that, "
+            "each by its own name.",
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
     port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes a free one.")] = None,
@@ -161,6 +170,9 @@ def serve(
     from coserve.cli.config import load_server_settings
     from coserve.cli.output import print_json
 
+    adapters = _adapters(adapter) if adapter else {}
+    if zoo is not None:
+        model, name, adapters = _from_zoo(zoo, model, name, adapters)
     flags: dict[str, Any] = given(
         model=model,
         host=host,
@@ -176,7 +188,7 @@ def serve(
         cors_origins=cors_origin or None,
         standby=False if no_standby else None,
         log_level=log_level,
-        adapters=_adapters(adapter) if adapter else None,
+        adapters=adapters or None,
         slo=_slowdowns(slowdown) if slowdown else None,
         engine=given(
             device=device,
@@ -221,6 +233,28 @@ def serve(
     from coserve.serve.processes import supervisor
 
     raise typer.Exit(supervisor.serve(settings, Console(highlight=False)))
+
+
+def _from_zoo(
+    folder: Path, model: str | None, name: str | None, adapters: dict[str, str]
+) -> tuple[str, str, dict[str, str]]:
+    """The model's folder, its name, and adapters with those of a zoo. Raises ZooError, and ConfigError for an
+    adapter whose name is in the zoo."""
+    import json
+    import subprocess
+
+    # In a process of its own: the supervisor, which stays, then never loads torch.
+    command = "from coserve.cli.app import main; main()"
+    asked = ["zoo", "views", *([model] if model else []), "--zoo", str(folder)]
+    ran = subprocess.run([sys.executable, "-c", command, *asked], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise ZooError(ran.stderr.strip().removeprefix("coserve: ") or f"the zoo at {folder} cannot be read")
+    served = json.loads(ran.stdout)
+    for left, why in served["left_out"].items():
+        print(f"{left} is not served: {why}", file=sys.stderr)
+    if taken := adapters.keys() & served["adapters"].keys():
+        raise ConfigError(f"--adapter {min(taken)}: the zoo has an adapter of that name")
+    return served["model"], name or served["name"], {**served["adapters"], **adapters}
 
 
 def _check_model(model: str) -> None:

@@ -65,7 +65,8 @@ class MicroBatchStart:
     one that `reports`, the result has the `MicroBatchOutput`. Micro-batches of one forward_backward have the
     same `pass_number`; their gradients can be dropped without those of earlier ones. One for `reference` is
     forward only, and passes what the job's training is compared with (`OpenSession.reference`) instead of the
-    adapter in training.
+    adapter in training. The output of a forward-only one has the `top_k` likeliest tokens of each labelled
+    row.
     """
 
     key: int
@@ -82,15 +83,19 @@ class MicroBatchStart:
     reports: bool = False
     pass_number: int = 0
     reference: bool = False
+    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchOutput:
     """Outcome of a micro-batch: its summed loss, and the log-probability of each row's label, 0 where a row
-    has none."""
+    has none. `top_tokens` are the likeliest tokens of the labelled rows, `top_k` for each row, the likeliest
+    first, and `top_logprobs` their log-probabilities; both are empty where none were asked for."""
 
     loss: float
     logprobs: tuple[float, ...]
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,15 @@ class Direction(Enum):
 @dataclass(frozen=True, slots=True)
 class LossSpec:
     """Loss of a micro-batch: its name in `train.losses`, and named `inputs` with a number for each row. For a
-    loss that `couples` tokens rows pass the tail twice: for log-probabilities, then for the loss."""
+    loss that `couples` tokens rows pass the tail twice: for log-probabilities, then for the loss. One of
+    several `candidates` takes the log-probabilities of these tokens, equally many for each row one after
+    another, in place of the label's, and has a number for each of them in its inputs."""
 
     name: str = "cross_entropy"
     inputs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     settings: Mapping[str, float] = field(default_factory=dict)
     couples: bool = False
+    candidates: tuple[int, ...] = ()
 
 
 CROSS_ENTROPY: Final = LossSpec()  # every label weighs one
@@ -202,8 +205,8 @@ class MicroBatch:
 
     `tokens` and `labels` have an entry for each row, or are empty where only counts matter. `step_labels`
     counts the labels of the whole optimizer step, and `dropout_seed` seeds dropout. One that is
-    `forward_only` passes the tail for log-probabilities, and is done. For `reports`, `pass_number` and
-    `reference` see `core.plan.MicroBatchStart`.
+    `forward_only` passes the tail for log-probabilities, and is done. For `reports`, `pass_number`,
+    `reference` and `top_k` see `core.plan.MicroBatchStart`.
 
     An adapter's virtual tokens precede every example: `prefix` of them as given keys and values, then
     `prompt` as rows. Those rows are the first of `lengths`, once for all examples.
@@ -233,6 +236,7 @@ class MicroBatch:
     reports: bool = False
     pass_number: int = 0
     reference: bool = False
+    top_k: int = 0
     direction: Direction = Direction.TRAIN_FORWARD
     frontier: int = 0
     paused: list[PausedWindow] = field(default_factory=list)

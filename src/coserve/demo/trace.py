@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from coserve.core.request import SamplingParams
 from coserve.demo.load_generator import DemoRequest
-from coserve.workload.traces import ScaledTrace, TraceRow, read_trace, scale_trace
+from coserve.workload.trace_formats import TraceRow, read_trace
+from coserve.workload.traces import ScaledTrace, scale_trace
 
 REQUESTS: Final = 2000  # of the trace; the scales are computed over them once
 _STRETCH: Final = 50  # requests over which it is judged how busy a trace is

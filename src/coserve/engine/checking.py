@@ -47,9 +47,8 @@ def prepare_job(
         first, start = _first(engine, adapter, methods, config, spec.start_from)
     else:
         first = start = resume.adapter
-    reference = None
-    if objective.has_reference and spec.start_from is not None:
-        _, reference = _first(engine, adapter, methods, config, spec.start_from)
+    compared = spec.start_from if objective.has_reference else spec.teacher
+    reference = None if compared is None else _read_adapter(engine, adapter, compared)
     data = read(config)
     _foresee(engine, first, config, methods if start is None else None)
     return PreparedJob(spec.job, adapter, data, methods, config, start, resume, objective, reference)
@@ -79,9 +78,13 @@ def _first(
     """The adapter to train from, and the same if it was read from `folder`; a fresh one is shapes alone."""
     if folder is None:
         return sketch_adapter(engine.base, adapter, methods, config.seed), None
-    base = engine.base
-    start = read_adapter(Path(folder), adapter, base, exact_type(base.dtype), base.device)
+    start = _read_adapter(engine, adapter, folder)
     return start, start
+
+
+def _read_adapter(engine: Engine, name: str, folder: str) -> AdapterVersion:
+    base = engine.base
+    return read_adapter(Path(folder), name, base, exact_type(base.dtype), base.device)
 
 
 def _foresee(

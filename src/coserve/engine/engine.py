@@ -59,7 +59,7 @@ from coserve.text import Text
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared, check_fit
 from coserve.train.needs import Steps
-from coserve.train.objectives import Objective, Supervised, objective_of
+from coserve.train.objectives import Distillation, Objective, Supervised, objective_of
 from coserve.train.state import TrainingState
 from coserve.wire.messages import EngineStats
 
@@ -325,10 +325,12 @@ class Engine:
         with self._lock:
             start = self.weights(start_from) if isinstance(start_from, str) else start_from
             methods = tuple(method) if isinstance(method, Sequence) else (method,)
+            reference = start if aim.has_reference else None
+            if isinstance(aim, Distillation) and aim.teacher is not None:
+                reference = self.weights(aim.teacher)
             asked = PreparedJob(
                 job or f"job-{self.training.started + 1}", adapter, prepared, methods, training,
-                start if resume is None else resume.adapter, resume, aim,
-                start if aim.has_reference else None,
+                start if resume is None else resume.adapter, resume, aim, reference,
             )  # fmt: skip
             return self.training.start(asked, keeping)
 

@@ -13,7 +13,7 @@ from coserve.model.base import Base
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
 from coserve.train.fresh import sketch_adapter
-from coserve.train.objectives import SUPERVISED, Objective, Reinforcement
+from coserve.train.objectives import SUPERVISED, Distillation, Objective, Reinforcement
 from coserve.train.state import TrainingState
 
 
@@ -36,7 +36,8 @@ class Keeping:
 class PreparedJob:
     """A fine-tuning job with its data read. `methods` are the settings of its adapter's methods; `start` is
     the version that training begins with, None for a fresh one; `resume` is the state to resume from.
-    `reference` is the adapter that an objective with a reference compares with, None for the base alone."""
+    `reference` is the adapter that an objective with a reference compares with, or that teaches; None is the
+    base alone."""
 
     job: str
     adapter: str
@@ -68,6 +69,13 @@ class PreparedJob:
         """Rows of each unit, or of each answer to one."""
         group, rows = self.objective.group, [len(example) for example in self.data.examples]
         return [sum(rows[i : i + group]) + self.answer_tokens for i in range(0, len(rows), group)]
+
+    def check_objective(self, vocabulary: int) -> None:
+        """Raises ConfigError where a setting of the objective is none for a model of so many tokens."""
+        if isinstance(self.objective, Distillation) and self.objective.top_k > vocabulary:
+            raise ConfigError(
+                f"distillation.top_k is {self.objective.top_k}, and the model has {vocabulary} tokens"
+            )
 
     def first(self, base: Base) -> AdapterVersion:
         """The adapter that training begins with; a fresh one without values."""

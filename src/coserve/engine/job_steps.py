@@ -1,8 +1,10 @@
 """The steps of a prepared job, by its objective."""
 
+from coserve.adapters.virtual import Virtual
 from coserve.engine.finetuning import PreparedJob
 from coserve.model.base import Base
-from coserve.train.objectives import Reinforcement, Supervised
+from coserve.train.distilled import DistilledSteps
+from coserve.train.objectives import Distillation, Reinforcement, Supervised
 from coserve.train.packing import Packing
 from coserve.train.preferences import PreferenceSteps
 from coserve.train.reinforced import ReinforcedSteps
@@ -26,12 +28,22 @@ def make_steps(prepared: PreparedJob, adapter: str, base: Base) -> JobSteps:
             )  # fmt: skip
         case Reinforcement() as objective:
             steps = ReinforcedSteps(objective, adapter, data.examples, config, packing, data.digest, done)
+        case Distillation() as objective:
+            steps = DistilledSteps(
+                objective, adapter, data.examples, config, packing, _of_reference(prepared, base),
+                data.digest, done,
+            )  # fmt: skip
         case objective:
-            alone = Packing(prepared.job, base.depth, base.row_buckets)
-            reference = alone if prepared.reference is None else packing  # an adapter of the same shape
             steps = PreferenceSteps(
-                objective, adapter, data.examples, config, packing, reference, data.digest, done
-            )
+                objective, adapter, data.examples, config, packing, _of_reference(prepared, base),
+                data.digest, done,
+            )  # fmt: skip
     if resume is not None:
         steps.identity.expect(resume.identity)
     return steps
+
+
+def _of_reference(prepared: PreparedJob, base: Base) -> Packing:
+    """Packs what a job's training is compared with: the base alone, or another adapter."""
+    virtual = Virtual("") if prepared.reference is None else prepared.reference.virtual
+    return Packing(prepared.job, base.depth, base.row_buckets, virtual.given_count, virtual.prompt_count)

@@ -7,7 +7,6 @@ reported after all its checkpoints.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,23 +14,21 @@ from typing import Final
 
 import msgspec
 
-from coserve.adapters.bypass import exact_type
 from coserve.core.contained import contained
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.job_status import JobStatus
 from coserve.engine.background import Background, Outcome
 from coserve.engine.best_checkpoint import BestCheckpoint
-from coserve.engine.checking import prepare_job
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
-from coserve.engine.scoring import Scoring, check_lengths
+from coserve.engine.job_files import adapter_of, read_job, reference_of
+from coserve.engine.scoring import Scoring
 from coserve.engine.served_job import PendingCheckpoint, ReadJob, ServedJob, leave_unscored
-from coserve.errors import CoserveError, DataError, JobError
+from coserve.engine.validation import start_scoring
+from coserve.errors import CoserveError, JobError
 from coserve.schedule.training_queue import starved_since
-from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
-from coserve.train.config import TrainingConfig
-from coserve.train.example import Example, Prepared
-from coserve.train.objectives import objective_of
+from coserve.train.checkpoint import Checkpoint, write_checkpoint
+from coserve.train.objectives import Reinforcement
 from coserve.train.state import TrainingState
 from coserve.wire.messages import (
     Fault,
@@ -39,7 +36,6 @@ from coserve.wire.messages import (
     JobEnded,
     JobNews,
     JobNote,
-    JobSpec,
     JobStarted,
     JobStarved,
     JobStep,
@@ -97,7 +93,9 @@ class Jobs:
             return
         best = BestCheckpoint(spec.patience, spec.threshold, spec.validated) if spec.keep_best else None
         self._jobs[spec.job] = job = ServedJob(spec, self._engine.clock(), command.weight, best)
-        self._background.do("reading the job", partial(_read, self._engine, spec), partial(self._begin, job))
+        self._background.do(
+            "reading the job", partial(read_job, self._engine, spec), partial(self._begin, job)
+        )
 
     def stop(self, name: str, keep: bool) -> None:
         """Ends a job's training; with `keep` after a checkpoint of its state."""
@@ -168,19 +166,20 @@ class Jobs:
             elif isinstance(event, JobFailed) and (job := self._jobs.get(event.job)):
                 self._end(job, JobStatus.FAILED, event.error)
         for job in list(self._jobs.values()):
-            try:
-                self._advance(job)
-            except BaseException as error:
-                self._give_up(job, contained(error, "the job", JobError))
+            self._advance(job)
 
     # Inside
 
     def _advance(self, job: ServedJob) -> None:
-        self._follow(job)
-        for pending in job.pending:
-            if pending.scoring is not None:
-                pending.scoring.advance()
-        self._settle(job)
+        """Goes on with a job's checkpoints and reports; fails it where that raises."""
+        try:
+            self._follow(job)
+            for pending in job.pending:
+                if pending.scoring is not None:
+                    pending.scoring.advance()
+            self._settle(job)
+        except BaseException as error:
+            self._give_up(job, contained(error, "the job", JobError))
 
     def _give_up(self, job: ServedJob, error: CoserveError) -> None:
         """Fails a job at any stage; its checkpoints stay."""
@@ -203,6 +202,8 @@ class Jobs:
             return
         prepared = ready.prepared
         try:
+            if ready.reference is not None:
+                self._engine.add_stored(ready.reference)
             keeping = Keeping(job.spec.every, partial(self._keep, job))
             weighed = replace(prepared, config=replace(prepared.config, weight=job.weight))
             job.handle = self._engine.training.start(weighed, keeping)
@@ -290,10 +291,10 @@ class Jobs:
 
     def _scoring(self, job: ServedJob) -> Scoring | None:
         """Starts scoring the version that the job has just published."""
-        if job.ready is None or not job.ready.validation:
+        if job.ready is None:
             return None
-        version = self._engine.bank.look(_adapter_of(job.spec.job))
-        return Scoring(self._engine, version.key, job.ready.validation)
+        version = self._engine.bank.look(adapter_of(job.spec.job))
+        return start_scoring(self._engine, version.key, job.ready, partial(self._advance, job))
 
     def _written(self, job: ServedJob, pending: PendingCheckpoint, outcome: Outcome[Checkpoint]) -> None:
         if not isinstance(outcome, CoserveError):
@@ -316,6 +317,7 @@ class Jobs:
         name = job.spec.job
         while job.pending and job.pending[0].is_complete:
             pending = job.pending.popleft()
+            found = None if pending.scoring is None else pending.scoring.result
             assert pending.written is not None
             self._tell(
                 JobCheckpoint(
@@ -324,20 +326,23 @@ class Jobs:
                     path=str(pending.written.path),
                     digest=pending.written.digest,
                     loss=pending.written.loss,
-                    validation_loss=pending.scoring.loss if pending.scoring else None,
+                    validation_loss=None if found is None else found.loss,
+                    metrics={} if found is None else dict(found.metrics),
                 )
             )
-            if job.best is not None and pending.scoring is not None and pending.scoring.loss is not None:
-                job.best.take(pending.written.step, pending.scoring.loss)
+            if job.best is not None and found is not None:
+                job.best.take(pending.written.step, found.cost)
                 self._stop_if_hopeless(job, job.best)
         if job.ending is None or job.pending or self._jobs.get(name) is not job:
             return
         del self._jobs[name]
-        if _adapter_of(name) in self._engine.bank.names:  # not if it never began
-            self._engine.unload_adapter(_adapter_of(name))
+        for adapter in (adapter_of(name), reference_of(name)):
+            if adapter in self._engine.bank.names:  # not if it never began
+                self._engine.unload_adapter(adapter)
         if job.best is not None and job.ending.status == JobStatus.SUCCEEDED and job.best.best is not None:
-            step, loss = job.best.best
-            self._tell(JobNote(name, f"The best checkpoint is that of step {step}: {loss:.4f}", "info"))
+            step, cost = job.best.best
+            told = f"reward {-cost:.4f}" if _is_rewarded(job) else f"{cost:.4f}"
+            self._tell(JobNote(name, f"The best checkpoint is that of step {step}: {told}", "info"))
             job.ending = msgspec.structs.replace(job.ending, step=step)
         self._tell(job.ending)
         if job.again is not None:
@@ -349,9 +354,8 @@ class Jobs:
         if not best.is_hopeless or job.ending is not None or handle is None or not handle.is_under_way:
             return
         handle.finish()
-        text = (
-            f"Stopped early at step {job.step}: no lower validation loss {best.without_gain} times in a row"
-        )
+        missed = "higher reward in validation" if _is_rewarded(job) else "lower validation loss"
+        text = f"Stopped early at step {job.step}: no {missed} {best.without_gain} times in a row"
         self._tell(JobNote(job.spec.job, text, "info"))
         leave_unscored(job)
         job.ending = JobEnded(job.spec.job, JobStatus.SUCCEEDED, job.step)
@@ -368,9 +372,8 @@ class Jobs:
         self._fresh.append(numbered)
 
 
-def _adapter_of(job: str) -> str:
-    """Name of a job's adapter while it trains; a server refers to durable versions only."""
-    return f"training:{job}"
+def _is_rewarded(job: ServedJob) -> bool:
+    return job.spec.objective.get("type") == Reinforcement.name
 
 
 def _started(job: str, step: int, steps: int, prepared: PreparedJob) -> JobStarted:
@@ -387,27 +390,3 @@ def _started(job: str, step: int, steps: int, prepared: PreparedJob) -> JobStart
         batch_size=config.batch_size,
         learning_rate=config.learning_rate,
     )
-
-
-def _data(engine: Engine, spec: JobSpec) -> Callable[[TrainingConfig], Prepared]:
-    """Reads the job's data."""
-    objective = objective_of(spec.objective, engine.config.grader_hosts)
-    return partial(engine.prepare, Path(spec.data), objective=objective)
-
-
-def _read(engine: Engine, spec: JobSpec) -> ReadJob:
-    """Reads everything a job needs; steps go on meanwhile."""
-    name, base = _adapter_of(spec.job), engine.base
-    checkpoint = newest_checkpoint(Path(spec.folder))
-    resume = None
-    if checkpoint is not None:
-        resume = read_checkpoint(checkpoint.path, name, base, exact_type(base.dtype))
-    prepared = prepare_job(engine, spec, name, _data(engine, spec), resume)
-    validation: tuple[Example, ...] = ()
-    if spec.validation is not None:
-        try:
-            validation = engine.prepare(Path(spec.validation), prepared.config).examples
-        except DataError as error:
-            raise DataError(f"validation {error}") from error
-        check_lengths(engine, validation, prepared.first(base).virtual.count)
-    return ReadJob(prepared, validation, checkpoint)

@@ -10,7 +10,7 @@ from coserve.jobs import datasets
 from coserve.text import Text
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared, prepare, prepare_examples
-from coserve.train.objectives import Objective, Reinforcement, Supervised
+from coserve.train.objectives import Distillation, Objective, Reinforcement, Supervised
 from coserve.train.pairs import TokenPair, prepare_pairs
 from coserve.train.prompts import TokenPrompt, prepare_prompts
 
@@ -27,7 +27,7 @@ def read_data(
     is_tokens = _is_tokens(data)
     if text is None and not is_tokens:
         raise ConfigError(_NO_TOKENIZER)
-    if isinstance(objective, Supervised):
+    if isinstance(objective, Supervised | Distillation):
         if is_tokens:
             return prepare_examples(islice(cast(Sequence[Example], data), most), training.max_length)
         assert text is not None, "checked above"

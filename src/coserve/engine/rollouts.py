@@ -181,7 +181,7 @@ class Rollouts:
         tokens = [tuple(answer.tokens) for answer in answers]
         logprobs = [tuple(token.chosen for token in answer.logprobs) for answer in answers]
         reference = job.references[sampling.indices[group]]
-        work = partial(_rewards, job.objective.grader, self._text, tokens, reference)
+        work = partial(rewards_of, job.objective.grader, self._text, tokens, reference)
 
         def graded(outcome: list[float] | CoserveError) -> None:
             if self._jobs.get(job.steps.job) is not job:  # it has ended
@@ -200,9 +200,10 @@ class Rollouts:
         job.aside.do("grading answers", work, graded)
 
 
-def _rewards(
+def rewards_of(
     grader: Grader, text: Text | None, answers: Sequence[Sequence[int]], reference: Mapping[str, Any]
 ) -> list[float]:
+    """Rewards of answers to one prompt."""
     decoded = ["" if text is None else text.decode(tokens) for tokens in answers]
     return [grader.grade(one, reference) for one in decoded]
 

@@ -1,4 +1,4 @@
-"""Validation loss of an adapter version.
+"""Validation of an adapter version on examples or pairs.
 
 Each example is a request that only scores its prompt (`max_tokens=0`). So validation is ordinary inference:
 it shares steps with answers and training, respects other requests' latency bounds, and uses the given
@@ -6,24 +6,33 @@ version, whatever has been published since. A few examples are under way at a ti
 file never takes all running slots.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
-from coserve.core.request import FinishReason, SamplingParams
+import torch
+
+from coserve.core.request import SLO, FinishReason, SamplingParams
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.errors import DataError
 from coserve.train.example import IGNORED, Example
+from coserve.train.losses import LOSSES
+from coserve.train.objectives import Preferences
+from coserve.train.preferences import reward_metrics
 
-_UNDER_WAY = 2
-_SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0, ignore_eos=True)
+_UNDER_WAY: Final = 2
+_SCORE: Final = SamplingParams(max_tokens=0, prompt_logprobs=0, ignore_eos=True)
 
 
-def check_lengths(engine: Engine, examples: Sequence[Example], virtual: int) -> None:
-    """Raises DataError for an example too long to be scored by an adapter with `virtual` virtual tokens."""
+def check_lengths(engine: Engine, examples: Sequence[Example], virtual: int, answer: int = 0) -> None:
+    """Raises DataError for an example too long for an adapter with `virtual` virtual tokens, and an answer of
+    so many tokens."""
     size = engine.config.page_size
     template = virtual % size > 0  # an adapter's page that sequences copy
-    most = min(engine.base.max_positions, (engine.config.pages - template) * size) - virtual
+    most = min(engine.base.max_positions, (engine.config.pages - template) * size) - virtual - answer
     for number, example in enumerate(examples, 1):
         if len(example) > most:
             raise DataError(
@@ -31,49 +40,206 @@ def check_lengths(engine: Engine, examples: Sequence[Example], virtual: int) -> 
             )
 
 
-class Scoring:
-    """Mean loss per label of the adapter `version`, a key, on `examples`. Advances between steps."""
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Outcome of a validation: the mean loss, None where there is none, and further figures by name."""
 
-    def __init__(self, engine: Engine, version: str, examples: Sequence[Example]) -> None:
-        self.loss: float | None = None  # until all examples are through
-        self._engine = engine
-        self._version = version
-        engine.cache.acquire(version, self)
-        self._waiting = deque(examples)
-        self._under_way: list[tuple[Example, Completion]] = []
-        self._sum, self._labels = 0.0, 0
-        self.advance()
+    loss: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def advance(self) -> bool:
-        """Collects finished examples and submits the next; True once the loss is known."""
-        if self.loss is not None:
-            return True
-        for example, completion in self._under_way:
-            if completion.finish_reason is FinishReason.LENGTH:
-                self._count(example, completion)
-        self._under_way = [(e, c) for e, c in self._under_way if c.finish_reason is None]
-        while self._waiting and len(self._under_way) < _UNDER_WAY:
-            example = self._waiting.popleft()
+    @property
+    def cost(self) -> float:
+        """The number that the best checkpoint has the lowest of: the loss, or the reward negated."""
+        return -self.metrics["reward"] if self.loss is None else self.loss
+
+
+class Asked(NamedTuple):
+    """A request of a validation: its number, the prompt, and how it is answered."""
+
+    number: int
+    prompt: Sequence[int]
+    sampling: SamplingParams
+
+
+class Requests:
+    """Requests to one version of an adapter, a key or a name (None is the base), a few at a time."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        version: str | None,
+        asked: Iterable[Asked],
+        slo: SLO = SLO(),
+        at_once: int = _UNDER_WAY,
+    ) -> None:
+        self._engine, self._version, self._slo, self._at_once = engine, version, slo, at_once
+        self._waiting = deque(asked)
+        self._under_way: dict[int, Completion] = {}
+
+    @property
+    def are_over(self) -> bool:
+        """Tells whether all have been answered."""
+        return not self._waiting and not self._under_way
+
+    def advance(self) -> Iterator[tuple[int, Completion]]:
+        """The answers that have ended, with their numbers; asks for the next. Raises the error of one that
+        failed."""
+        ended = {n: one for n, one in self._under_way.items() if one.finish_reason is not None}
+        for number, completion in ended.items():
+            del self._under_way[number]
+            if completion.error is not None:
+                raise completion.error
+        while self._waiting and len(self._under_way) < self._at_once:
+            number, prompt, sampling = self._waiting.popleft()
             # Never repeated, so other prompts get the prefix cache.
-            answer = self._engine.generate(example.tokens, self._version, _SCORE, text=False, scope=None)
-            self._under_way.append((example, answer))
-        if self._under_way:
-            return False
-        self.loss = self._sum / self._labels
-        self._engine.cache.release(self._version, self)
-        return True
+            self._under_way[number] = self._engine.generate(
+                prompt, self._version, sampling, self._slo, text=False, scope=None
+            )
+        return iter(ended.items())
 
     def cancel(self) -> None:
-        """Stops scoring; there is no loss."""
-        if self.loss is None:
-            self._waiting.clear()
-            for _, completion in self._under_way:
-                completion.cancel()
+        """Ends those under way; asks for no more."""
+        self._waiting.clear()
+        for completion in self._under_way.values():
+            completion.cancel()
+
+
+class Scoring(ABC):
+    """Measures the adapter `version`, a key, on validation data. Advances between steps."""
+
+    def __init__(self, engine: Engine, version: str) -> None:
+        self.result: Validation | None = None  # until all of it is known
+        self._engine, self._version = engine, version
+        self._is_cancelled = False
+        engine.cache.acquire(version, self)
+
+    def advance(self) -> bool:
+        """Collects what has ended and goes on; True once the result is known. Raises the error of a request
+        that failed."""
+        if self.result is None and not self._is_cancelled:
+            self.result = self._advance()
+            if self.result is not None:
+                self._engine.cache.release(self._version, self)
+        return self.result is not None
+
+    def cancel(self) -> None:
+        """Stops scoring; there is no result."""
+        if self.result is None and not self._is_cancelled:
+            self._is_cancelled = True
+            self._cancel()
             self._engine.cache.release(self._version, self)
 
-    def _count(self, example: Example, completion: Completion) -> None:
-        """Adds an example's loss: the log-probability of token i + 1 is that of the label of row i."""
-        for label, logprobs in zip(example.labels[:-1], completion.prompt_logprobs, strict=True):
-            if label != IGNORED:
-                self._sum -= logprobs.chosen
-                self._labels += 1
+    @abstractmethod
+    def _advance(self) -> Validation | None:
+        """Goes on; returns the result once it is known."""
+
+    @abstractmethod
+    def _cancel(self) -> None:
+        """Ends what is under way."""
+
+
+class LossScoring(Scoring):
+    """The mean loss per label of examples."""
+
+    def __init__(self, engine: Engine, version: str, examples: Sequence[Example]) -> None:
+        super().__init__(engine, version)
+        self._scores = _Scores(engine, version, examples)
+        self.advance()
+
+    def _advance(self) -> Validation | None:
+        scored = self._scores.advance()
+        if scored is None:
+            return None
+        return Validation(-sum(one.logprob for one in scored) / sum(one.labels for one in scored))
+
+    def _cancel(self) -> None:
+        self._scores.cancel()
+
+
+class PairScoring(Scoring):
+    """The mean loss of pairs, with the figures that training has of them.
+
+    `compared` are the log-probabilities of all answers under the reference, which the first validation of a
+    job fills in; `reference` is that adapter's name, None for the base.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        version: str,
+        examples: Sequence[Example],
+        objective: Preferences,
+        reference: str | None,
+        compared: list[float],
+    ) -> None:
+        super().__init__(engine, version)
+        self._objective, self._compared = objective, compared
+        self._own = _Scores(engine, version, examples)
+        self._reference: _Scores | None = None
+        if objective.has_reference and not compared:
+            self._reference = _Scores(engine, reference, examples)
+        self.advance()
+
+    def _advance(self) -> Validation | None:
+        if self._reference is not None:
+            found = self._reference.advance()
+            if found is None:
+                return None
+            self._compared[:] = [one.logprob for one in found]
+            self._reference = None
+        scored = self._own.advance()
+        return None if scored is None else self._measured(scored)
+
+    def _measured(self, scored: Sequence["_Score"]) -> Validation:
+        """An example counts as one token: a pair's loss depends on sums or means over an answer."""
+        objective, inputs = self._objective, {}
+        if objective.has_reference:
+            numbers = [one.logprob for one in scored]
+            inputs["reference"] = torch.tensor(self._compared, dtype=torch.float64)
+            gained = [own - before for own, before in zip(numbers, self._compared, strict=True)]
+        else:
+            numbers = gained = [one.logprob / one.labels for one in scored]
+        logprobs, places = torch.tensor(numbers, dtype=torch.float64), torch.arange(len(numbers))
+        loss = LOSSES[objective.name].value(logprobs, places, inputs, {"beta": objective.beta})
+        return Validation(float(loss) / (len(numbers) // 2), reward_metrics(objective.beta, gained))
+
+    def _cancel(self) -> None:
+        for scores in (self._own, self._reference):
+            if scores is not None:
+                scores.cancel()
+
+
+class _Score(NamedTuple):
+    """Of one example: the summed log-probability of its labels, and their number."""
+
+    logprob: float
+    labels: int
+
+
+class _Scores:
+    """Scores of examples under one version."""
+
+    def __init__(self, engine: Engine, version: str | None, examples: Sequence[Example]) -> None:
+        self._examples = examples
+        asked = (Asked(number, example.tokens, _SCORE) for number, example in enumerate(examples))
+        self._requests = Requests(engine, version, asked)
+        self._found: dict[int, _Score] = {}
+
+    def advance(self) -> list[_Score] | None:
+        """Those of all examples, in order, once all are known."""
+        for number, completion in self._requests.advance():
+            if completion.finish_reason is FinishReason.LENGTH:
+                self._found[number] = self._score(self._examples[number], completion)
+        if not self._requests.are_over:
+            return None
+        return [self._found[number] for number in range(len(self._examples))]
+
+    def cancel(self) -> None:
+        """Stops."""
+        self._requests.cancel()
+
+    def _score(self, example: Example, completion: Completion) -> _Score:
+        """The log-probability of token i + 1 is that of the label of row i."""
+        pairs = zip(example.labels[:-1], completion.prompt_logprobs, strict=True)
+        found = [logprobs.chosen for label, logprobs in pairs if label != IGNORED]
+        return _Score(sum(found), len(found))

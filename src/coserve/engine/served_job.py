@@ -3,22 +3,26 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+from coserve.adapters.paging.stored import StoredVersion
 from coserve.core.job_status import JobStatus
 from coserve.engine.best_checkpoint import BestCheckpoint
 from coserve.engine.finetuning import FineTuning, PreparedJob
 from coserve.engine.scoring import Scoring
 from coserve.train.checkpoint import Checkpoint
-from coserve.train.example import Example
+from coserve.train.example import Prepared
 from coserve.wire.messages import JobEnded, JobSpec, StartJob
 
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """Everything read for a job. `checkpoint` is the one it resumes from."""
+    """Everything read for a job. `checkpoint` is the one it resumes from. Validation of a job with a
+    reference asks the adapter `reference`, None for the base, and keeps what it said in `compared`."""
 
     prepared: PreparedJob
-    validation: tuple[Example, ...]
+    validation: Prepared | None
     checkpoint: Checkpoint | None
+    reference: StoredVersion | None = None
+    compared: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +34,7 @@ class PendingCheckpoint:
 
     @property
     def is_complete(self) -> bool:
-        return self.written is not None and (self.scoring is None or self.scoring.loss is not None)
+        return self.written is not None and (self.scoring is None or self.scoring.result is not None)
 
 
 @dataclass(slots=True, eq=False)

@@ -65,11 +65,13 @@ class Training:
         self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
     def check(self, prepared: PreparedJob) -> JobSize:
-        """Returns a job's size. Raises AdapterError, DataError, or OutOfMemory where the job would not fit
-        even alone."""
+        """Returns a job's size. Raises AdapterError, ConfigError, DataError, or OutOfMemory where the job
+        would not fit even alone."""
         with self._lock:
+            prepared.check_objective(self._base.vocabulary)
             size = self._size(prepared)
-            virtual = size.adapter.virtual.count + prepared.answer_tokens
+            beside = 0 if prepared.reference is None else prepared.reference.virtual.count
+            virtual = max(size.adapter.virtual.count + prepared.answer_tokens, beside)
             check_room(prepared.data.examples, self._base.max_positions, virtual)
             self.admission.check(prepared.job, size)
             return size
@@ -164,10 +166,9 @@ class Training:
         """The job's size; a fresh adapter is counted by its shapes."""
         is_fresh, seed = prepared.start is None, prepared.config.seed
         rank = rank_of(self._base, prepared.adapter, prepared.methods, seed) if is_fresh else None
-        has_reference = prepared.reference is not None
         first, lengths = prepared.first(self._base), prepared.lengths
         return JobSize(
-            first, lengths, prepared.config, rank, answers=prepared.answers, has_reference=has_reference
+            first, lengths, prepared.config, rank, answers=prepared.answers, reference=prepared.reference
         )
 
     def _start(self, handle: FineTuning, prepared: PreparedJob) -> None:

@@ -64,6 +64,7 @@ class DeterministicExecutor(LocalExecutor):
 
     sampler_type = DeterministicSampler
     attention_type = TiledBackend
+    is_deterministic = True
 
     def _prove(self) -> None:
         with torch_only():

@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -34,6 +34,7 @@ from coserve.core.plan import (
 )
 from coserve.core.sequence import Direction
 from coserve.errors import CoserveError, LossNotFinite, WeightsUnreadable
+from coserve.executors.compute_threads import ComputeThreads
 from coserve.executors.executor import (
     CloseSession,
     Command,
@@ -75,6 +76,7 @@ class LocalExecutor(Executor):
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
     attention_type: ClassVar[Callable[..., AttentionBackend[Any]]] = make_batched
+    is_deterministic: ClassVar[bool] = False  # bits may depend on the number of threads
 
     def __init__(
         self,
@@ -105,6 +107,8 @@ class LocalExecutor(Executor):
         self._offloaded = None if offload_space is None else offload_space.cache
         self._swapped: StepResult | None = None  # what came of moving the pages of the oldest plan
         self._lanes = LaneRunner(base.device)
+        is_free = self.base.device.type == "cpu" and not self.is_deterministic
+        self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
         self._has_lanes = not base.makes_calls  # whether lanes may be side by side
         self._short = Shortages(self.held.drop_activations)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
@@ -206,7 +210,8 @@ class LocalExecutor(Executor):
                 self._fill(prefix)
             self._begin(plan)
             self._begun = plan
-        sampled, trained, lanes = self._lanes.run(plan.lanes, self._run_lane)
+        with self._threads_for(plan):
+            sampled, trained, lanes = self._lanes.run(plan.lanes, self._run_lane)
         if (failure := self._pause.failure) is not None:
             if not plan.inference and not trained:  # the plan is as if it had not run
                 raise failure
@@ -229,6 +234,13 @@ class LocalExecutor(Executor):
         if self._offloaded is None:
             return done
         return replace(done, lost=self._offloaded.take_lost(), offload_reads=self._offloaded.take_reads())
+
+    def _threads_for(self, plan: Plan) -> AbstractContextManager[None]:
+        """Context in which a step that only answers may leave a core to the reading of weights."""
+        reader = self.base.reader
+        if reader is None or reader.dry or plan.training or plan.split or not plan.inference:
+            return nullcontext()
+        return self._threads.step(sum(segment.length for segment in plan.inference).bit_length())
 
     @property
     def _read(self) -> WeightReads:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from coserve.core.events import Event
 from coserve.core.plan import (
     InferenceSegment,
     MicroBatchOutput,
@@ -31,8 +30,8 @@ from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction, Span
 from coserve.errors import CoserveError, OffloadFailed
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
+from coserve.executors.virtual_clock import VirtualClock
 from coserve.schedule.cost import CostModel
-from coserve.schedule.scheduler import Scheduler
 
 
 def next_token(tokens: Iterable[int], vocabulary: int) -> int:
@@ -50,17 +49,14 @@ def _past_of(before: int, token: int | str) -> int:
     return zlib.crc32(f"{before},{token!r}".encode())
 
 
-class ScriptedExecutor(Executor):
+class ScriptedExecutor(VirtualClock, Executor):
     """Simulates plans. `now` is its clock, in seconds; `plans` are those it ran, in order.
 
     `seconds` gives a plan's duration (by default an untrained cost model's), `host` the time that passes
-    beside it until its result is applied. A job in `failures` fails as
-    soon as it has something to run. `skip` advances the clock between steps. A call of `pause_training` stops
-    training of the next pausable plan after `layers_before_pause` layers. Without `checks_pages` nothing is
-    written into pages or read from them, for loads of many steps. The second tier has room for `swap_pages`;
-    writing and reading one there takes `swap_seconds`, and fails for copies, and segments of
-    offloaded sequences, of which `loses` is true. `reads` gives what the plan that has just run
-    read of a streamed base's weights.
+    beside it until its result is applied. A job in `failures` fails as soon as it has something to run. The
+    second tier has room for `swap_pages`; writing and reading one there takes `swap_seconds`, and fails for
+    copies, and segments of offloaded sequences, of which `loses` is true. `reads` gives what the plan that
+    has just run read of a streamed base's weights.
     """
 
     def __init__(
@@ -71,20 +67,18 @@ class ScriptedExecutor(Executor):
         failures: Mapping[str, CoserveError] | None = None,
         plans_ahead: int = 0,
         host: Callable[[], float] = float,
-        checks_pages: bool = True,
         swap_pages: int = 0,
         swap_seconds: tuple[float, float] = (1e-4, 1e-4),
         loses: Callable[[SwapOut | SwapIn | InferenceSegment], bool] = lambda move: False,
         reads: Callable[[], WeightReads] = WeightReads,
     ) -> None:
-        self.now = 0.0
+        super().__init__(seconds or CostModel().predict, plans_ahead)
         self.plans: list[Plan] = []
         self.results: list[StepResult] = []
         self.trained: dict[str, int] = {}  # rows that passed forward and back, by job
-        self.plans_ahead = plans_ahead
         self._page_size = page_size
-        self._seconds, self._host = seconds or CostModel().predict, host
-        self._checks_pages, self._reads = checks_pages, reads
+        self._host = host
+        self._reads = reads
         self._swap_pages, self._swap_seconds, self._loses = swap_pages, swap_seconds, loses
         self._copies: dict[int, list[list[int | None]]] = {}  # pasts of each page's slots
         self._vocabulary = vocabulary
@@ -94,29 +88,9 @@ class ScriptedExecutor(Executor):
         self._sequences: dict[int, _Sequence] = {}
         self._micro_batches: dict[int, _MicroBatch] = {}
         self._ended: set[int] = set()
-        self._beside: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
-        self._until = 0.0  # when it is done
-        self._training = 0.0  # seconds it takes
-        self.layers_before_pause = 1
-        self._pausing = False
         self._pauses = 0  # results with paused training
         self._failed: set[str] = set()
         self._launched: deque[Plan] = deque()
-
-    def step(self, scheduler: Scheduler) -> list[Event]:
-        """One step of the engine's loop, with up to `plans_ahead` plans made before the results they
-        follow."""
-        if not scheduler.under_way:
-            self.launch(scheduler.plan(self.now))
-        while scheduler.under_way <= self.plans_ahead and (ahead := scheduler.plan_ahead(self.now)):
-            self.launch(ahead)
-        result = self.collect()
-        assert result is not None
-        return scheduler.apply(result, self.now)
-
-    def skip(self, seconds: float) -> None:
-        """Advances the clock."""
-        self.now += seconds
 
     @property
     def spec(self) -> ExecutorSpec:
@@ -221,49 +195,6 @@ class ScriptedExecutor(Executor):
         segments = [segment for segment in plan.inference if segment.offloaded]
         return {segment.key: OffloadFailed("as told") for segment in segments if self._loses(segment)}
 
-    def _time(self, plan: Plan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
-        """Seconds of a plan, the training done after it, and the seconds of its lanes.
-
-        A lane is slower in proportion to its share. Training beside inference ends in a later step.
-        """
-        if plan.split is None:
-            assert not self._beside, "the whole machine, while a lane of it trains"
-            plan = replace(plan, training=self._before_pause(plan))
-            return (0.0 if plan.is_empty else self._seconds(plan)), plan.training, (0.0, 0.0)
-        answers, training = plan.lanes
-        if training.training:
-            assert not self._beside, "one piece of training beside inference at a time"
-            self._beside = training.training
-            self._training = self._seconds(Plan(training=training.training)) / training.share
-            self._until = self.now + self._training
-        answering = self._seconds(Plan(answers.inference)) / answers.share if answers.inference else 0.0
-        waited = max(self._until - self.now, 0.0) if self._beside and not answers.inference else 0.0
-        if not self._beside or self._until > self.now + answering + waited:
-            return answering + waited, (), (answering, 0.0)
-        trained, self._beside = self._beside, ()
-        return answering + waited, trained, (answering, self._training)
-
-    def pause_training(self) -> None:
-        self._pausing = True
-
-    def resume_training(self) -> None:
-        self._pausing = False
-
-    def _before_pause(self, plan: Plan) -> tuple[TrainingSegment, ...]:
-        """The layers of a plan's training that run before a pause."""
-        if not (self._pausing and plan.pausable):
-            return plan.training
-        left, ran = self.layers_before_pause, list[TrainingSegment]()
-        for segment in plan.training:
-            layers = min(left, len(segment.span))
-            first, last = segment.span.first, segment.span.last
-            going_back = segment.direction is Direction.BACKWARD
-            span = Span(last - layers, last) if going_back else Span(first, first + layers)
-            if layers:
-                ran.append(replace(segment, span=span))
-            left -= layers
-        return tuple(ran)
-
     def _begin(self, plan: Plan) -> None:
         for start in plan.sequences:
             assert start.key not in self._sequences, "a sequence is named once"
@@ -297,8 +228,7 @@ class ScriptedExecutor(Executor):
         assert segment.context == start.virtual + segment.start and segment.adapter == start.adapter
         assert end <= len(sequence.tokens), "rows that are not known yet"
         begins = not sequence.pages
-        if self._checks_pages:
-            self._clean(sequence, segment.new_pages)
+        self._clean(sequence, segment.new_pages)
         sequence.pages += segment.new_pages
         assert start.virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
         for page in sequence.pages:
@@ -325,8 +255,7 @@ class ScriptedExecutor(Executor):
         """Reads the past of the rows, and writes them; a page is right if its whole past is."""
         sequence = self._sequences[segment.key]
         start, end = sequence.start, segment.start + segment.length
-        if self._checks_pages:
-            self._pass_pages(sequence, segment)
+        self._pass_pages(sequence, segment)
         sequence.computed = end
         scored: tuple[TokenLogprobs, ...] = ()
         if start.sampling.prompt_logprobs is not None:

@@ -1,5 +1,5 @@
 """Cross-entropy and its gradient in one pass over a chunk of logits; for other losses log-probabilities and
-their VJP."""
+their VJP, of one target of each row or of several candidates."""
 
 import torch
 from torch import Tensor
@@ -42,3 +42,28 @@ def logprob_vjp(logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
     exact.mul_(-gradient[:, None] / exact.sum(dim=-1, keepdim=True))
     exact[rows, labels] += gradient
     return exact.to(logits.dtype)
+
+
+def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` likeliest tokens of each row, the likeliest first: (ids [rows, k], log-probabilities [rows, k]
+    in at least float32); logits [rows, vocabulary]."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    values, tokens = exact.topk(k, dim=-1)
+    return tokens, values - exact.logsumexp(-1, keepdim=True)
+
+
+def candidate_logprobs(logits: Tensor, candidates: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities [rows, k] of candidates [rows, k] at a temperature, in at least float32; logits
+    [rows, vocabulary]."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return exact.gather(1, candidates) - exact.logsumexp(-1, keepdim=True)
+
+
+def candidate_vjp(logits: Tensor, candidates: Tensor, gradient: Tensor, temperature: float) -> Tensor:
+    """The gradient [rows, vocabulary] for logits, in their dtype, from `gradient` [rows, k] for
+    `candidate_logprobs`. The candidates of a row differ."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    exact.sub_(exact.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
+    exact.mul_(-gradient.sum(dim=-1, keepdim=True) / exact.sum(dim=-1, keepdim=True))
+    exact.scatter_add_(1, candidates, gradient)
+    return exact.div_(temperature).to(logits.dtype)

@@ -12,7 +12,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 TEXT: Final = "#1c2128"
 MUTED: Final = "#69717c"
-_STYLE: Final = {
+STYLE: Final = {
     "svg.fonttype": "none",  # letters, not their outlines: a tenth of the bytes
     "svg.hashsalt": "coserve",  # the same picture for the same data
     "font.sans-serif": ["DejaVu Sans"],
@@ -43,7 +43,7 @@ def draw(results: Mapping[str, Any], path: str | Path) -> None:
     """The picture of a plan, as SVG or PNG by `path`'s ending: over batches where there are several of them,
     else one bar for each row."""
     rows: Rows = results["rows"]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         several = len({row["batch"] for row in rows}) > 1
         figure = _over_batches(rows) if several else _bars(rows)
         figure.suptitle(

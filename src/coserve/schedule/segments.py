@@ -114,6 +114,7 @@ def batch_start(batch: MicroBatch) -> MicroBatchStart:
         reports=batch.reports,
         pass_number=batch.pass_number,
         reference=batch.reference,
+        top_k=batch.top_k,
     )
 
 

@@ -16,6 +16,7 @@ from coserve.split.work import ProductQueue, Work
 
 Batching = Literal["opportunistic", "waiting", "lockstep", "none"]
 NEVER: Final = float("inf")
+MOST_AT_ONCE: Final = 64  # at once
 _SHARED: Final = 0.1  # of a product's seconds, that calls of keys beyond their share may add
 
 
@@ -27,13 +28,16 @@ class BatchingConfig:
     takes, and all calls of one pass through the model at most `wait_cap` seconds. "waiting" is the same with
     a factor of 0: calls that wait anyway are computed together. With "lockstep" active clients wait for each
     other at each product, with "none" each call is computed alone. `client_rows` are the rows that a client
-    may have waiting; more are not read. Raises ConfigError.
+    may have waiting; more are not read. So many `products` are computed at once, each with its part of the
+    threads, and one that is alone with all of them; 0 is two where there are threads for that. Raises
+    ConfigError.
     """
 
     mode: Batching = "opportunistic"
     wait_factor: float = 1.0
     wait_cap: float = 0.05
     client_rows: int = 16384
+    products: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Batching):
@@ -43,6 +47,8 @@ class BatchingConfig:
                 raise ConfigError(f"the wait {name} is {value}: it must be 0 or more, and finite")
         if self.client_rows < 1:
             raise ConfigError(f"a client may have {self.client_rows} rows waiting: at least 1 is needed")
+        if not 0 <= self.products <= MOST_AT_ONCE:
+            raise ConfigError(f"{self.products} products at once: up to {MOST_AT_ONCE} are possible")
 
     def policy(self, most_rows: int) -> "BatchingPolicy":
         """The policy of this mode, with at most `most_rows` rows in a product."""

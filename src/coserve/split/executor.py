@@ -4,7 +4,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import torch
@@ -30,6 +32,10 @@ from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
 from coserve.split.spans import SpanModule, find_spans
 from coserve.split.work import Outcome, Work
+
+# At once: OpenMP threads of one product wait for each other while clients compute on the same cores. Four
+# training clients on two cores had 276 tokens/s with two products of one thread, 243 with one of two.
+_PRODUCTS: Final = 2
 
 
 class BaseLinears:
@@ -147,7 +153,7 @@ class BaseLinears:
 
 
 class BaseExecutor:
-    """Computes queued calls, those that the batching policy takes together, one product at a time."""
+    """Computes queued calls, those that the batching policy takes together as one product."""
 
     def __init__(
         self,
@@ -156,16 +162,22 @@ class BaseExecutor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` has seconds that do not go back."""
-        self.config = config or BatchingConfig()
+        config, self._most_threads = config or BatchingConfig(), torch.get_num_threads()
+        self.config = replace(config, products=config.products or min(_PRODUCTS, self._most_threads))
         limits = msgspec.structs.replace(linears.hello.limits, waiting_rows=self.config.client_rows)
         self.hello = msgspec.structs.replace(linears.hello, limits=limits)
         self._linears, self._clock, self._began = linears, clock, clock()
         self._queues = CallQueues(
             self.config, self.hello.groups, self.hello.limits.rows, clock, self.hello.spans, self.hello.blocks
         )
-        self._busy_since: float | None = None  # when the product under way began
-        self._thread = threading.Thread(target=self._run, name="split-executor", daemon=True)
-        self._thread.start()
+        self._under_way: dict[int, float] = {}  # when the product that a thread computes began
+        self._own = threading.local()
+        self._threads = [
+            threading.Thread(target=self._run, name="split-executor", daemon=True)
+            for _ in range(self.config.products)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def join(self, name: str, key: str = "") -> ClientAccount:
         """Makes an account for a connection, whose calls name it; connections with the same key have one
@@ -179,8 +191,8 @@ class BaseExecutor:
     @property
     def busy_seconds(self) -> float:
         """Since when the product under way is computed; 0 without one."""
-        began = self._busy_since
-        return 0.0 if began is None else self._clock() - began
+        began = list(self._under_way.values())
+        return self._clock() - min(began) if began else 0.0
 
     def submit(self, work: Work) -> None:
         """Queues a call that was checked, of a client that has joined; computes it at once where nothing else
@@ -191,6 +203,7 @@ class BaseExecutor:
     def status(self, asking: ClientAccount | None = None) -> ExecutorStatus:
         """Identity and counters so far; the connection that asks is left out."""
         now, queues = self._clock(), self._queues
+        products, clients = queues.status(asking)
         return ExecutorStatus(
             model=self._linears.name + ("" if self.hello.shard is None else f" (shard {self.hello.shard})"),
             fingerprint=self.hello.fingerprint,
@@ -208,14 +221,15 @@ class BaseExecutor:
             sent_bytes=queues.sent.total,
             received_a_second=queues.received.a_second(now),
             sent_a_second=queues.sent.a_second(now),
-            products=queues.products(),
-            clients=queues.clients(asking),
+            products=products,
+            clients=clients,
         )
 
     def close(self) -> None:
         """Ends after the products under way; calls that wait get no answer."""
         self._queues.close()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while works := self._queues.take():
@@ -223,12 +237,21 @@ class BaseExecutor:
             del works  # nothing is kept while it waits
 
     def _compute(self, works: Sequence[Work]) -> None:
-        self._busy_since = self._clock()
+        self._use_threads(1.0 if self._queues.is_last() else 1 / self.config.products)
+        thread = threading.get_ident()
+        self._under_way[thread] = self._clock()
         try:
             self._answer(works)
         finally:
-            self._busy_since = None
+            del self._under_way[thread]
             self._queues.done()
+
+    def _use_threads(self, share: float) -> None:
+        """Has this thread compute with a share of the cores: products side by side each have their part."""
+        count = max(int(self._most_threads * share), 1)
+        if getattr(self._own, "threads", None) != count:
+            torch.set_num_threads(count)  # OpenMP's, of this thread and of threads to come
+            self._own.threads = count
 
     def _answer(self, works: Sequence[Work]) -> None:
         now = self._clock()

@@ -78,7 +78,8 @@ class CallQueues:
         self.received, self.sent = RecentRate(), RecentRate()
         self._changed = threading.Condition()
         self._is_closed = False
-        self._is_busy = False  # whether calls are computed that were handed out
+        self._at_once = config.products or 1
+        self._busy = 0  # products that were handed out and are not done
 
     def join(self, name: str, key: str = "") -> ClientAccount:
         """Makes an account for a connection; those with the same key have one share."""
@@ -110,34 +111,41 @@ class CallQueues:
         company, takes less than `_SHORT` seconds, and its connection is one of the first `MOST_COMPUTING`
         with such calls."""
         with self._changed:
-            is_only = not self._queues and not self._is_busy
+            is_only = not self._queues and not self._busy
             self._add(work)
             works: list[Work] = []
             if is_only and self._may_compute(work.client) and 0 < self._seconds(work) < _SHORT:
                 works, _ = self._next(work.came)
             if works:
-                self._is_busy = True
+                self._busy += 1
                 self._computing.add(work.client)
             else:
                 self._changed.notify()
             return works
 
     def take(self) -> list[Work]:
-        """Waits for calls to compute together; none once the queues are closed. No others are handed out
-        before `done`."""
+        """Waits for calls to compute together; none once the queues are closed. At most as many products as
+        the configuration has are handed out and not `done`."""
         with self._changed:
             while not self._is_closed:
-                works, again = ([], NEVER) if self._is_busy else self._next(self._clock())
+                works, again = self._next(self._clock()) if self._busy < self._at_once else ([], NEVER)
                 if works:
-                    self._is_busy = True
+                    self._busy += 1
+                    if self._queues:
+                        self._changed.notify()  # of another that takes
                     return works
                 self._changed.wait(None if again == NEVER else max(again - self._clock(), 0.0))
             return []
 
+    def is_last(self) -> bool:
+        """Tells whether one product is handed out, and no call waits."""
+        with self._changed:
+            return self._busy == 1 and not self._queues
+
     def done(self) -> None:
         """Notes that calls from `take` or `offer` are computed."""
         with self._changed:
-            self._is_busy = False
+            self._busy -= 1
             if self._queues:
                 self._changed.notify()
 
@@ -174,37 +182,39 @@ class CallQueues:
             self._is_closed = True
             self._changed.notify_all()
 
-    def clients(self, but: ClientAccount | None = None) -> tuple[ClientStatus, ...]:
-        """All clients now but one."""
+    def status(
+        self, but: ClientAccount | None = None
+    ) -> tuple[tuple[ProductStatus, ...], tuple[ClientStatus, ...]]:
+        """Products that were asked for, in the order of the base's linears and at most `MOST_PRODUCTS`; and
+        all clients now but one."""
         with self._changed:
             now = self._clock()
-            return tuple(client.status(now) for client in self._clients if client is not but)
+            clients = tuple(client.status(now) for client in self._clients if client is not but)
+            return self._products(), clients
 
-    def products(self) -> tuple[ProductStatus, ...]:
-        """Products that were asked for, in the order of the base's linears: at most `MOST_PRODUCTS`."""
-        with self._changed:
-            waiting: dict[tuple[Direction, tuple[str, ...]], list[Work]] = {}
-            for queue in self._queues.values():
-                waiting.setdefault(self._name(queue.works[0]), []).extend(queue.works)
-            order = {paths: number for number, paths in enumerate(self._groups.values())}
-            often = sorted(self._tallies.items(), key=lambda item: -item[1].batches)[:MOST_PRODUCTS]
-            return tuple(
-                ProductStatus(
-                    direction,
-                    paths,
-                    tally.batches,
-                    tally.calls,
-                    tally.rows,
-                    tally.seconds,
-                    len(found := waiting.get((direction, paths), [])),
-                    sum(work.call.rows for work in found),
-                    tally.cost.fixed,
-                    tally.cost.per_row,
-                )
-                for (direction, paths), tally in sorted(
-                    often, key=lambda item: (item[0][0] == "backward", order.get(item[0][1], len(order)))
-                )
+    def _products(self) -> tuple[ProductStatus, ...]:
+        waiting: dict[tuple[Direction, tuple[str, ...]], list[Work]] = {}
+        for queue in self._queues.values():
+            waiting.setdefault(self._name(queue.works[0]), []).extend(queue.works)
+        order = {paths: number for number, paths in enumerate(self._groups.values())}
+        often = sorted(self._tallies.items(), key=lambda item: -item[1].batches)[:MOST_PRODUCTS]
+        return tuple(
+            ProductStatus(
+                direction,
+                paths,
+                tally.batches,
+                tally.calls,
+                tally.rows,
+                tally.seconds,
+                len(found := waiting.get((direction, paths), [])),
+                sum(work.call.rows for work in found),
+                tally.cost.fixed,
+                tally.cost.per_row,
             )
+            for (direction, paths), tally in sorted(
+                often, key=lambda item: (item[0][0] == "backward", order.get(item[0][1], len(order)))
+            )
+        )
 
     def _add(self, work: Work) -> None:
         work.came = self._clock()

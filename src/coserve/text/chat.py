@@ -46,12 +46,29 @@ def encode_request(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: boo
     for number, turn in enumerate(turns, 1):
         if not {"role", "content"} <= turn.keys():
             raise DataError(f"expected message {number} to have a role and a content, not {sorted(turn)}")
-    turns, control, _ = _only_text(turns, tokenizer, allow_special_tokens)
+    return _encode_asked(turns, tokenizer, allow_special_tokens, ())
+
+
+def encode_prompt(
+    messages: tuple[Message, ...],
+    tokenizer: Tokenizer,
+    allow_special_tokens: bool = False,
+    tools: Tools = (),
+) -> list[int]:
+    """Tokens of a record's chat with the generation prompt. Raises DataError where the template refuses the
+    chat or leaves out its tools."""
+    return _encode_asked([_turn(message) for message in messages], tokenizer, allow_special_tokens, tools)
+
+
+def _encode_asked(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: bool, tools: Tools) -> list[int]:
+    turns, control, tools = _only_text(turns, tokenizer, allow_special_tokens, tools)
     encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
+        _refuse_tools(turns, tools)
         return [*first_tokens(tokenizer), *encode(plain_chat(turns, True))]
     with _refusals(control):
-        return encode(_rendered(tokenizer, turns, True))
+        _check_tools(tokenizer, turns, tools)
+        return encode(_rendered(tokenizer, turns, True, tools))
 
 
 def encode_chat(
@@ -69,8 +86,7 @@ def encode_chat(
     learned = [message.weight > 0 for message in messages]
     encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
-        if tools or any("tool_calls" in turn for turn in turns):
-            raise DataError("the tokenizer has no chat template, and only a template can render tools")
+        _refuse_tools(turns, tools)
         return _encode_plain(turns, learned, tokenizer, encode)
     with _refusals(control):
         _check_tools(tokenizer, turns, tools)
@@ -102,6 +118,12 @@ def _turn(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return turn
+
+
+def _refuse_tools(turns: Turns, tools: Tools) -> None:
+    """Raises DataError for tools, or calls of them, where there is no template."""
+    if tools or any("tool_calls" in turn for turn in turns):
+        raise DataError("the tokenizer has no chat template, and only a template can render tools")
 
 
 def _check_tools(tokenizer: Tokenizer, turns: Turns, tools: Tools) -> None:

@@ -43,15 +43,14 @@ class JobSize:
         False  # data of unknown lengths, at most `config.rows` in a micro-batch; see `job_needs`
     )
     answers: int = 1  # examples of each of these lengths
-    has_reference: bool = False  # another adapter of the same shape beside the one in training
+    reference: AdapterVersion | None = None  # another adapter beside the one in training
 
     def needs(self, base: Base, steps: Steps) -> JobNeeds:
         """Bytes of the job on an engine with the limits `steps`."""
         if not self.is_session:
             lengths = [length for length in self.lengths for _ in range(self.answers)]
             config = replace(self.config, batch_size=self.config.batch_size * self.answers)
-            versions = 2 + self.has_reference
-            return job_needs(base, self.adapter, lengths, config, steps, versions=versions)
+            return job_needs(base, self.adapter, lengths, config, steps, reference=self.reference)
         full = max(self.config.rows - self.adapter.virtual.prompt_count, 1)
         config = replace(self.config, batch_size=steps.in_flight)
         return job_needs(base, self.adapter, [full] * steps.in_flight, config, steps, accumulates=True)

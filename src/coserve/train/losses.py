@@ -2,10 +2,11 @@
 
 A loss never sees logits or hidden states. It receives the log-probability of each labelled row's target, and
 autograd computes its gradient for these; `train.tail` does the rest. To add a loss, write its function and
-name it in `LOSSES`.
+name it in `LOSSES`. A loss of `OF_CANDIDATES` receives log-probabilities of several tokens of each row; only
+jobs have those.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -28,7 +29,7 @@ class Loss:
     those named in `inputs`, and `settings` those in `settings`, with their defaults. `defaults` are the
     numbers of inputs that a client may leave out. Where the loss `couples` tokens, n is the whole micro-batch
     and the tail is passed twice; else it may be any part of it. Each `group` of examples in a row is in one
-    micro-batch.
+    micro-batch. Of a loss of candidates logprobs, at the setting `temperature`, and inputs are [n, k].
     """
 
     function: Callable[[Tensor, Tensor, Numbers, Settings], Tensor]
@@ -37,6 +38,10 @@ class Loss:
     couples: bool = False
     group: int = 1
     defaults: Mapping[str, float] = field(default_factory=dict)
+
+    def temperature(self, settings: Settings) -> float:
+        """The temperature of the log-probabilities of a loss of candidates."""
+        return {**(self.settings or {}), **settings}.get("temperature", 1.0)
 
     def value(self, logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
         """The loss []."""
@@ -120,6 +125,17 @@ def _orpo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Setting
     return -(means[0::2] + settings["beta"] * ratio).sum()
 
 
+def _distillation(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+    """The Kullback-Leibler divergence of the student from the teacher over the teacher's likeliest tokens
+    (Hinton et al. 2015, section 2, cut to k tokens): both at a temperature, times its square, which keeps the
+    gradient's size; the teacher's probabilities sum to one over these tokens, and the student's over all.
+
+    logprobs [n, k] of the student at the temperature; `teacher` [n, k] at temperature one."""
+    temperature = settings["temperature"]
+    wanted = (inputs["teacher"] / temperature).log_softmax(-1)
+    return temperature**2 * (wanted.exp() * (wanted - logprobs)).sum()
+
+
 _SAMPLED: Final = ("logprobs", "advantages")  # of the policy that sampled, and of what it sampled
 _CLIP: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
@@ -135,6 +151,22 @@ LOSSES: Final[Mapping[str, Loss]] = {
     "dpo": Loss(_dpo, inputs=("reference",), settings={"beta": 0.1}, couples=True, group=2),
     "orpo": Loss(_orpo, settings={"beta": 0.1}, couples=True, group=2),
 }
+
+OF_CANDIDATES: Final[Mapping[str, Loss]] = {
+    "distillation": Loss(_distillation, inputs=("teacher",), settings={"temperature": 1.0}),
+}
+
+
+def distillation_spec(tokens: Sequence[int], logprobs: Sequence[float], temperature: float) -> LossSpec:
+    """Distillation in the form of plans: a teacher's likeliest tokens, k for each row of the micro-batch, and
+    their log-probabilities."""
+    settings = {"temperature": temperature}
+    return LossSpec("distillation", {"teacher": tuple(logprobs)}, settings, candidates=tuple(tokens))
+
+
+def find_loss(spec: LossSpec) -> Loss:
+    """The loss that a micro-batch's plan names."""
+    return (OF_CANDIDATES if spec.candidates else LOSSES)[spec.name]
 
 
 def loss_spec(

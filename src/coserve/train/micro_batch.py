@@ -41,6 +41,9 @@ class MicroBatchState:
         self.labels = sum(label != IGNORED for label in start.labels)
         self.loss: Tensor | None = None
         self._logprobs: Tensor | None = None  # of one that reports, with the loss
+        self._top: tuple[Tensor, Tensor] | None = (
+            None  # its rows' likeliest tokens, where these are asked for
+        )
         self._base, self._weights, self._arena = base, weights, arena
 
     @cached_property
@@ -56,7 +59,7 @@ class MicroBatchState:
         leaves, weight = self._weights.leaves.get(self._base.depth, ()), 1.0 / self.start.step_labels
         start = self.start
         scores = start.reports or start.forward_only
-        return Tail(self.store, leaves, weight, self.backward.accumulate, start.loss, scores)
+        return Tail(self.store, leaves, weight, self.backward.accumulate, start.loss, scores, start.top_k)
 
     @cached_property
     def backward(self) -> Backward:
@@ -86,13 +89,19 @@ class MicroBatchState:
         self.loss = self.store.loss
         if self.start.reports:
             self._logprobs = self.tail.known_logprobs
+        if self.start.top_k:
+            self._top = self.tail.top
         self.drop()
 
     @property
     def output(self) -> MicroBatchOutput:
         """Outcome of one that reports, once it has ended."""
         assert self.loss is not None and self._logprobs is not None, "what has ended and reports"
-        return MicroBatchOutput(float(self.loss), tuple(self._logprobs.tolist()))
+        logprobs = tuple(self._logprobs.tolist())
+        if self._top is None:
+            return MicroBatchOutput(float(self.loss), logprobs)
+        tokens, likely = (tuple(x.flatten().tolist()) for x in self._top)
+        return MicroBatchOutput(float(self.loss), logprobs, tokens, likely)
 
     def drop(self) -> None:
         """Frees the activations; no window can go on."""

@@ -23,6 +23,7 @@ from coserve.train.save_policy import SavePolicy
 from coserve.train.tail import loss_rows
 
 _MOMENTS: Final = 2  # of AdamW, for each number
+_VERSIONS: Final = 2  # of an adapter in training, at once
 # A layer's row on its way back holds the inputs and outputs of its linears, the same again as
 # gradients, and about as much of norms and products in between. An estimate: `ledger.error` of the bench says
 # how good the whole is.
@@ -59,14 +60,17 @@ def job_needs(
     config: TrainingConfig,
     steps: Steps,
     accumulates: bool = False,
-    versions: int = 2,
+    reference: AdapterVersion | None = None,
 ) -> JobNeeds:
     """Bytes of a job, from its examples' `lengths` in tokens. The adapter may be shapes alone. One that
-    `accumulates` gradients of several passes has them twice during all but the first. So many `versions` of
-    the adapter, in the base's type, are there at once: two for a moment at each optimizer step."""
-    virtual = adapter.virtual
-    largest, at_once = rows_at_once(lengths, config, steps.in_flight, virtual.prompt_count, base.row_buckets)
+    `accumulates` gradients of several passes has them twice during all but the first. Two versions of the
+    adapter, in the base's type, are there for a moment at each optimizer step, and the `reference`, which
+    examples pass too, all the time."""
+    beside = [adapter.virtual] if reference is None else [adapter.virtual, reference.virtual]
+    prompt, given = max(v.prompt_count for v in beside), max(v.given_count for v in beside)
+    largest, at_once = rows_at_once(lengths, config, steps.in_flight, prompt, base.row_buckets)
     numbers, published = _adapter_bytes(adapter, base.dtype)
+    held = 0 if reference is None else _adapter_bytes(reference, base.dtype)[1]
     exact = exact_type(base.dtype).itemsize * numbers
     moments = _MOMENTS * exact
     keeps_inputs = config.keep is SavePolicy.INPUTS and not base.makes_calls
@@ -74,8 +78,8 @@ def job_needs(
     own = {
         # Master weights and their gradients are always there.
         Account.OPTIMIZERS: (2 + accumulates) * exact + (0 if steps.offloaded else moments),
-        Account.ADAPTERS: versions * published,
-        Account.ACTIVATIONS: activation_bytes(base, at_once, kept, virtual.given_count),
+        Account.ADAPTERS: _VERSIONS * published + held,
+        Account.ACTIVATIONS: activation_bytes(base, at_once, kept, given),
     }
     window = largest if steps.window is None else min(steps.window, largest)
     shared = max(backward_bytes(base, window), moments if steps.offloaded else 0)

@@ -1,8 +1,8 @@
 """Objectives of fine-tuning jobs: what their steps minimise, with its settings.
 
-`supervised` learns examples, `dpo` and `orpo` learn from pairs of answers of which one is preferred,
-`reinforcement` from the rewards of answers that the model samples. An objective's name is that of OpenAI's
-fine-tuning methods where it is one of them.
+`supervised` learns examples, `distillation` what another adapter predicts in them, `dpo` and `orpo` learn
+from pairs of answers of which one is preferred, `reinforcement` from the rewards of answers that the model
+samples. An objective's name is that of OpenAI's fine-tuning methods where it is one of them.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,8 @@ from coserve.errors import ConfigError
 from coserve.train.grading.graders import GRADERS, Grader, grader_from
 from coserve.train.grading.http import HttpGrader
 
+MOST_TOP_K: Final = 64  # tokens of a teacher's distribution: every one of a row passes through plans
+
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
@@ -21,6 +23,29 @@ class Supervised:
     name: ClassVar[str] = "supervised"
     group: ClassVar[int] = 1  # examples of a unit
     has_reference: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """Kullback-Leibler divergence from a teacher at each label of examples, over the teacher's `top_k`
+    likeliest tokens (Hinton et al. 2015, section 2), both at `temperature`, the mean over labels.
+
+    `teacher` is the name of an adapter of the same base; None is the base alone. It stays as it is when the
+    job starts.
+    """
+
+    name: ClassVar[str] = "distillation"
+    group: ClassVar[int] = 1
+    has_reference: ClassVar[bool] = False  # the teacher is no adapter that the job starts from
+    teacher: str | None = None
+    top_k: int = 16
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.teacher is not None and not isinstance(self.teacher, str):
+            raise ConfigError(f"{self.name}.teacher must be the name of an adapter, not {self.teacher!r}")
+        _check_range(self.name, "top_k", self.top_k, int, 1, MOST_TOP_K)
+        _check_range(self.name, "temperature", self.temperature, float, 0.1, 100.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +104,10 @@ class Reinforcement:
 
 
 Preferences = DPO | ORPO
-Objective = Supervised | DPO | ORPO | Reinforcement
+Objective = Supervised | Distillation | DPO | ORPO | Reinforcement
 SUPERVISED: Final = Supervised()
 OBJECTIVES: Final[Mapping[str, type[Objective]]] = {
-    kind.name: kind for kind in (Supervised, DPO, ORPO, Reinforcement)
+    kind.name: kind for kind in (Supervised, Distillation, DPO, ORPO, Reinforcement)
 }
 
 

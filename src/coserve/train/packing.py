@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import MicroBatch
-from coserve.train.example import IGNORED, Example, pack
+from coserve.jobs.packing import pack
+from coserve.train.example import IGNORED, Example
 
 
 @dataclass(frozen=True, slots=True)

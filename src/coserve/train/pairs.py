@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from coserve.errors import DataError
 from coserve.jobs.formats import PreferenceRecord
-from coserve.jobs.messages import Message
-from coserve.text.chat import encode_chat, encode_request
+from coserve.jobs.messages import Message, Tools
+from coserve.text.chat import encode_chat, encode_prompt
 from coserve.text.tokenizer import Tokenizer
 from coserve.train.example import IGNORED, Example, Prepared, digest
 
@@ -56,23 +56,24 @@ def _tokens_of(
     record: PreferenceRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool
 ) -> TokenPair:
     assert tokenizer is not None, "records are text"
-    if record.tools:
-        raise DataError('expected no "tools": only supervised training reads them')
-    prompt = record.prompt
-    turns = [{"role": turn.role, "content": turn.content} for turn in prompt]
-    before = len(encode_request(turns, tokenizer, allow_special_tokens))
+    prompt, tools = record.prompt, record.tools
+    before = len(encode_prompt(prompt, tokenizer, allow_special_tokens, tools))
     chosen, rejected = (
-        _answer((*prompt, *answer), before, tokenizer, allow_special_tokens)
+        _answer((*prompt, *answer), before, tokenizer, allow_special_tokens, tools)
         for answer in (record.chosen, record.rejected)
     )
     return TokenPair(chosen, rejected)
 
 
 def _answer(
-    messages: tuple[Message, ...], before: int, tokenizer: Tokenizer, allow_special_tokens: bool
+    messages: tuple[Message, ...],
+    before: int,
+    tokenizer: Tokenizer,
+    allow_special_tokens: bool,
+    tools: Tools,
 ) -> Example:
     """A chat whose first `before` tokens are the prompt's, with labels for what the assistant says after."""
-    tokens, wanted = encode_chat(messages, tokenizer, allow_special_tokens)
+    tokens, wanted = encode_chat(messages, tokenizer, allow_special_tokens, tools)
     labels = [
         token if learned and row >= before else IGNORED
         for row, (token, learned) in enumerate(zip(tokens, wanted, strict=True))

@@ -117,19 +117,10 @@ class PreferenceSteps(JobSteps):
         return replace(datum, inputs={"reference": tuple(self._reference[index])})
 
     def _metrics(self, scores: Sequence[Logprobs]) -> dict[str, float]:
-        """The implicit rewards of the step's answers, in TRL's words: `beta` times the log-probability gained
-        on the reference for DPO, `beta` times the mean log-probability for ORPO."""
-        rewards = [
-            self._objective.beta * self._gained(i, own) for i, own in zip(self._chosen, scores, strict=True)
-        ]
-        chosen, rejected = rewards[::2], rewards[1::2]
-        margins = [one - other for one, other in zip(chosen, rejected, strict=True)]
-        return {
-            "rewards/chosen": fmean(chosen),
-            "rewards/rejected": fmean(rejected),
-            "rewards/accuracies": fmean(margin > 0.0 for margin in margins),
-            "rewards/margins": fmean(margins),
-        }
+        """Figures of the step's answers. What one has gained is its log-probability beyond the reference's
+        for DPO, and its mean log-probability for ORPO."""
+        gained = [self._gained(i, own) for i, own in zip(self._chosen, scores, strict=True)]
+        return reward_metrics(self._objective.beta, gained)
 
     def _gained(self, index: int, logprobs: Logprobs) -> float:
         rows = [row for row, label in enumerate(self.examples[index].labels) if label != IGNORED]
@@ -137,3 +128,16 @@ class PreferenceSteps(JobSteps):
             return fmean(logprobs[row] for row in rows)
         reference = self._reference[index]
         return sum(logprobs[row] - reference[row] for row in rows)
+
+
+def reward_metrics(beta: float, gained: Sequence[float]) -> dict[str, float]:
+    """Figures of the implicit rewards of pairs, in TRL's words: `beta` times what each answer has `gained`,
+    the preferred one of a pair first."""
+    chosen, rejected = ([beta * one for one in side] for side in (gained[::2], gained[1::2]))
+    margins = [one - other for one, other in zip(chosen, rejected, strict=True)]
+    return {
+        "rewards/chosen": fmean(chosen),
+        "rewards/rejected": fmean(rejected),
+        "rewards/accuracies": fmean(margin > 0.0 for margin in margins),
+        "rewards/margins": fmean(margins),
+    }

@@ -9,7 +9,7 @@ import msgspec
 
 from coserve.errors import DataError
 from coserve.jobs.formats import PromptRecord
-from coserve.text.chat import encode_request
+from coserve.text.chat import encode_prompt
 from coserve.text.tokenizer import Tokenizer
 from coserve.train.example import IGNORED, Example, Prepared, digest
 from coserve.train.grading.graders import Grader
@@ -61,7 +61,5 @@ def prepare_prompts(
 
 def _tokens_of(record: PromptRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool) -> TokenPrompt:
     assert tokenizer is not None, "records are text"
-    if record.tools:
-        raise DataError('expected no "tools": only supervised training reads them')
-    turns = [{"role": turn.role, "content": turn.content} for turn in record.messages]
-    return TokenPrompt(tuple(encode_request(turns, tokenizer, allow_special_tokens)), record.reference)
+    tokens = encode_prompt(record.messages, tokenizer, allow_special_tokens, record.tools)
+    return TokenPrompt(tuple(tokens), record.reference)

@@ -13,10 +13,17 @@ from coserve.adapters.bypass import Bypasses
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec
 from coserve.errors import WeightsUnreadable
-from coserve.kernels.loss import cross_entropy, logprob_vjp, target_logprobs
+from coserve.kernels.loss import (
+    candidate_logprobs,
+    candidate_vjp,
+    cross_entropy,
+    logprob_vjp,
+    target_logprobs,
+    top_logprobs,
+)
 from coserve.model.graph import GraphRows
 from coserve.train.activations import ActivationStore
-from coserve.train.losses import LOSSES, Numbers, Settings
+from coserve.train.losses import Numbers, Settings, find_loss
 from coserve.train.window import Window
 
 # Logits of one chunk of the loss, by device. On a CPU 16 MiB in float32 stay in the caches and below
@@ -31,9 +38,9 @@ class Tail:
 
     A loss that couples tokens needs two passes: `logprobs` for all windows, then `loss` for all. Others need
     one. Without a gradient `logprobs` is the only one, and `evaluate` follows. A tail that `scores` knows all
-    log-probabilities afterwards. `leaves` are the parameters that train in the tail; `accumulate(leaves,
-    gradients)` receives their gradients. `weight` scales the gradient: one over the labels of the whole
-    optimizer step.
+    log-probabilities afterwards, and with `top_k` each labelled row's likeliest tokens. `leaves` are the
+    parameters that train in the tail; `accumulate(leaves, gradients)` receives their gradients. `weight`
+    scales the gradient: one over the labels of the whole optimizer step.
     """
 
     def __init__(
@@ -44,12 +51,20 @@ class Tail:
         accumulate: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None],
         spec: LossSpec = CROSS_ENTROPY,
         scores: bool = False,
+        top_k: int = 0,
     ) -> None:
         self._store, self._base = store, store.base
         self._leaves, self._weight, self._accumulate = leaves, weight, accumulate
-        self._spec, self._loss, self._scores = spec, LOSSES[spec.name], scores
+        self._spec, self._loss, self._scores = spec, find_loss(spec), scores
         device, exact = store.labels.device, torch.promote_types(store.base.dtype, torch.float32)
         self._inputs = {name: torch.tensor(x, dtype=exact, device=device) for name, x in spec.inputs.items()}
+        self._candidates: Tensor | None = None  # [rows, k], as the inputs of such a loss
+        if spec.candidates:
+            self._candidates = torch.tensor(spec.candidates, device=device).view(store.rows, -1)
+            self._inputs = {name: x.view(store.rows, -1) for name, x in self._inputs.items()}
+        self._top_k = top_k
+        self._top_tokens = torch.zeros(store.rows, top_k, dtype=torch.long, device=device)
+        self._top_logprobs = torch.full((store.rows, top_k), torch.nan, dtype=exact, device=device)
         # NaN until known, so that a loss of all of them is NaN if one is missing.
         self._logprobs = torch.full(
             (store.rows if spec.couples or scores else 0,), torch.nan, dtype=exact, device=device
@@ -65,18 +80,28 @@ class Tail:
         for chunk in self._chunks(window):
             with torch.no_grad():
                 _, logits = self._logits(hidden[chunk], bypasses)
-            rows = chunk + window.start
-            self._logprobs[rows] = target_logprobs(logits[: len(chunk)], self._store.labels[rows])
+            rows, logits = chunk + window.start, logits[: len(chunk)]
+            self._logprobs[rows] = target_logprobs(logits, self._store.labels[rows])
+            if self._top_k:
+                self._top_tokens[rows], self._top_logprobs[rows] = top_logprobs(logits, self._top_k)
 
     def evaluate(self) -> None:
         """Adds the loss of all rows, which must be known, to the store's, without a gradient."""
         rows = self._labelled
-        self._store.loss += self._loss.value(self._logprobs[rows], *self._numbers(rows))
+        if self._spec == CROSS_ENTROPY:
+            self._store.loss -= self._logprobs[rows].sum()
+        else:
+            self._store.loss += self._loss.value(self._logprobs[rows], *self._numbers(rows))
 
     @property
     def known_logprobs(self) -> Tensor:
         """Log-probabilities [rows] of the labels, 0 where a row has none."""
         return self._logprobs.where(self._store.labels >= 0, 0.0)
+
+    @property
+    def top(self) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens of the labelled rows, and their log-probabilities, both [labels, k]."""
+        return self._top_tokens[self._labelled], self._top_logprobs[self._labelled]
 
     def loss(self, window: Window, bypasses: Bypasses) -> None:
         """Adds the loss of the window's rows to the store's, and stores its gradient for the last layer's
@@ -133,6 +158,8 @@ class Tail:
         labels = self._store.labels[rows]
         if self._spec == CROSS_ENTROPY and not self._scores:
             return cross_entropy(logits, labels, self._weight)
+        if self._candidates is not None:
+            return self._candidates_gradient(logits, rows, self._candidates[rows])
         loss = None
         if self._spec.couples:
             by_logprobs = self._coupled_gradient()[rows]
@@ -142,6 +169,15 @@ class Tail:
                 self._logprobs[rows] = logprobs
             loss, by_logprobs = self._gradient(logprobs, rows)
         return loss, logprob_vjp(logits, labels, by_logprobs * self._weight)
+
+    def _candidates_gradient(
+        self, logits: Tensor, rows: Tensor, candidates: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """The loss of candidates [n, k] of rows [n], and its gradient for their logits."""
+        temperature = self._loss.temperature(self._spec.settings)
+        logprobs = candidate_logprobs(logits, candidates, temperature)
+        loss, by_logprobs = self._gradient(logprobs, rows)
+        return loss, candidate_vjp(logits, candidates, by_logprobs * self._weight, temperature)
 
     def _coupled_gradient(self) -> Tensor:
         """The loss's gradient for the log-probabilities of all rows, which must be known."""

@@ -97,8 +97,10 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     settings (`adapters.settings`), or of several. `start_from` is the folder of an adapter to continue from.
     With `keep_best` the job's result is its checkpoint with the lowest validation loss, and with `patience`
     the job ends after so many validations in a row that were not lower by more than `threshold`; `validated`
-    are the losses of its checkpoints so far, by step.
-    `objective` is the type and the settings of the training method (`train.objectives`).
+    are the losses of its checkpoints so far, by step. Where validation has a reward and no loss, its negative
+    counts.
+    `objective` is the type and the settings of the training method (`train.objectives`), and `teacher` the
+    folder of the adapter that teaches in distillation, None for the base.
     """
 
     job: str
@@ -107,6 +109,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     options: Options = {}
     method: MethodFields = {}
     objective: dict[str, Any] = {}
+    teacher: str | None = None
     start_from: str | None = None
     validation: str | None = None
     every: int = 50
@@ -347,6 +350,7 @@ class JobCheckpoint(WireMessage, frozen=True):
     digest: str  # SHA-256 of its manifest
     loss: float | None = None
     validation_loss: float | None = None
+    metrics: dict[str, float] = {}  # further figures of the validation, by name
 
 
 class JobEnded(WireMessage, frozen=True):

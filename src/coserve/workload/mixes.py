@@ -9,7 +9,7 @@ from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.workload.prompts import draw_by_popularity
 from coserve.workload.requests import TimedJob, TimedRequest, Tokens, Workload, training_tokens
-from coserve.workload.traces import TraceRow
+from coserve.workload.trace_formats import TraceRow
 
 ENDLESS: Final = 1_000_000  # epochs: more than any run takes
 

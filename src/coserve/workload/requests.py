@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coserve.core.request import SLO
+from coserve.core.request import SLO, SamplingParams
 from coserve.workload.arrivals import poisson_times
 
 Tokens = tuple[int, ...]
@@ -58,6 +58,11 @@ class Workload:
     jobs: tuple[TimedJob, ...]
     served: tuple[tuple[str, int], ...] = ()
     scale: str = ""
+
+
+def greedy(answer: int) -> SamplingParams:
+    """Greedy answers of exactly `answer` tokens."""
+    return SamplingParams(max_tokens=answer, ignore_eos=True)
 
 
 def fixed_prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[Tokens]:

@@ -12,7 +12,7 @@ from coserve.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedModel
 
-_ITEM_BYTES: Final = {"bfloat16": 2, "float32": 4}
+_ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,10 @@ class ModelShape:
 _SHAPES = {
     shape.name: shape
     for shape in (
+        ModelShape("70b", 8192, 80, 28672, 64, 8, 128256, 16384),  # Llama 3.1's
+        ModelShape("70b-32k", 8192, 80, 28672, 64, 8, 32000, 4096),  # Llama 2's
+        ModelShape("30b", 6656, 60, 17920, 52, 52, 32000, 4096),  # LLaMA's, 2,048 positions there
+        ModelShape("13b", 5120, 40, 13824, 40, 40, 32000, 4096),
         ModelShape("8b", 4096, 32, 14336, 32, 8, 128256, 16384),
         ModelShape("1.5b", 1280, 88, 3456, 20, 5, 4096, 2048),
         ModelShape("600m", 1536, 18, 4096, 12, 6, 16384, 4096),

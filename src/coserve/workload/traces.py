@@ -1,23 +1,12 @@
-"""Recorded traces: reading, scaling to a machine and a model, and replay of parts."""
+"""Recorded traces: scaling to a machine and a model, and replay of parts."""
 
-import csv
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 
-from coserve.errors import ConfigError, DataError
+from coserve.errors import ConfigError
 from coserve.workload.arrivals import check_positive
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """A request of a recorded trace: seconds since the first one, tokens in, tokens out."""
-
-    at: float
-    prompt: int
-    answer: int
+from coserve.workload.trace_formats import TraceRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +46,6 @@ class TracePart:
     def lengths(self) -> str:
         """Describes how lengths were scaled."""
         return f"prompts x {self.scaled.prompt_scale:.3g}, answers x {self.scaled.answer_scale:.3g}"
-
-
-def read_trace(path: str | Path) -> list[TraceRow]:
-    """An Azure LLM inference trace: columns TIMESTAMP, ContextTokens, GeneratedTokens, in order of time.
-
-    Raises DataError with file, line and what was expected.
-    """
-    rows: list[TraceRow] = []
-    first: datetime | None = None
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        for record in reader:
-            try:
-                # Seven decimals are more than a datetime has.
-                when = datetime.fromisoformat(record["TIMESTAMP"].strip()[:26])
-                prompt, answer = int(record["ContextTokens"]), int(record["GeneratedTokens"])
-            except (KeyError, ValueError, TypeError, AttributeError) as error:
-                raise DataError(
-                    f"{path}, line {reader.line_num}: expected TIMESTAMP, ContextTokens and GeneratedTokens "
-                    f"(a time and two numbers), got {error}"
-                ) from error
-            first = when if first is None else first
-            rows.append(TraceRow((when - first).total_seconds(), prompt, answer))
-    if not rows:
-        raise DataError(f"{path}: expected a trace with at least one request, found none")
-    return sorted(rows, key=lambda row: row.at)
 
 
 def scale_trace(

@@ -291,4 +291,4 @@ def test_weights_of_linears_are_targets_that_must_be_there(folder: Path) -> None
     assert "model.layers.0.mlp.up_proj" in refusal(folder, AdapterMismatch)
     for name in ("q_proj", "norm.weight", "experts.down_proj.weight"):
         edit_config(folder, target_parameters=["q_proj.weight", name])
-        assert "target_parameters" in refusal(folder)
+        assert "target_parameters" in refusal(folder) and "merge_and_unload" in refusal(folder)

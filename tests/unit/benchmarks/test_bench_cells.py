@@ -11,8 +11,8 @@ from coserve.cli.app import app
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.schedule.policies import POLICIES
-from coserve.workload.traces import TraceRow
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
+from coserve.simulate.replay import AnswerTimes, LoadResult
+from coserve.workload.trace_formats import TraceRow
 from coserve_benchmarks.policies import sheet
 from coserve_benchmarks.policies.cells import ALONE, FIGURES, CellRunner, SimulatedTestbed, cell, traffics
 from coserve_benchmarks.policies.contest import own_bounds

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from coserve.core.request import SLO
+from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks import coserving
 from coserve_benchmarks.coserving import Slicing
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.machine import measure_machine
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Results

@@ -23,6 +23,7 @@ from coserve.engine.engine import Engine
 from coserve.errors import ServerError
 from coserve.executors.local import LocalExecutor
 from coserve.memory.arena import Lease
+from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.train.fresh import fresh_adapter
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, training_tokens
@@ -32,7 +33,6 @@ from coserve_benchmarks.adapters import decode, figure, swap, training
 from coserve_benchmarks.adapters.approaches import Batch
 from coserve_benchmarks.adapters.run import run_adapters
 from coserve_benchmarks.adapters.sizes import AdapterSizes, adapter_bytes
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.machine import measure_machine
 from coserve_benchmarks.memory import activations, eight_bits, limited, quantized
 from coserve_benchmarks.memory.peers import OURS, peer_of

@@ -15,10 +15,10 @@ from coserve.cli.app import app
 from coserve.core.compact import rounded
 from coserve.core.request import SLO
 from coserve.errors import ConfigError, DataError, ServerError
+from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings
 from coserve.workload.requests import TimedRequest, Workload
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.machine import measure_machine
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import papers, rounds, run, switching, traffic

@@ -10,10 +10,10 @@ import torch
 
 from coserve.core.request import SLO
 from coserve.errors import ConfigError, ServerError
+from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.wire.control import encode_line
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.policies.without.launch import Contestant
 from coserve_benchmarks.policies.without.messages import Prepare, ProcessRole, Serving, Start
 from coserve_benchmarks.policies.without.onestops import OneProcess, Turns, best_turns

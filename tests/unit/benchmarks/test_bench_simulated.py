@@ -6,13 +6,14 @@ from statistics import mean
 
 import pytest
 
-from coserve.core.plan import Plan
+from coserve.core.plan import Plan, StepResult
 from coserve.core.request import SLO
 from coserve.schedule.cost import CostModel
+from coserve.simulate.intervals import percentile
+from coserve.simulate.machine import Jitter
+from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.requests import TimedJob, Workload, poisson_requests, training_tokens
-from coserve_benchmarks.drive import LoadResult, replay
-from coserve_benchmarks.simulated import TWO_CORES, Jitter, SimulatedMachine
-from coserve_benchmarks.timing import percentile
+from coserve_benchmarks.simulated import TWO_CORES, weighted_machine
 
 CAPACITY = 4.75  # requests of the shape below a second, 16 at once
 EXACT = Jitter(deviation=0.0, share=0.0)
@@ -30,16 +31,17 @@ def workload(load: float, requests: int, slo: SLO = SLO(), jobs: int = 2, seed: 
 
 
 def run(policy: str, load: Workload, **machine: object) -> LoadResult:
-    return replay(SimulatedMachine(policy, **machine), load, patience=60.0)  # type: ignore[arg-type]
+    return replay(weighted_machine(policy, **machine), load, patience=60.0)  # type: ignore[arg-type]
 
 
 def test_a_machine_without_jitter_takes_what_is_predicted() -> None:
-    machine = SimulatedMachine("hybrid", jitter=EXACT)
+    machine = weighted_machine("hybrid", jitter=EXACT)
+    ran: list[tuple[Plan, StepResult]] = []
+    machine.executor.observe = lambda plan, result, began: ran.append((plan, result))
     load = replay(machine, workload(0.3, 10, jobs=0))
     predict = CostModel(TWO_CORES).predict
-    plans = machine.executor.plans
-    spent = sum(predict(plan) for plan in plans if plan != Plan())
-    assert sum(result.seconds for result in machine.executor.results) == pytest.approx(spent)
+    spent = sum(predict(plan) for plan, _ in ran if plan != Plan())
+    assert sum(result.seconds for _, result in ran) == pytest.approx(spent)
     assert all(len(answer.tokens) == 32 for answer in load.answers)
 
 

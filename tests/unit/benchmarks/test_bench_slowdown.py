@@ -8,15 +8,17 @@ import pytest
 from coserve.core.events import Event
 from coserve.core.plan import Plan
 from coserve.schedule.cost import CostModel
+from coserve.simulate.machine import Jitter, MachineSettings, SimulatedMachine
+from coserve.simulate.replay import AnswerTimes, LoadResult, replay
+from coserve.simulate.times import WeightedTimes
 from coserve.workload.requests import TimedJob, Workload, training_tokens
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks import coserving, slowdown
-from coserve_benchmarks.drive import AnswerTimes, LoadResult, replay
 from coserve_benchmarks.machine import measure_machine
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.results import BARS, Results
 from coserve_benchmarks.settings import TINY
-from coserve_benchmarks.simulated import TWO_CORES, Jitter, SimulatedMachine
+from coserve_benchmarks.simulated import TWO_CORES
 from coserve_benchmarks.slowdown import Pair, measure, slowdown_of, write_rows
 
 SETTINGS = replace(TINY, prompt=256, answer=32, slowdown_rounds=2, slowdown_seconds=20.0)
@@ -26,13 +28,15 @@ class Watched(SimulatedMachine):
     """A machine without jitter that notes when each step was, and the training in it by its true costs."""
 
     def __init__(self, bound: float) -> None:
-        super().__init__("hybrid", jitter=Jitter(0.0, 0.0), slowdown=bound)
+        settings = MachineSettings(jitter=Jitter(0.0, 0.0), scheduler={"slowdown": bound})
+        super().__init__("hybrid", WeightedTimes(TWO_CORES, 16), settings)
         self.steps: list[tuple[float, float, float]] = []
 
     def step(self, arrival: float = float("inf")) -> list[Event]:
-        begun, known = self.clock(), len(self.executor.plans)
+        begun, ran = self.clock(), list[Plan]()
+        self.executor.observe = lambda plan, result, began: ran.append(plan)
         events = super().step(arrival)
-        for plan in self.executor.plans[known:]:
+        for plan in ran:
             predict = CostModel(TWO_CORES).predict
             alone = predict(Plan(inference=plan.inference)) if plan.inference else 0.0
             trained = predict(plan) - alone if plan.training or plan.updates else 0.0

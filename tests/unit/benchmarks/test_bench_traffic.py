@@ -11,7 +11,7 @@ from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.workload import mixes
 from coserve.workload.requests import Workload
-from coserve.workload.traces import TraceRow
+from coserve.workload.trace_formats import TraceRow
 from coserve_benchmarks.policies import traffic
 
 GIVEN = mixes.WorkloadSettings(vocabulary=50, seconds=20.0, slo=SLO(end_to_end=2.0), seed=4)

@@ -1,5 +1,6 @@
 """The training bench on a tiny shape, and what its contestants compute."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig
 from coserve.train.losses import LOSSES
+from coserve_benchmarks.redraw import redraw
 from coserve_benchmarks.rows_page import BEGIN, END, write_rows
 from coserve_benchmarks.training.parity import PLAIN, difference
+from coserve_benchmarks.training.preferred import Preferred
 from coserve_benchmarks.training.rollouts import Rollouts, Sizes
 from coserve_benchmarks.training.run import BARS, run_training
 from models import tiny
@@ -35,6 +38,21 @@ def test_a_group_on_a_tiny_shape(group: str, tmp_path: Path) -> None:
     page.write_text(f"{BEGIN}\n{END}\n")
     write_rows(results, page)
     assert f"`{KEYS[group]}`" in page.read_text()
+
+
+def test_pairs_of_samples_teach_what_is_rewarded_and_the_curves_are_drawn(tmp_path: Path) -> None:
+    engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=256))
+    reward = lambda tokens: sum(token < 48 for token in tokens) / len(tokens)  # noqa: E731
+    preferred = Preferred(engine, [(5, 6), (7, 8)], reward, 4, 3)
+    assert all(reward(pair.chosen.tokens[2:]) > reward(pair.rejected.tokens[2:]) for pair in preferred.pairs)
+    history = preferred.train("mine", 3, 2)
+    margins = [one.metrics["rewards/margins"] for one in history]
+    assert margins[-1] > margins[0] and 0.0 <= preferred.mean_reward("mine") <= 1.0
+    found = {"series": {"rl.reward.turns": [0.1, 0.2], "dpo.margins": margins, "dpo.loss": margins}}
+    (tmp_path / "run.json").write_text(json.dumps(found))
+    redraw(tmp_path / "run.json", tmp_path / "curves.svg")
+    picture = (tmp_path / "curves.svg").read_text()
+    assert "rewards/margins" in picture and "rewards/accuracies" not in picture
 
 
 def test_every_loss_has_a_plain_twin_that_float64_meets() -> None:

@@ -21,6 +21,7 @@ COMMANDS = {
     "split",
     "streamed",
     "training",
+    "zoo",
     "draw",
     "stale",
 }

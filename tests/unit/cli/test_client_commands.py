@@ -11,6 +11,7 @@ from stub_server import Stub
 
 from coserve.cli.complete import complete_adapters, complete_jobs, complete_models
 from coserve.errors import AdapterError, ConfigError, ServerError, Unreachable
+from coserve.serve.schema.jobs import JobRequest
 
 Run = Callable[..., Result]
 MODELS = {
@@ -210,6 +211,71 @@ def test_finetune_uploads_creates_and_follows(run: Run, stub: Stub, tmp_path: Pa
         "peft": {"rank": 4},
         "optimizer": {"schedule": "constant"},
     }
+
+
+GRADER = {"type": "regex", "pattern": "a+"}
+METHODS: dict[str, tuple[list[str], Any]] = {
+    "dpo": (
+        ["--method-option", "beta=0.3", "--epochs", "2"],
+        {"hyperparameters": {"n_epochs": 2, "beta": 0.3}},
+    ),
+    "orpo": ([], {"hyperparameters": {}}),
+    "distillation": (
+        ["--teacher", "ft:base:me:poet:1", "--method-option", "top_k=4"],
+        {"hyperparameters": {"top_k": 4}, "teacher": "ft:base:me:poet:1"},
+    ),
+    "reinforcement": (
+        ["--grader", "grader.json", "--method-option", "group_size=4", "--method-option", "clip=0.2"],
+        {"hyperparameters": {"group_size": 4, "clip": 0.2}, "grader": GRADER},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_flags_of_a_training_method_are_the_jobs_fields(
+    name: str, run: Run, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a validation file, checkpoints, the best of them and early stopping; each figure is shown."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("d.jsonl", "v.jsonl"):
+        Path(file).write_text("{}\n")
+    Path("grader.json").write_text(json.dumps(GRADER))
+    flags, wanted = METHODS[name]
+    figures = {"valid_reward": 0.75} if name == "reinforcement" else {"valid_loss": 1.25}
+    told = metrics(2, 1.5)
+    told["data"] |= figures
+    stub.answers = {
+        "POST /v1/files": [{"id": "file-1"}, {"id": "file-2"}],
+        f"POST {JOBS}": job("queued"),
+        f"GET {JOBS}/ftjob-1": job("succeeded", fine_tuned_model="ft:base:me:poet:1"),
+        f"GET {JOBS}/ftjob-1/events": {"data": [told]},
+    }
+    settings = {
+        "save_steps": 5, "load_best_model_at_end": True, "early_stopping_patience": 3,
+        "early_stopping_threshold": 0.01, "lr_scheduler_type": "cosine", "warmup_steps": 4,
+    }  # fmt: skip
+    pairs = [f"--optimizer={key}={json.dumps(value).strip(chr(34))}" for key, value in settings.items()]
+    given = ["finetune", "d.jsonl", "--model", "base", "--validation-file", "v.jsonl", *pairs]
+    result = run(*given, "--method", name, *flags)
+    assert result.exit_code == 0, result.stdout
+    body = stub.body(f"POST {JOBS}")
+    assert body == {
+        "model": "base",
+        "training_file": "file-1",
+        "validation_file": "file-2",
+        "method": {"type": name, name: wanted},
+        "optimizer": settings,
+    }
+    JobRequest.model_validate(body)
+    shown = "validation reward 0.7500" if name == "reinforcement" else "validation loss 1.2500"
+    assert shown in result.stdout
+
+
+@pytest.mark.parametrize("flags", [["--teacher", "x"], ["--method-option", "beta=1"]])
+def test_a_methods_flags_need_the_method(flags: list[str], run: Run, tmp_path: Path) -> None:
+    (tmp_path / "d.txt").write_text("words")
+    error = run("finetune", str(tmp_path / "d.txt"), *flags, fails=True).exception
+    assert isinstance(error, ConfigError) and str(error).endswith("--teacher need a --method")
 
 
 def test_a_job_that_fails_is_exit_status_1(run: Run, stub: Stub) -> None:

@@ -7,7 +7,7 @@ import pytest
 from coserve.demo.load_generator import DemoRequest
 from coserve.demo.trace import TraceArrivals, TraceBacklog, TraceLoad, describe, read_load
 from coserve.errors import DataError
-from coserve.workload.traces import TraceRow
+from coserve.workload.trace_formats import TraceRow
 
 ROWS = tuple(TraceRow(at=float(i), prompt=1000 if i % 2 else 3000, answer=100) for i in range(100))
 LOAD = TraceLoad(ROWS, longest_prompt=300, longest_answer=50)

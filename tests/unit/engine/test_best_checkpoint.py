@@ -11,6 +11,7 @@ from transformers import EarlyStoppingCallback
 
 from coserve.engine import jobs as jobs_module
 from coserve.engine.best_checkpoint import BestCheckpoint
+from coserve.engine.scoring import Validation
 from coserve.train import checkpoint
 from coserve.wire.messages import JobCheckpoint, JobNote, JobStep, StopJob
 from desk import Desk, job, write_data
@@ -63,14 +64,14 @@ def losses(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
 
     class Told:
         def __init__(self, *_: object) -> None:
-            self.loss = left.pop(0) if len(left) > 1 else left[0]
+            self.result = Validation(left.pop(0) if len(left) > 1 else left[0])
 
         def advance(self) -> bool:
             return True
 
         def cancel(self) -> None: ...
 
-    monkeypatch.setattr(jobs_module, "Scoring", Told)
+    monkeypatch.setattr(jobs_module, "start_scoring", Told)
 
 
 def notes(desk: Desk) -> list[str]:
@@ -112,15 +113,16 @@ def test_a_resumed_job_knows_its_earlier_losses(
     desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses(monkeypatch, 2.0, 3.0)
-    more: dict[str, Any] = {"every": 2, "validation": str(data), "keep_best": True}
+    more: dict[str, Any] = {"every": 2, "validation": str(data), "keep_best": True, **ALL}
     desk.send(job(data, tmp_path / "j", **more))
-    desk.until(lambda: len(desk.news(JobCheckpoint)) == 2)
+    desk.until(lambda: len(desk.news(JobCheckpoint)) == 2)  # written aside: some of 120 steps later
     desk.send(StopJob("j", keep=True))
     assert desk.ended().status == "paused"
     told = [news for news in desk.news(JobCheckpoint) if isinstance(news, JobCheckpoint)]
     known = {news.step: news.validation_loss for news in told if news.validation_loss is not None}
     assert known[2] == 2.0 and checkpoint.newest_checkpoint(tmp_path / "j").step >= 4
-    desk.send(job(data, tmp_path / "j", **more, validated={**known, 99: 0.1}))  # 99: of a damaged checkpoint
+    known[999] = 0.1  # of a damaged checkpoint
+    desk.send(job(data, tmp_path / "j", **more, validated=known, patience=1))
     ended = desk.ended()
     assert (ended.status, ended.step) == ("succeeded", 2)
 

@@ -123,7 +123,7 @@ def test_weights_that_cannot_be_read_fail_who_asked_for_them(
 
 
 PLACES = {
-    "reading": (jobs_module, "_read"),
+    "reading": (jobs_module, "read_job"),
     "beginning": ("coserve.engine.training.Training", "start"),
     "the first step": ("coserve.train.steps.JobSteps", "next_work"),
     "the tail": ("coserve.train.tail.Tail", "loss"),

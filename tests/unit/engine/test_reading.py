@@ -23,15 +23,17 @@ OBJECTIVES: dict[str, Any] = {
     "supervised": "supervised",
     "dpo": "dpo",
     "orpo": "orpo",
+    "distillation": "distillation",
     "reinforcement": {
         "type": "reinforcement",
         "grader": {"type": "string_check", "reference": "{{item.answer}}"},
     },
 }
-RECORDS = {"supervised": CHAT, "dpo": PAIR, "orpo": PAIR, "reinforcement": PROMPT}
+RECORDS = {"supervised": CHAT, "distillation": CHAT, "dpo": PAIR, "orpo": PAIR, "reinforcement": PROMPT}
 EXAMPLE = Example((1, 2), (2, -100))
 TOKENS: dict[str, Any] = {
     "supervised": EXAMPLE,
+    "distillation": EXAMPLE,
     "dpo": TokenPair(EXAMPLE, Example((1, 3), (3, -100))),
     "orpo": TokenPair(EXAMPLE, Example((1, 3), (3, -100))),
     "reinforcement": TokenPrompt((1, 2), {"answer": "yes"}),

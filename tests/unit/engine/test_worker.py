@@ -10,7 +10,7 @@ from coserve.core.request import SLO, FinishReason
 from coserve.engine import jobs as jobs_module
 from coserve.engine import worker as worker_module
 from coserve.engine.remembered import CostFile
-from coserve.engine.scoring import Scoring
+from coserve.engine.scoring import LossScoring
 from coserve.schedule import training_queue
 from coserve.train import checkpoint
 from coserve.train.example import Example
@@ -300,13 +300,15 @@ def test_the_validation_loss_is_that_of_its_version(desk: Desk, tmp_path: Path) 
     for seed in (1, 2):
         with_lora(tiny("llama"), seed).save_pretrained(str(tmp_path / str(seed)))
     engine = desk.engine
-    scoring = Scoring(engine, engine.load_adapter("x", tmp_path / "1").key, examples)
+    scoring = LossScoring(engine, engine.load_adapter("x", tmp_path / "1").key, examples)
     engine.load_adapter("x", tmp_path / "2")
     most = 0
     while not scoring.advance():
         most = max(most, engine.stats().waiting)
         engine.step()
-    assert scoring.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert scoring.result is not None and scoring.result.loss == pytest.approx(
+        sum(losses) / len(losses), rel=1e-4
+    )
     assert most == 2 and len(engine.cache) == 1
 
 

@@ -187,7 +187,7 @@ def test_who_leaves_takes_its_calls_along(batching: Batching) -> None:
     works, _ = desk.queues.poll()
     assert works == [stays]
     assert desk.queues.poll() == ([], float("inf"))
-    assert [client.name for client in desk.queues.clients()] == ["client 2"]
+    assert [client.name for client in desk.queues.status()[1]] == ["client 2"]
 
 
 def test_figures_are_those_of_an_independent_count() -> None:
@@ -204,7 +204,7 @@ def test_figures_are_those_of_an_independent_count() -> None:
             desk.queues.answer(works)
             batches.append((works, seconds))
     answered = {work for works, _ in batches for work in works}
-    by_group = {product.paths: product for product in desk.queues.products()}
+    by_group = {product.paths: product for product in desk.queues.status()[0]}
     for paths, product in by_group.items():
         own = [(works, s) for works, s in batches if works[0].call.paths[0] in paths]
         waiting = [work for work in puts if work.call.paths[0] in paths and work not in answered]
@@ -215,7 +215,7 @@ def test_figures_are_those_of_an_independent_count() -> None:
         assert product.waiting_calls == len(waiting)
         assert product.waiting_rows == sum(work.call.rows for work in waiting)
     assert set(by_group) == {("a", "a2"), ("b",)}
-    for work, status in zip(puts, desk.queues.clients(), strict=True):
+    for work, status in zip(puts, desk.queues.status()[1], strict=True):
         rows, is_answered = work.call.rows, work in answered
         assert (status.calls, status.rows) == ((1, rows) if is_answered else (0, 0))
         assert (status.waiting_calls, status.waiting_rows) == ((0, 0) if is_answered else (1, rows))
@@ -228,7 +228,13 @@ def test_settings_out_of_their_range_are_refused() -> None:
     for settings in ({"mode": "sometimes"}, {"wait_factor": -1.0}, {"wait_factor": float("nan")}):
         with pytest.raises(ConfigError):
             BatchingConfig(**settings)  # type: ignore[arg-type]
-    for settings in ({"wait_cap": float("inf")}, {"wait_cap": -0.1}, {"client_rows": 0}):
+    for settings in (
+        {"wait_cap": float("inf")},
+        {"wait_cap": -0.1},
+        {"client_rows": 0},
+        {"products": -1},
+        {"products": 65},
+    ):
         with pytest.raises(ConfigError):
             BatchingConfig(**settings)  # type: ignore[arg-type]
 
@@ -261,6 +267,24 @@ def test_a_short_call_alone_is_computed_by_who_brings_it() -> None:
     assert offered(desk, 6, "b") == []  # long
 
 
+def test_as_many_products_are_handed_out_as_are_computed_at_once() -> None:
+    desk = Desk("none", products=2)
+    for number, path in enumerate("abc"):
+        desk.put(number, path)
+    assert [[work.call.number for work in desk.queues.take()] for _ in range(2)] == [[0], [1]]
+    assert not desk.queues.is_last()
+    found = list[list[Work]]()
+    third = threading.Thread(target=lambda: found.append(desk.queues.take()))
+    third.start()
+    third.join(0.05)
+    assert not found
+    desk.queues.done()
+    third.join(10)
+    assert [work.call.number for work in found[0]] == [2] and not desk.queues.is_last()
+    desk.queues.done()
+    assert desk.queues.is_last()
+
+
 def test_few_connections_have_threads_that_compute() -> None:
     """Each of these threads gets OpenMP threads of its own. Who leaves makes room."""
     desk = Desk()
@@ -281,8 +305,10 @@ def test_few_connections_have_threads_that_compute() -> None:
     assert offered(clients[-1]) and not offered(clients[-2]) and offered(clients[1])
 
 
-def test_calls_of_many_threads_are_computed_one_product_at_a_time() -> None:
-    queues = CallQueues(BatchingConfig("opportunistic"), GROUPS, 10)
+@pytest.mark.parametrize("products", [1, 3])
+def test_calls_of_many_threads_are_each_computed_once(products: int) -> None:
+    """No more than `products` at a time; a call that is computed by who brings it is the only one."""
+    queues = CallQueues(BatchingConfig("opportunistic", products=products), GROUPS, 10)
     client = queues.join("past")
     for rows in (1, 2, 8):
         queues.count([Work(call(0, "a"), [], lambda outcome: None, client)], 1e-4 + rows * 1e-6, [0])
@@ -295,10 +321,10 @@ def test_calls_of_many_threads_are_computed_one_product_at_a_time() -> None:
             at_once += 1
             most = max(most, at_once)
         time.sleep(1e-4)
-        computed.extend(work.call.number for work in works)
         queues.answer(works)
         with lock:
             at_once -= 1
+            computed.extend(work.call.number for work in works)
         queues.done()
 
     def take() -> None:
@@ -313,14 +339,16 @@ def test_calls_of_many_threads_are_computed_one_product_at_a_time() -> None:
             while number not in computed:
                 time.sleep(1e-5)
 
-    taker = threading.Thread(target=take)
-    taker.start()
+    takers = [threading.Thread(target=take) for _ in range(products)]
+    for taker in takers:
+        taker.start()
     bringers = [threading.Thread(target=bring, args=(first,)) for first in range(0, 400, 100)]
     for thread in bringers:
         thread.start()
     for thread in bringers:
         thread.join(30)
     queues.close()
-    taker.join(10)
+    for taker in takers:
+        taker.join(10)
     assert sorted(computed) == [first + k for first in range(0, 400, 100) for k in range(50)]
-    assert most == 1
+    assert most <= products

@@ -135,4 +135,4 @@ def test_a_client_that_calls_spans_has_come_as_far_as_others() -> None:
             queues.put(work)
         progress.append(work.progress)
     assert progress == [3, 3]
-    assert ["mlp"] in [list(product.paths) for product in queues.products()]
+    assert ["mlp"] in [list(product.paths) for product in queues.status()[0]]

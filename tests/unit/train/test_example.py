@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerFast
 from coserve.errors import ConfigError, DataError
 from coserve.jobs.formats import ChatRecord, CompletionRecord, TextRecord
 from coserve.jobs.messages import Message
+from coserve.jobs.packing import pack
 from coserve.text.chat import plain_chat
-from coserve.train.example import IGNORED, Example, epochs, pack, prepare, steps_per_epoch, tokenize
+from coserve.train.example import IGNORED, Example, epochs, prepare, steps_per_epoch, tokenize
 
 HEADER = "{% for m in messages %}<|{{ m.role }}|>"
 MARKED = (

@@ -10,8 +10,9 @@ from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.row_buckets import EXACT, ONEDNN, RowBuckets
+from coserve.jobs.packing import pack
 from coserve.memory.ledger import Account
-from coserve.train.example import Example, epochs, pack
+from coserve.train.example import Example, epochs
 from coserve.train.fresh import fresh_adapter, sketch_adapter
 from coserve.train.needs import rows_at_once
 from coserve.train.save_policy import SavePolicy

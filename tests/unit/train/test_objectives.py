@@ -6,10 +6,10 @@ import pytest
 
 from coserve.errors import ConfigError, DataError
 from coserve.jobs.formats import PreferenceRecord, PromptRecord
-from coserve.jobs.messages import Message
+from coserve.jobs.messages import Message, ToolCall
 from coserve.train.example import Example
 from coserve.train.grading.graders import RegexGrader, StringCheckGrader
-from coserve.train.objectives import DPO, ORPO, Reinforcement, Supervised, objective_of
+from coserve.train.objectives import DPO, ORPO, Distillation, Reinforcement, Supervised, objective_of
 from coserve.train.pairs import TokenPair, prepare_pairs
 from coserve.train.prompts import TokenPrompt, prepare_prompts
 from models import letter_tokenizer
@@ -21,6 +21,8 @@ def test_objectives_by_name_and_settings() -> None:
     assert objective_of("dpo") == objective_of({"type": "dpo"}) == DPO(0.1)
     assert objective_of({}) == Supervised() == objective_of("supervised")
     assert objective_of({"type": "orpo", "beta": 2}) == ORPO(2)
+    taught = objective_of({"type": "distillation", "teacher": "x", "top_k": 4})
+    assert taught == Distillation("x", top_k=4) and objective_of("distillation").teacher is None
     found = objective_of({"type": "reinforcement", "grader": GRADER, "group_size": 4})
     assert found == Reinforcement(RegexGrader("a+"), group_size=4)
     assert objective_of(found) is found
@@ -36,6 +38,10 @@ def test_objectives_by_name_and_settings() -> None:
         ({"type": "dpo", "beta": 0}, "dpo.beta"),
         ({"type": "orpo", "beta": True}, "orpo.beta"),
         ({"type": "dpo", "beta": float("nan")}, "dpo.beta"),
+        ({"type": "distillation", "top_k": 0}, "distillation.top_k must be a whole number from 1 to 64"),
+        ({"type": "distillation", "top_k": 65}, "distillation.top_k"),
+        ({"type": "distillation", "temperature": 0}, "distillation.temperature"),
+        ({"type": "distillation", "teacher": 3}, "distillation.teacher"),
         ({"type": "reinforcement"}, "no grader None"),
         ({"type": "reinforcement", "grader": GRADER, "group_size": 1}, "group_size"),
         ({"type": "reinforcement", "grader": GRADER, "max_tokens": 2.5}, "max_tokens"),
@@ -94,11 +100,35 @@ def test_prompts_have_references_that_the_grader_can_use() -> None:
         prepare_prompts(prompts[1:], None, grader, max_length=2)
 
 
+TOOLS = ({"type": "function", "function": {"name": "f"}},)
+WITH_TOOLS = (
+    "{% for t in tools or [] %}use {{ t.function.name }}|{% endfor %}{% for m in messages %}{{ m.role[0] }}"
+    ": {{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.x }}]"
+    "{% endfor %}|{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+
+
+def test_tools_and_calls_are_in_pairs_and_prompts() -> None:
+    """Of earlier turns too; calls in answers are learned."""
+    tokenizer, call = letter_tokenizer(), Message("assistant", "", tool_calls=(ToolCall("f", {"x": "1"}),))
+    tokenizer.chat_template = WITH_TOOLS
+    asked = (Message("user", "hi"), call, Message("tool", "3"), Message("user", "go"))
+    answers = (Message("assistant", "", tool_calls=(ToolCall("f", {"x": "2"}),)),), said("no")
+    before = "use f|u: hi|a: [f 1]|t: 3|u: go|a: "
+    pair = prepare_pairs([PreferenceRecord(asked, *answers, TOOLS)], tokenizer).examples
+    for example, answer in zip(pair, ("[f 2]", "no"), strict=True):
+        text = tokenizer.decode(list(example.tokens))
+        learned = tokenizer.decode([label for label in example.labels if label >= 0])
+        assert text.startswith(before + answer) and learned.startswith(answer)
+    prompt = prepare_prompts([PromptRecord(asked, {}, TOOLS)], tokenizer, RegexGrader("a"))
+    assert tokenizer.decode(list(prompt.examples[0].tokens)) == before
+
+
 @pytest.mark.parametrize("is_pair", [True, False])
-def test_records_with_tools_are_refused(is_pair: bool) -> None:
-    user, tools = (Message("user", "hi"),), ({"type": "function", "function": {"name": "f"}},)
-    with pytest.raises(DataError, match=r'example 1: expected no "tools"'):
+def test_tools_that_the_template_leaves_out_are_refused(is_pair: bool) -> None:
+    user = (Message("user", "hi"),)
+    with pytest.raises(DataError, match="example 1: the chat template leaves out tools"):
         if is_pair:
-            prepare_pairs([PreferenceRecord(user, said("a"), said("b"), tools)], letter_tokenizer())
+            prepare_pairs([PreferenceRecord(user, said("a"), said("b"), TOOLS)], letter_tokenizer())
         else:
-            prepare_prompts([PromptRecord(user, {}, tools)], letter_tokenizer(), RegexGrader("a"))
+            prepare_prompts([PromptRecord(user, {}, TOOLS)], letter_tokenizer(), RegexGrader("a"))

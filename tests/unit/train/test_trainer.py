@@ -13,8 +13,9 @@ from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import Plan
 from coserve.core.sequence import MicroBatch
 from coserve.errors import AdapterMismatch, ConfigError, LossNotFinite
+from coserve.jobs.packing import pack
 from coserve.schedule.segments import training_segment
-from coserve.train.example import Example, pack
+from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import Exact, prompts, tiny
 from training_runs import TrainingRun, adopt

@@ -8,7 +8,7 @@ import pytest
 
 from coserve.errors import ConfigError, DataError
 from coserve.workload import arrivals, prompts, traces
-from coserve.workload.traces import TraceRow
+from coserve.workload.trace_formats import TraceRow
 
 
 def recorded() -> list[TraceRow]:

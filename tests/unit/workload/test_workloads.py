@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from coserve.errors import ConfigError, DataError
+from coserve.errors import ConfigError
 from coserve.workload.arrivals import poisson_times
 from coserve.workload.requests import poisson_requests, training_tokens
-from coserve.workload.traces import read_trace, scale_trace
+from coserve.workload.trace_formats import read_trace
+from coserve.workload.traces import scale_trace
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -20,25 +21,6 @@ def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.csv"
     path.write_text(TRACE)
     return path
-
-
-def test_trace_counts_from_its_first_request(trace: Path) -> None:
-    rows = read_trace(trace)
-    assert [(row.prompt, row.answer) for row in rows] == [(374, 44), (396, 109), (1000, 1)]
-    assert [row.at for row in rows] == pytest.approx([0.0, 4.314579, 5.0])
-
-
-@pytest.mark.parametrize("line", ["2023-11-16 18:15:52,many,3", "yesterday,1,2", "2023-11-16 18:15:52,1"])
-def test_a_bad_trace_line_is_named(trace: Path, line: str) -> None:
-    trace.write_text(TRACE + line + "\n")
-    with pytest.raises(DataError, match=r"trace\.csv, line 5: expected TIMESTAMP"):
-        read_trace(trace)
-
-
-def test_an_empty_trace_is_refused(trace: Path) -> None:
-    trace.write_text(TRACE.splitlines()[0] + "\n")
-    with pytest.raises(DataError, match="at least one request"):
-        read_trace(trace)
 
 
 def test_scaling_says_by_how_much(trace: Path) -> None:

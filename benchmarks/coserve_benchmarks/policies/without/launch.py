@@ -14,10 +14,10 @@ from typing import Literal
 import msgspec
 
 from coserve.errors import ConfigError, ServerError
+from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.wire.control import decode_line, encode_line
 from coserve.workload.requests import Workload
 from coserve.workload.shapes import ModelShape
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.policies.without.messages import (
     Begin,
     Outcome,

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from coserve.simulate.intervals import percentile
+from coserve.simulate.replay import LoadResult
 from coserve.workload.requests import Workload
-from coserve_benchmarks.drive import LoadResult
-from coserve_benchmarks.timing import percentile
 
 C = TypeVar("C")
 

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+from coserve.simulate.replay import LoadResult
 from coserve.workload.requests import Workload
 from coserve.workload.shapes import ModelShape
-from coserve_benchmarks.drive import LoadResult
 from coserve_benchmarks.policies.without.launch import Contestant, as_load, start_soon
 from coserve_benchmarks.policies.without.messages import ProcessRole, Serving
 from coserve_benchmarks.policies.without.trials import TrialResult, beginning, best, try_all

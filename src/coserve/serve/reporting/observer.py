@@ -41,8 +41,10 @@ class Reporting:
         match news:
             case JobStep():
                 await self._tell(news.job, news.step, _figures(news))
-            case JobCheckpoint(validation_loss=loss) if loss is not None:
-                await self._tell(news.job, news.step, {"eval/loss": loss})
+            case JobCheckpoint(validation_loss=loss):
+                measured = {} if loss is None else {"loss": loss}
+                figures = {f"eval/{name}": value for name, value in {**measured, **news.metrics}.items()}
+                await self._tell(news.job, news.step, figures)
             case JobStarted():
                 await self._about(news.job)
             case JobEnded():

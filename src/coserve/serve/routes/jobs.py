@@ -55,7 +55,9 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
     width = engine.width
     recipe = recipe_of(body, training.examples or 1, width, seed, continues=model.adapter is not None)
     if (objective := recipe.options.get("objective")) is not None:
-        await _check_objective(state, caller, body, objective)
+        await _check_objective(state, caller, objective)
+        if (teacher := await _teacher(state, caller, objective)) is not None:
+            recipe.options["teacher"] = teacher
     if body.peft is not None:
         await _check_method(state, body.peft)
     await state.store.jobs.check_room(caller.id)  # before the engine is asked; counted again when it is added
@@ -94,15 +96,24 @@ async def _check_job(state: State, job: JobRecord) -> None:
         await state.link.check(spec)
 
 
-async def _check_objective(state: State, caller: Tenant, body: JobRequest, objective: dict[str, Any]) -> None:
+async def _check_objective(state: State, caller: Tenant, objective: dict[str, Any]) -> None:
     """Raises ApiError 400 for settings of a training method that cannot be used, such as a grader's."""
-    if body.validation_file is not None:
-        message = f"A validation file is for supervised jobs; this one is of the type {objective['type']}."
-        raise ApiError(400, message, param="validation_file", code="invalid_value")
     try:
         await state.prompts.run(caller.id, objective_of, objective, state.settings.engine.grader_hosts)
     except ConfigError as error:
         raise ApiError(400, str(error), param="method", code="invalid_value") from error
+
+
+async def _teacher(state: State, caller: Tenant, objective: dict[str, Any]) -> str | None:
+    """The id of the adapter that teaches; None for the base, or where nobody does. Raises ApiError 404 for
+    one that the tenant has not."""
+    if (name := objective.get("teacher")) is None:
+        return None
+    try:
+        return (await state.catalog.find(caller, name)).key
+    except ApiError as error:
+        error.param = "method.distillation.teacher"
+        raise
 
 
 async def _check_method(state: State, peft: MethodFields) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from difflib import get_close_matches
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.schema.common import Metadata, RequestBody
+from coserve.train.objectives import MOST_TOP_K
 
 MOST_SEED: Final = 2**31 - 1
 LONGEST_ID: Final = 64
@@ -28,6 +29,7 @@ _TRAIN: Any = {
 FileId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
+MethodName = Literal["supervised", "distillation", "dpo", "orpo", "reinforcement"]
 
 
 class Named(RequestBody):
@@ -74,6 +76,22 @@ class PreferenceHyperparameters(Hyperparameters):
 
 class PreferenceMethod(Named):
     hyperparameters: PreferenceHyperparameters | None = None
+
+
+class DistillationHyperparameters(Hyperparameters):
+    top_k: Auto | Annotated[int, Field(ge=1, le=MOST_TOP_K)] = Field(
+        default="auto", description="Of the teacher's likeliest tokens at each place; auto is 16."
+    )
+    temperature: Auto | Annotated[float, Field(ge=0.1, le=100)] = Field(
+        default="auto", description="Of both distributions; auto is 1."
+    )
+
+
+class DistillationMethod(Named):
+    teacher: str = Field(
+        min_length=1, max_length=LONGEST_NAME, description="The model to learn from: an adapter, or the base."
+    )
+    hyperparameters: DistillationHyperparameters | None = None
 
 
 class ReinforcementHyperparameters(Hyperparameters):
@@ -123,17 +141,18 @@ class ReinforcementMethod(Named):
 
 
 class FineTuneMethod(Named):
-    """Training method; `orpo` is this server's own."""
+    """Training method; `orpo` and `distillation` are this server's own."""
 
-    type: Literal["supervised", "dpo", "orpo", "reinforcement"]
+    type: MethodName
     supervised: SupervisedMethod | None = None
+    distillation: DistillationMethod | None = None
     dpo: PreferenceMethod | None = None
     orpo: PreferenceMethod | None = None
     reinforcement: ReinforcementMethod | None = None
 
     @model_validator(mode="after")
     def _one(self) -> "FineTuneMethod":
-        for name in ("supervised", "dpo", "orpo", "reinforcement"):
+        for name in get_args(MethodName):
             if name != self.type and getattr(self, name) is not None:
                 raise PydanticCustomError(
                     "other_method",
@@ -144,14 +163,20 @@ class FineTuneMethod(Named):
             raise PydanticCustomError(
                 "no_grader", "the type reinforcement needs 'reinforcement' with a grader."
             )
+        if self.type == "distillation" and self.distillation is None:
+            raise PydanticCustomError(
+                "no_teacher", "the type distillation needs 'distillation' with a teacher."
+            )
         return self
 
     @property
-    def settings(self) -> SupervisedMethod | PreferenceMethod | ReinforcementMethod | None:
+    def settings(self) -> "MethodSettings | None":
         """The settings of its type."""
-        return {"supervised": self.supervised, "dpo": self.dpo, "orpo": self.orpo}.get(
-            self.type, self.reinforcement
-        )
+        found: MethodSettings | None = getattr(self, self.type)
+        return found
+
+
+MethodSettings = SupervisedMethod | DistillationMethod | PreferenceMethod | ReinforcementMethod
 
 
 class OptimizerSettings(Named):
@@ -188,13 +213,16 @@ class OptimizerSettings(Named):
         default=None, ge=1, le=10_000_000, description="Optimizer steps between checkpoints, and validations."
     )
     load_best_model_at_end: bool = Field(
-        default=False, description="The adapter is that of the checkpoint with the lowest validation loss."
+        default=False,
+        description="The adapter is that of the checkpoint with the lowest validation loss, or the highest "
+        "reward.",
     )
     early_stopping_patience: int | None = Field(
         default=None,
         ge=1,
         le=10_000,
-        description="Ends after so many validations in a row without a lower loss, with the best checkpoint.",
+        description="Ends after so many validations in a row without a lower loss, or a higher reward, with "
+        "the best checkpoint.",
     )
     early_stopping_threshold: float = Field(
         default=0.0, ge=0, le=1e6, description="By which a loss has to be lower to count."
@@ -244,11 +272,13 @@ class HyperparametersUsed(BaseModel):
 class SettingsUsed(BaseModel):
     hyperparameters: dict[str, Any]
     grader: dict[str, Any] | None = None
+    teacher: str | None = None
 
 
 class MethodUsed(BaseModel):
-    type: Literal["supervised", "dpo", "orpo", "reinforcement"]
+    type: MethodName
     supervised: SettingsUsed | None = None
+    distillation: SettingsUsed | None = None
     dpo: SettingsUsed | None = None
     orpo: SettingsUsed | None = None
     reinforcement: SettingsUsed | None = None

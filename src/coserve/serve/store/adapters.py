@@ -104,7 +104,7 @@ class AdapterStore:
         """Removes the tenant's own adapter `name` and returns it; None if there is none.
 
         The caller deletes its folder, if that is in the state folder. Raises ConflictError while an
-        unfinished job starts from it.
+        unfinished job starts from it or learns from it.
         """
         own = select(Adapter).where(Adapter.tenant == tenant, Adapter.name == name)
 
@@ -112,10 +112,14 @@ class AdapterStore:
             found = session.scalar(own)
             if found is None:
                 return None
-            begun = JobRecord.start_from == found.id
-            user = session.scalar(select(JobRecord.id).where(begun, JobRecord.status.not_in(FINAL)))
-            if user is not None:
-                raise ConflictError(f"{name} is where the job {user} begins: wait for its end, or cancel it")
+            for needed, what in (
+                (JobRecord.start_from == found.id, "is where the job {} begins"),
+                (JobRecord.options["teacher"].as_string() == found.id, "teaches in the job {}"),
+            ):
+                user = session.scalar(select(JobRecord.id).where(needed, JobRecord.status.not_in(FINAL)))
+                if user is not None:
+                    said = what.format(user)
+                    raise ConflictError(f"{name} {said}: wait for its end, or cancel it")
             session.delete(found)
             return found
 

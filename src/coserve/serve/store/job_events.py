@@ -181,10 +181,11 @@ def _at(session: Session, kind: type[OfStep], news: JobStep | JobCheckpoint) -> 
 
 
 def _add_validation(session: Session, news: JobCheckpoint) -> None:
-    """Adds the validation loss, known some time after its step, to the step's figures."""
-    event = None if news.validation_loss is None else _at(session, Event, news)
+    """Adds the figures of validation, known some time after their step, to the step's."""
+    found = validation_figures(news)
+    event = _at(session, Event, news) if found else None
     if event is not None and event.data is not None:
-        event.data = {**event.data, "valid_loss": _finite(news.validation_loss)}
+        event.data = {**event.data, **{name: _finite(value) for name, value in found.items()}}
 
 
 def _lost(news: JobStarted) -> str | None:
@@ -220,8 +221,14 @@ def _figures(news: JobStep, steps: int | None) -> dict[str, Any]:
 
 
 def _losses(news: JobCheckpoint) -> dict[str, Any]:
-    losses = {"step": news.step, "train_loss": news.loss, "valid_loss": news.validation_loss}
+    losses = {"step": news.step, "train_loss": news.loss, **validation_figures(news)}
     return {name: _finite(value) for name, value in losses.items() if value is not None}
+
+
+def validation_figures(news: JobCheckpoint) -> dict[str, float]:
+    """The figures of a checkpoint's validation, by their names in the API."""
+    loss = {} if news.validation_loss is None else {"valid_loss": news.validation_loss}
+    return loss | {f"valid_{name}": value for name, value in news.metrics.items()}
 
 
 def _finite(value: float | None) -> float | None:

@@ -108,6 +108,11 @@ class TinkerCheckpointStore:
         )
         return await self._database.read(lambda session: session.scalar(found))
 
+    async def get(self, id: str) -> TinkerCheckpoint | None:
+        """The checkpoint with this id, of any tenant."""
+        found = select(TinkerCheckpoint).where(TinkerCheckpoint.id == id)
+        return await self._database.read(lambda session: session.scalar(found))
+
     async def page(
         self, tenant: str, now: float, run: str | None = None, offset: int = 0, limit: int | None = None
     ) -> tuple[Sequence[TinkerCheckpoint], int]:

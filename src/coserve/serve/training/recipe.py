@@ -1,10 +1,12 @@
 """Translates a job into the engine's settings, with "auto" resolved."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.jobs import (
+    DistillationMethod,
     Hyperparameters,
     JobRequest,
     OptimizerSettings,
@@ -12,6 +14,7 @@ from coserve.serve.schema.jobs import (
 )
 from coserve.serve.store.records import JobRecord
 from coserve.serve.store.store import Store
+from coserve.serve.store.tinker import as_adapter
 from coserve.wire.messages import JobSpec
 
 _USUAL_RATE: Final = 2e-4  # of adapters on models whose rows are as wide as this:
@@ -22,6 +25,8 @@ _MOST_EPOCHS: Final = 25
 _STEPS: Final = 100  # optimizer steps there should at least be
 _LARGEST_BATCH: Final = 32
 _MOST_CHECKPOINTS: Final = 100  # of one job, whose weights stay on the disk
+# Of a job's options those that are not TrainingConfig's: the training method, and the id of who teaches.
+_OF_METHOD: Final = frozenset({"objective", "teacher"})
 # Of the optimizer's fields those that are not TrainingConfig's.
 _OTHERS: Final = frozenset({
     "learning_rate", "gradient_accumulation_steps", "save_steps", "load_best_model_at_end",
@@ -32,7 +37,8 @@ _OTHERS: Final = frozenset({
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """`hyperparameters` as OpenAI shows them; `options` go into TrainingConfig, but for the
-    `objective`, the type and settings of the training method, which a supervised job has none of."""
+    `objective`, the type and settings of the training method, which a supervised job has none of, and the
+    `teacher`, the id of the adapter that teaches."""
 
     hyperparameters: dict[str, Any]
     options: dict[str, Any]
@@ -100,7 +106,7 @@ def _check_optimizer(optimizer: OptimizerSettings, validates: bool) -> None:
         raise ApiError(400, message, param="optimizer.early_stopping_threshold", code="invalid_value")
     for name in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(optimizer, name) and not validates:
-            message = f"'{name}' needs a 'validation_file', whose loss decides."
+            message = f"'{name}' needs a 'validation_file', whose loss or reward decides."
             raise ApiError(400, message, param=f"optimizer.{name}", code="invalid_value")
 
 
@@ -111,10 +117,10 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
         for id in (job.training_file, job.validation_file)
         if id is not None and (file := await store.files.get(job.tenant, id)) is not None
     }
-    options = {name: value for name, value in job.options.items() if name != "objective"}
-    start = None if job.start_from is None else await store.adapters.get(job.start_from)
+    options = {name: value for name, value in job.options.items() if name not in _OF_METHOD}
     wanted = OptimizerSettings.model_validate(job.optimizer or {})
-    losses = ((one.step, one.metrics.get("valid_loss")) for one in await store.jobs.all_checkpoints(job.id))
+    checkpoints = await store.jobs.all_checkpoints(job.id)
+    costs = ((one.step, _cost(one.metrics)) for one in checkpoints)
     return JobSpec(
         job=job.id,
         data=paths.get(job.training_file, ""),
@@ -122,14 +128,32 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
         options=options,
         objective=job.options.get("objective", {}),
         method=job.peft or {},
-        start_from=None if start is None else str(store.folder_of(start)),
+        start_from=await _folder_of(store, job.start_from),
+        teacher=await _folder_of(store, job.options.get("teacher")),
         validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
         every=job.every,
         keep_best=wanted.load_best_model_at_end or wanted.early_stopping_patience is not None,
         patience=wanted.early_stopping_patience,
         threshold=wanted.early_stopping_threshold,
-        validated={step: loss for step, loss in losses if loss is not None},
+        validated={step: cost for step, cost in costs if cost is not None},
     )
+
+
+def _cost(metrics: Mapping[str, Any]) -> float | None:
+    """The number that a job's best checkpoint has the lowest of; None where validation gave none."""
+    reward = metrics.get("valid_reward")
+    return metrics.get("valid_loss") if reward is None else -reward
+
+
+async def _folder_of(store: Store, id: str | None) -> str | None:
+    """The folder of an adapter or a checkpoint; of one that has gone one that is not there, and the job fails
+    there."""
+    if id is None:
+        return None
+    adapter = await store.adapters.get(id)
+    if adapter is None and (checkpoint := await store.tinker_checkpoints.get(id)) is not None:
+        adapter = as_adapter(checkpoint)
+    return str(store.adapter_folder(id) if adapter is None else store.folder_of(adapter))
 
 
 def auto_epochs(examples: int) -> int:
@@ -177,15 +201,17 @@ def _objective(request: JobRequest) -> dict[str, Any] | None:
         objective |= {name: value for name, value in own.items() if value != "auto"}
     if isinstance(settings, ReinforcementMethod):
         objective["grader"] = settings.grader
+    if isinstance(settings, DistillationMethod):
+        objective["teacher"] = settings.teacher
     return objective
 
 
 def method_used(job: JobRecord) -> dict[str, Any]:
     """A job's training method as the API shows it."""
     objective = {**job.options.get("objective", {})}
-    name, grader = objective.pop("type", "supervised"), objective.pop("grader", None)
-    used = {"hyperparameters": {**job.hyperparameters, **objective}}
-    return {"type": name, name: used if grader is None else {**used, "grader": grader}}
+    name = objective.pop("type", "supervised")
+    beside = {field: objective.pop(field) for field in ("grader", "teacher") if field in objective}
+    return {"type": name, name: {"hyperparameters": {**job.hyperparameters, **objective}, **beside}}
 
 
 def _rate(wanted: Hyperparameters, optimizer: OptimizerSettings, usual: float) -> tuple[float, float]:

@@ -1,0 +1,1 @@
+"""`coserve simulate --check`: the simulator beside this machine, at scale, and in the papers' settings."""

@@ -1,0 +1,210 @@
+"""Runs in real time beside simulated ones of the same requests and jobs.
+
+Costs are fitted to the steps of some runs; errors are those of other policies on other workloads.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from math import exp, log
+from statistics import fmean, median, pstdev
+from typing import Any, Final
+
+from coserve.core.plan import OffloadReads, Plan, StepResult, WeightReads
+from coserve.core.request import SLO
+from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.scheduler import Scheduler
+from coserve.simulate.intervals import percentile
+from coserve.simulate.machine import Jitter, MachineSettings, SimulatedMachine
+from coserve.simulate.replay import LoadResult, replay
+from coserve.simulate.times import WeightedTimes
+from coserve.workload.mixes import TrainingSpec, WorkloadSettings
+from coserve.workload.requests import Workload
+from coserve_benchmarks.ours import CACHE_TOKENS, Bench
+from coserve_benchmarks.policies import traffic
+from coserve_benchmarks.policies.testbed import EngineTestbed, patience_for
+
+SEEN: Final = (("poisson", "hybrid"), ("poisson", "idle-only"), ("poisson", "continuous"))
+UNSEEN: Final = (
+    ("bursty", "adaptive"),
+    ("bursty", "hybrid"),
+    ("long", "hybrid"),
+    ("long", "temporal:8,grain=batch"),
+    ("patient", "adaptive"),
+    ("patient", "deferred:0.5"),
+)
+_LOAD: Final = 0.5  # of the requests that the machine answers when all are there at once
+_SETTINGS: Final = ("layers", "max_positions", "row_buckets")  # that the machine sets itself
+_LONG: Final = 3.0  # standard deviations from which on a step counts as one that was disturbed
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Figures of a run: seconds, and fine-tuning tokens a second."""
+
+    time_per_token: float | None
+    ttft_p99: float | None
+    training: float
+
+    @classmethod
+    def of(cls, load: LoadResult) -> "Timings":
+        """Of a load that was replayed."""
+        answers = [answer for answer in load.answers if len(answer.tokens) > 1]
+        if not answers:
+            return cls(None, None, load.training_rate())
+        each = fmean((one.tokens[-1] - one.tokens[0]) / (len(one.tokens) - 1) for one in answers)
+        return cls(each, percentile([one.first_token for one in answers], 0.99), load.training_rate())
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A policy on a workload, in real time and simulated."""
+
+    workload: str
+    policy: str
+    real: Timings
+    simulated: Timings
+
+    def error(self, name: str) -> float | None:
+        """The simulated figure's relative error; None where the real one is nothing."""
+        real, simulated = getattr(self.real, name), getattr(self.simulated, name)
+        return None if not real or simulated is None else abs(simulated - real) / real
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        errors = {name: self.error(name) for name in asdict(self.real)}
+        return {**asdict(self), "error": errors}
+
+
+class StepRecorder:
+    """Records the steps of a scheduler: features, the executor's seconds, and those of the loop around it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.samples: list[tuple[Features, float]] = []
+        self.around: list[float] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Records within the block."""
+        scheduler, cost = self._scheduler, self._scheduler.cost
+        observe, plan, apply = cost.observe, scheduler.plan, scheduler.apply
+        planned: float | None = None
+        executed = 0.0
+
+        def watch_plan(now: float) -> Plan:
+            nonlocal planned
+            begun = time.perf_counter()
+            if planned is not None and executed:
+                self.around.append(max(begun - planned - executed, 0.0))
+            planned = begun if scheduler.has_work else None
+            return plan(now)
+
+        def watch_apply(result: StepResult, now: float) -> Any:
+            nonlocal planned, executed
+            executed = result.seconds
+            events = apply(result, now)
+            if not scheduler.has_work:
+                planned = None  # the next step begins when somebody comes
+            return events
+
+        def watch_observe(
+            work: Plan | Features,
+            seconds: float,
+            host: float = 0.0,
+            reads: WeightReads = WeightReads(),
+            offload: OffloadReads = OffloadReads(),
+        ) -> None:
+            features = work if isinstance(work, Features) else Features.of(work)
+            self.samples.append((features.copy(), seconds))
+            observe(work, seconds, host, reads, offload)
+
+        cost.observe, scheduler.plan, scheduler.apply = watch_observe, watch_plan, watch_apply  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del cost.observe, scheduler.plan, scheduler.apply
+
+    def costs(self, start: CostModel) -> CostModel:
+        """A cost model fitted to the steps."""
+        model = CostModel(start.weights)
+        model.fit(self.samples)
+        return model
+
+    def jitter(self, model: CostModel) -> Jitter:
+        """How the steps deviate from a model."""
+        ratios = [
+            log(seconds / max(model.predict_features(one), 1e-9)) for one, seconds in self.samples if seconds
+        ]
+        middle = median(ratios)
+        spread = 1.4826 * median(abs(ratio - middle) for ratio in ratios)
+        usual = [ratio for ratio in ratios if ratio - middle <= _LONG * spread]
+        longer = [ratio for ratio in ratios if ratio - middle > _LONG * spread]
+        more = exp(fmean(longer) - middle) if longer else 1.0
+        return Jitter(pstdev(usual), len(longer) / len(ratios), more)
+
+
+class RealRuns:
+    """Runs an engine on this machine, and its simulation."""
+
+    def __init__(self, bench: Bench, quick: bool) -> None:
+        self._bench = bench
+        self._testbed = EngineTestbed(bench)
+        self._seconds = 4.0 if quick else 30.0
+        self._training = TrainingSpec(batch=4, length=128)
+
+    def compare(self) -> list[Pair]:
+        """Fits costs to the runs of `SEEN`, and compares those of `UNSEEN`."""
+        engine = self._testbed.engine
+        workloads = self._workloads()
+        self._testbed.peak(workloads["poisson"], 2.0)  # what is made at first use
+        recorder = StepRecorder(engine.scheduler)
+        with recorder.watching():
+            for name, policy in SEEN:
+                self._testbed.run(policy, workloads[name])
+        model = recorder.costs(engine.scheduler.cost)
+        jitter = recorder.jitter(model)
+        times = WeightedTimes(model.weights, engine.scheduler.config.layers, host=median(recorder.around))
+        config = asdict(engine.scheduler.config)
+        scheduler = {name: value for name, value in config.items() if name not in _SETTINGS}
+        settings = MachineSettings(CACHE_TOKENS, jitter=jitter, scheduler=scheduler, known=256)
+        self._bench.results.note("errors", self._said(recorder, jitter, times))
+        found = []
+        for name, policy in UNSEEN:
+            workload = workloads[name]
+            real = self._testbed.run(policy, workload)
+            simulated = replay(SimulatedMachine(policy, times, settings), workload, patience_for(workload))
+            found.append(Pair(name, policy, Timings.of(real), Timings.of(simulated)))
+        return found
+
+    def _said(self, recorder: StepRecorder, jitter: Jitter, times: WeightedTimes) -> str:
+        seen = ", ".join(f"{policy} on {workload}" for workload, policy in SEEN)
+        return (
+            f"costs of {len(recorder.samples)} steps of {seen}; steps deviate by {jitter.deviation:.1%}, "
+            f"{jitter.share:.1%} of them take {jitter.longer:.2g} times as long; {times.host * 1e3:.2g} ms "
+            "a step around the executor"
+        )
+
+    def _workloads(self) -> dict[str, Workload]:
+        vocabulary = self._bench.shape.vocabulary
+        rate = _LOAD * self._capacity(vocabulary)
+        bounded = SLO(first_token=1.0, between_tokens=0.25)
+        given = WorkloadSettings(vocabulary, self._seconds, bounded, seed=1)
+        other = replace(given, seed=2)
+        patient = replace(given, seed=3, slo=SLO(end_to_end=6.0, deferral=2.0))
+        training = self._training
+        return {
+            "poisson": traffic.poisson(given, rate=rate, training=training),
+            "bursty": traffic.bursty(other, rate=rate, training=training),
+            "long": traffic.flexllm(replace(other, seed=4), rate=rate / 2, training=training),
+            "patient": traffic.poisson(patient, rate=rate / 2, prompt=64, training=training),
+        }
+
+    def _capacity(self, vocabulary: int) -> float:
+        """Requests a second of 128 tokens in and 32 out, 32 at once."""
+        given = WorkloadSettings(vocabulary, 4.0)
+        made = traffic.poisson(given, rate=8.0, training=self._training)
+        burst = tuple(replace(request, at=0.0) for request in made.requests)
+        load = self._testbed.alone(replace(made, requests=burst, seconds=1e-3))
+        return len(burst) / (load.finished_at - load.started)

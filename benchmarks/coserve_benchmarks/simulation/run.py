@@ -1,0 +1,132 @@
+"""The table of `coserve simulate --check`."""
+
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from coserve.core.request import SLO
+from coserve.simulate.flexllm import HEAVY, LOADS, SETTINGS, FlexLLM
+from coserve.simulate.growth import growth
+from coserve.simulate.loads import SimulatedLoad, TrainingLoad
+from coserve.simulate.runs import FleetSettings, Simulator
+from coserve.workload.mixes import ServedAdapters
+from coserve.workload.shapes import shape_named
+from coserve_benchmarks.groups import begin, run_groups
+from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.results import Bar
+from coserve_benchmarks.simulation.real import RealRuns
+from coserve_benchmarks.simulation.section import SECTION
+
+GROUPS: Final = ("errors", "scale", "flexllm")
+BARS: Final[dict[str, Bar | None]] = {
+    "error.time_per_token": Bar(0.05, at_most=True),
+    "error.ttft_p99": Bar(0.15, at_most=True),
+    "error.training": Bar(0.05, at_most=True),
+    "flexllm.kept": Bar(0.80),
+    "events_per_second": None,
+    "scheduler.growth": Bar(1.0, at_most=True),
+}
+_COSERVED: Final = ("hybrid", "adaptive")  # of which one is to keep the bar
+_A_DAY: Final = 10_000_000  # requests
+_FLEET: Final = 1000  # engines
+_ADAPTERS: Final = 1_000_000
+
+
+def run_check(
+    shape: str = "19m",
+    quick: bool = False,
+    only: Collection[str] | None = None,
+    json_path: str | Path | None = None,
+) -> dict[str, Any]:
+    """Measures the rows of some groups (all, by default) and returns what `--json` writes. Raises ConfigError
+    for an unknown shape or group."""
+    groups = GROUPS if only is None else tuple(only)
+    bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
+    rows = _Rows(bench, quick)
+    run_groups(bench, groups, {group: getattr(rows, group) for group in GROUPS})
+    return bench.results.as_dict()
+
+
+class _Rows:
+    """Rows of the table, a method for each group."""
+
+    def __init__(self, bench: Bench, quick: bool) -> None:
+        self._bench, self._quick, self._results = bench, quick, bench.results
+
+    def errors(self) -> None:
+        """Errors on policies and workloads that the simulator's costs are not from."""
+        pairs = RealRuns(self._bench, self._quick).compare()
+        self._results.section("pairs", [pair.as_dict() for pair in pairs])
+        note = ", ".join(f"{pair.policy} on {pair.workload}" for pair in pairs)
+        for name in ("time_per_token", "ttft_p99", "training"):
+            errors = [error for pair in pairs if (error := pair.error(name)) is not None]
+            self._results.row(
+                f"error.{name}", median(errors), note=f"median of {note}; largest {max(errors):.1%}"
+            )
+
+    def scale(self) -> None:
+        """The scheduler's own time by the length of its line, and the events of a large fleet."""
+        waiting = (20, 200) if self._quick else (100, 1000, 10_000)
+        seconds, relative = growth(waiting)
+        for count, taken in seconds.items():
+            self._results.figure(
+                f"scheduler.step[{count}]", taken * 1e3, "ms with so many requests that wait"
+            )
+        said = f"from {waiting[0]} to {waiting[-1]} waiting requests, over that of n log n; policy hybrid"
+        self._results.row("scheduler.growth", relative, note=said)
+        engines, span = (10, 5.0) if self._quick else (_FLEET, 60.0)
+        load = SimulatedLoad(
+            span,
+            _A_DAY / 86_400 * engines / _FLEET,
+            slo=SLO(first_token=2.0, between_tokens=0.1),
+            adapters=ServedAdapters(_ADAPTERS if not self._quick else 1000, 16, 1.0),
+            training=TrainingLoad(1),
+        )
+        fleet = FleetSettings(shape_named("8b"), "h100", engines=engines, cache_tokens=1 << 16)
+        simulator = Simulator(fleet, load)
+        begun = time.perf_counter()
+        found = simulator.run(0)
+        taken = time.perf_counter() - begun
+        said = (
+            f"{engines} engines of 8b on an H100 each, {load.rate:.4g} requests/s for {span:g} s "
+            f"({load.rate or 0:.4g} x 86,400 a day), {load.adapters.count:,} adapters, a job on each engine: "
+            f"{found.events:,} events in {found.steps:,} steps took {taken:.0f} s"
+        )
+        self._results.row("events_per_second", found.events / taken, note=said)
+        self._results.figure("steps_per_second", found.steps / taken, "scheduler steps/s")
+
+    def flexllm(self) -> None:
+        """FlexLLM's end-to-end comparison (8.1) on its class of hardware."""
+        span = 4.0 if self._quick else 40.0
+        settings = SETTINGS[:1] if self._quick else SETTINGS
+        loads = (HEAVY,) if self._quick else LOADS
+        found = []
+        for setting in settings:
+            found.append(FlexLLM(setting, span, say=_say).run(loads))
+            self._results.section(SECTION, found)
+        best = {
+            policy: median(
+                one["kept"]
+                for run in found
+                for one in run["kept"]
+                if (one["policy"], one["load"]) == (policy, HEAVY)
+            )
+            for policy in {one["policy"] for run in found for one in run["kept"]}
+        }
+        for policy, kept in best.items():
+            self._results.figure(
+                f"flexllm.kept[{policy}]", kept, f"of the peak, at {HEAVY:.0%} of the capacity"
+            )
+        chosen = max(_COSERVED, key=lambda policy: best[policy])
+        names = ", ".join(setting.name for setting in settings)
+        self._results.row(
+            "flexllm.kept", best[chosen], note=f"median of {names} at {HEAVY:.0%} of capacity; {chosen}"
+        )
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)

@@ -1,0 +1,1 @@
+"""`coserve bench zoo`: many applications of one foundation, stored as shared blocks."""

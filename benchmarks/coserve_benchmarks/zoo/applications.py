@@ -1,0 +1,96 @@
+"""Twenty applications, made on the spot: adapters and full fine-tunes of the embedded model, and models of
+another width."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coserve import tiny
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.files import write_adapter
+from coserve.adapters.settings import settings_of
+from coserve.model.load import load_base
+from coserve.tiny.world import KINDS, questions
+from coserve.train.fresh import fresh_adapter
+from coserve.zoo.adding import add
+from coserve.zoo.equivalence import evaluate
+from coserve.zoo.finetune import FullFineTuning, finetune
+from coserve.zoo.store import Zoo
+
+FOUNDATION: Final = "coserve-tiny"
+_ATTENTION: Final = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_LORA: Final[Sequence[dict[str, Any]]] = (
+    {"rank": 4, "targets": _ATTENTION[::2]}, {"rank": 8, "targets": _ATTENTION}, {"rank": 8}, {"rank": 16},
+    {"rank": 16, "targets": _ATTENTION}, {"rank": 4}, {"rank": 8, "targets": ["gate_proj", "up_proj"]},
+    {"rank": 2},
+)  # fmt: skip
+_OTHERS: Final[Sequence[dict[str, Any]]] = (
+    {"type": "ia3"}, {"type": "bottleneck"}, {"type": "bitfit"},
+    {"type": "prefix_tuning", "num_virtual_tokens": 16},
+)  # fmt: skip
+# At least half of the six layers each.
+_FULL: Final = ((), ("L1-6",), ("L4-6",), ("L1-3",), ("L2-5",), ("L3-6", "H"))
+_WIDTHS: Final = (192, 320)  # the embedded model's is 256
+_HEADS: Final = 64  # width of an attention head, as the embedded model has it
+_STIRRED: Final = 0.05  # standard deviation of what is added to fresh adapters' weights
+_STEPS: Final = 60  # optimizer steps of a full fine-tune
+_RATE: Final = 1e-4
+_EXAMPLES: Final = 480
+
+
+def make_applications(zoo: Zoo, folder: Path, quick: bool = False) -> None:
+    """Adds the foundation and twenty applications to a zoo; `folder` is for files on the way."""
+    add(zoo, tiny.path(), FOUNDATION)
+    base = load_base(tiny.path())
+    for number, fields in enumerate((*_LORA, *_OTHERS)):
+        name = f"{fields.get('type', 'lora')}-{number + 1}"
+        drawn = _stirred(fresh_adapter(base, name, settings_of(fields), number), number)
+        write_adapter(drawn, folder / name, FOUNDATION, base.model.config.model_type)
+        add(zoo, folder / name, name)
+    for number, (components, kind) in enumerate(zip(_FULL, sorted(KINDS), strict=False)):
+        steps = 2 if quick else _STEPS
+        settings = FullFineTuning(components, 8, 8, _RATE, 256, steps, number)
+        name = f"full-{number + 1}"
+        finetune(zoo, FOUNDATION, _data(folder, kind, 16 if quick else _EXAMPLES), name, settings)
+        evaluate(zoo, FOUNDATION, name)
+    for width in _WIDTHS:
+        add(zoo, _other_width(folder, width), f"width-{width}")
+
+
+def _stirred(adapter: AdapterVersion, seed: int) -> AdapterVersion:
+    """The adapter as training might leave it: all of its weights moved."""
+    generator = torch.Generator().manual_seed(seed)
+    return adapter.with_parameters({
+        name: tensor + _STIRRED * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        for name, tensor in adapter.parameters().items()
+    })  # fmt: skip
+
+
+def _data(folder: Path, kind: str, count: int) -> Path:
+    """Chats of one kind of question, to train on."""
+    file = folder / f"{kind}.jsonl"
+    chats = ({"messages": list(one.messages)} for one in questions(kind, "train", count))
+    file.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    return file
+
+
+def _other_width(folder: Path, width: int) -> Path:
+    """A model of the embedded one's depth and tokenizer, with random weights."""
+    config = AutoConfig.from_pretrained(tiny.path(), trust_remote_code=False)
+    config.update({
+        "hidden_size": width, "num_attention_heads": width // _HEADS, "num_key_value_heads": 1,
+        "intermediate_size": 11 * width // 4,
+    })  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(width)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    path = folder / f"width-{width}"
+    model.save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny.path() / file, path / file)
+    return path

@@ -1,0 +1,72 @@
+"""`coserve bench zoo`: the whole table."""
+
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Final
+
+from coserve.zoo.figures import blocks_of, labels_of, storage
+from coserve.zoo.partition import THRESHOLD, distinct
+from coserve.zoo.picture import draw_chains
+from coserve.zoo.store import Zoo
+from coserve.zoo.views import serve_from
+from coserve_benchmarks.groups import begin, run_groups
+from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.results import Bar
+from coserve_benchmarks.zoo.applications import FOUNDATION, make_applications
+from coserve_benchmarks.zoo.loaded import measure_memory, measure_switch
+
+GROUPS: Final = ("storage", "memory", "switch")
+BARS: Final[dict[str, Bar | None]] = {
+    "storage.exact": Bar(0.45, at_most=True),
+    "storage.with_alternatives": Bar(0.25, at_most=True),
+    "memory.vs_models": Bar(0.45, at_most=True),
+    "switch.vs_model": Bar(0.165, at_most=True),
+}
+
+
+def run_zoo(
+    quick: bool = False,
+    only: Collection[str] | None = None,
+    json_path: str | Path | None = None,
+    picture: Path | None = None,
+) -> dict[str, Any]:
+    """Measures the rows of some groups (all, by default) and returns what `--json` writes; the chains are
+    drawn to `picture`. Raises ConfigError for an unknown group."""
+    groups = GROUPS if only is None else tuple(only)
+    bench = begin("tiny", quick, groups, GROUPS, json_path, BARS)
+    with tempfile.TemporaryDirectory(prefix="coserve-zoo-") as name:
+        zoo = Zoo.create(Path(name, "zoo"))
+        make_applications(zoo, Path(name), quick)
+        served = serve_from(zoo, FOUNDATION)
+        runs: dict[str, Callable[[], object]] = {
+            "storage": lambda: _storage(bench, zoo),
+            "memory": lambda: measure_memory(bench.results, zoo, served),
+            "switch": lambda: measure_switch(bench.results, zoo, served, quick),
+        }
+        run_groups(bench, groups, runs)
+        if picture is not None:
+            applications = zoo.applications()
+            draw_chains(blocks_of(zoo, applications), labels_of(applications), picture, THRESHOLD)
+    return bench.results.as_dict()
+
+
+def _storage(bench: Bench, zoo: Zoo) -> None:
+    """Bytes of the zoo over those of twenty folders that each have a whole model. The foundation is none of
+    the twenty, and counts in the zoo."""
+    applications = zoo.applications()
+    everything = storage(zoo, applications)
+    alone = storage(zoo, {FOUNDATION: applications[FOUNDATION]})
+    separate = everything.separate - alone.separate
+    results = bench.results
+    results.figure("storage.separate", separate, "bytes")
+    results.figure("storage.zoo", everything.exact, "bytes")
+    blocks = distinct(blocks_of(zoo, applications))
+    results.figure("storage.blocks", len(blocks), f"blocks in {len(applications)} chains")
+    results.row("storage.exact", everything.exact / separate, note=f"{len(applications) - 1} applications")
+    results.row(
+        "storage.with_alternatives",
+        everything.with_alternatives / separate,
+        note="without what full fine-tunes have that is equivalent to a part of the foundation; the zoo "
+        "itself keeps it",
+    )

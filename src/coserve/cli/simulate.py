@@ -1,0 +1,402 @@
+"""`coserve simulate`: the real scheduler on hardware that is modelled."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coserve.cli.options import check_writable
+from coserve.core.checkout import measured_code
+from coserve.core.compact import compact_json
+from coserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coserve.simulate.loads import SimulatedLoad
+    from coserve.simulate.runs import FleetSettings
+    from coserve.simulate.sweep import Cell, Progress
+
+_POLICY = "hybrid"
+_MODEL = "8b"
+_CHECKED = "19m"  # what --check runs on this machine, where no other shape is asked for
+
+
+def simulate(
+    model: Annotated[str, typer.Option(help="A bench shape such as 8b, or a model's folder.")] = _MODEL,
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a100-40, a100-80, a10g, l4, l40s, h100, h200, b200, or a table (.toml); may be repeated."
+        ),
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="As in `coserve serve`; may be repeated.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Recorded requests: Azure's, BurstGPT's or Mooncake's format.")
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests a second, of a trace on average; else as recorded. May be repeated."),
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of prompts, without a trace.")] = 256,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of answers, without a trace.")] = 64,
+    arrivals: Annotated[str, typer.Option(help="poisson, bursty or steady, without a trace.")] = "poisson",
+    slo: Annotated[
+        str,
+        typer.Option(
+            help="Bounds in seconds, as first_token=1,between_tokens=0.05,end_to_end=20; or ttft, tpot, e2e."
+        ),
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="Simulated seconds.")] = 120.0,
+    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, for intervals.")] = 1,
+    engines: Annotated[int, typer.Option(min=1, help="Independent engines behind a router.")] = 1,
+    degree: Annotated[int, typer.Option(min=1, help="Devices that share each engine's model.")] = 1,
+    router: Annotated[str, typer.Option(help="least-loaded or round-robin.")] = "least-loaded",
+    jobs: Annotated[int, typer.Option(min=0, help="Fine-tuning jobs without end on each engine.")] = 1,
+    train_batch: Annotated[int, typer.Option(min=1, help="Examples of an optimizer step.")] = 4,
+    train_length: Annotated[int, typer.Option(min=1, help="Tokens of an example.")] = 512,
+    adapters: Annotated[int, typer.Option(min=0, help="Adapters that requests name.")] = 0,
+    skew: Annotated[float, typer.Option(min=0, help="Exponent of their popularity's power law.")] = 1.0,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of all adapters.")] = 16,
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences at once on an engine.")] = 256,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Of an engine; else as many as fit.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE[,VALUE]", help="A setting of the scheduler; several values for --advise."
+        ),
+    ] = None,
+    compare: Annotated[
+        tuple[str, str],
+        typer.Option(metavar="A B", help="Compare two policies, with intervals over --seeds."),
+    ] = ("", ""),
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Find the cheapest fleet that holds --slo under the load.")
+    ] = False,
+    within: Annotated[float, typer.Option(help="Share of requests within --slo, for --advise.")] = 0.99,
+    training: Annotated[float, typer.Option(help="Fine-tuning tokens a second, for --advise.")] = 0.0,
+    most: Annotated[int, typer.Option(min=1, help="Most devices, for --advise.")] = 64,
+    price: Annotated[
+        list[str] | None, typer.Option(metavar="HARDWARE=PRICE", help="Of a device, for --advise; else 1.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Instead, measure the simulator's errors on this machine, its speed and the papers.",
+        ),
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Short runs, for --check.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Groups of --check: errors, scale, flexllm; may be repeated.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures there.", metavar="FILE")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture, SVG or PNG by its ending.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="File for the steps of the first run, for Perfetto.")
+    ] = None,
+) -> None:
+    """Answers a load on hardware that is elsewhere: the real scheduler and policies, on modelled seconds.
+
+    Prints shares within bounds, latencies and fine-tuning, by policy, hardware and rate. Tables of hardware
+    are data sheets with assumed efficiencies, or measured: see docs/simulate.md.
+    """
+    for flag, path in (("--json", json_file), ("--plot", plot), ("--perfetto", perfetto)):
+        check_writable(flag, path)
+    if check:
+        return _check(_CHECKED if model == _MODEL else model, quick, only, json_file)
+    from coserve.simulate.loads import SimulatedLoad, TrainingLoad
+    from coserve.simulate.models import model_shape
+    from coserve.simulate.runs import FleetSettings
+    from coserve.workload.mixes import ServedAdapters
+    from coserve.workload.trace_formats import read_trace
+
+    choices = _settings(setting or [])
+    load = SimulatedLoad(
+        seconds,
+        rate[0] if rate else None,
+        tuple(read_trace(trace)) if trace is not None else (),
+        prompt,
+        answer,
+        arrivals,
+        _slo(slo),
+        ServedAdapters(adapters, rank, skew),
+        TrainingLoad(jobs, train_batch, train_length),
+    )
+    policies = [name for name in compare if name] or policy or [_POLICY]
+    settings = FleetSettings(
+        model_shape(model),
+        "",
+        engines=engines,
+        degree=degree,
+        router=router,
+        rank=rank,
+        max_running=max_running,
+        cache_tokens=cache_tokens,
+        scheduler={name: values[0] for name, values in choices.items()},
+    )
+    devices = hardware or ["h100"]
+    results = _head(settings, load, devices)
+    numbers = range(seed, seed + seeds)
+    with _progress() as progress:
+        if advise:
+            wanted = _wanted(within, training, most, price or [])
+            results |= _advise(settings, load, wanted, policies, devices, choices, numbers, progress)
+        else:
+            cells = _sweep(settings, load, policies, devices, rate or [None], numbers, progress)
+            results["cells"] = [cell.as_dict() for cell in cells]
+            if any(compare):
+                results["compare"] = _compare(cells)
+    if json_file is not None:
+        json_file.write_text(compact_json(results), encoding="utf-8")
+    if plot is not None and "cells" in results:
+        from coserve.cli.simulate_picture import draw
+
+        draw(results["cells"], f"{settings.shape.name}, {seconds:g} s, {seeds} seeds", plot)
+    if perfetto is not None:
+        _perfetto(replace(settings, hardware=devices[0], policy=policies[0]), load, seed, perfetto)
+
+
+# Parsing
+
+
+def _slo(text: str) -> Any:
+    """Parses bounds. Raises ConfigError."""
+    from coserve.core.request import SLO
+
+    short = {"ttft": "first_token", "tpot": "between_tokens", "e2e": "end_to_end"}
+    known = ("first_token", "between_tokens", "end_to_end", "deferral", "slowdown")
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        name = short.get(name.strip(), name.strip())
+        if name not in known:
+            raise ConfigError(f"--slo: there is no bound {name!r}; there are {', '.join(known)}")
+        found[name] = _number("--slo", name, value)
+    return SLO(**found)
+
+
+def _settings(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Parses settings of the scheduler, each with one value or several. Raises ConfigError."""
+    from dataclasses import fields
+
+    from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
+
+    known = {field.name for field in fields(SchedulerConfig)} - SET_BY_ENGINE
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if name not in known:
+            raise ConfigError(
+                f"--setting: there is no setting {name!r}; there are {', '.join(sorted(known))}"
+            )
+        found[name] = [_number("--setting", name, value) for value in values.split(",")]
+    return found
+
+
+def _number(flag: str, name: str, text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {name} needs a number, not {text!r}") from error
+
+
+def _wanted(within: float, training: float, most: int, prices: Sequence[str]) -> Any:
+    from coserve.simulate.advise import Wanted
+
+    if not 0 < within <= 1:
+        raise ConfigError(f"--within is a share of requests, above 0 and at most 1, not {within:g}")
+    pairs = (text.partition("=") for text in prices)
+    return Wanted(within, training, most, {name: _number("--price", name, value) for name, _, value in pairs})
+
+
+# Running
+
+
+def _head(settings: "FleetSettings", load: "SimulatedLoad", hardware: Sequence[str]) -> dict[str, Any]:
+    """What was simulated, for the JSON. Raises ConfigError for hardware that is not there."""
+    from coserve.simulate.hardware import hardware_named
+
+    tables = {name: hardware_named(name) for name in hardware}
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "code": measured_code(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "model": asdict(settings.shape),
+        "engines": settings.engines,
+        "degree": settings.degree,
+        "load": {
+            "seconds": load.seconds,
+            "requests in trace": len(load.trace),
+            "prompt": load.prompt,
+            "answer": load.answer,
+            "arrivals": load.arrivals,
+            "slo": asdict(load.slo),
+            "training": asdict(load.training),
+            "adapters": load.adapters.count,
+        },
+        "jitter": asdict(settings.jitter),
+        "hardware": {
+            name: {"name": table.name, "sources": dict(table.sources)} for name, table in tables.items()
+        },
+    }
+
+
+def _sweep(
+    settings: "FleetSettings",
+    load: "SimulatedLoad",
+    policies: Sequence[str],
+    hardware: Sequence[str],
+    rates: Sequence[float | None],
+    seeds: Sequence[int],
+    progress: "Progress",
+) -> "list[Cell]":
+    """Runs all cells, and prints their table."""
+    from coserve.cli.output import print_table
+    from coserve.simulate.sweep import sweep
+
+    cells = [*sweep(settings, load, policies, hardware, rates, seeds, progress)]
+    rows = [_row(cell) for cell in cells]
+    print_table(_COLUMNS, rows, "")
+    for refusal in dict.fromkeys(cell.refusal for cell in cells if cell.refusal):
+        print(f"requests were refused, such as: {refusal}")
+    return cells
+
+
+_COLUMNS = (
+    "policy", "hardware", "devices", "requests/s", "requests", "within", "TTFT p50 s", "TTFT p99 s",
+    "ms/token", "gap p99 ms", "output tok/s", "training tok/s",
+)  # fmt: skip
+
+
+def _row(cell: "Cell") -> tuple[str, ...]:
+    def said(name: str, digits: int, factor: float = 1.0) -> str:
+        value = cell.mean(name)
+        return "" if value is None else f"{value * factor:,.{digits}f}"
+
+    return (
+        cell.policy,
+        cell.hardware,
+        str(cell.devices),
+        "as recorded" if cell.rate is None else f"{cell.rate:g}",
+        said("requests", 0),
+        f"{said('within', 1, 100)} %",
+        said("ttft_p50", 3),
+        said("ttft_p99", 3),
+        said("time_per_token_mean", 2, 1e3),
+        said("gap_p99", 1, 1e3),
+        said("output", 0),
+        said("training", 0),
+    )
+
+
+def _compare(cells: "Sequence[Cell]") -> list[dict[str, Any]]:
+    """Compares the two policies of each pair of cells, and prints it."""
+    from coserve.cli.output import print_table
+    from coserve.simulate.sweep import compare
+
+    found: list[dict[str, Any]] = []
+    for first, second in zip(cells[::2], cells[1::2], strict=True):
+        rows = []
+        for one in compare(first, second):
+            ends = one.interval
+            said = "one seed tells nothing" if ends is None else f"[{ends[0]:.4g}, {ends[1]:.4g}]"
+            rows.append((one.name, f"{one.first:.4g}", f"{one.second:.4g}", f"{one.difference:+.4g}", said))
+            found.append({"hardware": first.hardware, "rate": first.rate, **asdict(one), "sure": one.is_sure})
+        at = "" if first.rate is None else f" at {first.rate:g} requests/s"
+        print(
+            f"{second.policy} less {first.policy}, on {first.hardware}{at}, {len(first.runs)} paired seeds:"
+        )
+        print_table(
+            ("", first.policy, second.policy, "difference", "95 % interval"), rows, "nothing to compare"
+        )
+    return found
+
+
+def _advise(
+    settings: "FleetSettings",
+    load: "SimulatedLoad",
+    wanted: Any,
+    policies: Sequence[str],
+    hardware: Sequence[str],
+    choices: dict[str, list[Any]],
+    seeds: Sequence[int],
+    progress: "Progress",
+) -> dict[str, Any]:
+    """Finds the cheapest fleets, and prints them."""
+    from coserve.cli.output import print_table
+    from coserve.simulate.advise import advise
+
+    found = advise(
+        settings, load, wanted, policies, hardware, choices=choices, seeds=seeds, progress=progress
+    )
+    columns = ("price", "engines x devices", "settings", *_COLUMNS)
+    rows = [
+        (
+            f"{advice.price:g}",
+            f"{advice.settings.engines} x {advice.settings.degree}",
+            ", ".join(f"{name}={value}" for name, value in advice.settings.scheduler.items()),
+            *_row(advice.cell),
+        )
+        for advice in found
+    ]
+    print_table(columns, rows, f"no fleet of at most {wanted.devices} devices holds it")
+    return {"wanted": asdict(wanted), "advice": [advice.as_dict() for advice in found]}
+
+
+def _check(shape: str, quick: bool, only: list[str] | None, json_file: Path | None) -> None:
+    """Runs the check, and prints its rows."""
+    from coserve.cli.bench import run_check
+    from coserve.cli.output import print_table
+
+    found = run_check(shape, quick, only, json_file)
+    met = {True: "met", False: "missed", None: ""}
+    rows = [
+        (key, f"{found[key]:.4g}" if key in found else "not measured", bar, met[found["met"].get(key)])
+        for key, bar in found["bars"].items()
+    ]
+    print_table(("key", "measured", "bar", ""), rows, "")
+
+
+def _perfetto(settings: "FleetSettings", load: "SimulatedLoad", seed: int, path: Path) -> None:
+    from coserve.simulate.runs import Simulator
+    from coserve.simulate.tracing import PerfettoTrace
+
+    trace = PerfettoTrace()
+    found = Simulator(settings, load).run(seed, watch=trace.watch)
+    trace.requests(found.answers)
+    trace.write(path)
+    print(f"{path}: open it at https://ui.perfetto.dev")
+
+
+@contextmanager
+def _progress() -> "Iterator[Progress]":
+    """Shows on a terminal how far each cell is; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield lambda name, share: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    with Bars(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(name: str, share: float) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=1.0)
+            bars.update(tasks[name], completed=share)
+
+        yield show

@@ -1,0 +1,54 @@
+"""Reads the files of a server's job: its data, its start, its newest checkpoint, its validation file."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from coserve.adapters.bypass import exact_type
+from coserve.engine.checking import prepare_job
+from coserve.engine.engine import Engine
+from coserve.engine.scoring import check_lengths
+from coserve.engine.served_job import ReadJob
+from coserve.errors import DataError
+from coserve.train.checkpoint import newest_checkpoint, read_checkpoint
+from coserve.train.config import TrainingConfig
+from coserve.train.example import Prepared
+from coserve.train.objectives import objective_of
+from coserve.wire.messages import JobSpec
+
+
+def adapter_of(job: str) -> str:
+    """Name of a job's adapter while it trains; a server refers to durable versions only."""
+    return f"training:{job}"
+
+
+def reference_of(job: str) -> str:
+    """Name of the adapter that validation compares with a job's."""
+    return f"reference:{job}"
+
+
+def read_job(engine: Engine, spec: JobSpec) -> ReadJob:
+    """Reads everything a job needs; steps go on meanwhile."""
+    name, base = adapter_of(spec.job), engine.base
+    checkpoint = newest_checkpoint(Path(spec.folder))
+    resume = None
+    if checkpoint is not None:
+        resume = read_checkpoint(checkpoint.path, name, base, exact_type(base.dtype))
+    prepared = prepare_job(engine, spec, name, _data(engine, spec), resume)
+    validation = reference = None
+    if spec.validation is not None:
+        try:
+            validation = engine.prepare(Path(spec.validation), prepared.config, prepared.objective)
+        except DataError as error:
+            raise DataError(f"validation {error}") from error
+        virtual = prepared.first(base).virtual.count
+        check_lengths(engine, validation.examples, virtual, prepared.answer_tokens)
+        if prepared.objective.has_reference and spec.start_from is not None:
+            reference = engine.look_at_adapter(reference_of(spec.job), spec.start_from)
+    return ReadJob(prepared, validation, checkpoint, reference)
+
+
+def _data(engine: Engine, spec: JobSpec) -> Callable[[TrainingConfig], Prepared]:
+    """Reads the job's data."""
+    objective = objective_of(spec.objective, engine.config.grader_hosts)
+    return partial(engine.prepare, Path(spec.data), objective=objective)

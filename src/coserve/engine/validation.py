@@ -1,0 +1,94 @@
+"""Validation of a job's checkpoints, by its objective: losses of examples and pairs, rewards of answers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import fmean
+from typing import Any, Final
+
+from coserve.core.request import SamplingParams
+from coserve.engine.completion import Completion
+from coserve.engine.engine import Engine
+from coserve.engine.rollouts import FLEX, rewards_of
+from coserve.engine.scoring import Asked, LossScoring, PairScoring, Requests, Scoring, Validation
+from coserve.engine.served_job import ReadJob
+from coserve.errors import CoserveError
+from coserve.train.objectives import DPO, ORPO, Reinforcement
+
+_ANSWERS_UNDER_WAY: Final = 4
+
+
+def start_scoring(
+    engine: Engine, version: str, ready: ReadJob, look_again: Callable[[], None]
+) -> Scoring | None:
+    """Starts the validation of the adapter `version`, a key; None for a job without a validation file.
+    `look_again` is called between two steps when work aside has ended, and something may be known."""
+    if ready.validation is None:
+        return None
+    examples = ready.validation.examples
+    match ready.prepared.objective:
+        case Reinforcement() as objective:
+            references = ready.validation.references
+            prompts = [example.tokens for example in examples]
+            return RewardScoring(engine, version, prompts, references, objective, look_again)
+        case DPO() | ORPO() as objective:
+            reference = None if ready.reference is None else ready.reference.name
+            return PairScoring(engine, version, examples, objective, reference, ready.compared)
+        case _:
+            return LossScoring(engine, version, examples)
+
+
+class RewardScoring(Scoring):
+    """The mean reward of greedy answers to prompts. They have the bounds of the tier `flex`, as those that
+    are trained on; a grader runs aside."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        version: str,
+        prompts: Sequence[Sequence[int]],
+        references: Sequence[Mapping[str, Any]],
+        objective: Reinforcement,
+        look_again: Callable[[], None],
+    ) -> None:
+        super().__init__(engine, version)
+        self._references, self._objective, self._look_again = references, objective, look_again
+        greedy = SamplingParams(max_tokens=objective.max_tokens, temperature=0.0)
+        asked = (Asked(number, prompt, greedy) for number, prompt in enumerate(prompts))
+        self._requests = Requests(engine, version, asked, FLEX, _ANSWERS_UNDER_WAY)
+        self._aside = engine.rollouts.asides()
+        self._lengths: list[int] = []
+        self._rewards: list[float] = []
+        self._error: CoserveError | None = None
+        self.advance()
+
+    def _advance(self) -> Validation | None:
+        if self._error is not None:
+            raise self._error
+        for number, completion in self._requests.advance():
+            self._grade(number, completion)
+        if len(self._rewards) < len(self._references):
+            return None
+        self._aside.close()
+        figures = {"reward": fmean(self._rewards), "completions/mean_length": fmean(self._lengths)}
+        return Validation(None, figures)
+
+    def _cancel(self) -> None:
+        self._requests.cancel()
+        self._aside.close()
+
+    def _grade(self, number: int, completion: Completion) -> None:
+        tokens = tuple(completion.tokens)
+        self._lengths.append(len(tokens))
+        text, reference = self._engine.text, self._references[number]
+        work = partial(rewards_of, self._objective.grader, text, [tokens], reference)
+        self._aside.do("grading answers of the validation", work, self._graded)
+
+    def _graded(self, outcome: list[float] | CoserveError) -> None:
+        if self._is_cancelled:
+            return
+        if isinstance(outcome, CoserveError):
+            self._error = outcome
+        else:
+            self._rewards += outcome
+        if self._error is not None or len(self._rewards) == len(self._references):
+            self._look_again()

@@ -1,0 +1,162 @@
+"""An executor without a model: plans take the seconds that a model of hardware gives them.
+
+Unlike `ScriptedExecutor` it checks nothing and remembers little, for runs of millions of steps; every token
+is 0. It loads no torch unless it is asked for its `spec`.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+from coserve.core.plan import (
+    InferenceSegment,
+    MicroBatchOutput,
+    MicroBatchStart,
+    Plan,
+    Sampled,
+    StepResult,
+    TokenLogprobs,
+    TrainingSegment,
+    Updated,
+    WeightReads,
+)
+from coserve.core.row_buckets import EXACT
+from coserve.core.sequence import Direction
+from coserve.executors.virtual_clock import VirtualClock
+
+if TYPE_CHECKING:
+    from coserve.executors.executor import Command, ExecutorSpec, R
+
+_TOKEN: Final = Sampled(0)
+_NONE_YET: Final = Sampled(None)
+
+
+class SimulatedExecutor(VirtualClock):
+    """Runs plans on a virtual clock.
+
+    `seconds` gives a plan's duration, `host` the time that passes beside it until its result is applied. The
+    second tier has room for `swap_pages`, of which writing and reading one takes `swap_seconds`. `reads`
+    gives what the plan that has just run read of a streamed base's weights. `observe` is called after each
+    plan with its result and the time at which it began.
+    """
+
+    def __init__(
+        self,
+        seconds: Callable[[Plan], float],
+        host: Callable[[], float] = float,
+        plans_ahead: int = 0,
+        swap_pages: int = 0,
+        swap_seconds: tuple[float, float] = (0.0, 0.0),
+        reads: Callable[[], WeightReads] = WeightReads,
+        observe: Callable[[Plan, StepResult, float], object] = lambda plan, result, began: None,
+    ) -> None:
+        super().__init__(seconds, plans_ahead)
+        self.observe = observe
+        self._host, self._reads = host, reads
+        self._swap_pages, self._swap_seconds = swap_pages, swap_seconds
+        self._known: dict[int, int] = {}  # tokens of each sequence that plans have named
+        self._batches: dict[int, _Batch] = {}
+        self._steps: dict[str, int] = {}  # optimizer steps of each job
+        self._pauses = 0  # results with paused training
+        self._launched: deque[Plan] = deque()
+
+    @property
+    def spec(self) -> "ExecutorSpec":
+        """See `Executor`. There is no model, and no bound on sequences."""
+        from coserve.executors.executor import ExecutorSpec
+
+        return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), swap_pages=self._swap_pages)
+
+    def launch(self, plan: Plan) -> None:
+        """See `Executor`. The plan runs, and the clock advances, when its result is collected."""
+        self._launched.append(plan)
+
+    def collect(self, wait: bool = True) -> StepResult | None:
+        """See `Executor`."""
+        return self._run(self._launched.popleft()) if wait and self._launched else None
+
+    def run(self, plan: Plan) -> StepResult:
+        """See `Executor`."""
+        assert not self._launched, "no other plan is under way"
+        return self._run(plan)
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """See `Executor`. Steps take no time here."""
+
+    def call(self, command: "Command[R]") -> "R":
+        """Raises NotImplementedError: there is no model, and no state for commands."""
+        raise NotImplementedError(f"{type(command).__name__}: there is no model here")
+
+    def _run(self, plan: Plan) -> StepResult:
+        if plan.pauses < self._pauses:
+            plan = plan.without_training()
+        began = self.now
+        for key in plan.released:
+            self._known.pop(key, None)
+            self._batches.pop(key, None)
+        for start in plan.sequences:
+            self._known[start.key] = len(start.prompt) + len(start.output)
+        for batch in plan.micro_batches:
+            self._batches[batch.key] = _Batch(batch)
+        seconds, trained, lanes = self._time(plan)
+        paused = plan.split is None and trained != plan.training
+        self._pauses += paused
+        writing = sum(len(move.pages) for move in plan.swap_out) * self._swap_seconds[0]
+        reading = sum(len(move.pages) for move in plan.swap_in) * self._swap_seconds[1]
+        result = StepResult(
+            seconds + writing + reading,
+            {segment.key: self._sample(segment.key, segment) for segment in plan.inference},
+            {update.job: self._update(update.job) for update in plan.updates},
+            trained=trained,
+            paused=paused,
+            lanes=lanes,
+            swap_seconds=(writing, reading),
+            reads=self._reads(),
+            outputs=self._outputs(trained),
+        )
+        self.now += result.seconds + plan.idle + (0.0 if plan.is_empty else self._host())
+        self.observe(plan, result, began)
+        return result
+
+    def _sample(self, key: int, segment: InferenceSegment) -> Sampled:
+        known = self._known[key]
+        is_last = segment.start + segment.length == known
+        self._known[key] = known + is_last
+        scored = segment.tail_rows - is_last
+        if scored:
+            return Sampled(0 if is_last else None, prompt_logprobs=(TokenLogprobs(0.0),) * scored)
+        return _TOKEN if is_last else _NONE_YET
+
+    def _outputs(self, trained: Iterable[TrainingSegment]) -> dict[int, MicroBatchOutput]:
+        """Outputs of the micro-batches that report and end with these windows."""
+        found = {}
+        for window in trained:
+            if (batch := self._batches.get(window.key)) is not None and batch.ends_with(window):
+                if batch.start.reports:
+                    found[window.key] = MicroBatchOutput(0.0, (0.0,) * sum(batch.start.lengths))
+                if batch.start.forward_only:
+                    del self._batches[window.key]
+        return found
+
+    def _update(self, job: str) -> Updated:
+        due = [key for key, batch in self._batches.items() if batch.start.job == job]
+        rows = sum(sum(self._batches.pop(key).start.lengths) for key in due)
+        self._steps[job] = step = self._steps.get(job, 0) + 1
+        return Updated(step, 0.0, rows, 0.0, 0.0, f"{job}@{step}", tokens=rows)
+
+
+class _Batch:
+    """A micro-batch, and what is left of its last pass: rows times layers."""
+
+    def __init__(self, start: MicroBatchStart) -> None:
+        self.start = start
+        self._left = sum(start.lengths) * (1 if start.forward_only else start.layers)
+
+    def ends_with(self, window: TrainingSegment) -> bool:
+        """Counts a window; tells whether it is the last of its micro-batch."""
+        last = Direction.LOGPROBS if self.start.forward_only else Direction.BACKWARD
+        if window.direction is last:
+            self._left -= window.length * len(window.span)
+            return self._left == 0
+        return False

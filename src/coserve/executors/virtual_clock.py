@@ -1,0 +1,94 @@
+"""A virtual clock: how long plans take on a machine of given seconds, with its pauses and its lanes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+
+from coserve.core.events import Event
+from coserve.core.plan import Plan, StepResult, TrainingSegment
+from coserve.core.sequence import Direction, Span
+from coserve.schedule.scheduler import Scheduler
+
+
+class VirtualClock(ABC):
+    """The clock of an executor without a model. `now` is in seconds; `seconds` gives a plan's duration.
+
+    A call of `pause_training` stops the training of the next pausable plan after `layers_before_pause`
+    layers. A lane is slower in proportion to its share of the machine, and its training may end in a later
+    step.
+    """
+
+    def __init__(self, seconds: Callable[[Plan], float], plans_ahead: int = 0) -> None:
+        self.now = 0.0
+        self.plans_ahead = plans_ahead
+        self.layers_before_pause = 1
+        self._seconds = seconds
+        self._pausing = False
+        self._beside: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
+        self._until = 0.0  # when it is done
+        self._training = 0.0  # seconds it takes
+
+    def step(self, scheduler: Scheduler) -> list[Event]:
+        """One step of the engine's loop, with up to `plans_ahead` plans made before the results they
+        follow."""
+        if not scheduler.under_way:
+            self.launch(scheduler.plan(self.now))
+        while scheduler.under_way <= self.plans_ahead and (ahead := scheduler.plan_ahead(self.now)):
+            self.launch(ahead)
+        result = self.collect()
+        assert result is not None
+        return scheduler.apply(result, self.now)
+
+    def skip(self, seconds: float) -> None:
+        """Advances the clock between two steps."""
+        self.now += seconds
+
+    @abstractmethod
+    def launch(self, plan: Plan) -> None:
+        """See `Executor`."""
+
+    @abstractmethod
+    def collect(self, wait: bool = True) -> StepResult | None:
+        """See `Executor`."""
+
+    def pause_training(self) -> None:
+        """See `Executor`."""
+        self._pausing = True
+
+    def resume_training(self) -> None:
+        """See `Executor`."""
+        self._pausing = False
+
+    def _time(self, plan: Plan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
+        """Seconds of a plan, the training done after it, and the seconds of its lanes."""
+        if plan.split is None:
+            assert not self._beside, "the whole machine, while a lane of it trains"
+            plan = replace(plan, training=self._before_pause(plan))
+            return (0.0 if plan.is_empty else self._seconds(plan)), plan.training, (0.0, 0.0)
+        answers, training = plan.lanes
+        if training.training:
+            assert not self._beside, "one piece of training beside inference at a time"
+            self._beside = training.training
+            self._training = self._seconds(Plan(training=training.training)) / training.share
+            self._until = self.now + self._training
+        answering = self._seconds(Plan(answers.inference)) / answers.share if answers.inference else 0.0
+        waited = max(self._until - self.now, 0.0) if self._beside and not answers.inference else 0.0
+        if not self._beside or self._until > self.now + answering + waited:
+            return answering + waited, (), (answering, 0.0)
+        trained, self._beside = self._beside, ()
+        return answering + waited, trained, (answering, self._training)
+
+    def _before_pause(self, plan: Plan) -> tuple[TrainingSegment, ...]:
+        """The layers of a plan's training that run before a pause."""
+        if not (self._pausing and plan.pausable):
+            return plan.training
+        left, ran = self.layers_before_pause, list[TrainingSegment]()
+        for segment in plan.training:
+            layers = min(left, len(segment.span))
+            first, last = segment.span.first, segment.span.last
+            going_back = segment.direction is Direction.BACKWARD
+            span = Span(last - layers, last) if going_back else Span(first, first + layers)
+            if layers:
+                ran.append(replace(segment, span=span))
+            left -= layers
+        return tuple(ran)

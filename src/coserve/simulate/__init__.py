@@ -1,0 +1,1 @@
+"""The real scheduler on hardware that is modelled: counts of work, tables of hardware, virtual time."""

@@ -1,0 +1,62 @@
+"""Shapes of models by name, or from the configuration in a model's folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coserve.errors import ConfigError
+from coserve.workload.shapes import ModelShape, shape_named, shape_names
+
+_FIELDS: Final = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "vocabulary": "vocab_size",
+    "positions": "max_position_embeddings",
+}
+_TYPES: Final = ("bfloat16", "float16", "float32")
+
+
+def model_shape(name: str) -> ModelShape:
+    """The shape called `name`, or that of a folder with a `config.json` (or such a file). Raises ConfigError,
+    with the field at fault, for anything else and for models that are no plain decoder of one kind of
+    layer."""
+    if name in shape_names():
+        return shape_named(name)
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"there is no model {name!r}: expected a folder with a config.json, or one of the shapes "
+            f"{', '.join(shape_names())}"
+        )
+    try:
+        fields = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{file}: expected a model's configuration: {error}") from error
+    return _shape(str(file), path.name or name, fields)
+
+
+def _shape(place: str, name: str, fields: Mapping[str, Any]) -> ModelShape:
+    for experts in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if fields.get(experts):
+            raise ConfigError(f"{place}: {experts}: layers with experts cannot be simulated")
+    found = {ours: _number(place, theirs, fields.get(theirs)) for ours, theirs in _FIELDS.items()}
+    groups = fields.get("num_key_value_heads")
+    groups = found["heads"] if groups is None else _number(place, "num_key_value_heads", groups)
+    width = fields.get("head_dim")
+    if width is not None and width * found["heads"] != found["hidden"]:
+        raise ConfigError(f"{place}: head_dim: {width} times {found['heads']} heads is not {found['hidden']}")
+    dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
+    if dtype not in _TYPES:
+        raise ConfigError(f"{place}: dtype: expected one of {', '.join(_TYPES)}, not {dtype!r}")
+    return ModelShape(name, groups=groups, dtype=dtype, **found)
+
+
+def _number(place: str, name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{place}: {name}: expected a whole number of at least 1, not {value!r}")
+    return value

@@ -1,0 +1,113 @@
+"""Applications as they were: folders byte for byte, and models in memory."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from coserve.errors import ZooError
+from coserve.memory.fake_tensors import fake_tensors
+from coserve.model.base import Base
+from coserve.model.load import load_base, load_model
+from coserve.zoo.chain import parent_of
+from coserve.zoo.components import Architecture
+from coserve.zoo.disk import sync_folder, write_file
+from coserve.zoo.manifest import Application
+from coserve.zoo.store import Zoo
+from coserve.zoo.weight_file import parse_header
+
+
+def export(zoo: Zoo, name: str, folder: Path) -> Application:
+    """Writes the folder of an application, byte for byte as it was added. Raises ZooError where it is damaged
+    or its parent is missing; `folder` is not there then."""
+    application = zoo.application(name)
+    parent_of(application, zoo.applications())
+    if folder.exists():
+        raise ZooError(f"{folder} is there already: give a folder that is not")
+    if not folder.absolute().parent.is_dir():
+        raise ZooError(f"there is no folder {folder.parent} to export to")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        _write(zoo, application, partial)
+        os.replace(partial, folder)
+        sync_folder(folder.absolute().parent)
+    except OSError as error:
+        raise ZooError(f"{name} cannot be exported to {folder}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return application
+
+
+@contextmanager
+def exported(zoo: Zoo, name: str) -> Iterator[Path]:
+    """A folder of an application that is there within the context."""
+    with TemporaryDirectory(prefix="coserve-zoo-") as folder:
+        export(zoo, name, Path(folder) / name)
+        yield Path(folder) / name
+
+
+@contextmanager
+def loaded(zoo: Zoo, name: str, dtype: torch.dtype | str = "auto") -> Iterator[PreTrainedModel]:
+    """A model of the zoo in memory, of files that are there within the context. Raises ZooError and
+    ModelError."""
+    with exported(zoo, name) as folder:
+        yield load_model(folder, dtype).eval()
+
+
+def without_weights(zoo: Zoo, application: Application) -> Base:
+    """The base of a model, without data, to check adapters against."""
+    with _configuration(zoo, application) as folder, fake_tensors():
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        shapes = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        return load_base(shapes, dtype)
+
+
+def architecture_of(zoo: Zoo, application: Application) -> Architecture:
+    """The architecture of a model in the zoo."""
+    with _configuration(zoo, application) as folder:
+        return Architecture.of(folder)
+
+
+@contextmanager
+def _configuration(zoo: Zoo, application: Application) -> Iterator[Path]:
+    """A folder with a model's configuration alone."""
+    with TemporaryDirectory(prefix="coserve-zoo-") as folder:
+        key = application.files.get("config.json")
+        if key is None:
+            raise ZooError(f"{application.name} has no config.json")
+        (Path(folder) / "config.json").write_bytes(zoo.files.read(key))
+        yield Path(folder)
+
+
+def _write(zoo: Zoo, application: Application, folder: Path) -> None:
+    for file, key in application.files.items():
+        write_file(folder / file, [zoo.files.read(key)])
+    for file, entry in application.weights.items():
+        header = zoo.files.read(entry.header)
+        _, fields = parse_header(header)
+        if set(fields) != set(entry.tensors):
+            raise ZooError(f"{application.name} is damaged: {file} has other tensors than its header")
+        pieces = (_checked(zoo, entry.tensors[name], *fields[name][:2]) for name in fields)
+        write_file(folder / file, _chained(header, pieces))
+    sync_folder(folder)
+
+
+def _chained(header: bytes, pieces: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
+    yield header
+    yield from pieces
+
+
+def _checked(zoo: Zoo, key: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
+    """A tensor's bytes, which are what its name and the header say. Raises ZooError."""
+    tensor = zoo.tensors.checked(key)
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        raise ZooError(f"the tensor {key} is {tensor.dtype} {tensor.shape}, not {dtype} {shape}")
+    return tensor.data

@@ -1,0 +1,91 @@
+"""Figures of a zoo: its chains as blocks, and the bytes that it takes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from coserve.zoo.chain import keys_of, label, parent_of
+from coserve.zoo.equivalence import comparisons
+from coserve.zoo.manifest import Application
+from coserve.zoo.partition import THRESHOLD, ChainBlock, Comparison, partition
+from coserve.zoo.store import Zoo
+from coserve.zoo.weight_file import parse_header
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes of a zoo: `separate` if every application were a model's folder of its own, `exact` as it is, and
+    `with_alternatives` if full fine-tunes kept only what is not equivalent to a part of their foundation.
+    The last is what a server needs whose requests all allow approximations; the zoo stores all."""
+
+    separate: int
+    exact: int
+    with_alternatives: int
+
+
+def blocks_of(
+    zoo: Zoo, applications: Mapping[str, Application], threshold: float = THRESHOLD
+) -> dict[str, tuple[ChainBlock, ...]]:
+    """The blocks of all chains. Raises ZooError."""
+    chains = {name: keys_of(one, applications) for name, one in applications.items()}
+    return partition(chains, comparisons(zoo, applications), threshold)
+
+
+def labels_of(applications: Mapping[str, Application]) -> dict[str, Sequence[str]]:
+    """Short names of the components of all chains."""
+    return {
+        name: [label(one.chain, place) for place in range(len(one.chain))]
+        for name, one in applications.items()
+    }
+
+
+def storage(zoo: Zoo, applications: Mapping[str, Application], threshold: float = THRESHOLD) -> Storage:
+    """Bytes that applications take in the zoo and beside it. Raises ZooError."""
+    separate = sum(_separate_bytes(zoo, one, applications) for one in applications.values())
+    exact = zoo.nbytes(applications)
+    measured = comparisons(zoo, applications)
+    kept = {
+        name: _without(one, _replaceable(one, applications, measured, threshold))
+        for name, one in applications.items()
+    }
+    needed = zoo.reachable(applications) - zoo.reachable(kept)
+    saved = sum(map(zoo.tensors.nbytes, needed))
+    return Storage(separate, exact, exact - saved)
+
+
+def _separate_bytes(zoo: Zoo, one: Application, others: Mapping[str, Application]) -> int:
+    """Bytes of a folder that has all of an application: an adapter with its model."""
+    parent = parent_of(one, others) if one.is_adapter else None
+    own = sum(len(zoo.files.read(key)) for key in one.file_keys())
+    for entry in one.weights.values():
+        _, fields = parse_header(zoo.files.read(entry.header))
+        own += sum(nbytes for _, _, nbytes in fields.values())
+    return own + (0 if parent is None else _separate_bytes(zoo, parent, others))
+
+
+def _replaceable(
+    one: Application, others: Mapping[str, Application], measured: Sequence[Comparison], threshold: float
+) -> set[int]:
+    """Places of a full fine-tune at which its foundation has something equivalent."""
+    if one.is_adapter or not one.parent:
+        return set()
+    found: set[int] = set()
+    for comparison in measured:
+        if {comparison.one, comparison.other} != {one.name, one.parent}:
+            continue
+        for group in comparison.groups:
+            mine = group.one if comparison.one == one.name else group.other
+            if group.similarity >= threshold:
+                found |= set(range(*mine))
+    return found
+
+
+def _without(one: Application, places: set[int]) -> Application:
+    """The application without the weights of components at these places."""
+    kept = {key for place, own in enumerate(one.chain) if place not in places for key in own.tensors.values()}
+    weights = {
+        file: msgspec.structs.replace(entry, tensors={n: k for n, k in entry.tensors.items() if k in kept})
+        for file, entry in one.weights.items()
+    }
+    return msgspec.structs.replace(one, weights=weights)

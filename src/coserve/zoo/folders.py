@@ -1,0 +1,80 @@
+"""Folders of files that are named by the SHA-256 of their contents."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from coserve.errors import ZooError
+from coserve.zoo.disk import make_folder, read_file, sync_folder, write_file
+
+
+class ObjectFolder:
+    """Files `ab/ab12….suffix`. What is stored is on disk by name after `sync`."""
+
+    def __init__(self, folder: Path, suffix: str = "") -> None:
+        self._folder, self._suffix = folder, suffix
+        self._unsynced: set[Path] = set()
+
+    def path(self, key: str) -> Path:
+        """The file of a key."""
+        return self._folder / key[:2] / f"{key}{self._suffix}"
+
+    def place(self, key: str) -> Path:
+        """The file of a key that is about to be written, in a folder that is there."""
+        path = self.path(key)
+        make_folder(path.parent)
+        self._unsynced.add(path.parent)
+        return path
+
+    def reuse(self, key: str) -> bool:
+        """Tells whether a key is there. Its name may be younger than the last sync of a process that was
+        killed, so it is synced again."""
+        path = self.path(key)
+        if not path.exists():
+            return False
+        self._unsynced.add(path.parent)
+        return True
+
+    def sync(self) -> None:
+        """Waits until the names of all files are on disk."""
+        for folder in sorted(self._unsynced):
+            sync_folder(folder)
+        self._unsynced.clear()
+
+    def nbytes(self, key: str) -> int:
+        """Bytes of a file. Raises ZooError where it is missing."""
+        try:
+            return self.path(key).stat().st_size
+        except OSError as error:
+            raise ZooError(f"the zoo lacks {self.path(key)}") from error
+
+    def all_keys(self) -> Iterator[str]:
+        """Keys of all complete files."""
+        for file in sorted(self._folder.glob("??/*")):
+            if not file.name.startswith("."):
+                yield file.name.removesuffix(self._suffix)
+
+    def leftovers(self) -> Iterator[Path]:
+        """Files that a killed process did not complete."""
+        return iter(sorted(self._folder.glob("??/.*")))
+
+
+class FileObjects:
+    """Small files as they are: configurations, tokenizers, headers of weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = ObjectFolder(folder)
+
+    def add(self, data: bytes) -> str:
+        """Stores a file unless it is there, and returns its SHA-256."""
+        key = hashlib.sha256(data).hexdigest()
+        if not self.folder.reuse(key):
+            write_file(self.folder.place(key), [data])
+        return key
+
+    def read(self, key: str) -> bytes:
+        """A file's contents. Raises ZooError where it is missing or damaged."""
+        data = read_file(self.folder.path(key))
+        if hashlib.sha256(data).hexdigest() != key:
+            raise ZooError(f"{self.folder.path(key)} is damaged: its contents are not those of its name")
+        return data

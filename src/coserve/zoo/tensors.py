@@ -1,0 +1,122 @@
+"""Tensors on disk, each once: a file of safetensors named by the SHA-256 of its tensor's contents.
+
+| file | contents |
+|---|---|
+| dense | the tensor itself, as `tensor`; mapped into memory it is there once for all processes |
+| delta | `delta`, bytes (`zoo/delta.py`), with the parent's name in the metadata; the parent is dense |
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from coserve.errors import ZooError
+from coserve.zoo.delta import compress_delta, restore_delta
+from coserve.zoo.disk import write_file
+from coserve.zoo.folders import ObjectFolder
+from coserve.zoo.weight_file import (
+    ITEM_BYTES,
+    StoredTensor,
+    WeightFileContent,
+    header_of,
+    open_weight_file,
+)
+
+_DENSE: Final = "tensor"
+_DELTA: Final = "delta"
+_SUFFIX: Final = ".safetensors"
+
+
+def tensor_id(tensor: StoredTensor) -> str:
+    """SHA-256 of a tensor's type, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
+    digest.update(tensor.data)
+    return digest.hexdigest()
+
+
+class TensorStore:
+    """The folder of all tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = ObjectFolder(folder, _SUFFIX)
+
+    def add(self, tensor: StoredTensor, parent: str | None = None) -> str:
+        """Stores a tensor unless it is there, and returns its id. Where its difference from the tensor
+        `parent` (of which that one's own parent is taken) is smaller than itself, that is stored. The name is
+        on disk after `sync`."""
+        key = tensor_id(tensor)
+        if self._folder.reuse(key):
+            return key
+        dense = {_DENSE: tensor}
+        whole = header_of(dense, {})
+        smaller = None if parent is None else self._delta(tensor, self.root_of(parent), len(whole))
+        pieces: list[bytes | memoryview] = [whole, tensor.data] if smaller is None else smaller
+        write_file(self._folder.place(key), pieces)
+        return key
+
+    def read(self, key: str) -> StoredTensor:
+        """A tensor; a dense one is in the file, mapped into memory. Raises ZooError."""
+        content = self._open(key)
+        if _DENSE in content.tensors:
+            return content.tensors[_DENSE]
+        try:
+            parent = self._open(content.metadata["parent"]).tensors[_DENSE]
+            data = restore_delta(content.tensors[_DELTA].data, parent.data, ITEM_BYTES[parent.dtype])
+        except (KeyError, ValueError) as error:
+            raise ZooError(f"{self._folder.path(key)} is damaged: {error}") from error
+        return StoredTensor(parent.dtype, parent.shape, data)
+
+    def root_of(self, key: str) -> str:
+        """The dense tensor that a tensor is stored as a difference from; itself if it is dense. Raises
+        ZooError."""
+        return self._open(key).metadata.get("parent", key)
+
+    def path(self, key: str) -> Path:
+        """The file of a tensor."""
+        return self._folder.path(key)
+
+    def nbytes(self, key: str) -> int:
+        """Bytes of a tensor's file. Raises ZooError."""
+        return self._folder.nbytes(key)
+
+    def checked(self, key: str) -> StoredTensor:
+        """A tensor as `read` gives it, compared with its id. Raises ZooError where it is another."""
+        tensor = self.read(key)
+        if tensor_id(tensor) != key:
+            raise ZooError(f"{self._folder.path(key)} is damaged: its contents are not those of its name")
+        return tensor
+
+    def all_keys(self) -> Iterator[str]:
+        """Ids of all tensors that are there."""
+        return self._folder.all_keys()
+
+    def sync(self) -> None:
+        """Waits until the names of all tensors added so far are on disk."""
+        self._folder.sync()
+
+    def leftovers(self) -> Iterator[Path]:
+        """Files that a killed process did not complete."""
+        return self._folder.leftovers()
+
+    def _delta(self, tensor: StoredTensor, root: str, header: int) -> list[bytes | memoryview] | None:
+        """The file of a tensor's difference from `root`; None where that is not possible, or no smaller than
+        the tensor with its `header` of that many bytes."""
+        parent = self.read(root)
+        if (parent.dtype, parent.shape) != (tensor.dtype, tensor.shape) or not tensor.data.nbytes:
+            return None
+        packed = compress_delta(tensor.data, parent.data, ITEM_BYTES[tensor.dtype])
+        stored = StoredTensor("U8", (len(packed),), memoryview(packed))
+        delta_header = header_of({_DELTA: stored}, {"parent": root})
+        if len(delta_header) + len(packed) >= header + tensor.data.nbytes:
+            return None
+        return [delta_header, packed]
+
+    def _open(self, key: str) -> WeightFileContent:
+        path = self._folder.path(key)
+        if not path.exists():
+            raise ZooError(f"the zoo lacks the tensor {key}")
+        content = open_weight_file(path)
+        if set(content.tensors) not in ({_DENSE}, {_DELTA}):
+            raise ZooError(f"{path} is damaged: it has other tensors than it should")
+        return content

@@ -1,0 +1,138 @@
+"""`coserve zoo` from outside."""
+
+import json
+import subprocess
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from typer.testing import CliRunner
+
+from coserve.cli.app import app
+from coserve.errors import CoserveError, ZooError
+from zoo_made import contents, make_fine_tune, make_lora, make_model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of a model, a full fine-tune of it, and a LoRA."""
+    folder = tmp_path_factory.mktemp("made")
+    base = make_model(folder / "base")
+    make_fine_tune(folder / "tuned", base, {"layers.1": 1.0})
+    make_lora(folder / "lora", base)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def zoo(made: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("command") / "zoo")
+    assert "base: foundation" in run("add", str(made / "base"), "--zoo", folder)
+    told = run("add", str(made / "tuned"), "--parent", "base", "--zoo", folder)
+    assert "tuned: full fine-tune of base" in told and "3 of 6 components are equivalent" in told
+    assert "lora: adapter of base" in run("add", str(made / "lora"), "--zoo", folder)
+    return folder
+
+
+def run(*arguments: str) -> str:
+    """What the command prints."""
+    result = CliRunner().invoke(app, ["zoo", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def refusal(*arguments: str) -> str:
+    """Its deliberate error."""
+    with pytest.raises(CoserveError) as caught:
+        CliRunner().invoke(app, ["zoo", *arguments], catch_exceptions=False)
+    return str(caught.value)
+
+
+def test_what_is_there_is_listed(zoo: str) -> None:
+    printed = run("list", "--zoo", zoo)
+    for word in ("base", "full fine-tune", "lora", "foundation", "as separate models"):
+        assert word in printed, printed
+    assert run("--zoo", zoo) == printed
+    told = json.loads(run("list", "--zoo", zoo, "--json"))
+    assert [one["name"] for one in told["applications"]] == ["base", "lora", "tuned"]
+    assert 0 < told["storage"]["with_alternatives"] <= told["storage"]["exact"] < told["storage"]["separate"]
+
+
+def test_chains_are_shown_as_a_table_and_a_picture(zoo: str, tmp_path: Path) -> None:
+    picture = tmp_path / "chains.svg"
+    printed = run("show", "--zoo", zoo, "--picture", str(picture))
+    assert "[E]" in printed and "[A1]" in printed and "blocks in 3 chains" in printed
+    assert "tuned" in picture.read_text()
+    told = json.loads(run("show", "lora", "--zoo", zoo, "--json"))
+    assert set(told) == {"lora"} and told["lora"][1]["users"] == ["lora"]
+    assert "has no 'other'" in refusal("show", "other", "--zoo", zoo)
+
+
+def test_similarity_is_measured_and_drawn(zoo: str, tmp_path: Path) -> None:
+    text, picture = tmp_path / "text.txt", tmp_path / "heat.svg"
+    text.write_text("a text of one's own " * 10)
+    printed = run("evaluate", "tuned", "--text", str(text), "--picture", str(picture), "--zoo", zoo)
+    assert "tuned and base" in printed and picture.stat().st_size > 0
+    assert json.loads(run("evaluate", "tuned", "--zoo", zoo, "--json"))["tokens"] > 100
+    assert "has no parent" in refusal("evaluate", "base", "--zoo", zoo)
+    text.write_bytes(b"\xff\xfe\x00")
+    assert "expected UTF-8" in refusal("evaluate", "tuned", "--text", str(text), "--zoo", zoo)
+
+
+def test_verify_export_remove_and_gc(zoo: str, made: Path, tmp_path: Path) -> None:
+    assert "3 applications are whole" in run("verify", "--zoo", zoo)
+    run("export", "tuned", str(tmp_path / "out"), "--zoo", zoo)
+    assert contents(tmp_path / "out") == contents(made / "tuned")
+    run("add", str(made / "tuned"), "--name", "again", "--no-evaluate", "--zoo", zoo)
+    assert "removed again" in run("remove", "again", "--zoo", zoo)
+    assert "removed 0 files" in run("gc", "--zoo", zoo)
+    assert "parent of lora, tuned" in refusal("remove", "base", "--zoo", zoo)
+
+
+def test_damage_is_an_error(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "zoo"
+    run("add", str(made / "base"), "--zoo", str(folder))
+    for file in folder.glob("tensors/*/*"):
+        file.write_bytes(b"")
+    result = CliRunner().invoke(app, ["zoo", "verify", "--zoo", str(folder)])
+    assert isinstance(result.exception, CoserveError) and "problems" in str(result.exception)
+    assert "no whole file of safetensors" in result.stdout
+
+
+def test_a_full_fine_tune_is_made(zoo: str, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": f"{n} cats"}) for n in range(4)))
+    printed = run(
+        "finetune", "base", str(data), "--name", "own", "--block", "L2", "--max-steps", "1", "--zoo", zoo
+    )
+    assert "step 1/1  loss" in printed and "components are equivalent" in printed
+    run("remove", "own", "--zoo", zoo)
+    run("gc", "--zoo", zoo)
+
+
+def test_what_is_no_model_is_refused(zoo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no folder, and no name on the hub" in refusal("add", "nobody/nothing-there", "--zoo", zoo)
+    assert "there is no zoo" in refusal("list", "--zoo", str(tmp_path / "gone"))
+    assert "neither a model" in refusal("add", str(tmp_path), "--zoo", zoo)
+
+
+def test_a_server_is_given_all_of_a_foundation(zoo: str, made: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", "--zoo", zoo, "--show-config"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    settings = json.loads(result.stdout)
+    assert settings["name"] == "base" and set(settings["adapters"]) == {"lora", "tuned"}
+    assert contents(Path(settings["model"])) == contents(made / "base")
+
+
+def test_a_server_says_what_it_leaves_out(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command that makes the folders says is stood in for: it takes seconds to start."""
+    served = {"name": "base", "model": str(made / "base"), "adapters": {"lora": str(made / "lora")}}
+    said = CompletedProcess([], 0, json.dumps({**served, "left_out": {"tuned": "it belongs to other"}}), "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    serve = ["serve", "--zoo", "zoo", "--show-config"]
+    result = CliRunner().invoke(app, serve, catch_exceptions=False)
+    assert "tuned is not served: it belongs to other" in result.stderr
+    with pytest.raises(CoserveError, match="--adapter lora: the zoo has an adapter of that name"):
+        CliRunner().invoke(app, [*serve, "--adapter", f"lora={made / 'lora'}"], catch_exceptions=False)
+    said.returncode, said.stderr = 1, "coserve: the zoo has no 'other'\n"
+    with pytest.raises(ZooError, match=r"^the zoo has no .other.$"):
+        CliRunner().invoke(app, [*serve, "other"], catch_exceptions=False)
