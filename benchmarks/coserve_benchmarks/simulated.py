@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from coserve.simulate.hardware import MeasuredTable, hardware_named
-from coserve.simulate.machine import Jitter, MachineSettings, SimulatedMachine
+from coserve.simulate.jitter import Jitter
+from coserve.simulate.machine import MachineSettings, SimulatedMachine
 from coserve.simulate.times import WeightedTimes
 from coserve_benchmarks.ours import CACHE_TOKENS
 

@@ -7,7 +7,8 @@ without training answers them in time.
 from coserve.core.events import Event
 from coserve.core.plan import Plan, StepResult
 from coserve.core.request import SLO
-from coserve.simulate.machine import Jitter, SimulatedMachine
+from coserve.simulate.jitter import Jitter
+from coserve.simulate.machine import SimulatedMachine
 from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.mixes import ServedAdapters, WorkloadSettings
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, training_tokens

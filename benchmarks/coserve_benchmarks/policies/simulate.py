@@ -12,7 +12,7 @@ from typing import Any, Final
 from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
-from coserve.simulate.machine import Jitter
+from coserve.simulate.jitter import Jitter
 from coserve.workload.trace_formats import read_trace
 from coserve_benchmarks.policies.cells import FIGURES, LOADS, REQUESTS, CellRunner, SimulatedTestbed, traffics
 from coserve_benchmarks.policies.check import check

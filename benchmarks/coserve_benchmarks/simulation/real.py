@@ -16,7 +16,8 @@ from coserve.core.request import SLO
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.intervals import percentile
-from coserve.simulate.machine import Jitter, MachineSettings, SimulatedMachine
+from coserve.simulate.jitter import Jitter
+from coserve.simulate.machine import MachineSettings, SimulatedMachine
 from coserve.simulate.replay import LoadResult, replay
 from coserve.simulate.times import WeightedTimes
 from coserve.workload.mixes import TrainingSpec, WorkloadSettings
@@ -158,6 +159,8 @@ class RealRuns:
         """Fits costs to the runs of `SEEN`, and compares those of `UNSEEN`."""
         engine = self._testbed.engine
         workloads = self._workloads()
+        measured = engine.scheduler.cost.lanes
+        lanes = measured.inference, measured.training
         self._testbed.peak(workloads["poisson"], 2.0)  # what is made at first use
         recorder = StepRecorder(engine.scheduler)
         with recorder.watching():
@@ -168,7 +171,7 @@ class RealRuns:
         times = WeightedTimes(model.weights, engine.scheduler.config.layers, host=median(recorder.around))
         config = asdict(engine.scheduler.config)
         scheduler = {name: value for name, value in config.items() if name not in _SETTINGS}
-        settings = MachineSettings(CACHE_TOKENS, jitter=jitter, scheduler=scheduler, known=256)
+        settings = MachineSettings(CACHE_TOKENS, jitter=jitter, scheduler=scheduler, known=256, lanes=lanes)
         self._bench.results.note("errors", self._said(recorder, jitter, times))
         found = []
         for name, policy in UNSEEN:

@@ -19,7 +19,7 @@ import numpy as np
 
 from coserve.core.request import SLO
 from coserve.simulate.intervals import interval
-from coserve.simulate.machine import Jitter
+from coserve.simulate.jitter import Jitter
 from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
 from coserve_benchmarks.results import Results

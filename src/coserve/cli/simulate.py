@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.options import check_writable
+from coserve.cli.simulate_options import read_settings, read_slo, read_wanted
 from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _POLICY = "hybrid"
 _MODEL = "8b"
+_EVERY = 0.1  # seconds between two updates of the progress
 _CHECKED = "19m"  # what --check runs on this machine, where no other shape is asked for
 
 
@@ -86,6 +89,10 @@ def simulate(
     price: Annotated[
         list[str] | None, typer.Option(metavar="HARDWARE=PRICE", help="Of a device, for --advise; else 1.")
     ] = None,
+    measure: Annotated[
+        Path | None,
+        typer.Option(help="Instead, measure this machine with --model, and write its table there (.toml)."),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -95,12 +102,14 @@ def simulate(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Short runs, for --check.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="Groups of --check: errors, scale, flexllm; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Groups of --check: errors, scale, published, flexllm; may be repeated."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures there.", metavar="FILE")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture, SVG or PNG by its ending.")] = None,
+    page: Annotated[Path | None, typer.Option(help="File for all of it on one HTML page.")] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="File for the steps of the first run, for Perfetto.")
     ] = None,
@@ -110,8 +119,15 @@ def simulate(
     Prints shares within bounds, latencies and fine-tuning, by policy, hardware and rate. Tables of hardware
     are data sheets with assumed efficiencies, or measured: see docs/simulate.md.
     """
-    for flag, path in (("--json", json_file), ("--plot", plot), ("--perfetto", perfetto)):
+    drawn = {"--plot": plot, "--page": page, "--perfetto": perfetto}
+    for flag, path in {"--json": json_file, "--measure": measure, **drawn}.items():
         check_writable(flag, path)
+    if advise and (flags := [flag for flag, path in drawn.items() if path is not None]):
+        raise ConfigError(f"--advise draws nothing: {flags[0]} is for a sweep of the fleet that it names")
+    if measure is not None:
+        from coserve.cli.simulate_measure import measure as measure_here
+
+        return measure_here(model, measure)
     if check:
         return _check(_CHECKED if model == _MODEL else model, quick, only, json_file)
     from coserve.simulate.loads import SimulatedLoad, TrainingLoad
@@ -120,7 +136,7 @@ def simulate(
     from coserve.workload.mixes import ServedAdapters
     from coserve.workload.trace_formats import read_trace
 
-    choices = _settings(setting or [])
+    choices = read_settings(setting or [])
     load = SimulatedLoad(
         seconds,
         rate[0] if rate else None,
@@ -128,7 +144,7 @@ def simulate(
         prompt,
         answer,
         arrivals,
-        _slo(slo),
+        read_slo(slo),
         ServedAdapters(adapters, rank, skew),
         TrainingLoad(jobs, train_batch, train_length),
     )
@@ -149,7 +165,7 @@ def simulate(
     numbers = range(seed, seed + seeds)
     with _progress() as progress:
         if advise:
-            wanted = _wanted(within, training, most, price or [])
+            wanted = read_wanted(within, training, most, price or [], devices)
             results |= _advise(settings, load, wanted, policies, devices, choices, numbers, progress)
         else:
             cells = _sweep(settings, load, policies, devices, rate or [None], numbers, progress)
@@ -162,65 +178,12 @@ def simulate(
         from coserve.cli.simulate_picture import draw
 
         draw(results["cells"], f"{settings.shape.name}, {seconds:g} s, {seeds} seeds", plot)
+    if page is not None and "cells" in results:
+        from coserve.cli.simulate_page import write_page
+
+        write_page(results, _COLUMNS, [_row(cell) for cell in cells], page)
     if perfetto is not None:
         _perfetto(replace(settings, hardware=devices[0], policy=policies[0]), load, seed, perfetto)
-
-
-# Parsing
-
-
-def _slo(text: str) -> Any:
-    """Parses bounds. Raises ConfigError."""
-    from coserve.core.request import SLO
-
-    short = {"ttft": "first_token", "tpot": "between_tokens", "e2e": "end_to_end"}
-    known = ("first_token", "between_tokens", "end_to_end", "deferral", "slowdown")
-    found: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        name = short.get(name.strip(), name.strip())
-        if name not in known:
-            raise ConfigError(f"--slo: there is no bound {name!r}; there are {', '.join(known)}")
-        found[name] = _number("--slo", name, value)
-    return SLO(**found)
-
-
-def _settings(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Parses settings of the scheduler, each with one value or several. Raises ConfigError."""
-    from dataclasses import fields
-
-    from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
-
-    known = {field.name for field in fields(SchedulerConfig)} - SET_BY_ENGINE
-    found: dict[str, list[Any]] = {}
-    for text in texts:
-        name, _, values = text.partition("=")
-        if name not in known:
-            raise ConfigError(
-                f"--setting: there is no setting {name!r}; there are {', '.join(sorted(known))}"
-            )
-        found[name] = [_number("--setting", name, value) for value in values.split(",")]
-    return found
-
-
-def _number(flag: str, name: str, text: str) -> Any:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {name} needs a number, not {text!r}") from error
-
-
-def _wanted(within: float, training: float, most: int, prices: Sequence[str]) -> Any:
-    from coserve.simulate.advise import Wanted
-
-    if not 0 < within <= 1:
-        raise ConfigError(f"--within is a share of requests, above 0 and at most 1, not {within:g}")
-    pairs = (text.partition("=") for text in prices)
-    return Wanted(within, training, most, {name: _number("--price", name, value) for name, _, value in pairs})
 
 
 # Running
@@ -248,9 +211,9 @@ def _head(settings: "FleetSettings", load: "SimulatedLoad", hardware: Sequence[s
             "training": asdict(load.training),
             "adapters": load.adapters.count,
         },
-        "jitter": asdict(settings.jitter),
         "hardware": {
-            name: {"name": table.name, "sources": dict(table.sources)} for name, table in tables.items()
+            name: {"name": table.name, "sources": dict(table.sources), "jitter": asdict(table.jitter)}
+            for name, table in tables.items()
         },
     }
 
@@ -393,8 +356,13 @@ def _progress() -> "Iterator[Progress]":
 
     with Bars(console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
+        shown = float("-inf")
 
         def show(name: str, share: float) -> None:
+            nonlocal shown
+            if (now := time.monotonic()) - shown < _EVERY and name in tasks:
+                return
+            shown = now
             if name not in tasks:
                 tasks[name] = bars.add_task(name, total=1.0)
             bars.update(tasks[name], completed=share)

@@ -3,7 +3,7 @@ matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -19,16 +19,17 @@ _PANELS: Final = (
 _COLORS: Final = ("#2b6cb0", "#c85a00", "#12856a", "#7a3fc4", "#d1205f", "#4b5563", "#38a3dc", "#a3202c")
 
 
-def draw(cells: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """The picture of a sweep's cells (`Cell.as_dict`), as SVG or PNG by `path`'s ending."""
+def draw(cells: Sequence[Mapping[str, Any]], title: str, file: Path | BinaryIO) -> None:
+    """The picture of a sweep's cells (`Cell.as_dict`), as SVG, or PNG where the file's name ends so."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11.0, 6.4), layout="constrained")
         several = len({cell["rate"] for cell in cells}) > 1
         for axes, panel in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
             (_lines if several else _bars)(axes, cells, *panel)
         figure.suptitle(title, fontsize=10)
-        metadata = {"Date": None} if path.suffix == ".svg" else {}
-        figure.savefig(path, facecolor="white", dpi=80, metadata=metadata)
+        kind = (file.suffix[1:] or "svg") if isinstance(file, Path) else "svg"
+        metadata = {"Date": None} if kind == "svg" else {}
+        figure.savefig(file, facecolor="white", dpi=80, metadata=metadata, format=kind)
 
 
 def _series(cells: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -37,8 +37,8 @@ class SimulatedExecutor(VirtualClock):
 
     `seconds` gives a plan's duration, `host` the time that passes beside it until its result is applied. The
     second tier has room for `swap_pages`, of which writing and reading one takes `swap_seconds`. `reads`
-    gives what the plan that has just run read of a streamed base's weights. `observe` is called after each
-    plan with its result and the time at which it began.
+    gives what the plan that has just run read of a streamed base's weights. For `lanes` see `VirtualClock`.
+    `observe` is called after each plan with its result and the time at which it began.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class SimulatedExecutor(VirtualClock):
         swap_pages: int = 0,
         swap_seconds: tuple[float, float] = (0.0, 0.0),
         reads: Callable[[], WeightReads] = WeightReads,
+        lanes: tuple[float, float] = (2.0, 2.0),
         observe: Callable[[Plan, StepResult, float], object] = lambda plan, result, began: None,
     ) -> None:
-        super().__init__(seconds, plans_ahead)
+        super().__init__(seconds, plans_ahead, lanes)
         self.observe = observe
         self._host, self._reads = host, reads
         self._swap_pages, self._swap_seconds = swap_pages, swap_seconds

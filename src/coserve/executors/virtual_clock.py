@@ -14,15 +14,20 @@ class VirtualClock(ABC):
     """The clock of an executor without a model. `now` is in seconds; `seconds` gives a plan's duration.
 
     A call of `pause_training` stops the training of the next pausable plan after `layers_before_pause`
-    layers. A lane is slower in proportion to its share of the machine, and its training may end in a later
-    step.
+    layers. A lane is slower in proportion to its share of the machine, or by `lanes` (of inference, of
+    training) on half of it; its training may end in a later step.
     """
 
-    def __init__(self, seconds: Callable[[Plan], float], plans_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        seconds: Callable[[Plan], float],
+        plans_ahead: int = 0,
+        lanes: tuple[float, float] = (2.0, 2.0),
+    ) -> None:
         self.now = 0.0
         self.plans_ahead = plans_ahead
         self.layers_before_pause = 1
-        self._seconds = seconds
+        self._seconds, self._slower = seconds, lanes
         self._pausing = False
         self._beside: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._until = 0.0  # when it is done
@@ -69,9 +74,11 @@ class VirtualClock(ABC):
         if training.training:
             assert not self._beside, "one piece of training beside inference at a time"
             self._beside = training.training
-            self._training = self._seconds(Plan(training=training.training)) / training.share
+            slower = self._slower[1] / (2 * training.share)
+            self._training = self._seconds(Plan(training=training.training)) * slower
             self._until = self.now + self._training
-        answering = self._seconds(Plan(answers.inference)) / answers.share if answers.inference else 0.0
+        slower = self._slower[0] / (2 * answers.share)
+        answering = self._seconds(Plan(answers.inference)) * slower if answers.inference else 0.0
         waited = max(self._until - self.now, 0.0) if self._beside and not answers.inference else 0.0
         if not self._beside or self._until > self.now + answering + waited:
             return answering + waited, (), (answering, 0.0)

@@ -345,6 +345,8 @@ class Scheduler:
         limit = prefill_limit(builder, line, self.cost, self.config) / self._slowness
         limit = min(limit, step_limit(self._requests.running, self.cost, self.config))
         for sequence in line:
+            if closed and not sequence.pages and not sequence.offloaded:
+                continue  # nobody enters any more: whoever has pages already comes later in the line
             if not sequence.pages:  # sequences before it may have taken its cached pages
                 self._requests.look_up(sequence)
             if sequence.swapped is not None and not self.swapping.has_time(sequence.swapped, builder.now):
@@ -362,8 +364,6 @@ class Scheduler:
             if rows <= 0:
                 return
             if not sequence.pages:
-                if closed and not sequence.offloaded:
-                    continue
                 if not self._requests.enter(sequence, builder.now):
                     closed = closed or not sequence.offloaded  # others' pages are elsewhere
                     continue

@@ -18,8 +18,10 @@ from coserve.workload.shapes import shape_named
 HARDWARE: Final = "a100-40"
 POLICIES: Final = ("hybrid", "adaptive", "temporal:8,grain=batch", "spatial")
 ISOLATED: Final = "isolation"
-LOADS: Final = (0.25, 0.5, 0.75, 0.95)  # of the requests a second that all devices answer within the bound
-HEAVY: Final = LOADS[-1]
+COSERVED: Final = ("hybrid", "adaptive")
+RATES: Final = (2.5, 5.0, 10.0)  # requests a second; the last is their "very high" rate (8.3)
+HEAVY: Final = RATES[-1]
+FULL: Final = 0.95  # of the requests a second that all devices answer within the bound: beyond their loads
 PROMISED: Final = 0.99  # of the requests, within their bounds
 THEIRS: Final = 0.80  # of the peak is kept at heavy load (abstract and 8.1)
 _RANK: Final = 8
@@ -53,10 +55,9 @@ SETTINGS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class KeptShare:
-    """A policy at one load: the share of the peak that it trains, and the share of requests within bounds."""
+    """A policy at one rate: the share of the peak that it trains, and the share of requests within bounds."""
 
     policy: str
-    load: float
     rate: float
     kept: float
     within: float
@@ -81,10 +82,11 @@ class FlexLLM:
         self._load = SimulatedLoad(seconds, 1.0, slo=slo)
         self._training = TrainingLoad(1, 1, 1024)
 
-    def run(self, loads: Sequence[float] = LOADS, policies: Sequence[str] = POLICIES) -> dict[str, Any]:
-        """All policies at all loads, with the peak (tokens a second) and the capacity (requests a second)."""
+    def run(self, rates: Sequence[float] = RATES, policies: Sequence[str] = POLICIES) -> dict[str, Any]:
+        """All policies at all rates, and at `FULL` of the capacity; with the peak (tokens a second) and the
+        capacity (requests a second)."""
         peak, capacity = self.peak(), self.capacity()
-        kept = [one for load in loads for one in self._at(load, load * capacity, peak, policies)]
+        kept = [one for rate in (*rates, FULL * capacity) for one in self.at(rate, peak, policies)]
         return {
             "model": self.setting.name,
             "devices": self.setting.devices,
@@ -96,8 +98,11 @@ class FlexLLM:
         }
 
     def peak(self) -> float:
-        """Fine-tuning tokens a second of all engines without requests."""
-        return self._run("hybrid", _NOBODY, self.setting.engines, True).training
+        """Fine-tuning tokens a second of all engines without requests, under the better policy."""
+        return self._peak(self.setting.engines)
+
+    def _peak(self, engines: int) -> float:
+        return max(self._run(policy, _NOBODY, engines, True).training for policy in COSERVED)
 
     def capacity(self) -> float:
         """Requests a second that all engines answer within the bounds, without training; to a twentieth."""
@@ -109,18 +114,17 @@ class FlexLLM:
             low, high = (middle, high) if self._holds(middle, self.setting.engines) else (low, middle)
         return low
 
-    def _at(self, load: float, rate: float, peak: float, policies: Sequence[str]) -> Iterator[KeptShare]:
+    def at(self, rate: float, peak: float, policies: Sequence[str] = POLICIES) -> Iterator[KeptShare]:
+        """All policies at one rate, and isolation: as few engines as hold the bounds serve, others train."""
         for policy in policies:
             found = self._run(policy, rate, self.setting.engines, True)
-            yield KeptShare(policy, load, rate, found.training / peak, found.within)
+            yield KeptShare(policy, rate, found.training / peak, found.within)
         engines = self.setting.engines
         serving = next((n for n in range(1, engines) if self._holds(rate, n)), engines)
-        training = (
-            self._run("hybrid", _NOBODY, engines - serving, True).training if serving < engines else 0.0
-        )
+        training = self._peak(engines - serving) if serving < engines else 0.0
         within = self._run("hybrid", rate, serving, False).within
         note = f"{serving} of {engines} engines serve"
-        yield KeptShare(ISOLATED, load, rate, training / peak, within, note)
+        yield KeptShare(ISOLATED, rate, training / peak, within, note)
 
     def _holds(self, rate: float, engines: int) -> bool:
         found = self._run("hybrid", rate, engines, False)

@@ -19,6 +19,7 @@ import msgspec
 from coserve.errors import ConfigError
 from coserve.schedule.cost import DEFAULT_WEIGHTS
 from coserve.simulate.counting import PassKind, PassWork
+from coserve.simulate.jitter import Jitter
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -63,6 +64,7 @@ class Roofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="roo
     host_link_gbs: Positive
     efficiency: Efficiency
     overhead: Overhead
+    jitter: Jitter
     sources: Mapping[str, str]
 
     def seconds(self, work: Iterable[PassWork], dtype: str, degree: int = 1) -> float:
@@ -121,6 +123,7 @@ class MeasuredTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     weights: Mapping[str, NotNegative]
     sources: Mapping[str, str]
     host_us: NotNegative = 0.0
+    jitter: Jitter = Jitter()
 
     def __post_init__(self) -> None:
         if self.weights.keys() != DEFAULT_WEIGHTS.keys():

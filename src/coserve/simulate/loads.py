@@ -60,9 +60,9 @@ class SimulatedLoad:
     training: TrainingLoad = field(default_factory=TrainingLoad)
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
+        if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"a simulation takes a positive number of seconds, not {self.seconds:g}")
-        if self.rate is not None and not self.rate > 0:
+        if self.rate is not None and not 0 < self.rate < float("inf"):
             raise ConfigError(f"requests come at a positive rate, not {self.rate:g} a second")
         if not self.trace and self.rate is None:
             raise ConfigError("requests need a trace, or a rate (--trace FILE or --rate NUMBER)")

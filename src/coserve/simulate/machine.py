@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
-from math import exp
 from typing import Any, Final
 
 from coserve.core.events import Event, StepDone
@@ -23,6 +22,7 @@ from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.simulate.jitter import Jitter
 from coserve.simulate.times import Times
 from coserve.workload.requests import TimedJob, TimedRequest, greedy
 
@@ -31,32 +31,21 @@ POSITIONS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Jitter:
-    """Deviation of a machine's steps from their predictions: a lognormal factor of this standard deviation,
-    and a `share` of steps that take `longer` times as long."""
-
-    deviation: float = 0.05
-    share: float = 0.01
-    longer: float = 1.6
-
-    def draw(self, source: random.Random) -> float:
-        """The factor of one step."""
-        return exp(source.gauss(0.0, self.deviation)) * (self.longer if source.random() < self.share else 1.0)
-
-
-@dataclass(frozen=True, slots=True)
 class MachineSettings:
     """Settings of a machine beside its seconds.
 
     Keys and values of `cache_tokens` tokens fit. The scheduler's cost model has seen `known` steps of each
-    kind when a load begins. `scheduler` are further fields of `SchedulerConfig`; an `interruptible` machine
-    is a server: a request that arrives during a step pauses its training at the next boundary between layers.
+    kind when a load begins. `lanes` is the slowdown of inference and of training on half of the machine each,
+    which it knows; None is twice, which it does not. `scheduler` are further fields of `SchedulerConfig`; an
+    `interruptible` machine is a server: a request that arrives during a step pauses its training at the next
+    boundary between layers.
     """
 
     cache_tokens: int = 16384
     positions: int = POSITIONS
-    jitter: Jitter = Jitter()
+    jitter: Jitter = field(default_factory=Jitter)
     known: int = 32
+    lanes: tuple[float, float] | None = None
     scheduler: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,6 +59,8 @@ class SimulatedMachine:
         cost = times.known()
         for trains in (False, True) * settings.known:
             cost.misses.observe(jitter.draw(draw), trains)
+        if settings.lanes is not None:
+            cost.lanes.start(*settings.lanes)
         config = SchedulerConfig(times.layers, settings.positions, **settings.scheduler)
         pages = PagePool(settings.cache_tokens // PAGE_SIZE, PAGE_SIZE)
         self.scheduler = Scheduler(config, pages, cost, make_policy(policy))
@@ -77,6 +68,7 @@ class SimulatedMachine:
             lambda plan: self._time(plan, jitter.draw(draw)),
             host=lambda: times.host * jitter.draw(draw) if times.host else 0.0,
             reads=self._take_reads,
+            lanes=settings.lanes or (2.0, 2.0),
         )
         self._times, self._reads = times, WeightReads()
         self._is_streamed = bool(cost.reads.layers)

@@ -10,8 +10,9 @@ from coserve.simulate.capacity import cache_tokens_of
 from coserve.simulate.counting import PlanCounter
 from coserve.simulate.fleet import Fleet, FleetResult, make_router
 from coserve.simulate.hardware import Roofline
+from coserve.simulate.jitter import Jitter
 from coserve.simulate.loads import SimulatedLoad
-from coserve.simulate.machine import Jitter, MachineSettings, SimulatedMachine
+from coserve.simulate.machine import MachineSettings, SimulatedMachine
 from coserve.simulate.times import times_on
 from coserve.workload.shapes import ModelShape
 
@@ -22,7 +23,8 @@ _MAX_RUNNING: Final = 256
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
     """A fleet: `engines` independent engines of `degree` devices each, behind a router. `scheduler` are
-    further fields of `SchedulerConfig`; `cache_tokens` of None are as many as fit."""
+    further fields of `SchedulerConfig`; `cache_tokens` of None are as many as fit, `jitter` of None is the
+    hardware's."""
 
     shape: ModelShape
     hardware: str
@@ -33,7 +35,7 @@ class FleetSettings:
     rank: int = 16
     max_running: int = _MAX_RUNNING
     cache_tokens: int | None = None
-    jitter: Jitter = field(default_factory=Jitter)
+    jitter: Jitter | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,7 +80,9 @@ class Simulator:
             "prefix_sharing": load.shares_prefixes,
             **settings.scheduler,
         }
-        return MachineSettings(tokens, counter.shape.positions, settings.jitter, scheduler=scheduler)
+        return MachineSettings(
+            tokens, counter.shape.positions, settings.jitter or self.table.jitter, scheduler=scheduler
+        )
 
     @property
     def cache_tokens(self) -> int:

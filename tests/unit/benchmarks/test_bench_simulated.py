@@ -10,7 +10,7 @@ from coserve.core.plan import Plan, StepResult
 from coserve.core.request import SLO
 from coserve.schedule.cost import CostModel
 from coserve.simulate.intervals import percentile
-from coserve.simulate.machine import Jitter
+from coserve.simulate.jitter import Jitter
 from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.requests import TimedJob, Workload, poisson_requests, training_tokens
 from coserve_benchmarks.simulated import TWO_CORES, weighted_machine

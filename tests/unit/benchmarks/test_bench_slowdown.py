@@ -8,7 +8,8 @@ import pytest
 from coserve.core.events import Event
 from coserve.core.plan import Plan
 from coserve.schedule.cost import CostModel
-from coserve.simulate.machine import Jitter, MachineSettings, SimulatedMachine
+from coserve.simulate.jitter import Jitter
+from coserve.simulate.machine import MachineSettings, SimulatedMachine
 from coserve.simulate.replay import AnswerTimes, LoadResult, replay
 from coserve.simulate.times import WeightedTimes
 from coserve.workload.requests import TimedJob, Workload, training_tokens

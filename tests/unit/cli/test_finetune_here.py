@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.files import read_adapter
 from coserve.cli.app import app
-from coserve.engine.scoring import Scoring
+from coserve.engine.scoring import LossScoring
 from models import save, tiny
 from split_served import differences, serving
 
@@ -70,10 +70,10 @@ def test_an_adapter_is_trained_measured_and_written(tmp_path: Path, model: Path)
     )
     for step in job:
         if step.step in (2, 4):
-            scoring = Scoring(engine, step.version, engine.prepare(other).examples)
+            scoring = LossScoring(engine, step.version, engine.prepare(other).examples)
             while not scoring.advance():
                 engine.step()
-            losses[step.step] = scoring.loss
+            losses[step.step] = scoring.result.loss if scoring.result else None
     check_adapter(engine, output, engine.weights("local").parameters())
     shown = {
         int(step): float(loss)

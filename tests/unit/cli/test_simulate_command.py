@@ -26,6 +26,8 @@ def test_a_sweep_is_a_table_and_files(tmp_path: Path) -> None:
             files[1],
             "--perfetto",
             files[2],
+            "--page",
+            str(tmp_path / "a.html"),
             "--slo",
             "ttft=1,tpot=0.1",
         ],
@@ -37,6 +39,8 @@ def test_a_sweep_is_a_table_and_files(tmp_path: Path) -> None:
         ("hybrid", 4), ("idle-only", 4), ("hybrid", 8), ("idle-only", 8),
     ]  # fmt: skip
     assert "data sheet" in found["hardware"]["h100"]["sources"]["memory_gb"]
+    page = (tmp_path / "a.html").read_text()
+    assert "<svg" in page and "idle-only" in page and "NVIDIA H100 Tensor Core GPU data sheet" in page
     assert "<svg" in Path(files[1]).read_text() and "traceEvents" in Path(files[2]).read_text()
 
 
@@ -71,12 +75,29 @@ def test_advice_names_a_fleet(tmp_path: Path) -> None:
         (["--policy", "luck"], "no policy 'luck'"),
         (["--trace", "none.csv"], "expected a trace"),
         (["--advise", "--within", "2"], "--within is a share"),
+        (["--advise", "--plot", "x.svg"], "--advise draws nothing: --plot"),
+        (["--advise", "--price", "l4=1"], "'l4' is not among the hardware: h100"),
+        (["--advise", "--price", "h100=0"], "h100 needs a positive price"),
+        (["--seconds", "inf"], "positive number of seconds"),
+        (["--seconds", "nan"], "positive number of seconds"),
         (["--json", "nowhere/x.json"], "--json nowhere/x.json"),
     ],
 )
 def test_what_is_wrong_is_one_error(flags: list[str], said: str) -> None:
     out = CliRunner().invoke(app, [*SHORT, *flags])
     assert isinstance(out.exception, CoserveError) and said in str(out.exception)
+
+
+def test_a_measured_table_is_hardware(tmp_path: Path) -> None:
+    table = tmp_path / "here.toml"
+    out = CliRunner().invoke(app, ["simulate", "--model", "tiny", "--measure", str(table)])
+    assert out.exit_code == 0, out.output
+    assert "measured by coserve simulate --measure" in table.read_text()
+    flags = ["--seconds", "2", "--rate", "4", "--prompt", "16", "--answer", "4", "--train-length", "64"]
+    out = CliRunner().invoke(app, ["simulate", "--model", "tiny", "--hardware", str(table), *flags])
+    assert out.exit_code == 0 and "100.0 %" in out.output, out.output
+    out = CliRunner().invoke(app, ["simulate", "--model", "19m", "--hardware", str(table), *flags])
+    assert "was measured for one device and the shape tiny" in str(out.exception)
 
 
 def test_a_trace_with_a_hole_names_its_line(tmp_path: Path) -> None:

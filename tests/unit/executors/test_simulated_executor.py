@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from coserve.core.events import StepDone
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import InferenceSegment, Plan, SequenceStart, StepResult, TrainingSegment
 from coserve.core.request import SLO, Request, SamplingParams
-from coserve.core.sequence import MicroBatch
+from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.executors.executor import Executor
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.executors.simulated import SimulatedExecutor
@@ -86,3 +86,16 @@ def test_each_step_is_observed_with_the_time_at_which_it_began() -> None:
     executor.run(Plan(idle=3.0))
     assert [(result.seconds, began) for _, result, began in seen] == [(2.0, 1.0), (0.0, 3.5)]
     assert executor.now == 6.5
+
+
+def test_lanes_are_slower_by_what_is_given() -> None:
+    window = TrainingSegment(9, "job", "job@0", 0, 4, 10, Direction.TRAIN_FORWARD, Span(0, 2), LAYERS)
+    start = SequenceStart(1, (0, 0, 0), (), SamplingParams())
+    first = Plan((InferenceSegment(1, 0, 3, 0, 1),), (window,), split=0.5, sequences=(start,))
+    executor = SimulatedExecutor(lambda plan: 1.0, lanes=(1.5, 3.5))
+    result = executor.run(first)
+    assert (result.seconds, result.lanes, result.trained) == (1.5, (1.5, 0.0), ())
+    for number, trained in ((1, ()), (2, (window,))):
+        result = executor.run(Plan((InferenceSegment(1, 2 + number, 1, 2 + number, 1),), split=0.5))
+        assert result.trained == trained
+    assert result.lanes == (1.5, 3.5) and executor.now == 4.5

@@ -7,7 +7,8 @@ from coserve.errors import ConfigError
 from coserve.schedule.cost import DEFAULT_WEIGHTS
 from coserve.simulate.fleet import Answered, Fleet, LeastLoaded, RoundRobin, make_router
 from coserve.simulate.intervals import percentile
-from coserve.simulate.machine import Jitter, MachineSettings, SimulatedMachine
+from coserve.simulate.jitter import Jitter
+from coserve.simulate.machine import MachineSettings, SimulatedMachine
 from coserve.simulate.outcome import figures_of
 from coserve.simulate.replay import replay
 from coserve.simulate.times import WeightedTimes

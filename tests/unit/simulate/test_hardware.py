@@ -27,6 +27,8 @@ layer_us = 10
 reduction_us = 100
 update_us = 1000
 host_us = 5
+[jitter]
+deviation = 0.01
 [sources]
 memory_gb = "a sheet"
 """
@@ -52,6 +54,7 @@ def test_every_device_that_is_promised_is_there_with_its_sources() -> None:
             "host_link_gbs",
             "efficiency",
             "overhead",
+            "jitter",
         }
         assert stated == table.sources.keys() and all(table.sources.values())
         points = pairwise(table.efficiency.rows)

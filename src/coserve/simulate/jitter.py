@@ -1,0 +1,19 @@
+"""Deviation of a machine's steps from their predictions."""
+
+import random
+from dataclasses import dataclass
+from math import exp
+
+
+@dataclass(frozen=True, slots=True)
+class Jitter:
+    """Steps take a lognormal factor of this standard `deviation` of what is predicted, and a `share` of them
+    `longer` times as long."""
+
+    deviation: float = 0.05
+    share: float = 0.01
+    longer: float = 1.6
+
+    def draw(self, source: random.Random) -> float:
+        """The factor of one step."""
+        return exp(source.gauss(0.0, self.deviation)) * (self.longer if source.random() < self.share else 1.0)

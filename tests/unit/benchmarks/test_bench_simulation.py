@@ -1,0 +1,114 @@
+"""The check of the simulator: costs from watched steps, errors of pairs, tables, and its quick groups."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from coserve.core.plan import InferenceSegment, Plan
+from coserve.core.request import Request, SamplingParams
+from coserve.executors.simulated import SimulatedExecutor
+from coserve.memory.pages import PagePool
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.policies import make_policy
+from coserve.schedule.scheduler import Scheduler
+from coserve.simulate.replay import AnswerTimes, LoadResult
+from coserve_benchmarks.rows_page import render
+from coserve_benchmarks.simulation.real import Pair, StepRecorder, Timings
+from coserve_benchmarks.simulation.run import run_check
+from coserve_benchmarks.simulation.section import flexllm_tables
+
+TRUE = {"step": 3e-3, "forward_layers": 2e-2, "forward_rows": 4e-4, "decode_context": 2e-6}
+
+
+def scheduler() -> Scheduler:
+    return Scheduler(SchedulerConfig(4, 512), PagePool(64, 16), CostModel(), make_policy("hybrid"))
+
+
+def test_costs_are_those_of_the_steps_that_were_watched() -> None:
+    """Steps of known costs, one in fifty disturbed."""
+    truth, watched, draw = CostModel(TRUE), scheduler(), random.Random(1)
+    recorder = StepRecorder(watched)
+    plans = [
+        Plan(inference=tuple(InferenceSegment(n, c, rows, c, 1) for n in range(draw.randrange(1, 9))))
+        for rows in (1, 1, 1, 16, 64)
+        for c in (10, 100, 300)
+        for _ in range(20)
+    ]
+    with recorder.watching():
+        for number, plan in enumerate(plans):
+            longer = 2.0 if number % 50 == 0 else 1.0
+            watched.cost.observe(plan, truth.predict(plan) * draw.gauss(1.0, 0.01) * longer)
+    model = recorder.costs(watched.cost)
+    errors = [abs(model.predict(plan) / truth.predict(plan) - 1) for plan in plans]
+    assert max(errors) < 0.1 and sum(errors) / len(errors) < 0.04
+    jitter = recorder.jitter(model)
+    assert 0.005 < jitter.deviation < 0.05
+    assert jitter.share == pytest.approx(0.02, abs=0.01) and jitter.longer == pytest.approx(2.0, rel=0.2)
+    assert len(recorder.samples) == len(plans)
+    watched.cost.observe(plans[0], 1.0)
+    assert len(recorder.samples) == len(plans)  # the watch is over
+
+
+def test_steps_are_watched_through_a_scheduler() -> None:
+    watched = scheduler()
+    executor, recorder = SimulatedExecutor(CostModel(TRUE).predict), StepRecorder(watched)
+    watched.submit(Request("r", (0,) * 8, SamplingParams(max_tokens=6, ignore_eos=True)), 0.0)
+    with recorder.watching():
+        while watched.has_work:
+            executor.step(watched)
+    assert len(recorder.samples) == 6
+    assert all(
+        seconds == pytest.approx(CostModel(TRUE).predict_features(one)) for one, seconds in recorder.samples
+    )
+
+
+def test_errors_are_relative_to_the_real_run() -> None:
+    load = LoadResult(0.0, 10.0, [AnswerTimes(1.0, [2.0, 2.5, 3.0])], [(5.0, 100.0)])
+    real = Timings.of(load)
+    assert (real.time_per_token, real.ttft_p99, real.training) == (0.5, 1.0, pytest.approx(10.0))
+    pair = Pair("w", "p", real, Timings(0.45, 1.2, 10.0))
+    assert pair.error("time_per_token") == pytest.approx(0.1)
+    assert pair.error("ttft_p99") == pytest.approx(0.2)
+    assert pair.error("training") == pytest.approx(0.0)
+    assert Pair("w", "p", Timings(None, None, 0.0), real).error("training") is None
+
+
+def kept(policy: str, rate: float, share: float, within: float, note: str = "") -> dict[str, object]:
+    return {"policy": policy, "rate": rate, "kept": share, "within": within, "note": note}
+
+
+def test_the_table_takes_the_policy_that_holds_the_bounds() -> None:
+    cells = [
+        kept(policy, rate, share, within)
+        for rate in (2.5, 10.0)
+        for policy, share, within in (
+            ("hybrid", 0.95, 0.5), ("adaptive", 0.82, 1.0), ("temporal:8,grain=batch", 0.2, 0.4),
+            ("spatial", 0.4, 0.2), ("isolation", 0.5, 1.0),
+        )
+    ]  # fmt: skip
+    run = {
+        "model": "M",
+        "devices": 4,
+        "degree": 2,
+        "bound": 0.05,
+        "peak": 7000.0,
+        "capacity": 50.0,
+        "kept": cells,
+    }
+    lines = list(flexllm_tables([{**run, "kept": cells}]))
+    assert any("82% (`adaptive`)" in line and "same direction, as much" in line for line in lines)
+    assert "| `isolation` | 50%, 100.0% | 50%, 100.0% |" in lines
+
+
+def test_the_quick_groups_write_their_keys(tmp_path: Path) -> None:
+    path = tmp_path / "check.json"
+    run_check("tiny", True, ("scale", "flexllm"), path)
+    found = json.loads(path.read_text())
+    assert (
+        found["events_per_second"] > 0 and found["scheduler.growth"] > 0 and 0 < found["flexllm.kept"] < 1.5
+    )
+    page = render(found)
+    assert "`scheduler.growth`" in page and "**OPT-13B**" in page and "there" in page
