@@ -40,6 +40,7 @@ class BlockModules:
         self._decoder: Any = model.get_decoder()
         self._dtype, self._width = dtype, layer_width(model)
         self._sequences = _Sequences()
+        self._preparing = threading.Lock()  # several products may be computed at once
         self._windows: dict[int, int | None] = {}
         self._blocks = [Block(path, layer) for path, layer in adopt(model).items()]
         name = f"coserve-blocks-{id(self):x}"
@@ -115,9 +116,10 @@ class BlockModules:
 
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         rows = torch.zeros(1, sum(lengths), self._width, dtype=self._dtype)
-        for block in self._blocks:
-            block.answer_with(note)
-        self._decoder(inputs_embeds=rows, position_ids=positions, use_cache=False)
+        with self._preparing:
+            for block in self._blocks:
+                block.answer_with(note)
+            self._decoder(inputs_embeds=rows, position_ids=positions, use_cache=False)
         return calls
 
     def _attention(

@@ -1,5 +1,6 @@
 """Whole decoder layers at an executor: sequences apart, layers one by one on the way back, wrong calls."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,6 +56,23 @@ def test_each_sequence_is_computed_alone(
     for got, right in ((y, wanted.detach()), (found, wanted_grad)):
         largest = float(right.abs().max())  # what is rounded are sums of numbers of this size
         torch.testing.assert_close(got, right, rtol=0.0, atol=3e-6 * largest)
+
+
+def test_products_side_by_side(linears: BaseLinears) -> None:
+    """An executor computes several at once, for sequences of other lengths."""
+    draws = torch.Generator().manual_seed(0)
+    given = [(n, 4 * n, 2) for n in range(1, 9)]
+    rows = [torch.randn(sum(lengths), 64, generator=draws) for lengths in given]
+
+    def both(lengths: tuple[int, ...], x: Tensor) -> list[Tensor]:
+        forward, back = call(LAYERS, lengths), call(LAYERS, lengths, "backward")
+        return [*linears.compute(forward, [x]), *linears.compute(back, [x, x])]
+
+    wanted = list(map(both, given, rows))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(both, given * 10, rows * 10))
+    for got, right in zip(found, wanted * 10, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
 
 
 @pytest.mark.parametrize(
