@@ -23,6 +23,10 @@ from coserve.zoo.finetune import FullFineTuning, finetune
 from coserve.zoo.store import Zoo
 
 FOUNDATION: Final = "coserve-tiny"
+SERVED: Final = (  # twelve that are asked for at once
+    *(f"full-{number}" for number in range(1, 7)), *(f"lora-{number}" for number in range(1, 5)),
+    "ia3-9", "bottleneck-10",
+)  # fmt: skip
 _ATTENTION: Final = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _LORA: Final[Sequence[dict[str, Any]]] = (
     {"rank": 4, "targets": _ATTENTION[::2]}, {"rank": 8, "targets": _ATTENTION}, {"rank": 8}, {"rank": 16},
@@ -38,9 +42,9 @@ _FULL: Final = ((), ("L1-6",), ("L4-6",), ("L1-3",), ("L2-5",), ("L3-6", "H"))
 _WIDTHS: Final = (192, 320)  # the embedded model's is 256
 _HEADS: Final = 64  # width of an attention head, as the embedded model has it
 _STIRRED: Final = 0.05  # standard deviation of what is added to fresh adapters' weights
-_STEPS: Final = 60  # optimizer steps of a full fine-tune
+_STEPS: Final = 30  # optimizer steps of a full fine-tune
 _RATE: Final = 1e-4
-_EXAMPLES: Final = 480
+_EXAMPLES: Final = 240
 
 
 def make_applications(zoo: Zoo, folder: Path, quick: bool = False) -> None:

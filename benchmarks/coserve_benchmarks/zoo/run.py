@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
+from transformers.utils import logging
+
 from coserve.zoo.figures import blocks_of, labels_of, storage
 from coserve.zoo.partition import THRESHOLD, distinct
 from coserve.zoo.picture import draw_chains
@@ -13,15 +15,19 @@ from coserve.zoo.views import serve_from
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
-from coserve_benchmarks.zoo.applications import FOUNDATION, make_applications
+from coserve_benchmarks.zoo.applications import FOUNDATION, SERVED, make_applications
 from coserve_benchmarks.zoo.loaded import measure_memory, measure_switch
+from coserve_benchmarks.zoo.serving import measure_serving
 
-GROUPS: Final = ("storage", "memory", "switch")
+GROUPS: Final = ("storage", "memory", "switch", "serving")
 BARS: Final[dict[str, Bar | None]] = {
     "storage.exact": Bar(0.45, at_most=True),
     "storage.with_alternatives": Bar(0.25, at_most=True),
     "memory.vs_models": Bar(0.45, at_most=True),
     "switch.vs_model": Bar(0.165, at_most=True),
+    "serving.throughput": Bar(1.71),
+    "serving.p95": Bar(0.665, at_most=True),
+    "serving.vs_parameter_sharing": Bar(1.46),
 }
 
 
@@ -35,6 +41,7 @@ def run_zoo(
     drawn to `picture`. Raises ConfigError for an unknown group."""
     groups = GROUPS if only is None else tuple(only)
     bench = begin("tiny", quick, groups, GROUPS, json_path, BARS)
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="coserve-zoo-") as name:
         zoo = Zoo.create(Path(name, "zoo"))
         make_applications(zoo, Path(name), quick)
@@ -43,6 +50,7 @@ def run_zoo(
             "storage": lambda: _storage(bench, zoo),
             "memory": lambda: measure_memory(bench.results, zoo, served),
             "switch": lambda: measure_switch(bench.results, zoo, served, quick),
+            "serving": lambda: measure_serving(bench.results, zoo, served, SERVED, quick),
         }
         run_groups(bench, groups, runs)
         if picture is not None:

@@ -61,6 +61,7 @@ def add(
     from coserve.zoo.equivalence import evaluate as measure
     from coserve.zoo.store import Zoo
 
+    _without_bars()
     folder, default = _source(source)
     opened = Zoo.create(zoo)
     before = opened.nbytes(opened.applications())
@@ -167,6 +168,7 @@ def evaluate(
     from coserve.zoo.picture import draw_similarity
     from coserve.zoo.text import TEXT
 
+    _without_bars()
     opened = _open(zoo)
     other = partner or opened.application(name).parent
     if not other:
@@ -260,6 +262,7 @@ def finetune(
     settings = FullFineTuning(
         tuple(block or ()), epochs, batch_size, learning_rate, max_length, max_steps, seed
     )
+    _without_bars()
     opened = _open(zoo)
     train(
         opened, model, file, name, settings,
@@ -279,6 +282,13 @@ def views(model: Annotated[str | None, typer.Argument(metavar="NAME")] = None, z
         "name": served.name, "model": str(served.model.absolute()), "left_out": dict(served.left_out),
         "adapters": {name: str(folder.absolute()) for name, folder in served.adapters.items()},
     })  # fmt: skip
+
+
+def _without_bars() -> None:
+    """Loads models without transformers' progress bars from now on."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _open(folder: Path) -> "Zoo":

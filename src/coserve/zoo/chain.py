@@ -51,7 +51,7 @@ def parent_of(application: Application, others: Mapping[str, Application]) -> Ap
 
 
 def keys_of(application: Application, others: Mapping[str, Application]) -> tuple[str, ...]:
-    """What each component of the application's chain computes with, as keys: equal keys, equal bytes. An
+    """Keys of the contents that each component of the chain computes with: equal keys, equal bytes. An
     adapter's are its parent's where it has no bypass. Raises ZooError."""
     own = tuple(component.key for component in application.chain)
     if not application.is_adapter:

@@ -78,7 +78,7 @@ class Application(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """What the application is, in words."""
+        """Kind of application, in words."""
         return "adapter" if self.is_adapter else "full fine-tune" if self.parent else "foundation"
 
     def tensor_keys(self) -> Iterator[str]:

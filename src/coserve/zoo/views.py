@@ -30,8 +30,8 @@ _METHOD: Final = "LN_TUNING"  # PEFT's type of adapters that are nothing but mod
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Everything that a server of a zoo serves: the model's name and folder, adapters' folders by name, and
-    by name why others are left out."""
+    """Applications of a zoo for one server: the model's name and folder, adapters' folders by name, and why
+    others are left out, by name."""
 
     name: str
     model: Path
