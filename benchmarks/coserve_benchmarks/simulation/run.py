@@ -21,7 +21,7 @@ from coserve_benchmarks.results import Bar
 from coserve_benchmarks.simulation.real import RealRuns
 from coserve_benchmarks.simulation.section import SECTION
 
-GROUPS: Final = ("errors", "scale", "published", "flexllm")
+GROUPS: Final = ("flexllm", "published", "scale", "errors")
 BARS: Final[dict[str, Bar | None]] = {
     "error.time_per_token": Bar(0.05, at_most=True),
     "error.ttft_p99": Bar(0.15, at_most=True),
@@ -81,7 +81,7 @@ class _Rows:
             )
         said = f"from {waiting[0]} to {waiting[-1]} waiting requests, over that of n log n; policy hybrid"
         self._results.row("scheduler.growth", relative, note=said)
-        engines, span = (10, 2.0) if self._quick else (_FLEET, 5.0)
+        engines, span = (10, 2.0) if self._quick else (_FLEET, 2.0)
         load = SimulatedLoad(
             span,
             _A_DAY / 86_400 * engines / _FLEET,
@@ -120,7 +120,7 @@ class _Rows:
 
     def flexllm(self) -> None:
         """FlexLLM's end-to-end comparison (8.1) on its class of hardware."""
-        span = 4.0 if self._quick else 20.0
+        span = 4.0 if self._quick else 12.0
         settings = SETTINGS[:1] if self._quick else SETTINGS
         rates = (HEAVY,) if self._quick else RATES
         found = []
