@@ -82,7 +82,7 @@ def _statements(runs: Runs) -> Iterator[tuple[str, str, str, str]]:
             f"co-serving and isolation under light load ({RATES[0]:g} requests/s)",
             "on par",
             ", ".join(f"{a:.0%} and {b:.0%}" for a, b in zip(ours, theirs, strict=True)),
-            "isolation gives whole engines of several devices to either side; theirs divides single devices",
+            "isolation gives whole engines of several devices to either side; theirs divides single ones",
         )
 
 
