@@ -31,8 +31,11 @@ _PATIENT: Final = 10.0  # seconds to the first token: theirs is not bounded, and
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model of theirs, its devices, and its bound between tokens, seconds. An engine has `degree` devices: a
-    node of four, as there; isolation divides the devices into engines of `apart`."""
+    """A model of theirs, its devices, and its bound between tokens, seconds.
+
+    An engine has `degree` devices: a node of four, as there, or eight where a job does not fit beside the
+    weights; there such models are pipelines of nodes. Isolation divides the devices into engines of `apart`.
+    """
 
     name: str
     shape: str
@@ -50,7 +53,7 @@ class Setting:
 SETTINGS: Final = (
     Setting("OPT-13B", "13b", 4, 4, 2, 0.050),
     Setting("LLaMA-30B", "30b", 8, 4, 4, 0.080),
-    Setting("LLaMA-2-70B", "70b-32k", 16, 4, 4, 0.110),
+    Setting("LLaMA-2-70B", "70b-32k", 16, 8, 8, 0.110),
 )
 
 
