@@ -10,9 +10,9 @@ Runs = Sequence[Mapping[str, Any]]
 
 
 def flexllm_tables(runs: Runs) -> Iterator[str]:
-    """Lines of the tables of FlexLLM's 8.1 and 8.3: a table for each model, and one of statements."""
+    """Lines of the tables of FlexLLM's 8.1 and 8.3: one for each model, and one of statements."""
     yield (
-        "Shapes are Llama's of the same size, adapters are of rank 8 on all linears (there on the MLP's), and "
+        "Shapes are Llama's of the same size, adapters of rank 8 on all linears (there on the MLP's), and "
         "devices that share a model do so by tensor parallelism alone (there pipelines between nodes)."
     )
     yield ""
@@ -106,6 +106,6 @@ def _why(kept: Sequence[float]) -> str:
         return "same direction, as much"
     close = sum(share >= THEIRS * 2 / 3 for share in kept)
     return (
-        f"same direction, within a third on {close} of {len(kept)}: the peak here is of whole mini-batches that "
-        "nobody interrupts, and each single token of an answer is held to its bound, not their mean"
+        f"same direction, within a third on {close} of {len(kept)}: the peak here is of whole mini-batches "
+        "that nobody interrupts, and each single token of an answer is held to its bound, not their mean"
     )
