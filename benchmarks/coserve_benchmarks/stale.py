@@ -83,6 +83,16 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_bench("client.py", "firstbyte.py", "overhead.py", "restart.py", "served.py", "streams.py"),
         ),
     ),
+    "simulate.json": Presented(
+        "docs/results/simulate.md",
+        (
+            *_ENGINE,
+            "src/coserve/simulate",
+            *_MEASURING,
+            *_LOADS,
+            *_bench("simulation", "policies"),
+        ),
+    ),
     "split.json": Presented(
         "docs/results/split.md",
         (*_ENGINE, "src/coserve/split", "src/coserve/wire", *_MEASURING, *_bench("split", "folder.py")),

@@ -145,6 +145,13 @@ class StepRecorder:
         more = exp(fmean(longer) - middle) if longer else 1.0
         return Jitter(pstdev(usual), len(longer) / len(ratios), more)
 
+    def weights(self, model: CostModel, jitter: Jitter) -> dict[str, float]:
+        """A model's weights, scaled so that all steps together take as long as they did: a fit to relative
+        errors is low where steps vary, as slow ones count less."""
+        predicted = sum(model.predict_features(one) for one, _ in self.samples) * jitter.mean
+        scale = sum(seconds for _, seconds in self.samples) / predicted
+        return {name: weight * scale for name, weight in model.weights.items()}
+
 
 class RealRuns:
     """Runs an engine on this machine, and its simulation."""
@@ -168,7 +175,8 @@ class RealRuns:
                 self._testbed.run(policy, workloads[name])
         model = recorder.costs(engine.scheduler.cost)
         jitter = recorder.jitter(model)
-        times = WeightedTimes(model.weights, engine.scheduler.config.layers, host=median(recorder.around))
+        weights = recorder.weights(model, jitter)
+        times = WeightedTimes(weights, engine.scheduler.config.layers, host=median(recorder.around))
         config = asdict(engine.scheduler.config)
         scheduler = {name: value for name, value in config.items() if name not in _SETTINGS}
         settings = MachineSettings(CACHE_TOKENS, jitter=jitter, scheduler=scheduler, known=256, lanes=lanes)

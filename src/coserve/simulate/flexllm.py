@@ -31,13 +31,17 @@ _PATIENT: Final = 10.0  # seconds to the first token: theirs is not bounded, and
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model of theirs, its devices, and its bound between tokens, seconds. An engine has `degree`
-    devices."""
+    """A model of theirs, its devices, and its bound between tokens, seconds.
+
+    An engine has `degree` devices: a node of four, as there, or eight where a job does not fit beside the
+    weights; there such models are pipelines of nodes. Isolation divides the devices into engines of `apart`.
+    """
 
     name: str
     shape: str
     devices: int
     degree: int
+    apart: int
     bound: float
 
     @property
@@ -47,9 +51,9 @@ class Setting:
 
 
 SETTINGS: Final = (
-    Setting("OPT-13B", "13b", 4, 2, 0.050),
-    Setting("LLaMA-30B", "30b", 8, 4, 0.080),
-    Setting("LLaMA-2-70B", "70b-32k", 16, 4, 0.110),
+    Setting("OPT-13B", "13b", 4, 4, 2, 0.050),
+    Setting("LLaMA-30B", "30b", 8, 4, 4, 0.080),
+    Setting("LLaMA-2-70B", "70b-32k", 16, 8, 8, 0.110),
 )
 
 
@@ -99,39 +103,41 @@ class FlexLLM:
 
     def peak(self) -> float:
         """Fine-tuning tokens a second of all engines without requests, under the better policy."""
-        return self._peak(self.setting.engines)
+        return self._peak(self.setting.engines, self.setting.degree)
 
-    def _peak(self, engines: int) -> float:
-        return max(self._run(policy, _NOBODY, engines, True).training for policy in COSERVED)
+    def _peak(self, engines: int, degree: int) -> float:
+        return max(self._run(policy, _NOBODY, engines, degree, True).training for policy in COSERVED)
 
     def capacity(self) -> float:
         """Requests a second that all engines answer within the bounds, without training; to a twentieth."""
         low, high = 0.0, 1.0
-        while self._holds(high, self.setting.engines):
+        engines, degree = self.setting.engines, self.setting.degree
+        while self._holds(high, engines, degree):
             low, high = high, 2 * high
         while high - low > high / 20:
             middle = (low + high) / 2
-            low, high = (middle, high) if self._holds(middle, self.setting.engines) else (low, middle)
+            low, high = (middle, high) if self._holds(middle, engines, degree) else (low, middle)
         return low
 
     def at(self, rate: float, peak: float, policies: Sequence[str] = POLICIES) -> Iterator[KeptShare]:
         """All policies at one rate, and isolation: as few engines as hold the bounds serve, others train."""
         for policy in policies:
-            found = self._run(policy, rate, self.setting.engines, True)
+            found = self._run(policy, rate, self.setting.engines, self.setting.degree, True)
             yield KeptShare(policy, rate, found.training / peak, found.within)
-        engines = self.setting.engines
-        serving = next((n for n in range(1, engines) if self._holds(rate, n)), engines)
-        training = self._peak(engines - serving) if serving < engines else 0.0
-        within = self._run("hybrid", rate, serving, False).within
+        apart = self.setting.apart
+        engines = self.setting.devices // apart
+        serving = next((n for n in range(1, engines) if self._holds(rate, n, apart)), engines)
+        training = self._peak(engines - serving, apart) if serving < engines else 0.0
+        within = self._run("hybrid", rate, serving, apart, False).within
         note = f"{serving} of {engines} engines serve"
         yield KeptShare(ISOLATED, rate, training / peak, within, note)
 
-    def _holds(self, rate: float, engines: int) -> bool:
-        found = self._run("hybrid", rate, engines, False)
+    def _holds(self, rate: float, engines: int, degree: int) -> bool:
+        found = self._run("hybrid", rate, engines, degree, False)
         return found.within >= PROMISED
 
-    def _run(self, policy: str, rate: float, engines: int, trains: bool) -> RunFigures:
-        self._say(f"{self.setting.name}: {policy}, {rate:.3g} requests/s on {engines} engines")
+    def _run(self, policy: str, rate: float, engines: int, degree: int, trains: bool) -> RunFigures:
+        self._say(f"{self.setting.name}: {policy}, {rate:.3g} requests/s on {engines} engines of {degree}")
         load = replace(self._load, rate=rate, training=self._training if trains else TrainingLoad())
-        fleet = replace(self._fleet, policy=policy, engines=engines)
+        fleet = replace(self._fleet, policy=policy, engines=engines, degree=degree)
         return figures_of(Simulator(fleet, load).run(self._seed))

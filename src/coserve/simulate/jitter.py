@@ -14,6 +14,11 @@ class Jitter:
     share: float = 0.01
     longer: float = 1.6
 
+    @property
+    def mean(self) -> float:
+        """The mean factor."""
+        return exp(self.deviation**2 / 2) * (1.0 + self.share * (self.longer - 1.0))
+
     def draw(self, source: random.Random) -> float:
         """The factor of one step."""
         return exp(source.gauss(0.0, self.deviation)) * (self.longer if source.random() < self.share else 1.0)

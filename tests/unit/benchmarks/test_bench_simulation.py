@@ -47,6 +47,10 @@ def test_costs_are_those_of_the_steps_that_were_watched() -> None:
     jitter = recorder.jitter(model)
     assert 0.005 < jitter.deviation < 0.05
     assert jitter.share == pytest.approx(0.02, abs=0.01) and jitter.longer == pytest.approx(2.0, rel=0.2)
+    weights = recorder.weights(model, jitter)
+    together = CostModel(weights).predict
+    seconds = sum(taken for _, taken in recorder.samples)
+    assert sum(map(together, plans)) * jitter.mean == pytest.approx(seconds)
     assert len(recorder.samples) == len(plans)
     watched.cost.observe(plans[0], 1.0)
     assert len(recorder.samples) == len(plans)  # the watch is over
