@@ -9,13 +9,15 @@ more than two saves a block's bytes only where a pass turns; a block that stays 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Final
 
 from coserve.core.size import show_size
 from coserve.errors import ConfigError
 
 RING: Final = 2  # buffers: one is computed with while the other is read
-_MOST: Final = 20_000  # sums of sizes that are tried; models have one size of blocks, or a few
+_MOST: Final = 5_000  # sums of sizes that are tried; models have one size of blocks, or a few
+_Sum = tuple[int, int, "_Sum | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +109,21 @@ def plan_residence(blocks: Sequence[int], budget: int, buffers: int = RING) -> R
 
 def _fill(counts: Counter[int], room: int) -> dict[int, int]:
     """Number of blocks of each size that stay, so that they fill most of the room."""
-    sums: dict[int, dict[int, int]] = {0: {}}
+    # Each sum with the size that was added last, how often, and the sum before.
+    sums: dict[int, _Sum | None] = {0: None}
     for size, most in counts.items():
-        for before, stay in [*sums.items()]:
-            for n in range(1, most + 1):
-                if before + n * size > room:
-                    break
-                sums.setdefault(before + n * size, {**stay, size: n})
+        for before, added in [*sums.items()]:
+            for total in range(before + size, min(before + most * size, room) + 1, size):
+                if total not in sums:
+                    sums[total] = (size, (total - before) // size, added)
         if len(sums) > _MOST:
-            sums = dict(sorted(sums.items(), reverse=True)[:_MOST])
-    return sums[max(sums)]
+            sums = {total: sums[total] for total in nlargest(_MOST, sums)}
+    stay: dict[int, int] = {}
+    last = sums[max(sums)]
+    while last is not None:
+        size, count, last = last
+        stay[size] = count
+    return stay
 
 
 def _spread(blocks: Sequence[int], size: int, stay: int) -> set[int]:

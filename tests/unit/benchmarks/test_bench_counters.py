@@ -26,7 +26,7 @@ from coserve.memory.arena import Lease
 from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.train.fresh import fresh_adapter
 from coserve.train.save_policy import SavePolicy
-from coserve.workload.requests import TimedJob, TimedRequest, Workload, training_tokens
+from coserve.workload.requests import TimedJob, TimedRequest, Workload, greedy, training_tokens
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks import coserving, drive, finetune, inference, ours, overhead, remote, stepping
 from coserve_benchmarks.adapters import decode, figure, swap, training
@@ -393,7 +393,7 @@ def test_products_beside_a_decode_step_are_those_of_the_step(
 ) -> None:
     engine = make_engine(bench, calibrate=False)
     assert isinstance(engine.executor, LocalExecutor)
-    answers = [engine.generate([1, 2, number], sampling=ours.greedy(8)) for number in range(3, 8)]
+    answers = [engine.generate([1, 2, number], sampling=greedy(8)) for number in range(3, 8)]
     while any(len(answer.tokens) < 2 for answer in answers):
         engine.step()
     called: Counter[tuple[int, int]] = Counter()  # the placement, and its rows

@@ -483,7 +483,8 @@ def test_groups_and_traces_that_do_not_exist(tmp_path: Path) -> None:
     assert found.exit_code == 2 and "none.csv" in found.output
     (tmp_path / "trace.csv").write_text("when,in,out\n1,2,3\n")
     found = CliRunner().invoke(app, [*command, "--only", "azure", "--trace", str(tmp_path / "trace.csv")])
-    assert isinstance(found.exception, DataError) and "expected TIMESTAMP" in str(found.exception)
+    assert isinstance(found.exception, DataError)
+    assert "trace.csv, line 1: expected the columns of a trace (TIMESTAMP" in str(found.exception)
     found = CliRunner().invoke(app, [*command, "--page", str(tmp_path / "no" / "page.html")])
     assert isinstance(found.exception, ConfigError) and "--page" in str(found.exception)
 
