@@ -102,6 +102,17 @@ RESULTS: Final[Mapping[str, Presented]] = {
         (*_ENGINE, "src/coserve/streamed", *_MEASURING, *_LOADS, *_bench("streamed", "folder.py")),
     ),
     "tiny.json": Presented("docs/tiny.md", ("src/coserve/tiny", *_bench("tiny"))),
+    "training.json": Presented(
+        "docs/results/training.md",
+        (
+            *_ENGINE,
+            "src/coserve/tinker",
+            "src/coserve/server",
+            "src/coserve/tiny",
+            *_MEASURING,
+            *_bench("training"),
+        ),
+    ),
     "trains.json": Presented(
         "docs/results/methods.md",
         (*_ENGINE, "src/coserve/tiny", *_MEASURING, *_bench("methods")),
