@@ -106,8 +106,7 @@ RESULTS: Final[Mapping[str, Presented]] = {
         "docs/results/training.md",
         (
             *_ENGINE,
-            "src/coserve/tinker",
-            "src/coserve/server",
+            "src/coserve/serve",
             "src/coserve/tiny",
             *_MEASURING,
             *_bench("training"),
