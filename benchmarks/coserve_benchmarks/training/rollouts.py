@@ -3,7 +3,9 @@ one policy-gradient step on all of them (Shao et al. 2024, DeepSeekMath, 4.1, wi
 distance from a reference).
 
 In turns a step samples and then trains. Together, the next batch is sampled by the weights from before the
-step while the step trains this one: one step off policy, which importance sampling corrects.
+step while the step trains this one: one step off policy, which importance sampling corrects. Answers have
+the bounds of the tier `flex`, as those of reinforcement jobs: without bounds the default slowdown would be
+kept for them, at the expense of the training that is waited for as well.
 """
 
 import time
@@ -16,6 +18,7 @@ from coserve.core.request import SamplingParams
 from coserve.core.training import AdamParams, Datum
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
+from coserve.engine.rollouts import FLEX
 from coserve.engine.training_client import Operation, TrainingClient
 from coserve.workload.requests import Tokens
 
@@ -82,7 +85,7 @@ class Rollouts:
                 params = SamplingParams(
                     self._sizes.answer, temperature=1.0, logprobs=0, seed=seed, ignore_eos=not self._ends
                 )
-                answers.append(self._engine.generate(prompt, self._session.adapter, params))
+                answers.append(self._engine.generate(prompt, self._session.adapter, params, FLEX))
         return answers
 
     def _train(self, answers: Sequence[Completion]) -> list[Operation[Any]]:

@@ -118,7 +118,7 @@ class _Rows:
         count = sizes.prompts * sizes.group
         note = (
             f"{count} answers of {sizes.answer} tokens to {sizes.prompts} prompts of {_PROMPT}, rank 8 on "
-            "all linears; sampling has no latency bound"
+            "all linears; sampling has the bounds of `flex`"
         )
         results.row("rl.vs_turns", ratio.value, (ratio.low, ratio.high), note)
 
