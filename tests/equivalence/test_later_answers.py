@@ -18,7 +18,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 SIBLINGS = {"llama": [QKV, ("gate_proj", "up_proj")], "gpt2": [("c_attn",)], "mixtral": [QKV]}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "keep"),
     [

@@ -89,6 +89,7 @@ def test_plans_just_run_give_the_gradients_of_whole_sequences(name: str, kind: s
         assert any(len(segment.span) < case.depth for segment in segments), "no window was put down"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("cut", "keep"), zip((-3, -2, -1), SavePolicy, strict=True))
 def test_plans_of_the_bench_give_the_gradients_of_whole_sequences(cut: int, keep: SavePolicy) -> None:

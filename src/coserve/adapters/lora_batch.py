@@ -7,9 +7,10 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lowrank import is_lora
-from coserve.kernels.lora.backend import LoraBackend
-from coserve.kernels.lora.segments import LoraBackends, LoraSegment, LoraSegments
+from coserve.kernels.lora.backend import LoraBackend, LoraSegment
+from coserve.kernels.lora.segments import LoraBackends, LoraSegments
 from coserve.kernels.lora.slots import SlotWeights
+from coserve.kernels.native.lora import LoraRows
 
 AdapterRows = tuple[slice, Bypasses]  # the rows of one adapter
 
@@ -40,6 +41,7 @@ class LoraBatch:
         self.adapters, self.slots = adapters, slots
         self._backends = LoraBackends()
         self._segments: dict[str, LoraSegments | None] = {}
+        self._native: dict[tuple[str, ...], Sequence[LoraRows | None] | None] = {}
         self.rest: list[AdapterRows] = []
         for rows, own in adapters:
             others = {path: bypass for path, bypass in own.outputs.items() if not is_lora(bypass)}
@@ -69,6 +71,23 @@ class LoraBatch:
         segments = self._segments[path]
         if segments is not None:
             segments.add_(x.flatten(0, -2), y)
+
+    def native(self, paths: tuple[str, ...]) -> Sequence[LoraRows | None] | None:
+        """The bypasses at each of these linears for kernels in C, None where one has none; None where some
+        are not read by kernels."""
+        if paths not in self._native:
+            self._native[paths] = None if self.slots else self._readable(paths)
+        return self._native[paths]
+
+    def _readable(self, paths: Sequence[str]) -> Sequence[LoraRows | None] | None:
+        found: list[LoraRows | None] = []
+        for path in paths:
+            segments = self.segments(path)
+            rows = None if segments is None else segments.native
+            if segments is not None and rows is None:
+                return None
+            found.append(rows)
+        return found
 
     def segments(self, path: str, is_added: Sequence[bool] | None = None) -> LoraSegments | None:
         """The segments at a linear, None where there are none. `is_added` tells for each adapter whether its

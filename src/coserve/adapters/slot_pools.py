@@ -4,7 +4,8 @@ Adapters with the same linears and nearly the same ranks share a *pool*; each ha
 of which there is one for each group of linears that are given the same input. A version is copied to its slot
 when a step first has rows of it, and stays until the slot is needed for another, so decode steps only
 multiply. Eviction is least recently used, by plans' uses of sequences (`LoraSlotPools.use`) over all pools.
-Other rows (DoRA, IA3, long prompts, a pool's only adapter in the step) use their own bypasses.
+Other rows (DoRA, IA3, long prompts, a pool's only adapter in the step) use their own bypasses, and so do all
+where a kernel in C multiplies by them (`kernels/native/lora.py`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.adapters.lowrank import LoRABypass, is_lora
 from coserve.kernels.lora.dispatch import make_slot_backend, make_slot_tables, slot_bounds, slot_rank
 from coserve.kernels.lora.slots import SlotTables, SlotWeights
+from coserve.kernels.native.lora import computes
 
 # A CPU's memory is taken when it is first written, a GPU's when it is asked for: 256 slots of rank 16 at all
 # linears of an 8B model would be 21 GB. There tables begin with so many slots, and double when they are full.
@@ -123,9 +125,9 @@ class LoraSlotPools:
 
     def slot_nbytes(self, bypasses: Bypasses) -> int:
         """Bytes of a version's slot if it had one; its tensors need no values."""
-        if self._bounds is None:
-            return 0
         entry = _entry(bypasses, self._paths)
+        if self._bounds is None or self._is_native(entry):
+            return 0
         alike = _alike(self._groups, dict(entry.shape))
         return sum(_tables(1, rank, paths, entry).slot_nbytes for rank, paths in alike)
 
@@ -177,7 +179,8 @@ class LoraSlotPools:
         alone: list[AdapterRows] = []
         for rows, bypasses in adapters:
             entry = self._entry(bypasses)
-            if entry.shape and rows.stop - rows.start <= self._bounds.rows:
+            is_short = rows.stop - rows.start <= self._bounds.rows
+            if entry.shape and is_short and not self._is_native(entry):
                 by_shape.setdefault(entry.shape, []).append((rows, entry))
             else:
                 alone.append((rows, bypasses))
@@ -189,6 +192,10 @@ class LoraSlotPools:
             slots.append(self._slot_rows(shape, found))
             alone += [(rows, entry.rest) for rows, entry in found if entry.rest is not None]
         return LoraBatch(alone, slots)
+
+    def _is_native(self, entry: SlotEntry) -> bool:
+        """Tells whether a kernel in C multiplies by the version's own matrices, without copies of them."""
+        return any(computes(bypass.a.dtype, self._device) for bypass in entry.plain.values())
 
     def _slot_rows(self, shape: Shape, found: Sequence[tuple[slice, SlotEntry]]) -> SlotRows:
         pool = self._pools.get(shape)

@@ -20,6 +20,7 @@ from coserve.attention.backend import InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.native.layer import DecodePages
+from coserve.kernels.native.lora import LoraRows
 from coserve.model.group import GroupRows, Prepared
 from coserve.model.placement import Placement
 
@@ -185,14 +186,20 @@ class FusedRows(GroupRows):
         return self._lora is None or not self._lora.covers(paths)
 
     def decode_pages(self, layer: int) -> DecodePages | None:
-        """The layer's pages where all rows are decode rows of the bare base, whose backend has them as
-        `DecodePages`."""
-        if len(self._parts) != 1 or self._adapters or self._lora is not None:
+        """The layer's pages where all rows are decode rows, whose backend has them as `DecodePages`."""
+        if len(self._parts) != 1:
             return None
         part = self._parts[0][1]
         if not isinstance(part, InferenceRows) or not isinstance(part.backend, BatchedBackend):
             return None
         return part.backend.decode_pages(layer, part.metadata)
+
+    def low_rank(self, paths: Sequence[str]) -> Sequence[LoraRows | None] | None:
+        """The rows' bypasses at each of these linears, None where one has none; None where rows have others,
+        or bypasses that no kernel in C reads."""
+        if self._adapters:
+            return None
+        return [None] * len(paths) if self._lora is None else self._lora.native(tuple(paths))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if len(self._parts) == 1:

@@ -19,6 +19,7 @@ from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.native import ops
 from coserve.kernels.native.layer import Layer, Norm, PackedLinear, decode_layer
+from coserve.kernels.native.lora import LoraRows
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block, Call
@@ -42,7 +43,7 @@ _LENGTHS, _TABLE = (3, 18), ((2, 0), (1, 3))  # and the positions and pages of i
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayer:
-    """A block's shortcut for decode rows of the bare base."""
+    """A block's shortcut for decode rows of the base, bare or with plain low-rank adapters."""
 
     index: int
     cell: BatchCell
@@ -66,18 +67,19 @@ class DecodeLayer:
         if not cos.shape == sin.shape == (1, hidden.shape[1], self.width):
             return None
         pages = rows.decode_pages(self.index)
-        linears = [*self._packed()]
+        added = rows.low_rank([linear.path for linear in self.linears])
+        linears = [] if added is None else [*self._packed(added)]
         if pages is None or len(linears) < len(self.linears):
             return None
         first, second = map(Norm, weights, self.eps, self.centred)
         layer = Layer(linears, (first, second), self.width, self.spec.scale, self.spec.window)
         return decode_layer(layer, hidden, cos, sin, pages)
 
-    def _packed(self) -> Iterator[PackedLinear]:
-        for linear in self.linears:
+    def _packed(self, added: Sequence[LoraRows | None]) -> Iterator[PackedLinear]:
+        for linear, lora in zip(self.linears, added, strict=True):
             placement = linear.placement
             if isinstance(placement, PackedPlacement) and (packed := placement.native) is not None:
-                yield packed
+                yield packed if lora is None else replace(packed, lora=lora)
 
 
 @torch.no_grad()

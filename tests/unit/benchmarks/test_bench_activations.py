@@ -14,6 +14,7 @@ from coserve_benchmarks.memory.peers import OURS, peer_of
 from coserve_benchmarks.memory.run import run_memory
 
 
+@pytest.mark.slow
 def test_bytes_and_speeds_of_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held is what the plan of the layers says, times rows and layers."""
     monkeypatch.setattr(activations, "OURS", {"ia3": OURS["ia3"]})
@@ -30,6 +31,7 @@ def test_bytes_and_speeds_of_each_setting(monkeypatch: pytest.MonkeyPatch) -> No
     assert figures["activations.peak_inputs[ia3]"] >= figures["activations.bytes_inputs[ia3]"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("methods", combinations(OURS, 2), ids=" and ".join)
 def test_the_ablation_goes_down_step_by_step(

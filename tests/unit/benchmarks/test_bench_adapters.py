@@ -47,6 +47,7 @@ def test_decode_steps_are_measured_beside_their_floors_and_peers(series: str, tm
     assert {f"{series}.decode.step[peft_mixed]", f"{series}.decode.step[naive]"} <= figures.keys()
 
 
+@pytest.mark.slow
 def test_training_is_measured() -> None:
     results = run_adapters("tiny", quick=True, only=["train"])
     assert all(results[key] > 0 for key in ("train.vs_single[2]", "train.vs_sequential"))

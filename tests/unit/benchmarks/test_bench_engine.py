@@ -59,6 +59,7 @@ def test_unknown_groups_are_refused() -> None:
         run_engine("tiny", only=["speed"])
 
 
+@pytest.mark.slow
 def test_what_a_remote_executor_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork_executors(monkeypatch)
     results = run_engine("tiny", quick=True, json_path=tmp_path / "bench.json", executor="remote")

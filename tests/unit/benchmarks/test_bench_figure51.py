@@ -125,6 +125,7 @@ def test_rows_are_drawn_as_in_the_report() -> None:
     assert ("adapters", 32, 64) in points and ("batch", 24, 8) in points and len(points) == 10
 
 
+@pytest.mark.slow
 def test_every_point_is_measured_and_drawn(tmp_path: Path) -> None:
     results = run_adapters("tiny", quick=True, only=["figure"], json_path=tmp_path / "figure.json")
     swept = extents("tiny", quick=True)

@@ -65,6 +65,7 @@ def test_a_part_without_time_says_what_it_left_out(place: Place, tmp_path: Path)
     assert not found["figures"] and len(found["notes"]) == len(place.sizes.prompts)
 
 
+@pytest.mark.slow
 def test_the_device_is_as_exact_as_the_processor(tmp_path: Path) -> None:
     """In the seconds that there are; the comparisons come in the order of their worth."""
     file = tmp_path / "part.json"
@@ -113,6 +114,7 @@ def conducted(tmp_path: Path, parts: list[Part], seconds: float) -> tuple[list[O
     return conductor.run(parts, seconds, lambda outcomes: told.append(len(outcomes))), told
 
 
+@pytest.mark.slow
 def test_parts_that_fail_or_hang_end_no_other(tmp_path: Path) -> None:
     parts = [
         Part("fails", "failing_part", 60.0),
@@ -153,6 +155,7 @@ def test_all_parts_share_the_seconds_of_the_whole() -> None:
     assert seconds_for(parts, 1000.0) == 100.0
 
 
+@pytest.mark.slow
 def test_kernels_are_compared_in_a_process_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     ((outcome,), _) = conducted(tmp_path, [part for part in PARTS if part.name == "kernels"], 300.0)

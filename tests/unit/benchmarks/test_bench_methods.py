@@ -44,6 +44,7 @@ def test_parity_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong["parity[lora].forward"] > 1e-3 and wrong["parity[lora].gradient"] > 1e-5
 
 
+@pytest.mark.slow
 def test_mixed_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "METHODS", {m: METHODS[m] for m in ("lora", "prefix_tuning")})
     monkeypatch.setattr(mixed, "EACH", 1)

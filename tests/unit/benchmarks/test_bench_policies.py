@@ -515,6 +515,7 @@ def test_further_groups_join_what_a_file_has(tmp_path: Path) -> None:
     assert both["ours.best_lead"] == pytest.approx(1.3)  # of all that the file has
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_switches")
 def test_a_file_of_no_workload_yet_is_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"

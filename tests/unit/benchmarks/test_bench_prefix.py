@@ -8,6 +8,7 @@ from coserve_benchmarks.memory import eight_bits
 from coserve_benchmarks.memory.run import run_memory
 
 
+@pytest.mark.slow
 def test_a_prefix_that_is_found_takes_less_and_eight_bits_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

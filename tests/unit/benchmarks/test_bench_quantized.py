@@ -32,6 +32,7 @@ def test_logits_of_texts_are_the_model_s_own() -> None:
     assert torch.allclose(logits_of(load_base(tiny("mistral")), texts), wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_process_says_what_it_holds(tmp_path: Path) -> None:
     """A model of 34 MB: what is counted is what the process grew by, within the pages of everything else."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096, "tie_word_embeddings": False}

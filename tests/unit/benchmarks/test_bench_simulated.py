@@ -76,6 +76,7 @@ def test_answers_keep_their_bounds_although_steps_are_mispredicted(load: float, 
     assert found.training_rate() > 60
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("load", [0.1, 0.5, 0.8])
 def test_the_slowdown_is_that_of_a_run_without_training(load: float) -> None:
     asked = workload(load, 300)

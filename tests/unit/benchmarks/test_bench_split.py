@@ -73,6 +73,7 @@ def test_memory_is_that_of_the_processes_together() -> None:
             process.communicate(b"\n")
 
 
+@pytest.mark.slow
 def test_a_client_that_fails_says_why(order: ClientOrder) -> None:
     with pytest.raises(ServerError, match=r"a client ended with 1: .*no executor answers"):
         Clients([replace(order, address="tcp:127.0.0.1:1")])

@@ -66,6 +66,7 @@ def test_a_long_prompt_is_compared_with_full_memory(monkeypatch: pytest.MonkeyPa
     assert figures["long.read"]["value"] > 0 and figures["long.prompt"]["value"] == 480
 
 
+@pytest.mark.slow
 def test_preempted_sequences_are_moved_and_computed_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert name == "demo.json" and rounded(read.as_dict()) == rounded(report.as_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 def test_real_questions_and_real_arrivals(tmp_path: Path) -> None:
     data, trace = tmp_path / "sums.jsonl", tmp_path / "trace.csv"

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 CASES = Path(__file__).with_name("compiled_cases.py")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_every_kernel_compiles(dtype: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}

@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.adapters.bypass import Bypasses
+from coserve.adapters.lora_batch import LoraBatch
+from coserve.adapters.lowrank import LoRABypass
+from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.attention.store import Int8KVStore
@@ -68,13 +72,16 @@ class Step:
         self.hidden = torch.randn(1, len(self.positions), base.hidden_size, generator=generator).bfloat16()
 
     @torch.no_grad()
-    def run(self, layer: int, shortcut: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    def run(
+        self, layer: int, shortcut: bool, lora: LoraBatch | None = None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Output, keys and values, by the layer's modules or by its shortcut; None where there is no way."""
         block = self.base.chain.blocks[layer]
         _, calls = self.base.prologue(torch.zeros_like(self.positions), self.positions)
         kept, block.shortcut = block.shortcut, None
         try:
-            with self.base.cell.set(FusedRows([self.part], [])), block.visit(Direction.INFER):
+            rows = FusedRows([self.part], [] if lora is None else lora.rest, lora)
+            with self.base.cell.set(rows), block.visit(Direction.INFER):
                 run = kept if shortcut and kept is not None else block.run
                 out = run(self.hidden, calls[layer])
         finally:
@@ -101,6 +108,55 @@ def test_a_layer_gives_what_its_modules_give(name: str, changes: dict[str, Any])
             own, short = (Step(base, seed).run(layer, shortcut) for shortcut in (False, True))
             assert own is not None and short is not None
             assert all(map(torch.equal, own, short))
+
+
+def lora_of(base: Base, layer: int, rank: int, targets: list[str]) -> dict[str, Any]:
+    """Random bypasses of some of a layer's linears."""
+    found: dict[str, Any] = {}
+    for path, linear in base.linears.items():
+        if base.chain.blocks[layer].holds(path) and path.rsplit(".", 1)[1] in targets:
+            a = torch.randn(rank, linear.in_features) / linear.in_features**0.5
+            b = torch.randn(linear.out_features, rank) / rank**0.5
+            found[path] = LoRABypass(a.bfloat16(), b.bfloat16(), DRAWS.uniform(0.1, 1.0))
+    return found
+
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_rows_of_adapters_give_what_the_modules_give() -> None:
+    """To the rounding of bfloat16: sums are of another order."""
+    base = base_of("llama", attention_bias=True)
+    for layer in range(len(base.chain)):
+        seed = DRAWS.randrange(1 << 30)
+        count = len(Step(base, seed).positions)
+        cuts = sorted(DRAWS.choices(range(count + 1), k=6))
+        adapters = []
+        for start, stop in zip(cuts[::2], cuts[1::2], strict=True):
+            if start < stop:
+                rank, targets = DRAWS.choice([1, 3, 8, 20]), DRAWS.sample(TARGETS, DRAWS.randint(1, 7))
+                adapters.append((slice(start, stop), Bypasses({}, lora_of(base, layer, rank, targets))))
+        own, short = (
+            Step(base, seed).run(layer, shortcut, LoraBatch(adapters)) for shortcut in (False, True)
+        )
+        bare = Step(base, seed).run(layer, True)
+        assert own is not None and short is not None and bare is not None
+        for found, want in zip(short, own, strict=True):
+            torch.testing.assert_close(found, want, rtol=0.05, atol=0.05)
+        if adapters:
+            assert not torch.equal(short[0], bare[0])
+
+
+def test_rows_of_other_adapters_take_no_shortcut() -> None:
+    base = base_of()
+    seed = DRAWS.randrange(1 << 30)
+    plain = lora_of(base, 0, 4, TARGETS)
+    assert Step(base, seed).run(0, True, LoraBatch([(slice(0, 1), Bypasses({}, plain))])) is not None
+    path = next(iter(plain))
+    other = {**plain, path: IA3Bypass(torch.ones(base.linears[path].out_features).bfloat16())}
+    assert Step(base, seed).run(0, True, LoraBatch([(slice(0, 1), Bypasses({}, other))])) is None
+    wide = {path: LoRABypass(one.a.float(), one.b.float(), 1.0) for path, one in plain.items()}
+    assert Step(base, seed).run(0, True, LoraBatch([(slice(0, 1), Bypasses({}, wide))])) is None
 
 
 @pytest.mark.parametrize(

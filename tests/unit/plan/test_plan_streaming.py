@@ -90,6 +90,7 @@ def test_the_least_memory_is_accepted_and_less_is_not(folder: Path) -> None:
     assert "needs" in refusal(subject, LORA, least), "as a whole the base takes more"
 
 
+@pytest.mark.slow
 def test_rows_count_what_is_in_memory(folder: Path) -> None:
     subject = read_subject(folder)
     streamed = planned(folder, ENOUGH, planned(folder, ENOUGH, 1).least)

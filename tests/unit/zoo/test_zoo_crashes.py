@@ -103,6 +103,7 @@ def test_adding_a_fine_tune(small: Path, tmp_path: Path) -> None:
     assert count > 10
 
 
+@pytest.mark.slow
 def test_adding_an_adapter(small: Path, tmp_path: Path) -> None:
     count = killed_everywhere(
         small / "zoo", tmp_path, lambda zoo: add(zoo, small / "lora", "lora", "base"),

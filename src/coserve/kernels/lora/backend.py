@@ -21,6 +21,19 @@ class LoraWeights:
     scales: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True)
+class LoraSegment:
+    """Rows [start, stop) of an adapter with a [rank, in] and b [out, rank], times `scale`. `is_added`:
+    forward has nothing to do, as the output includes the bypass."""
+
+    start: int
+    stop: int
+    a: Tensor
+    b: Tensor
+    scale: float
+    is_added: bool = False
+
+
 class LoraBackend(Protocol[W]):
     """Multiplies rows by their adapters' matrices, for one linear after the other. The assignment of rows is
     fixed; `weights` has the matrices. Rows never meet other adapters' matrices, so a NaN stays with its

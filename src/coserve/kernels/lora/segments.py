@@ -5,28 +5,16 @@ twins are `reference.multi_lora` and `multi_lora_backward`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.backend import Gradients, LoraWeights, TrainingLoraBackend
+from coserve.kernels.lora.backend import Gradients, LoraSegment, LoraWeights, TrainingLoraBackend
 from coserve.kernels.lora.dispatch import Approach, make_backend
 from coserve.kernels.lora.layout import Layout
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSegment:
-    """Rows [start, stop) of an adapter with a [rank, in] and b [out, rank], times `scale`. `is_added`:
-    forward has nothing to do, as the output includes the bypass."""
-
-    start: int
-    stop: int
-    a: Tensor
-    b: Tensor
-    scale: float
-    is_added: bool = False
+from coserve.kernels.native import ops
+from coserve.kernels.native.lora import LoraRows, add_lora, readable
 
 
 class LoraBackends:
@@ -64,6 +52,12 @@ class LoraSegments:
     def _backend(self) -> TrainingLoraBackend:
         return self._backends.of(self._segments, self._segments[0].a.device)
 
+    @cached_property
+    def native(self) -> LoraRows | None:
+        """All segments for the kernel in C, to be used where it reads x and y; None where it does not read
+        their matrices."""
+        return readable(self._segments) if self._is_whole else None
+
     @property
     def is_added(self) -> bool:
         """Tells whether forward has nothing to do."""
@@ -71,7 +65,9 @@ class LoraSegments:
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         """y [rows, out] += scale · x Aᵀ Bᵀ, in place, for segments not added yet; x [rows, in]."""
-        if self._is_whole:
+        if ops.takes(x, y) and y.is_contiguous() and (rows := self.native) is not None:
+            add_lora(x, rows, y)
+        elif self._is_whole:
             self._backend.expand_(self._backend.shrink(x, self.weights), self.weights, y)
         elif self._left:
             LoraSegments(self._left, self._backends).add_(x, y)

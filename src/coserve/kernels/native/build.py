@@ -43,6 +43,7 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "argmax": "pplli",
     "attend_pages": "pllpplpllpllllllfpi",
     "linear": "plpppllli",
+    "add_lora": "plplplli",
     "decode_layer": "pppppplli",
     "multiplies": "",
 }

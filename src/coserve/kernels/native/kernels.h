@@ -21,4 +21,13 @@ void attend_pages(const bf16 *q, i64 row_stride, i64 head_stride, const bf16 *ke
 void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
             int threads);
 
+// Rows [begin, end) with a low-rank bypass: a [rank, ins], b [outs, rank].
+typedef struct {
+    const bf16 *a, *b;
+    i64 begin, end, rank;
+    float scale;
+} Segment;
+
+void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf16 *y, i64 ins, i64 outs, int threads);
+
 #endif

@@ -1,5 +1,5 @@
 // A decoder layer's decode rows by the other kernels, one after another: what the modules compute by these, bit for
-// bit, in one call. See layer.py for shapes.
+// bit, in one call, with the low-rank bypasses of adapters. See layer.py for shapes.
 
 #include <stdlib.h>
 
@@ -9,6 +9,8 @@
 typedef struct {
     const bf16 *packed, *bias;  // the bias is null where there is none
     i64 outputs;
+    const Segment *segments;  // low-rank bypasses of some rows
+    i64 count;
 } Linear;
 
 typedef struct {
@@ -33,6 +35,11 @@ static void add(const bf16 *x, bf16 *y, i64 count) {
     for (i64 i = 0; i < count; i++) y[i] = narrow(widen(x[i]) + widen(y[i]));
 }
 
+static void product(const bf16 *x, const Linear *of, bf16 *y, i64 rows, i64 ins, int threads) {
+    linear(x, ins, of->packed, of->bias, y, rows, ins, of->outputs, threads);
+    if (of->count > 0) add_lora(x, ins, of->segments, of->count, y, ins, of->outputs, threads);
+}
+
 // x and y [rows, hidden]; cosine and sine [rows, width]. Rows beyond the batch are padding. One thread passes over
 // fewer numbers than `grain`.
 void decode_layer(const Layer *layer, const Pages *pages, const bf16 *x, const bf16 *cosine, const bf16 *sine, bf16 *y,
@@ -45,7 +52,7 @@ void decode_layer(const Layer *layer, const Pages *pages, const bf16 *x, const b
     bf16 *turned_q = v + rows * of_k, *turned_k = turned_q + rows * of_q;
     bf16 *gate = room + rows * span, *up = gate + rows * inner;
 #define THREADS(numbers) ((numbers) >= grain ? threads : 1)
-#define PRODUCT(x, of, ins, y) linear(x, ins, (of).packed, (of).bias, y, rows, ins, (of).outputs, threads)
+#define PRODUCT(x, of, ins, y) product(x, &(of), y, rows, ins, threads)
     rms_norm(x, layer->first_norm, normed, rows, hidden, layer->first_eps, layer->first_is_centred,
              THREADS(rows * hidden));
     PRODUCT(normed, layer->query, hidden, q);

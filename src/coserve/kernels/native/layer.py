@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.native import ops
+from coserve.kernels.native.lora import LoraRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,13 @@ class DecodePages:
 
 
 class _Linear(Structure):
-    _fields_: ClassVar = [("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64)]
+    _fields_: ClassVar = [
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_int64),
+        ("segments", c_void_p),
+        ("count", c_int64),
+    ]
 
 
 class _Layer(Structure):
@@ -48,11 +55,13 @@ class _Pages(Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A packed weight at `address` (of `ops.packed_address`), with so many outputs, and its bias [out]."""
+    """A packed weight at `address` (of `ops.packed_address`), with so many outputs, and its bias [out].
+    `lora` are low-rank bypasses of some of the rows."""
 
     address: int
     outputs: int
     bias: Tensor | None
+    lora: LoraRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,7 @@ def decode_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, pages: Decod
     first, second = layer.norms
     heads, groups = (layer.linears[i].outputs // layer.width for i in (0, 1))
     described = _Layer(
-        (_Linear * 7)(*(_Linear(one.address, _address(one.bias), one.outputs) for one in layer.linears)),
+        (_Linear * 7)(*map(_described, layer.linears)),
         (c_void_p * 2)(first.weight.data_ptr(), second.weight.data_ptr()),
         (c_int64 * 5)(hidden, heads, groups, layer.width, layer.window or 0),
         (c_float * 3)(first.eps, second.eps, layer.scale),
@@ -101,6 +110,11 @@ def decode_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, pages: Decod
         ops.GRAIN, torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def _described(one: PackedLinear) -> _Linear:
+    added = (None, 0) if one.lora is None else (one.lora.address, one.lora.count)
+    return _Linear(one.address, _address(one.bias), one.outputs, *added)
 
 
 def _address(bias: Tensor | None) -> int | None:

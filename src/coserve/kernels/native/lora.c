@@ -1,0 +1,131 @@
+// Low-rank bypasses of a step's rows at one linear: y += scale x A^T B^T, each segment of rows by matrices of its own,
+// by a processor's products of pairs of bfloat16 numbers (AVX-512 BF16).
+//
+// x A^T is rounded to bfloat16, as torch's product is; the sum with y is rounded once. Rows of other segments, and
+// matrices without rows, are never read.
+
+#include <stdlib.h>
+
+#include "bfloat16.h"
+#include "kernels.h"
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#include <immintrin.h>
+#include <omp.h>
+
+enum { TILE = 4, LANES = 16, TALL = 8 };  // rows and ranks of a tile of x A^T; outputs and rows of one of h B^T
+
+static inline i64 least(i64 a, i64 b) { return a < b ? a : b; }
+static inline i64 even(i64 rank) { return rank + (rank & 1); }
+
+// h [rows, even(rank)] = x [rows, ins] A^T for up to TILE rows and ranks.
+static inline __attribute__((always_inline)) void shrink_tile(const int rows, const int ranks, const bf16 *x, i64 stride,
+                                                              const bf16 *a, i64 ins, bf16 *h, i64 h_stride) {
+    __m512 s[TILE][TILE];
+    for (int m = 0; m < rows; m++)
+        for (int n = 0; n < ranks; n++) s[m][n] = _mm512_setzero_ps();
+    for (i64 i = 0; i < ins; i += 32) {
+        __mmask32 kept = ins - i < 32 ? (1u << (ins - i)) - 1 : ~0u;
+        __m512bh w[TILE];
+        for (int n = 0; n < ranks; n++) w[n] = (__m512bh)_mm512_maskz_loadu_epi16(kept, a + n * ins + i);
+        for (int m = 0; m < rows; m++) {
+            __m512bh v = (__m512bh)_mm512_maskz_loadu_epi16(kept, x + m * stride + i);
+            for (int n = 0; n < ranks; n++) s[m][n] = _mm512_dpbf16_ps(s[m][n], w[n], v);
+        }
+    }
+    for (int m = 0; m < rows; m++)
+        for (int n = 0; n < ranks; n++) h[m * h_stride + n] = narrow(_mm512_reduce_add_ps(s[m][n]));
+}
+
+static void shrink(i64 rows, i64 ranks, const bf16 *x, i64 stride, const bf16 *a, i64 ins, bf16 *h, i64 h_stride) {
+    if (rows == TILE && ranks == TILE) {
+        shrink_tile(TILE, TILE, x, stride, a, ins, h, h_stride);
+    } else if (ranks == TILE) {
+        for (i64 m = 0; m < rows; m++) shrink_tile(1, TILE, x + m * stride, stride, a, ins, h + m * h_stride, h_stride);
+    } else {
+        for (i64 m = 0; m < rows; m++)
+            for (i64 n = 0; n < ranks; n++)
+                shrink_tile(1, 1, x + m * stride, stride, a + n * ins, ins, h + m * h_stride + n, h_stride);
+    }
+}
+
+// Of LANES outputs, their pair `p` of ranks; the second of the last pair of an odd rank is zero.
+static inline __m512bh pairs_of(const bf16 *b, i64 rank, i64 p) {
+    if (rank & 1) {
+        int32_t both[LANES];
+        for (int o = 0; o < LANES; o++) {
+            const bf16 *from = b + o * rank + 2 * p;
+            both[o] = (int32_t)(from[0] | (2 * p + 1 < rank ? (uint32_t)from[1] << 16 : 0u));
+        }
+        return (__m512bh)_mm512_loadu_si512(both);
+    }
+    __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i places = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)(rank / 2)));
+    return (__m512bh)_mm512_i32gather_epi32(places, b + 2 * p, 4);
+}
+
+static inline __m512bh pair(const bf16 *h) {
+    int32_t both;
+    memcpy(&both, h, 4);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+
+// y [rows, stride] += scale h B^T at LANES outputs, for up to TALL rows.
+static inline __attribute__((always_inline)) void expand_tile(const int rows, const bf16 *h, i64 h_stride, const bf16 *b,
+                                                              i64 rank, float scale, bf16 *y, i64 stride) {
+    __m512 s[TALL];
+    for (int m = 0; m < rows; m++) s[m] = _mm512_setzero_ps();
+    for (i64 p = 0; 2 * p < rank; p++) {
+        __m512bh w = pairs_of(b, rank, p);
+        for (int m = 0; m < rows; m++) s[m] = _mm512_dpbf16_ps(s[m], w, pair(h + m * h_stride + 2 * p));
+    }
+    for (int m = 0; m < rows; m++) {
+        float sums[LANES];
+        _mm512_storeu_ps(sums, s[m]);
+        bf16 *to = y + m * stride;
+        for (int o = 0; o < LANES; o++) to[o] = narrow(widen(to[o]) + scale * sums[o]);
+    }
+}
+
+// x [rows, ins] and y [rows, outs] of all rows of the step; `outs` is a multiple of LANES.
+void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf16 *y, i64 ins, i64 outs, int threads) {
+    i64 size = 0;
+    for (i64 s = 0; s < count; s++) size += (segments[s].end - segments[s].begin) * even(segments[s].rank);
+    bf16 *room = calloc((size_t)size, sizeof(bf16));
+#pragma omp parallel num_threads(threads) if (parallel : threads > 1)
+    {
+        i64 mine = omp_get_thread_num(), all = omp_get_num_threads(), number = 0;
+        bf16 *h = room;
+        for (i64 s = 0; s < count; s++) {
+            Segment own = segments[s];
+            i64 rows = own.end - own.begin, wide = even(own.rank);
+            for (i64 m = 0; m < rows; m += TILE)
+                for (i64 n = 0; n < own.rank; n += TILE)
+                    if (number++ % all == mine)
+                        shrink(least(rows - m, TILE), least(own.rank - n, TILE), x + (own.begin + m) * stride, stride,
+                               own.a + n * ins, ins, h + m * wide + n, wide);
+            h += rows * wide;
+        }
+#pragma omp barrier
+        i64 first = outs / LANES * mine / all, last = outs / LANES * (mine + 1) / all;
+        h = room;
+        for (i64 s = 0; s < count; s++) {
+            Segment own = segments[s];
+            i64 rows = own.end - own.begin, wide = even(own.rank);
+            for (i64 o = first * LANES; o < last * LANES; o += LANES) {
+                i64 m = 0;
+                for (; m + TALL <= rows; m += TALL)
+                    expand_tile(TALL, h + m * wide, wide, own.b + o * own.rank, own.rank, own.scale,
+                                y + (own.begin + m) * outs + o, outs);
+                for (; m < rows; m++)
+                    expand_tile(1, h + m * wide, wide, own.b + o * own.rank, own.rank, own.scale,
+                                y + (own.begin + m) * outs + o, outs);
+            }
+            h += rows * wide;
+        }
+    }
+    free(room);
+}
+#else
+void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf16 *y, i64 ins, i64 outs, int threads) {}
+#endif

@@ -1,0 +1,83 @@
+"""Low-rank bypasses by the kernel in C, beside a computation in float64."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.kernels.lora.backend import LoraSegment
+from coserve.kernels.native.build import library
+from coserve.kernels.native.lora import add_lora, computes, readable
+
+pytestmark = pytest.mark.skipif(
+    library() is None or not library().multiplies(),  # type: ignore[union-attr]
+    reason="there is no C compiler, or no kernel of products",
+)
+
+DRAWS = random.Random()
+ULP = 2.0**-8  # of a number in bfloat16, relative
+
+
+def segment(start: int, stop: int, rank: int, inputs: int, outputs: int) -> LoraSegment:
+    a, b = torch.randn(rank, inputs) / inputs**0.5, torch.randn(outputs, rank)
+    return LoraSegment(start, stop, a.bfloat16(), b.bfloat16(), DRAWS.uniform(-2.0, 2.0))
+
+
+def added(x: Tensor, y: Tensor, one: LoraSegment) -> tuple[Tensor, Tensor]:
+    """The segment's rows of y with its bypass, in float64, and a bound on the error of each number."""
+    own = slice(one.start, one.stop)
+    a, b = one.a.double(), one.b.double()
+    h = x[own].double() @ a.t()
+    want = y[own].double() + one.scale * h @ b.t()
+    lost = abs(one.scale) * ((ULP * h.abs() + 1e-6 * x[own].double().abs() @ a.abs().t()) @ b.abs().t())
+    return want, 1.01 * lost + ULP * want.abs() + 1e-6
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 8, 13, 16, 64])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_get_their_own_bypass(rank: int, threads: int) -> None:
+    inputs, outputs = DRAWS.choice([8, 33, 100, 256]), DRAWS.choice([16, 48, 192])
+    rows = DRAWS.randint(1, 70)
+    cuts = sorted(DRAWS.sample(range(rows + 1), min(rows + 1, DRAWS.choice([2, 4, 6])) // 2 * 2))
+    found = [
+        segment(start, stop, rank if not i else DRAWS.randint(1, 9), inputs, outputs)
+        for i, (start, stop) in enumerate(zip(cuts[::2], cuts[1::2], strict=True))
+    ]
+    wide = torch.randn(rows, inputs + 5).bfloat16()
+    x, y = wide[:, :inputs], torch.randn(rows, outputs).bfloat16()
+    before, bypasses = y.clone(), readable(found)
+    assert bypasses is not None
+    kept = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        add_lora(x, bypasses, y)
+    finally:
+        torch.set_num_threads(kept)
+    others = set(range(rows))
+    for one in found:
+        want, bound = added(x, before, one)
+        assert bool(((y[one.start : one.stop].double() - want).abs() <= bound).all())
+        others -= set(range(one.start, one.stop))
+    rest = sorted(others)
+    assert torch.equal(y[rest], before[rest])
+
+
+def test_what_is_not_a_number_stays_with_its_adapter() -> None:
+    found = [segment(0, 3, 8, 64, 64), segment(3, 9, 8, 64, 64)]
+    found[0].a.fill_(float("nan"))
+    found[0].b.fill_(float("inf"))
+    x, y = torch.randn(9, 64).bfloat16(), torch.randn(9, 64).bfloat16()
+    bypasses = readable(found)
+    assert bypasses is not None
+    add_lora(x, bypasses, y)
+    assert bool(y[:3].isnan().all()) and bool(y[3:].isfinite().all())
+
+
+def test_other_matrices_are_not_read() -> None:
+    plain = segment(0, 3, 8, 64, 64)
+    assert readable([plain]) is not None and readable([]) is None
+    assert readable([segment(0, 3, 8, 64, 40)]) is None
+    assert readable([plain, LoraSegment(3, 4, plain.a.float(), plain.b.float(), 1.0)]) is None
+    assert readable([LoraSegment(0, 3, plain.a, torch.randn(8, 64).bfloat16().t(), 1.0)]) is None
+    assert computes(torch.bfloat16, torch.device("cpu")) and not computes(torch.float32, torch.device("cpu"))
