@@ -1,7 +1,6 @@
 """Alternatives of the embedded model, made on the spot (BlockLLM, tables 3 and 4, figures 10, 11 and 13):
 stitching blocks between it and a smaller one, surrogates of its blocks, and accuracies at each depth."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,28 +12,32 @@ from transformers import AutoTokenizer
 
 from coserve import tiny
 from coserve.engine.remembered import device_name
+from coserve.model.load import load_model
+from coserve.text.tokenizer import load_tokenizer, token_ids
 from coserve.tiny.newtasks import NEW_TASKS, examples
 from coserve.tiny.world import KINDS, Question, questions
+from coserve.train.example import IGNORED, Example
 from coserve.zoo.adding import add
 from coserve.zoo.alternatives import Fidelity, Pruning, Stitching
 from coserve.zoo.depths import measure_depths
 from coserve.zoo.distilling import DistillationSettings
-from coserve.zoo.finetune import FullFineTuning, finetune
+from coserve.zoo.finetune import FullFineTuning, choose, train
 from coserve.zoo.picture import draw_depths
 from coserve.zoo.profile import Machine
 from coserve.zoo.stitching import stitch
 from coserve.zoo.store import Zoo
 from coserve.zoo.surrogates import make_surrogate
 from coserve_benchmarks.results import Results
-from coserve_benchmarks.zoo.applications import FOUNDATION, other_width
+from coserve_benchmarks.zoo.applications import FOUNDATION, copy_tokenizer, other_width
 
 SMALL: Final = "small"
 TUNED: Final = "tuned"
 _WIDTH, _LAYERS = 128, 3  # of the smaller model
 _BLOCKS: Final = ("A3", "F3", "L3", "L3-5")
 _QUESTIONS: Final = 40  # of each kind, in a text
-_SMALL: Final = FullFineTuning(epochs=2, batch_size=8, learning_rate=3e-3, max_length=256, max_steps=300)
-_TUNED: Final = FullFineTuning(epochs=2, batch_size=8, learning_rate=3e-4, max_length=256, max_steps=80)
+_ROW: Final = 128  # tokens of an example on which models are trained
+_SMALL: Final = FullFineTuning(epochs=8, batch_size=8, learning_rate=3e-3, max_steps=400)
+_TUNED: Final = FullFineTuning(epochs=8, batch_size=8, learning_rate=3e-4, max_steps=60)
 _TRAINING: Final = DistillationSettings(epochs=4, batch_size=8, learning_rate=2e-3, window=64)
 
 
@@ -70,17 +73,28 @@ def measure_alternatives(results: Results, folder: Path, quick: bool, picture: P
 
 
 def make_models(folder: Path, quick: bool) -> Zoo:
-    """A zoo with the embedded model, a smaller one that is trained on the same questions, and a full
-    fine-tune of the first for new tasks. `folder` is for files on the way."""
+    """A zoo with the embedded model, a smaller one that is trained on text of the same questions, and a full
+    fine-tune of the first on text of new tasks. `folder` is for files on the way."""
     zoo, count = Zoo.create(folder / "alternatives"), 8 if quick else 4 * _QUESTIONS
     add(zoo, tiny.path(), FOUNDATION)
-    add(zoo, other_width(folder, _WIDTH, _LAYERS), "untrained")
     steps = 2 if quick else None
-    old = _chats([questions(kind, "train", count) for kind in sorted(KINDS)])
-    finetune(zoo, "untrained", _file(folder, old), SMALL, _shortened(_SMALL, steps))
-    new = _chats([examples(task, "train", count) for task in sorted(NEW_TASKS)])
-    finetune(zoo, FOUNDATION, _file(folder, new), TUNED, _shortened(_TUNED, steps))
+    old = _text([questions(kind, "train", count) for kind in sorted(KINDS)])
+    untrained = other_width(folder, _WIDTH, _LAYERS)
+    add(zoo, _trained(untrained, folder / SMALL, old, _shortened(_SMALL, steps)), SMALL)
+    new = _text([examples(task, "train", count) for task in sorted(NEW_TASKS)])
+    add(zoo, _trained(tiny.path(), folder / TUNED, new, _shortened(_TUNED, steps)), TUNED, FOUNDATION)
     return zoo
+
+
+def _trained(source: Path, folder: Path, text: str, settings: FullFineTuning) -> Path:
+    """A copy of a model, all of whose weights are trained on all tokens of a text."""
+    model = load_model(source, torch.float32)
+    ids = token_ids(load_tokenizer(source), text)
+    rows = [ids[start : start + _ROW] for start in range(0, len(ids) - _ROW, _ROW)]
+    train(model, choose(model, ()), [Example(tuple(row), (*row[1:], IGNORED)) for row in rows], settings)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    copy_tokenizer(folder)
+    return folder
 
 
 def _stitched(
@@ -100,20 +114,11 @@ def _shortened(settings: FullFineTuning, steps: int | None) -> FullFineTuning:
     return settings if steps is None else replace(settings, max_steps=steps)
 
 
-def _chats(kinds: Sequence[Sequence[Question]]) -> list[list[dict[str, str]]]:
-    """Questions of several kinds, by turns."""
-    return [[dict(message) for message in one.messages] for one in chain(*zip(*kinds, strict=True))]
-
-
 def _text(kinds: Sequence[Sequence[Question]]) -> str:
+    """Questions of several kinds, by turns, as the models see them."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.path())
-    return "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in _chats(kinds))
-
-
-def _file(folder: Path, chats: Sequence[object]) -> Path:
-    file = folder / "chats.jsonl"
-    file.write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in chats))
-    return file
+    chats = [list(one.messages) for one in chain(*zip(*kinds, strict=True))]
+    return "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
 
 
 def _fidelity(results: Results, name: str, found: Fidelity) -> None:

@@ -96,6 +96,11 @@ def other_width(folder: Path, width: int, layers: int | None = None) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     path = folder / f"width-{width}"
     model.save_pretrained(path)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny.path() / file, path / file)
+    copy_tokenizer(path)
     return path
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Gives the model in a folder the embedded one's tokenizer."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny.path() / file, folder / file)

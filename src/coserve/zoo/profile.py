@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import msgspec
@@ -29,7 +28,7 @@ from coserve.zoo.store import Zoo, check_unlocked
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32)  # sequences of one pass
 TOKENS: Final = 32  # of each sequence
-_ROUNDS: Final = 5  # of which the median counts, behind one that warms up
+_ROUNDS: Final = 5  # of which the least counts, behind one that warms up
 _OnBatch = Callable[[int], object]  # told of the batch size that is measured next
 
 
@@ -186,14 +185,15 @@ def block_profile(
 
 @torch.no_grad()
 def component_seconds(model: PreTrainedModel, batch: int, tokens: int) -> list[float]:
-    """Seconds that each component takes in a pass of `batch` sequences of `tokens` tokens, by place; medians
-    of several passes. A norm between attention and feed-forward counts with the attention. A model whose
-    feed-forward is no module of its own (OPT) has all of a layer's seconds at its attention."""
+    """Seconds that each component takes in a pass of `batch` sequences of `tokens` tokens, by place: the
+    least of several passes, as what other processes take is no property of a component. A norm between
+    attention and feed-forward counts with the attention. A model whose feed-forward is no module of its own
+    (OPT) has all of a layer's seconds at its attention."""
     ids = torch.arange(batch * tokens, device=model.device).reshape(batch, tokens)
     ids %= int(model.config.get_text_config().vocab_size)
     count = 2 * len(decoder_layers(model)) + 2
     passes = [_marks(model, ids, count) for _ in range(_ROUNDS + 1)][1:]
-    return [median(taken) for taken in zip(*passes, strict=True)]
+    return [min(taken) for taken in zip(*passes, strict=True)]
 
 
 def _marks(model: PreTrainedModel, ids: torch.Tensor, count: int) -> list[float]:

@@ -13,7 +13,7 @@ from coserve.errors import ConfigError, UnsupportedModel
 from coserve.zoo.alternatives import Criterion
 from coserve.zoo.layered import LayeredModel
 from coserve.zoo.pruning import Units, check_share, importances, most_important, pruned, units_of
-from models import tiny
+from models import make_eager, tiny
 
 TOKENS = torch.tensor([[5, 17, 33, 8, 60, 2, 41], [9, 9, 30, 1, 77, 4, 12]])
 
@@ -52,6 +52,15 @@ def test_pruned_units_write_nothing(name: str, changes: dict[str, Any], kept: di
     torch.testing.assert_close(found_logits, expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(expected, whole, atol=1e-2)
     assert torch.equal(model.logits(TOKENS), whole), "the model's own layer is as it was"
+
+
+def test_heads_that_share_one_key_know_how_many_they_are() -> None:
+    model = LayeredModel(tiny("llama", num_key_value_heads=1))
+    smaller = {1: pruned(model.layers[1], {Kind.ATTENTION: [1, 3]})}
+    with torch.no_grad(), model.swapped(smaller):
+        expected = model.logits(TOKENS)
+        make_eager(model.model)  # repeats keys by that number
+        torch.testing.assert_close(model.logits(TOKENS), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_all_units_are_the_layer() -> None:

@@ -151,6 +151,15 @@ def test_fidelity_is_that_of_a_plain_computation() -> None:
     assert found.loss == pytest.approx(float(-chosen.log().mean()))
 
 
+def test_the_end_of_a_text_is_held_out(zoo: Zoo) -> None:
+    small, text = zoo.application("small"), "".join(chr(33 + n % 90) for n in range(95))
+    found = windows_of(zoo, small, text, 8)
+    assert found.trained.shape == (9, 8) and found.held_out.shape == (2, 8) and found.tokens == 88
+    together = torch.cat([found.trained, found.held_out]).flatten().tolist()
+    assert together == [2 + n % 90 for n in range(88)]
+    assert windows_of(zoo, small, text[:17], 8).trained.shape == (1, 8)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [

@@ -97,6 +97,9 @@ def test_weights_are_stored_in_the_models_type(zoo: Zoo, tmp_path: Path) -> None
     assert {zoo.tensors.read(key).dtype for key in found.tensors.values()} == {"BF16"}
     assert isinstance(found.made, Pruning) and found.made.nbytes[1] == 0.75 * found.made.nbytes[0]
     assert found.made.criterion is Criterion.MAGNITUDE
+    windows = windows_of(zoo, zoo.application("half"), TEXT, SHORT.window)
+    with surrogate_of(zoo, "small") as (whole, layers):
+        assert fidelity(with_layers(whole, layers), whole.logits, windows.held_out) == found.made.after
 
 
 def test_what_cannot_be_pruned_is_refused(zoo: Zoo, tmp_path: Path) -> None:
