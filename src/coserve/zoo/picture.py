@@ -74,7 +74,7 @@ def draw_depths(lines: Mapping[str, Sequence[tuple[int, float]]], own: float, mo
     `lines` are depths in layers and accuracies from 0 to 1, by the alternative's name; `own` is that of the
     model itself."""
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+        figure = Figure(figsize=(8.4, 4.4), layout="constrained")
         axes = figure.subplots()
         for number, (name, line) in enumerate(lines.items()):
             style = ("-", "--", ":")[number // len(_SHARED) % 3]
