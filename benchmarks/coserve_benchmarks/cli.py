@@ -268,14 +268,18 @@ def zoo(
     picture: Annotated[
         Path | None, typer.Option(help="File for the chains, as SVG or PNG by its ending.")
     ] = None,
+    depths: Annotated[
+        Path | None, typer.Option(help="File for the accuracies of alternatives by depth, SVG or PNG.")
+    ] = None,
 ) -> None:
-    """Measures twenty applications in a zoo beside twenty separate models."""
+    """Measures twenty applications in a zoo beside twenty separate models, and a model's alternatives."""
     check_writable("--json", json_file)
     check_writable("--picture", picture)
+    check_writable("--depths", depths)
     from coserve_benchmarks.report import print_report
     from coserve_benchmarks.zoo.run import run_zoo
 
-    print_report(run_zoo(quick, only or None, json_file, picture))
+    print_report(run_zoo(quick, only or None, json_file, picture, depths))
 
 
 @app.command()

@@ -63,7 +63,7 @@ def make_applications(zoo: Zoo, folder: Path, quick: bool = False) -> None:
         finetune(zoo, FOUNDATION, _data(folder, kind, 16 if quick else _EXAMPLES), name, settings)
         evaluate(zoo, FOUNDATION, name)
     for width in _WIDTHS:
-        add(zoo, _other_width(folder, width), f"width-{width}")
+        add(zoo, other_width(folder, width), f"width-{width}")
 
 
 def _stirred(adapter: AdapterVersion, seed: int) -> AdapterVersion:
@@ -83,18 +83,24 @@ def _data(folder: Path, kind: str, count: int) -> Path:
     return file
 
 
-def _other_width(folder: Path, width: int) -> Path:
-    """A model of the embedded one's depth and tokenizer, with random weights."""
+def other_width(folder: Path, width: int, layers: int | None = None) -> Path:
+    """A model with the embedded one's tokenizer and random weights, and its depth unless `layers` are
+    given."""
     config = AutoConfig.from_pretrained(tiny.path(), trust_remote_code=False)
     config.update({
         "hidden_size": width, "num_attention_heads": width // _HEADS, "num_key_value_heads": 1,
-        "intermediate_size": 11 * width // 4,
+        "intermediate_size": 11 * width // 4, "num_hidden_layers": layers or config.num_hidden_layers,
     })  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(width)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     path = folder / f"width-{width}"
     model.save_pretrained(path)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny.path() / file, path / file)
+    copy_tokenizer(path)
     return path
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Gives the model in a folder the embedded one's tokenizer."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny.path() / file, folder / file)

@@ -15,11 +15,12 @@ from coserve.zoo.views import serve_from
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
+from coserve_benchmarks.zoo.alternatives import measure_alternatives
 from coserve_benchmarks.zoo.applications import FOUNDATION, SERVED, make_applications
 from coserve_benchmarks.zoo.loaded import measure_memory, measure_switch
 from coserve_benchmarks.zoo.serving import measure_serving
 
-GROUPS: Final = ("storage", "memory", "switch", "serving")
+GROUPS: Final = ("storage", "memory", "switch", "serving", "alternatives")
 BARS: Final[dict[str, Bar | None]] = {
     "storage.exact": Bar(0.45, at_most=True),
     "storage.with_alternatives": Bar(0.25, at_most=True),
@@ -36,26 +37,32 @@ def run_zoo(
     only: Collection[str] | None = None,
     json_path: str | Path | None = None,
     picture: Path | None = None,
+    depths: Path | None = None,
 ) -> dict[str, Any]:
-    """Measures the rows of some groups (all, by default) and returns what `--json` writes; the chains are
-    drawn to `picture`. Raises ConfigError for an unknown group."""
+    """Measures the rows of some groups (all, by default) and returns what `--json` writes. Chains are drawn
+    to `picture`, alternatives by depth to `depths`. Raises ConfigError for an unknown group."""
     groups = GROUPS if only is None else tuple(only)
     bench = begin("tiny", quick, groups, GROUPS, json_path, BARS)
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="coserve-zoo-") as name:
-        zoo = Zoo.create(Path(name, "zoo"))
-        make_applications(zoo, Path(name), quick)
-        served = serve_from(zoo, FOUNDATION)
+        folder = Path(name)
         runs: dict[str, Callable[[], object]] = {
-            "storage": lambda: _storage(bench, zoo),
-            "memory": lambda: measure_memory(bench.results, zoo, served),
-            "switch": lambda: measure_switch(bench.results, zoo, served, quick),
-            "serving": lambda: measure_serving(bench.results, zoo, served, SERVED, quick),
+            "alternatives": lambda: measure_alternatives(bench.results, folder, quick, depths)
         }
+        if set(groups) - set(runs):
+            zoo = Zoo.create(folder / "zoo")
+            make_applications(zoo, folder, quick)
+            served = serve_from(zoo, FOUNDATION)
+            runs |= {
+                "storage": lambda: _storage(bench, zoo),
+                "memory": lambda: measure_memory(bench.results, zoo, served),
+                "switch": lambda: measure_switch(bench.results, zoo, served, quick),
+                "serving": lambda: measure_serving(bench.results, zoo, served, SERVED, quick),
+            }
+            if picture is not None:
+                applications = zoo.applications()
+                draw_chains(blocks_of(zoo, applications), labels_of(applications), picture, THRESHOLD)
         run_groups(bench, groups, runs)
-        if picture is not None:
-            applications = zoo.applications()
-            draw_chains(blocks_of(zoo, applications), labels_of(applications), picture, THRESHOLD)
     return bench.results.as_dict()
 
 

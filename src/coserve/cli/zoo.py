@@ -6,25 +6,38 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from coserve.cli import zoo_alternatives
 from coserve.cli.options import AsJson, ListsAlone, check_writable
+from coserve.cli.zoo_options import (
+    DEFAULT,
+    Folder,
+    Name,
+    Picture,
+    as_builtins,
+    open_zoo,
+    read_text,
+    say_step,
+    this_machine,
+    without_bars,
+)  # fmt: skip
 from coserve.errors import ConfigError, ZooError
 
 if TYPE_CHECKING:
     from coserve.zoo.manifest import Application
-    from coserve.zoo.store import Zoo
 
 app = typer.Typer(
     help="Stores models and adapters as shared blocks; `coserve serve --zoo` serves them.",
     cls=ListsAlone,
     no_args_is_help=False,
 )
+for command in (
+    zoo_alternatives.profile,
+    zoo_alternatives.stitch,
+    zoo_alternatives.prune,
+    zoo_alternatives.depths,
+):
+    app.command()(command)
 EMBEDDED: Final = "coserve-tiny"
-DEFAULT: Final = Path("zoo")
-Folder = Annotated[Path, typer.Option("--zoo", help="Folder of the zoo.", metavar="FOLDER")]
-Name = Annotated[str, typer.Argument(help="Name of a model or adapter in the zoo.", metavar="NAME")]
-Picture = Annotated[
-    Path | None, typer.Option("--picture", help="File for a picture, SVG or PNG by its ending.")
-]
 Threshold = Annotated[
     float,
     typer.Option(min=0.0, max=1.0, help="Similarity from which components are equivalent."),
@@ -61,7 +74,7 @@ def add(
     from coserve.zoo.equivalence import evaluate as measure
     from coserve.zoo.store import Zoo
 
-    _without_bars()
+    without_bars()
     folder, default = _source(source)
     opened = Zoo.create(zoo)
     before = opened.nbytes(opened.applications())
@@ -84,16 +97,21 @@ def list_(zoo: Folder = DEFAULT, as_json: AsJson = False) -> None:
     from coserve.core.size import show_size
     from coserve.zoo.figures import storage
 
-    opened = _open(zoo)
+    opened = open_zoo(zoo)
     applications = opened.applications()
     bytes_ = storage(opened, applications)
+    alternatives = opened.alternatives.all()
     if as_json:
-        print_json({"applications": list(map(_told, applications.values())), "storage": asdict(bytes_)})
+        print_json({
+            "applications": list(map(_told, applications.values())), "storage": asdict(bytes_),
+            "alternatives": as_builtins(list(alternatives.values())),
+        })  # fmt: skip
         return
     rows = [
         [one.name, one.method.lower() or one.kind, one.parent, str(one.layers), str(one.width)]
         for one in applications.values()
     ]
+    rows += [[one.name, one.kind, ", ".join(one.models), "", ""] for one in alternatives.values()]
     print_table(("name", "kind", "parent", "layers", "width"), rows, "the zoo is empty")
     if rows:
         print(
@@ -119,20 +137,25 @@ def show(
     from coserve.zoo.figures import blocks_of, labels_of
     from coserve.zoo.partition import distinct
     from coserve.zoo.picture import draw_chains, rows_of
+    from coserve.zoo.profile import block_profile, profiled_components, profiles
 
-    opened = _open(zoo)
+    opened = open_zoo(zoo)
     applications = opened.applications()
     blocks, labels = blocks_of(opened, applications, threshold), labels_of(applications)
+    measured, refused = profiles(opened, applications, this_machine())
+    known = profiled_components(measured.values())
     for one in name or ():
         opened.application(one)
     shown = {one: own for one, own in blocks.items() if not name or one in name}
+    for reason in refused:
+        print(reason, file=sys.stderr)
     if picture is not None:
         draw_chains(shown, labels, picture, threshold)
     if as_json:
         print_json({
             one: [
                 {"id": b.id, "start": b.start, "stop": b.stop, "users": sorted(b.users),
-                 "equivalents": sorted(b.equivalents)}
+                 "equivalents": sorted(b.equivalents), "profile": as_builtins(block_profile(b.keys, known))}
                 for b in own
             ]
             for one, own in shown.items()
@@ -140,6 +163,9 @@ def show(
         return
     print_table(("name", "blocks", "shared"), list(rows_of(shown, labels)), "the zoo is empty")
     print(f"{len(distinct(shown))} blocks in {len(shown)} chains")
+    columns, rows = zoo_alternatives.profile_rows(shown, labels, known)
+    if rows:
+        print_table(columns, rows, "")
 
 
 @app.command()
@@ -161,27 +187,21 @@ def evaluate(
     """Measures how similar the components of two models are: the vocabulary distributions behind each, on
     the same text."""
     check_writable("--picture", picture)
-    import msgspec
-
     from coserve.cli.output import print_json
     from coserve.zoo.equivalence import evaluate as measure
     from coserve.zoo.picture import draw_similarity
     from coserve.zoo.text import TEXT
 
-    _without_bars()
-    opened = _open(zoo)
+    without_bars()
+    opened = open_zoo(zoo)
     other = partner or opened.application(name).parent
     if not other:
         raise ConfigError(f"{name} has no parent: say with which model to compare it (--with)")
-    try:
-        content = TEXT if text is None else text.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise ConfigError(f"--text {text}: expected UTF-8; {error}") from error
-    found = measure(opened, name, other, content)
+    found = measure(opened, name, other, TEXT if text is None else read_text(text))
     if picture is not None:
         draw_similarity(found.layers, name, other, picture)
     if as_json:
-        print_json(msgspec.to_builtins(found))
+        print_json(as_builtins(found))
     else:
         _say_similar(found, name, other)
 
@@ -190,9 +210,10 @@ def evaluate(
 def verify(zoo: Folder = DEFAULT) -> None:
     """Reads everything in the zoo, and says what is damaged or missing."""
     from coserve.zoo.equivalence import damaged_measurements
+    from coserve.zoo.profile import damaged_profiles
 
-    opened = _open(zoo)
-    problems = [*opened.verify(), *damaged_measurements(opened)]
+    opened = open_zoo(zoo)
+    problems = [*opened.verify(), *damaged_measurements(opened), *damaged_profiles(opened)]
     if not problems:
         print(f"{len(opened.names())} applications are whole")
         return
@@ -206,14 +227,14 @@ def gc(zoo: Folder = DEFAULT) -> None:
     """Frees what no application needs any more."""
     from coserve.core.size import show_size
 
-    freed = _open(zoo).gc()
+    freed = open_zoo(zoo).gc()
     print(f"removed {freed.files} files, {show_size(freed.nbytes)}")
 
 
 @app.command()
 def remove(name: Name, zoo: Folder = DEFAULT) -> None:
-    """Removes a model or an adapter. `gc` then frees what only it had."""
-    _open(zoo).remove(name)
+    """Removes a model, an adapter or an alternative. `gc` then frees what only it had."""
+    open_zoo(zoo).remove(name)
     print(f"removed {name}")
 
 
@@ -226,7 +247,7 @@ def export_(
     """Writes a model's or adapter's folder, byte for byte as it was added."""
     from coserve.zoo.export import export
 
-    export(_open(zoo), name, folder)
+    export(open_zoo(zoo), name, folder)
     print(folder)
 
 
@@ -262,12 +283,9 @@ def finetune(
     settings = FullFineTuning(
         tuple(block or ()), epochs, batch_size, learning_rate, max_length, max_steps, seed
     )
-    _without_bars()
-    opened = _open(zoo)
-    train(
-        opened, model, file, name, settings,
-        lambda step, steps, loss: print(f"step {step}/{steps}  loss {loss:.4f}", flush=True),
-    )  # fmt: skip
+    without_bars()
+    opened = open_zoo(zoo)
+    train(opened, model, file, name, settings, say_step)
     _say_similar(measure(opened, model, name), model, name)
 
 
@@ -277,24 +295,11 @@ def views(model: Annotated[str | None, typer.Argument(metavar="NAME")] = None, z
     from coserve.cli.output import print_json
     from coserve.zoo.views import serve_from
 
-    served = serve_from(_open(zoo), model)
+    served = serve_from(open_zoo(zoo), model)
     print_json({
         "name": served.name, "model": str(served.model.absolute()), "left_out": dict(served.left_out),
         "adapters": {name: str(folder.absolute()) for name, folder in served.adapters.items()},
     })  # fmt: skip
-
-
-def _without_bars() -> None:
-    """Loads models without transformers' progress bars from now on."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
-def _open(folder: Path) -> "Zoo":
-    from coserve.zoo.store import Zoo
-
-    return Zoo(folder)
 
 
 def _source(source: str) -> tuple[Path, str]:

@@ -35,17 +35,18 @@ def add(
     name: str,
     parent: str | None = None,
     on_tensor: OnTensor = lambda done, all_: None,
+    waits: bool = False,
 ) -> Application:
     """Adds the model or adapter in `folder` as `name`. `parent` is the model that a full fine-tune was made
     of, or an adapter belongs to; an adapter's is found where its file names it or where there is one
-    foundation. Raises ZooError, AdapterError and UnsupportedModel; the zoo is as it was then."""
+    foundation. With `waits` another process that changes the zoo is waited for. Raises ZooError,
+    AdapterError and UnsupportedModel; the zoo is as it was then."""
     check_name(name)
     if not folder.is_dir():
         raise ZooError(f"there is no folder {folder}")
-    with zoo.writing():
+    with zoo.writing(waits):
+        zoo.check_free(name)
         there = zoo.applications()
-        if name in there:
-            raise ZooError(f"the zoo has {name!r} already: remove it first, or give another --name")
         adds = _add_adapter if is_adapter(folder) else _add_model
         application = adds(zoo, folder, name, parent, there, on_tensor)
         zoo.publish(application)

@@ -133,7 +133,8 @@ def comparisons(zoo: Zoo, applications: Mapping[str, Application]) -> list[Compa
 
 
 def _files(zoo: Zoo) -> list[Path]:
-    return sorted(file for file in zoo.measured.glob("*.json") if not file.name.startswith("."))
+    """Files named by two digests; those named by one are profiles."""
+    return sorted(file for file in zoo.measured.glob("*-*.json") if not file.name.startswith("."))
 
 
 def _windows(zoo: Zoo, name: str, text: str, vocabulary: int, longest: int) -> list[list[int]]:

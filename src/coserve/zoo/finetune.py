@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coserve.errors import ConfigError, LossNotFinite, ZooError
+from coserve.errors import ConfigError, LossNotFinite
 from coserve.jobs.datasets import read
 from coserve.model.load import load_model
 from coserve.text.tokenizer import load_tokenizer
@@ -26,8 +26,8 @@ from coserve.zoo.adding import add
 from coserve.zoo.chain import model_of
 from coserve.zoo.components import Architecture
 from coserve.zoo.export import exported
-from coserve.zoo.manifest import Application, check_name
-from coserve.zoo.store import Zoo
+from coserve.zoo.manifest import Application
+from coserve.zoo.store import Zoo, check_unlocked
 
 OnStep = Callable[[int, int, float], object]  # told of the step, of how many, and its loss
 _RANGE: Final = re.compile(r"([AFL])(\d+)(?:-(\d+))?")
@@ -64,10 +64,9 @@ def finetune(
 ) -> Application:
     """Trains a copy of the model `parent` on a file of examples, and adds it as `name`. Raises ZooError,
     DataError, ConfigError and LossNotFinite."""
-    check_name(name)
+    zoo.check_free(name)
+    check_unlocked(zoo)
     model_of(zoo.application(parent))
-    if name in zoo.names():
-        raise ZooError(f"the zoo has {name!r} already: give another name")
     with exported(zoo, parent) as folder, TemporaryDirectory(prefix="coserve-zoo-") as work:
         model = load_model(folder, "auto")
         dtype = model.dtype
@@ -79,14 +78,14 @@ def finetune(
         for file in folder.iterdir():
             if file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
                 shutil.copy(file, out / file.name)
-        return add(zoo, out, name, parent)
+        return add(zoo, out, name, parent, waits=True)
 
 
 def choose(model: PreTrainedModel, components: Sequence[str]) -> list[nn.Parameter]:
     """Has the named components' parameters require gradients, and no others; returns them. Raises
     ConfigError for a component that the model does not have."""
     architecture = Architecture.of_model(model)
-    wanted = _places(components, architecture.places)
+    wanted = places_of(components, architecture.places)
     found = []
     for name, parameter in model.named_parameters():
         place, _ = architecture.place(name)
@@ -141,8 +140,9 @@ def _examples(
     return prepared.examples
 
 
-def _places(components: Sequence[str], places: int) -> set[int]:
-    """Places of named components in a chain with that many."""
+def places_of(components: Sequence[str], places: int) -> set[int]:
+    """Places of named components (E, H, A3, F3, L3, L2-4) in a chain with that many; all where none is named.
+    Raises ConfigError."""
     if not components:
         return set(range(places))
     layers, found = (places - 2) // 2, set[int]()

@@ -58,6 +58,13 @@ def directions(model: PreTrainedModel, states: Tensor, vocabulary: int) -> Tenso
     return found
 
 
+def feed_forward_of(layer: nn.Module) -> nn.Module | None:
+    """The feed-forward of a decoder layer; None where it is no module of its own (OPT's are two linears)."""
+    name = sublayers(layer).get(Kind.FEED_FORWARD)
+    found = None if name is None else layer.get_submodule(name)
+    return None if isinstance(found, nn.Linear) else found
+
+
 @contextmanager
 def _watched(model: PreTrainedModel, seen: _Seen) -> Iterator[None]:
     """Context in which a pass writes down the states behind its components."""
@@ -69,9 +76,8 @@ def _watched(model: PreTrainedModel, seen: _Seen) -> Iterator[None]:
 
 
 def _hooks(layer: nn.Module, number: int, seen: _Seen) -> Iterator[Any]:
-    kinds = sublayers(layer)
-    attention = layer.get_submodule(kinds[Kind.ATTENTION])
-    feed_forward = layer.get_submodule(kinds[Kind.FEED_FORWARD]) if Kind.FEED_FORWARD in kinds else None
+    attention = layer.get_submodule(sublayers(layer)[Kind.ATTENTION])
+    feed_forward = feed_forward_of(layer)
 
     def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]

@@ -1,4 +1,5 @@
-"""Draws chains with shared blocks in one colour, and heat maps of similarities. Needs matplotlib."""
+"""Draws chains with shared blocks in one colour, heat maps of similarities, and accuracies of alternatives by
+depth. Needs matplotlib."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def draw_chains(
         axes = figure.subplots()
         for row, (name, own) in enumerate(blocks.items()):
             for block in own:
-                _box(axes, block, row, colors.get(block.id, _OWN), _title(block, labels[name]))
+                _box(axes, block, row, colors.get(block.id, _OWN), title_of(block, labels[name]))
         axes.set_yticks(range(len(blocks)), list(blocks))
         axes.set_ylim(len(blocks) - 0.4, -0.6)
         axes.set_xlim(-0.1, widest + 0.1)
@@ -68,6 +69,26 @@ def draw_similarity(layers: Sequence[Sequence[float]], one: str, other: str, pat
         _save(figure, path)
 
 
+def draw_depths(lines: Mapping[str, Sequence[tuple[int, float]]], own: float, model: str, path: Path) -> None:
+    """Draws the accuracy of a model's alternatives over the depth at which they begin (figures 10 and 11).
+    `lines` are depths in layers and accuracies from 0 to 1, by the alternative's name; `own` is that of the
+    model itself."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+        axes = figure.subplots()
+        for number, (name, line) in enumerate(lines.items()):
+            style = ("-", "--", ":")[number // len(_SHARED) % 3]
+            color = _SHARED[number % len(_SHARED)]
+            axes.plot(*zip(*line, strict=True), style, color=color, marker="o", markersize=3, label=name)
+        axes.axhline(own, color=_MUTED, linewidth=0.8, label=model)
+        axes.set_ylim(bottom=0.0)
+        axes.set_xlabel(f"layers of {model} in front")
+        axes.set_ylabel("next tokens that are right")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+        _save(figure, path)
+
+
 def _colors(blocks: Mapping[str, Sequence[ChainBlock]]) -> dict[str, str]:
     """Colours of the blocks that several chains have, in the order in which they are met."""
     shared: dict[str, None] = {}
@@ -76,7 +97,8 @@ def _colors(blocks: Mapping[str, Sequence[ChainBlock]]) -> dict[str, str]:
     return {block: _SHARED[number % len(_SHARED)] for number, block in enumerate(shared)}
 
 
-def _title(block: ChainBlock, labels: Sequence[str]) -> str:
+def title_of(block: ChainBlock, labels: Sequence[str]) -> str:
+    """A block's short name: its first and its last component's."""
     first, last = labels[block.start], labels[block.stop - 1]
     return first if block.stop - block.start == 1 else f"{first}–{last}"
 
@@ -104,6 +126,6 @@ def rows_of(
 ) -> Iterator[list[str]]:
     """The chains as rows of a table: application, blocks, and how many of them other chains have too."""
     for name, own in blocks.items():
-        shown = [f"[{_title(block, labels[name])}]" for block in own]
+        shown = [f"[{title_of(block, labels[name])}]" for block in own]
         shared = sum(len(block.users) > 1 for block in own)
         yield [name, " ".join(shown), f"{shared} of {len(own)}"]

@@ -6,7 +6,8 @@
 | `tensors/` | tensors by content (`zoo/tensors.py`) |
 | `files/` | configurations, tokenizers, headers of weights, by content |
 | `applications/` | a manifest for each model or adapter, by name |
-| `measured/` | equivalences (`zoo/equivalence.py`) |
+| `alternatives/` | a manifest for each alternative (`zoo/alternatives.py`), by name |
+| `measured/` | equivalences (`zoo/equivalence.py`), profiles (`zoo/profile.py`) |
 | `views/` | copies of applications for servers; can be made again |
 | `lock` | held by a process that changes the zoo |
 
@@ -26,6 +27,7 @@ from typing import Final
 import msgspec
 
 from coserve.errors import ZooError
+from coserve.zoo.alternatives import AlternativeFolder, StoredAlternative, check_fits
 from coserve.zoo.chain import check_connects
 from coserve.zoo.disk import make_folder, remove_file, sync_folder
 from coserve.zoo.folders import FileObjects
@@ -34,7 +36,7 @@ from coserve.zoo.tensors import TensorStore
 from coserve.zoo.weight_file import parse_header
 
 _MARK: Final = "zoo.json"
-_FOLDERS: Final = ("tensors", "files", "applications", "measured", "views")
+_FOLDERS: Final = ("tensors", "files", "applications", "alternatives", "measured", "views")
 _LOCK: Final = "lock"
 _SUFFIX: Final = ".json"
 
@@ -62,6 +64,7 @@ class Zoo:
         read_manifest(self.folder / _MARK, _Mark)
         self.tensors = TensorStore(self.folder / "tensors")
         self.files = FileObjects(self.folder / "files")
+        self.alternatives = AlternativeFolder(self.folder / "alternatives")
         self.measured = self.folder / "measured"
 
     @classmethod
@@ -82,12 +85,12 @@ class Zoo:
         return cls(folder)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Context in which this process alone changes the zoo. Raises ZooError while another one does, and
-        for a disk that is full or fails."""
+    def writing(self, waits: bool = False) -> Iterator[None]:
+        """Context in which this process alone changes the zoo. Raises ZooError while another one does, unless
+        it `waits` for its end, so that long work is not lost; and for a disk that is full or fails."""
         handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             yield
         except BlockingIOError as error:
             raise ZooError(f"another process changes {self.folder}: try again when it is done") from error
@@ -117,19 +120,36 @@ class Zoo:
             raise ZooError(f"{self._manifest(name)} is damaged: it is the manifest of {found.name!r}")
         return found
 
-    def publish(self, application: Application) -> None:
-        """Adds an application all of whose tensors and files are stored, for good."""
+    def publish(self, one: Application | StoredAlternative) -> None:
+        """Adds an application or an alternative all of whose tensors and files are stored, for good. Raises
+        ZooError where an alternative does not fit the models that are there now."""
         self.tensors.sync()
+        if isinstance(one, StoredAlternative):
+            check_fits(one, self.applications())
+            self.alternatives.write(one)
+            return
         self.files.folder.sync()
-        write_manifest(self._manifest(application.name), application)
+        write_manifest(self._manifest(one.name), one)
         sync_folder(self.folder / "applications")
 
+    def check_free(self, name: str) -> None:
+        """Raises ZooError for what can be no name, and for a name that is taken."""
+        check_name(name)
+        if name in self.names() or name in self.alternatives.names():
+            raise ZooError(f"the zoo has {name!r} already: remove it first, or give another --name")
+
     def remove(self, name: str) -> None:
-        """Removes an application; `gc` frees what only it had. Raises ZooError where others need it."""
+        """Removes an application or an alternative; `gc` frees what only it had. Raises ZooError where others
+        need it."""
         with self.writing():
+            if name in self.alternatives.names():
+                self.alternatives.remove(name)
+                return
             self.application(name)
             if children := [one.name for one in self.applications().values() if one.parent == name]:
                 raise ZooError(f"{name} is the parent of {', '.join(children)}: remove these first")
+            if needing := self.alternatives.of_model(name):
+                raise ZooError(f"{', '.join(needing)} belong to {name}: remove these first")
             remove_file(self._manifest(name))
             sync_folder(self.folder / "applications")
 
@@ -138,12 +158,15 @@ class Zoo:
         it refers to is not known."""
         with self.writing():
             applications = self.applications()
-            tensors = self.reachable(applications)
+            others = {key for one in self.alternatives.all().values() for key in one.tensors.values()}
+            tensors = self.reachable(applications) | self._with_roots(others)
             files = {key for one in applications.values() for key in one.file_keys()}
             digests = {one.digest for one in applications.values()}
             count = nbytes = 0
             doomed = [*self.tensors.leftovers(), *self.files.folder.leftovers()]
-            doomed += [path for name in ("applications", "measured") for path in self._partials(name)]
+            doomed += [
+                path for name in ("applications", "alternatives", "measured") for path in self._partials(name)
+            ]
             doomed += [self.tensors.path(key) for key in self.tensors.all_keys() if key not in tensors]
             doomed += [
                 self.files.folder.path(key) for key in self.files.folder.all_keys() if key not in files
@@ -160,8 +183,7 @@ class Zoo:
     def reachable(self, applications: Mapping[str, Application]) -> set[str]:
         """Ids of the tensors that applications need, those included that others are differences from. Raises
         ZooError for a missing one."""
-        direct = {key for one in applications.values() for key in one.tensor_keys()}
-        return direct | {self.tensors.root_of(key) for key in direct}
+        return self._with_roots({key for one in applications.values() for key in one.tensor_keys()})
 
     def nbytes(self, applications: Mapping[str, Application]) -> int:
         """Bytes of all files that these applications need: weights, others and manifests."""
@@ -181,8 +203,17 @@ class Zoo:
                 applications[name] = self.application(name)
             except ZooError as error:
                 problems.append(str(error))
+        alternatives = dict[str, StoredAlternative]()
+        for name in self.alternatives.names():
+            try:
+                alternatives[name] = self.alternatives.get(name)
+                check_fits(alternatives[name], applications)
+            except ZooError as error:
+                problems.append(str(error))
         damaged = dict[str, str]()
-        for key in sorted({key for one in applications.values() for key in one.tensor_keys()}):
+        needed = {key for one in applications.values() for key in one.tensor_keys()}
+        needed |= {key for one in alternatives.values() for key in one.tensors.values()}
+        for key in sorted(needed):
             try:
                 self.tensors.checked(key)
             except ZooError as error:
@@ -191,6 +222,8 @@ class Zoo:
             problems += [f"{application.name}: {why}" for why in self._problems(application, applications)]
             hurt = [damaged[key] for key in dict.fromkeys(application.tensor_keys()) if key in damaged]
             problems += [f"{application.name}: {why}" for why in hurt]
+        for one in alternatives.values():
+            problems += [f"{one.name}: {damaged[key]}" for key in one.tensors.values() if key in damaged]
         return problems
 
     def _problems(self, one: Application, others: Mapping[str, Application]) -> Iterator[str]:
@@ -215,6 +248,9 @@ class Zoo:
         except ZooError as error:
             yield str(error)
 
+    def _with_roots(self, keys: set[str]) -> set[str]:
+        return keys | {self.tensors.root_of(key) for key in keys}
+
     def _manifest(self, name: str) -> Path:
         return self.folder / "applications" / f"{name}{_SUFFIX}"
 
@@ -223,3 +259,9 @@ class Zoo:
 
     def _measurements(self) -> list[Path]:
         return [path for path in sorted(self.measured.glob(f"*{_SUFFIX}")) if not path.name.startswith(".")]
+
+
+def check_unlocked(zoo: Zoo) -> None:
+    """Raises ZooError while another process changes the zoo: before work that would end in a change."""
+    with zoo.writing():
+        pass

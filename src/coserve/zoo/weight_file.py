@@ -50,7 +50,7 @@ def open_weight_file(path: Path) -> WeightFileContent:
     except OSError as error:
         raise ZooError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        return _content(memoryview(mapped))
+        return weights_in(memoryview(mapped))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ZooError(f"{path} is no whole file of safetensors: {error}") from error
 
@@ -90,7 +90,8 @@ def parse_header(header: bytes) -> tuple[Mapping[str, str], dict[str, tuple[str,
     return metadata, found
 
 
-def _content(data: memoryview) -> WeightFileContent:
+def weights_in(data: memoryview) -> WeightFileContent:
+    """The contents of a file of safetensors in memory. Raises ValueError, and what malformed JSON does."""
     (length,) = struct.unpack_from("<Q", data)
     if length > _LONGEST_HEADER or length > len(data) - _LENGTH:
         raise ValueError("its header is too long")

@@ -14,12 +14,16 @@ from zoo_made import make_fine_tune, make_lora, make_model
 
 @pytest.mark.slow
 def test_the_table_is_filled(tmp_path: Path) -> None:
-    results = run_zoo(True, None, tmp_path / "zoo.json", tmp_path / "chains.svg")
+    results = run_zoo(True, None, tmp_path / "zoo.json", tmp_path / "chains.svg", tmp_path / "depths.svg")
     assert json.loads((tmp_path / "zoo.json").read_text())["storage.exact"] == results["storage.exact"]
     assert set(results["bars"]) == set(BARS) <= set(results)
     assert 0.0 < results["storage.with_alternatives"] <= results["storage.exact"] < 1.0
     assert "20 applications" in results["notes"]["storage.exact"]
     assert "full-6" in (tmp_path / "chains.svg").read_text()
+    assert {"stitch.128-256.seconds", "surrogate.L3-5.speedup", "depths.own.accuracy"} <= set(
+        results["figures"]
+    )
+    assert "switching every 2 layers" in (tmp_path / "depths.svg").read_text()
 
 
 def test_an_unknown_group_is_refused() -> None:

@@ -78,6 +78,61 @@ def test_similarity_is_measured_and_drawn(zoo: str, tmp_path: Path) -> None:
     assert "expected UTF-8" in refusal("evaluate", "tuned", "--text", str(text), "--zoo", zoo)
 
 
+def test_a_profile_is_measured_and_shown_for_blocks(zoo: str, made: Path) -> None:
+    assert "seq." not in run("show", "--zoo", zoo), "nothing was measured"
+    sizes = ("--batch", "2", "--batch", "1", "--tokens", "4", "--zoo", zoo)
+    printed = run("profile", "base", *sizes)
+    for word in ("A1", "H", "load", "1 seq.", "2 seq.", "sequences of 4 tokens"):
+        assert word in printed, printed
+    told = json.loads(run("profile", "base", *sizes, "--json"))
+    assert len(told["components"]) == 6 and told["batches"] == [1, 2]
+    assert "2 seq." in run("show", "--zoo", zoo)
+    blocks = json.loads(run("show", "--zoo", zoo, "--json"))
+    assert set(blocks["base"][0]["profile"]["seconds"]) == {"1", "2"}
+    assert [block["profile"] is None for block in blocks["tuned"]].count(True) == 1
+    (file,) = (file for file in Path(zoo, "measured").iterdir() if "-" not in file.stem)
+    file.write_text(file.read_text().replace("torch", "tarch"))
+    result = CliRunner().invoke(app, ["zoo", "show", "--zoo", zoo], catch_exceptions=False)
+    assert result.exit_code == 0 and "seq." not in result.stdout
+    assert "the profile of base is damaged" in result.stderr
+    file.unlink()
+
+
+def test_alternatives_are_made_shown_and_drawn(zoo: str, made: Path, tmp_path: Path) -> None:
+    run("add", str(make_model(tmp_path / "wide", hidden_size=96)), "--zoo", zoo)
+    text, picture = tmp_path / "text.txt", tmp_path / "depths.svg"
+    text.write_text("the cats sat on the mats and ate " * 8)
+    how = ("--text", str(text), "--window", "16", "--zoo", zoo)
+    printed = run("stitch", "base", "wide", "--max-steps", "1", "--epochs", "1", *how)
+    for word in (
+        "step 1/1  loss",
+        "(64, 96)",
+        "1 of base",
+        "2 of wide",
+        "base alone",
+        "base-to-wide: 1 steps",
+    ):
+        assert word in printed, printed
+    told = json.loads(run("stitch", "wide", "base", "--name", "back", "--max-steps", "1", *how, "--json"))
+    assert told["made"]["type"] == "stitching block" and told["made"]["teacher"] == "wide"
+    printed = run("prune", "base", "L1", "--max-steps", "1", "--epochs", "1", *how)
+    for word in ("behind it", "speedup", "base.L1: cosine similarities"):
+        assert word in printed, printed
+    assert "stitching block" in (listed := run("list", "--zoo", zoo)) and "surrogate" in listed
+    kinds = [one["made"]["type"] for one in json.loads(run("list", "--zoo", zoo, "--json"))["alternatives"]]
+    assert kinds == ["stitching block", "stitching block", "surrogate"]
+    printed = run("depths", "base", "--with", "tuned", "--count", "1", *how, "--picture", str(picture))
+    assert "50% pruned, 1 layer" in printed and "tuned, 1 layer" in picture.read_text()
+    assert "base-to-wide" in json.loads(run("depths", "wide", *how, "--json"))["alternatives"]
+    assert "has 2: with wide it can be behind 1" in refusal("stitch", "base", "wide", "--layer", "5",
+                                                            "--name", "deep", *how)  # fmt: skip
+    assert "is no component" in refusal("prune", "base", "L9", *how)
+    assert "remove these first" in refusal("remove", "wide", "--zoo", zoo)
+    for name in ("back", "base-to-wide", "base.L1", "wide"):
+        assert f"removed {name}" in run("remove", name, "--zoo", zoo)
+    run("gc", "--zoo", zoo)
+
+
 def test_verify_export_remove_and_gc(zoo: str, made: Path, tmp_path: Path) -> None:
     assert "3 applications are whole" in run("verify", "--zoo", zoo)
     run("export", "tuned", str(tmp_path / "out"), "--zoo", zoo)

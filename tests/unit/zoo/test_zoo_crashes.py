@@ -9,11 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from coserve.errors import ZooError
 from coserve.zoo import adding
 from coserve.zoo.adding import add
+from coserve.zoo.alternatives import Fidelity, Stitching, StoredAlternative
+from coserve.zoo.components import Architecture
 from coserve.zoo.store import Zoo
+from coserve.zoo.tensor_values import store_tensors
 from zoo_made import make_fine_tune, make_lora, make_model
 
 OPERATIONS = ("open", "write", "fsync", "replace", "mkdir", "unlink", "close")
@@ -65,31 +69,43 @@ def killed_everywhere(
         folder = shutil.copytree(start, tmp_path / f"at-{at}")
         died = run_and_die(lambda folder=folder: change(Zoo(folder)), at)  # type: ignore[misc]
         zoo = Zoo(folder)
-        assert zoo.verify() == [] and zoo.names() in either, f"killed at operation {at}"
+        assert zoo.verify() == [] and all_names(zoo) in either, f"killed at operation {at}"
         if not died:
-            assert zoo.names() == either[1]
+            assert all_names(zoo) == either[1]
             shutil.rmtree(folder)
             break
-        if zoo.names() == either[0]:
+        if all_names(zoo) == either[0]:
             change(zoo)
         zoo.gc()
-        assert zoo.verify() == [] and zoo.names() == either[1], f"killed at operation {at}, then made again"
+        assert zoo.verify() == [] and all_names(zoo) == either[1], (
+            f"killed at operation {at}, then made again"
+        )
         again = {key for one in zoo.applications().values() for key in one.tensor_keys()}
+        again |= {key for one in zoo.alternatives.all().values() for key in one.tensors.values()}
         assert set(zoo.tensors.all_keys()) == again, "nothing is left over"
         shutil.rmtree(folder)
     return at
 
 
+def all_names(zoo: Zoo) -> list[str]:
+    return [*zoo.names(), *zoo.alternatives.names()]
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Beside each other a zoo with a foundation of one layer, an adapter at one linear, and a model of which
-    a norm differs. Whether an adapter fits is not looked at: that takes longer than all else."""
+    a norm differs. Whether an adapter fits is not looked at, the architecture once: that takes longer than
+    all else. Nor is anything flushed to the disk, of which no killed process tells."""
     folder = tmp_path_factory.mktemp("small")
     base = make_model(folder / "base", num_hidden_layers=1)
     add(Zoo.create(folder / "zoo"), base, "base")
     make_lora(folder / "lora", base, ["q_proj"])
     make_fine_tune(folder / "head", base, {"model.norm": 0.5})
     with pytest.MonkeyPatch.context() as patch:
+        found = Architecture.of(base)
+        patch.setattr(os, "fsync", lambda handle: None)
+        patch.setattr(adding, "Architecture", SimpleNamespace(of=lambda folder: found))
+        patch.setattr(adding, "architecture_of", lambda zoo, origin: found)
         patch.setattr(adding, "without_weights", lambda zoo, origin: SimpleNamespace(dtype=None))
         patch.setattr(adding, "read_outline", lambda *_: None)
         yield folder
@@ -110,6 +126,18 @@ def test_adding_an_adapter(small: Path, tmp_path: Path) -> None:
         [["base"], ["base", "lora"]],
     )  # fmt: skip
     assert count > 20
+
+
+def test_adding_an_alternative(small: Path, tmp_path: Path) -> None:
+    digest = Zoo(small / "zoo").application("base").digest
+    made = Stitching("base", "base", "base", 1, 1, 1.0, (), Fidelity(1.0, 1.0, 1.0, 1.0))
+
+    def publish(zoo: Zoo) -> None:
+        with zoo.writing():
+            tensors = store_tensors(zoo, {"weight": torch.ones(3, 2)})
+            zoo.publish(StoredAlternative("block", {"base": digest}, tensors, "", made))
+
+    assert killed_everywhere(small / "zoo", tmp_path, publish, [["base"], ["base", "block"]]) > 12
 
 
 def test_removing_and_collecting(small: Path, tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def test_states_are_those_of_transformers(name: str) -> None:
     torch.testing.assert_close(directions(model, states[-1], logits.shape[-1]), expected)
 
 
+def test_a_feed_forward_that_is_no_module_has_one_state_with_its_attention() -> None:
+    model = tiny("opt")
+    states = component_states(model, TOKENS)
+    assert {state.shape[-1] for state in states} == {64}
+    assert all(torch.equal(states[place], states[place + 1]) for place in (1, 3, 5))
+
+
 def test_the_state_behind_an_attention_has_its_output() -> None:
     for name in ("llama", "gpt2", "gemma2", "gpt_neox"):
         model = tiny(name)

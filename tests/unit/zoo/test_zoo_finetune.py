@@ -101,6 +101,8 @@ def test_what_cannot_train_is_refused(zoo: Zoo, data: Path, tmp_path: Path) -> N
     (tmp_path / "bad.jsonl").write_text("{}")
     with pytest.raises(DataError):
         finetune(zoo, "base", tmp_path / "bad.jsonl", "tuned")
+    with Zoo(zoo.folder).writing(), pytest.raises(ZooError, match="another process changes"):
+        finetune(zoo, "base", data, "tuned", on_step=lambda *_: pytest.fail("it trains"))
     for wrong in ({"epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"max_steps": 0}):
         with pytest.raises(ConfigError):
             FullFineTuning(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""Alternatives of the embedded model, made on the spot (BlockLLM, tables 3 and 4, figures 10, 11 and 13):
+stitching blocks between it and a smaller one, surrogates of its blocks, and accuracies at each depth."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import AutoTokenizer
+
+from coserve import tiny
+from coserve.engine.remembered import device_name
+from coserve.model.load import load_model
+from coserve.text.tokenizer import load_tokenizer, token_ids
+from coserve.tiny.newtasks import NEW_TASKS, examples
+from coserve.tiny.world import KINDS, Question, questions
+from coserve.train.example import IGNORED, Example
+from coserve.zoo.adding import add
+from coserve.zoo.alternatives import Fidelity, Pruning, Stitching
+from coserve.zoo.depths import measure_depths
+from coserve.zoo.distilling import DistillationSettings
+from coserve.zoo.finetune import FullFineTuning, choose, train
+from coserve.zoo.picture import draw_depths
+from coserve.zoo.profile import Machine
+from coserve.zoo.stitching import stitch
+from coserve.zoo.store import Zoo
+from coserve.zoo.surrogates import make_surrogate
+from coserve_benchmarks.results import Results
+from coserve_benchmarks.zoo.applications import FOUNDATION, copy_tokenizer, other_width
+
+SMALL: Final = "small"
+TUNED: Final = "tuned"
+_WIDTH, _LAYERS = 128, 3  # of the smaller model
+_BLOCKS: Final = ("A3", "F3", "L3", "L3-5")
+_QUESTIONS: Final = 40  # of each kind, in a text
+_ROW: Final = 128  # tokens of an example on which models are trained
+_SMALL: Final = FullFineTuning(epochs=8, batch_size=8, learning_rate=3e-3, max_steps=400)
+_TUNED: Final = FullFineTuning(epochs=8, batch_size=8, learning_rate=3e-4, max_steps=60)
+_TRAINING: Final = DistillationSettings(epochs=4, batch_size=8, learning_rate=2e-3, window=64)
+
+
+def measure_alternatives(results: Results, folder: Path, quick: bool, picture: Path | None) -> None:
+    """Makes the models and the alternatives and writes down how near the embedded model they are on text that
+    was held out. A full fine-tune of it for tasks that are new to it is judged with layers of the embedded
+    model at each depth, on these tasks, and drawn to `picture`."""
+    zoo = make_models(folder, quick)
+    count = 8 if quick else _QUESTIONS
+    text = _text([questions(kind, "train", count, 1) for kind in sorted(KINDS)])
+    settings = replace(_TRAINING, epochs=1, max_steps=1) if quick else _TRAINING
+    for first, second in ((SMALL, FOUNDATION), (FOUNDATION, SMALL)):
+        _stitched(results, zoo, (first, second), text, settings)
+    machine = Machine.of(device_name(torch.device("cpu")))
+    for block in _BLOCKS:
+        made = make_surrogate(zoo, FOUNDATION, block, text, machine, settings=settings).made
+        assert isinstance(made, Pruning)
+        own = f"surrogate.{block}"
+        results.figure(f"{own}.similarity", made.similarity, "cosine behind the block")
+        _fidelity(results, f"{own}.pruned", made.before)
+        _fidelity(results, f"{own}.recovered", made.after)
+        results.figure(f"{own}.bytes", made.nbytes[1] / made.nbytes[0], "of the block's")
+        results.figure(f"{own}.speedup", made.seconds[0] / made.seconds[1], "times as fast, one sequence")
+    new = _text([examples(task, "held_out", count) for task in sorted(NEW_TASKS)])
+    found = measure_depths(zoo, TUNED, new, FOUNDATION, window=settings.window)
+    _fidelity(results, "depths.own", found.own)
+    for name, depths in found.alternatives.items():
+        for depth in depths:
+            accuracy = depth.fidelity.accuracy
+            results.figure(f"depths.{name}.at-{depth.layers}", accuracy, "next tokens that are right")
+    if picture is not None:
+        draw_depths(found.accuracies(), found.own.accuracy, TUNED, picture)
+
+
+def make_models(folder: Path, quick: bool) -> Zoo:
+    """A zoo with the embedded model, a smaller one that is trained on text of the same questions, and a full
+    fine-tune of the first on text of new tasks. `folder` is for files on the way."""
+    zoo, count = Zoo.create(folder / "alternatives"), 8 if quick else 4 * _QUESTIONS
+    add(zoo, tiny.path(), FOUNDATION)
+    steps = 2 if quick else None
+    old = _text([questions(kind, "train", count) for kind in sorted(KINDS)])
+    untrained = other_width(folder, _WIDTH, _LAYERS)
+    add(zoo, _trained(untrained, folder / SMALL, old, _shortened(_SMALL, steps)), SMALL)
+    new = _text([examples(task, "train", count) for task in sorted(NEW_TASKS)])
+    add(zoo, _trained(tiny.path(), folder / TUNED, new, _shortened(_TUNED, steps)), TUNED, FOUNDATION)
+    return zoo
+
+
+def _trained(source: Path, folder: Path, text: str, settings: FullFineTuning) -> Path:
+    """A copy of a model, all of whose weights are trained on all tokens of a text."""
+    model = load_model(source, torch.float32)
+    ids = token_ids(load_tokenizer(source), text)
+    rows = [ids[start : start + _ROW] for start in range(0, len(ids) - _ROW, _ROW)]
+    train(model, choose(model, ()), [Example(tuple(row), (*row[1:], IGNORED)) for row in rows], settings)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    copy_tokenizer(folder)
+    return folder
+
+
+def _stitched(
+    results: Results, zoo: Zoo, models: tuple[str, str], text: str, settings: DistillationSettings
+) -> None:
+    made = stitch(zoo, *models, text, settings=settings).made
+    assert isinstance(made, Stitching)
+    widths = "-".join(str(zoo.application(name).width) for name in models)
+    results.figure(f"stitch.{widths}.seconds", made.seconds, f"seconds of {made.steps} steps")
+    for point in made.points:
+        place = f"stitch.{widths}.behind-{point.layers}-at-{point.enters + 1}"
+        _fidelity(results, place, point.fidelity)
+    _fidelity(results, "stitch.small-alone", made.alone)
+
+
+def _shortened(settings: FullFineTuning, steps: int | None) -> FullFineTuning:
+    return settings if steps is None else replace(settings, max_steps=steps)
+
+
+def _text(kinds: Sequence[Sequence[Question]]) -> str:
+    """Questions of several kinds, by turns, as the models see them."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny.path())
+    chats = [list(one.messages) for one in chain(*zip(*kinds, strict=True))]
+    return "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
+
+
+def _fidelity(results: Results, name: str, found: Fidelity) -> None:
+    results.figure(f"{name}.similarity", found.similarity, "cosine at the end")
+    results.figure(f"{name}.agreement", found.agreement, "likeliest tokens that are the same")
+    results.figure(f"{name}.accuracy", found.accuracy, "next tokens that are right")
+    results.figure(f"{name}.loss", found.loss, "nats a token")

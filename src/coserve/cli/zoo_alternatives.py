@@ -1,0 +1,287 @@
+"""`coserve zoo profile`, `stitch`, `prune` and `depths`: seconds of blocks, and their stand-ins."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coserve.cli.options import AsJson, check_writable
+from coserve.cli.zoo_options import (
+    DEFAULT,
+    Folder,
+    Picture,
+    as_builtins,
+    open_zoo,
+    read_text,
+    say_step,
+    this_machine,
+    without_bars,
+)  # fmt: skip
+from coserve.zoo.alternatives import Criterion
+
+if TYPE_CHECKING:
+    from coserve.zoo.alternatives import Fidelity
+    from coserve.zoo.partition import ChainBlock
+    from coserve.zoo.profile import ComponentProfile, Profile
+
+Model = Annotated[str, typer.Argument(help="Name of a model in the zoo.", metavar="MODEL")]
+Text = Annotated[
+    Path,
+    typer.Option(
+        exists=True, dir_okay=False, readable=True,
+        help="File with the text; the last fifth of it is held out, to judge by.",
+    ),
+]  # fmt: skip
+AlternativeName = Annotated[str | None, typer.Option("--name", help="Its name in the zoo.")]
+Epochs = Annotated[int, typer.Option(min=1, help="Times the text is gone through, at each point.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Windows of one optimizer step.")]
+Window = Annotated[int, typer.Option(min=2, help="Tokens of a window.")]
+Rate = Annotated[float, typer.Option("--learning-rate", help="Of AdamW, at the start.")]
+MaxSteps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps at most, of an epoch at a point.")]
+Seed = Annotated[int, typer.Option(help="The same seed, the same result.")]
+Share = Annotated[float, typer.Option(help="Share of heads and neurons that is removed.")]
+By = Annotated[
+    Criterion,
+    typer.Option("--criterion", help="Importance of a weight: |w · dL/dw|, or w²."),
+]
+
+
+def profile(
+    model: Model,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences of one pass; may be repeated.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each sequence.")] = 32,
+    zoo: Folder = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Measures seconds by batch size, seconds of loading and bytes of each component of a model, and stores
+    them with the machine; `show` adds them up for blocks."""
+    from coserve.cli.output import print_json, print_table
+    from coserve.zoo.chain import label
+    from coserve.zoo.profile import BATCHES
+    from coserve.zoo.profile import profile as measure
+
+    without_bars()
+    opened = open_zoo(zoo)
+    found = measure(opened, model, this_machine(), batch or BATCHES, tokens)
+    if as_json:
+        print_json(as_builtins(found))
+        return
+    chain = opened.application(model).chain
+    rows = [
+        [label(chain, place), *_cells(one.nbytes, one.load_seconds, one.seconds)]
+        for place, one in enumerate(found.components)
+    ]
+    print_table(("component", "size", "load", *_of_sizes(found.batches)), rows, "")
+    print(f"milliseconds of passes of that many sequences of {tokens} tokens, on {found.machine}")
+
+
+def stitch(
+    first: Annotated[str, typer.Argument(help="Model that chains begin in.", metavar="SMALL")],
+    second: Annotated[str, typer.Argument(help="Model that they go on in.", metavar="LARGE")],
+    text: Text,
+    name: AlternativeName = None,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Layers of SMALL in front of the stitch; may be repeated. Else all."),
+    ] = None,
+    epochs: Epochs = 2,
+    batch_size: BatchSize = 8,
+    learning_rate: Rate = 1e-3,
+    window: Window = 64,
+    max_steps: MaxSteps = None,
+    seed: Seed = 0,
+    zoo: Folder = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Trains a stitching block, one linear for all points between two models of any widths, against the
+    larger one's vocabulary distribution, and adds it to the zoo. LARGE may be the smaller one: then chains
+    begin in the large model and end in the small one."""
+    from coserve.cli.output import print_json, print_table
+    from coserve.zoo.alternatives import Stitching
+    from coserve.zoo.distilling import DistillationSettings
+    from coserve.zoo.stitching import stitch as train
+
+    settings = DistillationSettings(epochs, batch_size, learning_rate, window, max_steps, seed)
+    without_bars()
+    opened, content = open_zoo(zoo), read_text(text)
+    on_step = _quiet if as_json else say_step
+    found = train(opened, first, second, content, name, layer or (), settings, on_step)
+    if as_json:
+        print_json(as_builtins(found))
+        return
+    made = found.made
+    assert isinstance(made, Stitching)
+    widths = tuple(opened.application(one).width for one in (first, second))
+    rows = [
+        [
+            str(widths),
+            f"{point.layers} of {first}",
+            f"{point.enters + 1} of {second}",
+            *_judged(point.fidelity),
+        ]
+        for point in made.points
+    ]
+    smaller = second if made.teacher == first else first
+    rows.append([f"{smaller} alone", "", "", *_judged(made.alone)])
+    print_table(("stitching block", "behind layer", "goes on at", *_JUDGED), rows, "")
+    print(
+        f"{found.name}: {made.steps} steps in {made.seconds:.0f} s; compared with {made.teacher} on held-out "
+        "text"
+    )
+
+
+def prune(
+    model: Model,
+    block: Annotated[
+        str,
+        typer.Argument(help="What becomes smaller: A3, F3, L3 (both) or a range as L2-4.", metavar="BLOCK"),
+    ],
+    text: Text,
+    name: AlternativeName = None,
+    share: Share = 0.5,
+    criterion: By = Criterion.TAYLOR,
+    rank: Annotated[int, typer.Option(min=1, help="Of the low-rank factors that recover it.")] = 8,
+    epochs: Epochs = 2,
+    batch_size: BatchSize = 8,
+    learning_rate: Rate = 1e-3,
+    window: Window = 64,
+    max_steps: MaxSteps = None,
+    seed: Seed = 0,
+    zoo: Folder = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Makes a surrogate of a block: removes heads and neurons, recovers it with low-rank factors, and adds it
+    to the zoo."""
+    from coserve.cli.output import print_json, print_table
+    from coserve.core.size import show_size
+    from coserve.zoo.alternatives import Pruning
+    from coserve.zoo.distilling import DistillationSettings
+    from coserve.zoo.surrogates import make_surrogate
+
+    settings = DistillationSettings(epochs, batch_size, learning_rate, window, max_steps, seed)
+    without_bars()
+    on_step = _quiet if as_json else say_step
+    found = make_surrogate(
+        open_zoo(zoo),
+        model,
+        block,
+        read_text(text),
+        this_machine(),
+        name,
+        share,
+        criterion,
+        rank,
+        settings,
+        on_step,
+    )
+    if as_json:
+        print_json(as_builtins(found))
+        return
+    made = found.made
+    assert isinstance(made, Pruning)
+    (before, after), (slow, fast) = made.nbytes, made.seconds
+    row = [
+        block, f"{1 - after / before:.1%}", f"{made.similarity:.4f}", f"{made.before.similarity:.4f}",
+        f"{made.after.similarity:.4f}", show_size(before), show_size(after), f"{1000 * slow:.3f} ms",
+        f"{1000 * fast:.3f} ms", f"{slow / fast:.2f} ×",
+    ]  # fmt: skip
+    columns = (
+        "block", "pruned", "behind it", "at the end, pruned", "and recovered", "size", "surrogate", "time",
+        "surrogate", "speedup",
+    )  # fmt: skip
+    print_table(columns, [row], "")
+    print(f"{found.name}: cosine similarities with {model} on held-out text, on {made.machine}")
+
+
+def depths(
+    model: Model,
+    text: Text,
+    partner: Annotated[
+        str | None,
+        typer.Option(
+            "--with", metavar="NAME", help="Model of the same shape whose layers stand in; else none."
+        ),
+    ] = None,
+    count: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Layers of an alternative; may be repeated. Else 1, 2 and 4."),
+    ] = None,
+    share: Share = 0.5,
+    criterion: By = Criterion.TAYLOR,
+    window: Window = 64,
+    picture: Picture = None,
+    zoo: Folder = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Measures how right a model is with each alternative at each depth: another model's layers, pruned ones,
+    and stitching blocks of the zoo."""
+    check_writable("--picture", picture)
+    from coserve.cli.output import print_json, print_table
+    from coserve.zoo.depths import measure_depths
+    from coserve.zoo.picture import draw_depths
+
+    without_bars()
+    found = measure_depths(
+        open_zoo(zoo), model, read_text(text), partner, count or (), share, criterion, window
+    )
+    if picture is not None:
+        draw_depths(found.accuracies(), found.own.accuracy, model, picture)
+    if as_json:
+        print_json(as_builtins(found))
+        return
+    rows = [["none", "", *_judged(found.own)]]
+    for name, own in found.alternatives.items():
+        rows += [[name, str(depth.layers), *_judged(depth.fidelity)] for depth in own]
+    print_table(("alternative", "layers in front", *_JUDGED), rows, "")
+
+
+def profile_rows(
+    blocks: Mapping[str, Sequence["ChainBlock"]],
+    labels: Mapping[str, Sequence[str]],
+    known: Mapping[str, tuple["Profile", "ComponentProfile"]],
+) -> tuple[list[str], list[list[str]]]:
+    """The columns and rows of a table of the blocks that were measured."""
+    from coserve.zoo.picture import title_of
+    from coserve.zoo.profile import block_profile
+
+    found = [
+        (name, title_of(block, labels[name]), own)
+        for name, chain in blocks.items()
+        for block in chain
+        if (own := block_profile(block.keys, known)) is not None
+    ]
+    sizes = sorted({size for _, _, own in found for size in own.seconds})
+    rows = [
+        [name, title, *_cells(own.nbytes, own.load_seconds, (own.seconds.get(size) for size in sizes))]
+        for name, title, own in found
+    ]
+    return ["name", "block", "size", "load", *_of_sizes(sizes)], rows
+
+
+_JUDGED = ("similarity", "agreement", "accuracy", "loss")
+
+
+def _judged(found: "Fidelity") -> list[str]:
+    return [
+        f"{found.similarity:.4f}", f"{found.agreement:.4f}", f"{found.accuracy:.4f}", f"{found.loss:.3f}"
+    ]  # fmt: skip
+
+
+def _cells(nbytes: int, load: float, seconds: Iterable[float | None]) -> Iterator[str]:
+    """Bytes and seconds in a table: milliseconds."""
+    from coserve.core.size import show_size
+
+    yield show_size(nbytes)
+    yield f"{1000 * load:.2f}"
+    yield from ("" if one is None else f"{1000 * one:.2f}" for one in seconds)
+
+
+def _of_sizes(sizes: Iterable[int]) -> list[str]:
+    return [f"{size} seq." for size in sizes]
+
+
+def _quiet(step: int, steps: int, loss: float) -> None:
+    """Says nothing: JSON stands alone."""
