@@ -202,9 +202,9 @@ def simulate(
 
 def _head(settings: "FleetSettings", load: "SimulatedLoad", hardware: Sequence[str]) -> dict[str, Any]:
     """What was simulated, for the JSON. Raises ConfigError for hardware that is not there."""
-    from coserve.simulate.hardware import hardware_named
+    from coserve.simulate.times import table_named
 
-    tables = {name: hardware_named(name) for name in hardware}
+    tables = {name: table_named(name) for name in hardware}
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "code": measured_code(),

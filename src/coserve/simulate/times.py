@@ -14,8 +14,9 @@ from coserve.errors import ConfigError
 from coserve.schedule.cost import CostModel, Costs, Features
 from coserve.schedule.reads import ReadCosts
 from coserve.schedule.segments import inference_plan, training_segment
+from coserve.simulate.aiconfigurator import PREFIX, measured_roofline
 from coserve.simulate.counting import PlanCounter
-from coserve.simulate.hardware import MeasuredTable, Roofline, hardware_named
+from coserve.simulate.hardware import MeasuredTable, Roofline, Table, hardware_named
 from coserve.simulate.streaming import beside_reads, read_costs, streaming_of
 from coserve.streamed.planner import Streaming
 
@@ -173,12 +174,18 @@ def _rows(keys: Iterator[int], sequences: int, tokens: int, rows: int, adapter: 
     return inference_plan((Sequence(next(keys), asked), tokens - rows, rows) for _ in range(sequences))
 
 
+def table_named(hardware: str) -> Table:
+    """The table called `hardware`: one of the package, a file, or one of `aiconfigurator-core` behind
+    `aiconfigurator:`. Raises ConfigError."""
+    return measured_roofline(hardware) if hardware.startswith(PREFIX) else hardware_named(hardware)
+
+
 def times_on(
     hardware: str, counter: PlanCounter, base_memory: int | None = None
 ) -> tuple[Times, Roofline | MeasuredTable]:
     """The seconds of a shape on the hardware called `hardware`, and its table. Of the base at most
     `base_memory` bytes are in each device's memory; None is all. Raises ConfigError."""
-    table = hardware_named(hardware)
+    table = table_named(hardware)
     if isinstance(table, Roofline):
         if counter.shape.dtype not in table.peak_tflops:
             raise ConfigError(f"{table.name}: peak_tflops has no rate for {counter.shape.dtype}")
