@@ -141,8 +141,15 @@ def test_shared_blocks_are_in_memory_and_models_take_turns_in_it() -> None:
     load = [Asked(0.01 * n, name, (1,) * 64, 8) for n, name in enumerate(provisions.names)]
     together, swapped = play(provisions.together, load), play(provisions.swapped, load)
     assert together.p95 < swapped.p95 and together.rate > swapped.rate
-    # Ten models come into memory, one after the other, each in 13.5 GB / (0.8 x 32 GB/s).
+    # Ten models come over one link, each in 13.5 GB / (0.8 x 32 GB/s).
     assert 8 * 10 / swapped.rate > 10 * blockllm._load_seconds() > 10 * 0.5
+
+
+def test_a_model_on_its_way_leaves_the_device_to_others() -> None:
+    provisions = Provisions(20)
+    load = [Asked(0.0, "application-00", (1,) * 64, 300), Asked(0.6, "application-01", (1,) * 64, 8)]
+    both, alone = play(provisions.swapped, load), play(provisions.swapped, load[:1])
+    assert both.p95 < alone.p95 + 8 * 0.02 + 0.1  # not by the half second that the second model takes
 
 
 def test_engines_on_a_device_share_its_time() -> None:
