@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from coserve.errors import ConfigError
 from coserve_benchmarks.report import code_and_load
-from coserve_benchmarks.simulation.section import SECTION, flexllm_tables
+from coserve_benchmarks.simulation.section import SECTION, paper_tables
 
 BEGIN: Final = "<!-- rows: made by coserve bench draw -->"
 END: Final = "<!-- end of rows -->"
@@ -49,7 +49,7 @@ def render(found: Mapping[str, Any]) -> str:
 
 def _tables(found: Mapping[str, Any]) -> Iterable[str]:
     """Tables of papers' settings, where the run has their section."""
-    return ["", *flexllm_tables(found[SECTION])] if found.get(SECTION) else []
+    return ["", *paper_tables(found[SECTION])] if found.get(SECTION) else []
 
 
 def _source(found: Mapping[str, Any]) -> str:

@@ -88,9 +88,10 @@ RESULTS: Final[Mapping[str, Presented]] = {
         (
             *_ENGINE,
             "src/coserve/simulate",
+            "src/coserve/split",
             *_MEASURING,
             *_LOADS,
-            *_bench("simulation", "policies"),
+            *_bench("simulation", "policies", "zoo/provision.py"),
         ),
     ),
     "split.json": Presented(

@@ -25,6 +25,7 @@ from coserve.workload.requests import Workload
 from coserve_benchmarks.ours import CACHE_TOKENS, Bench
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.testbed import EngineTestbed, patience_for
+from coserve_benchmarks.simulation.papers.statement import Say
 
 SEEN: Final = (("poisson", "hybrid"), ("poisson", "idle-only"), ("poisson", "continuous"))
 UNSEEN: Final = (
@@ -156,8 +157,8 @@ class StepRecorder:
 class RealRuns:
     """Runs an engine on this machine, and its simulation."""
 
-    def __init__(self, bench: Bench, quick: bool) -> None:
-        self._bench = bench
+    def __init__(self, bench: Bench, quick: bool, say: Say = lambda text: None) -> None:
+        self._bench, self._say = bench, say
         self._testbed = EngineTestbed(bench)
         self._seconds = 4.0 if quick else 30.0
         self._training = TrainingSpec(batch=4, length=128)
@@ -165,13 +166,15 @@ class RealRuns:
     def compare(self) -> list[Pair]:
         """Fits costs to the runs of `SEEN`, and compares those of `UNSEEN`."""
         engine = self._testbed.engine
+        self._say("errors: the machine's capacity")
         workloads = self._workloads()
         measured = engine.scheduler.cost.lanes
         lanes = measured.inference, measured.training
         self._testbed.peak(workloads["poisson"], 2.0)  # what is made at first use
         recorder = StepRecorder(engine.scheduler)
         with recorder.watching():
-            for name, policy in SEEN:
+            for number, (name, policy) in enumerate(SEEN, 1):
+                self._say(f"errors: {number} of {len(SEEN)} to learn from, {policy} on {name}")
                 self._testbed.run(policy, workloads[name])
         model = recorder.costs(engine.scheduler.cost)
         jitter = recorder.jitter(model)
@@ -182,7 +185,8 @@ class RealRuns:
         settings = MachineSettings(CACHE_TOKENS, jitter=jitter, scheduler=scheduler, known=256, lanes=lanes)
         self._bench.results.note("errors", self._said(recorder, jitter, times))
         found = []
-        for name, policy in UNSEEN:
+        for number, (name, policy) in enumerate(UNSEEN, 1):
+            self._say(f"errors: {number} of {len(UNSEEN)} unseen, {policy} on {name}")
             workload = workloads[name]
             real = self._testbed.run(policy, workload)
             simulated = replay(SimulatedMachine(policy, times, settings), workload, patience_for(workload))

@@ -2,13 +2,13 @@
 
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from coserve.core.request import SLO
-from coserve.simulate.flexllm import HEAVY, RATES, SETTINGS, FlexLLM
 from coserve.simulate.growth import growth
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
 from coserve.simulate.outcome import figures_of
@@ -18,22 +18,34 @@ from coserve.workload.shapes import shape_named
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
+from coserve_benchmarks.simulation.papers import blockllm, fineinfer, flexllm, report, symbiosis
+from coserve_benchmarks.simulation.papers.statement import PaperResult, Say
 from coserve_benchmarks.simulation.real import RealRuns
-from coserve_benchmarks.simulation.section import SECTION, coserved
+from coserve_benchmarks.simulation.section import SECTION
 
-GROUPS: Final = ("flexllm", "published", "scale", "errors")
+PAPERS: Final[dict[str, Callable[[bool, Say], PaperResult]]] = {
+    "flexllm": flexllm.run,
+    "fineinfer": fineinfer.run,
+    "report": report.run,
+    "blockllm": blockllm.run,
+    "symbiosis": symbiosis.run,
+}
+GROUPS: Final = (*PAPERS, "published", "scale", "errors")
 BARS: Final[dict[str, Bar | None]] = {
     "error.time_per_token": Bar(0.05, at_most=True),
     "error.ttft_p99": Bar(0.15, at_most=True),
     "error.training": Bar(0.05, at_most=True),
     "error.published": None,
     "flexllm.kept": Bar(0.80),
+    "blockllm.p95": Bar(0.75, at_most=True),
+    "blockllm.throughput": Bar(1.5),
     "events_per_second": None,
     "scheduler.growth": Bar(1.0, at_most=True),
 }
 # Llama-3.1-8B on an H100, 1,024 tokens in and 512 out: (sequences at once, ms a token), by the measured
 # kernel tables of aiconfigurator-core 0.12 (Apache-2.0).
 PUBLISHED: Final = ((8, 7.42), (32, 9.88), (128, 19.3))
+_OF_SEEDS: Final = "95 % interval of the mean over seeds"
 _A_DAY: Final = 10_000_000  # requests
 _FLEET: Final = 1000  # engines
 _ADAPTERS: Final = 1_000_000
@@ -50,7 +62,9 @@ def run_check(
     groups = GROUPS if only is None else tuple(only)
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
     rows = _Rows(bench, quick)
-    run_groups(bench, groups, {group: getattr(rows, group) for group in GROUPS})
+    papers = {name: partial(rows.paper, name) for name in PAPERS}
+    own = {"published": rows.published, "scale": rows.scale, "errors": rows.errors}
+    run_groups(bench, groups, {**papers, **own})
     return bench.results.as_dict()
 
 
@@ -59,10 +73,11 @@ class _Rows:
 
     def __init__(self, bench: Bench, quick: bool) -> None:
         self._bench, self._quick, self._results = bench, quick, bench.results
+        self._papers: dict[str, Any] = {}
 
     def errors(self) -> None:
         """Errors on policies and workloads that the simulator's costs are not from."""
-        pairs = RealRuns(self._bench, self._quick).compare()
+        pairs = RealRuns(self._bench, self._quick, _say).compare()
         self._results.section("pairs", [pair.as_dict() for pair in pairs])
         note = ", ".join(f"{pair.policy} on {pair.workload}" for pair in pairs)
         for name in ("time_per_token", "ttft_p99", "training"):
@@ -118,32 +133,16 @@ class _Rows:
             self._results.figure(f"published[{at_once}]", ours, said)
         self._results.row("error.published", median(errors), note="of the times per token `published`")
 
-    def flexllm(self) -> None:
-        """FlexLLM's end-to-end comparison (8.1) on its class of hardware."""
-        span = 4.0 if self._quick else 12.0
-        settings = SETTINGS[:1] if self._quick else SETTINGS
-        rates = (HEAVY,) if self._quick else RATES
-        found = []
-        for setting in settings:
-            found.append(FlexLLM(setting, span, say=_say).run(rates))
-            self._results.section(SECTION, found)
-        best = {
-            policy: median(
-                one["kept"]
-                for run in found
-                for one in run["kept"]
-                if (one["policy"], one["rate"]) == (policy, HEAVY)
-            )
-            for policy in {one["policy"] for run in found for one in run["kept"]}
-        }
-        for policy, kept in best.items():
-            self._results.figure(f"flexllm.kept[{policy}]", kept, f"of the peak, at {HEAVY:g} requests/s")
-        chosen = [coserved(run) for run in found]
-        said = ", ".join(f"{run['model']}: {one['policy']}" for run, one in zip(found, chosen, strict=True))
-        note = f"median at {HEAVY:g} requests/s, of the policies that hold the bounds: {said}"
-        self._results.row("flexllm.kept", median(one["kept"] for one in chosen), note=note)
+    def paper(self, name: str) -> None:
+        """The settings of one paper beside its statements."""
+        found = PAPERS[name](self._quick, _say)
+        self._papers[name] = found.as_dict()
+        self._results.section(SECTION, self._papers)
+        for key, (value, unit) in found.figures.items():
+            self._results.figure(key, value, unit)
+        for key, row in found.rows.items():
+            self._results.row(key, row.value, row.interval, row.note, _OF_SEEDS)
 
 
 def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr)
+    print(text, file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from coserve.cli.options import check_writable
 from coserve.cli.simulate_options import read_settings, read_slo, read_wanted
 from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json
+from coserve.core.size import read_size
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def simulate(
     hardware: Annotated[
         list[str] | None,
         typer.Option(
-            help="a100-40, a100-80, a10g, l4, l40s, h100, h200, b200, or a table (.toml); may be repeated."
+            help="a100-40, a100-80, a10g, l4, l40s, rtx-3090, h100, h200, b200, or a .toml; may be repeated."
         ),
     ] = None,
     policy: Annotated[list[str] | None, typer.Option(help="As in `coserve serve`; may be repeated.")] = None,
@@ -47,7 +48,9 @@ def simulate(
     ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of prompts, without a trace.")] = 256,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of answers, without a trace.")] = 64,
-    arrivals: Annotated[str, typer.Option(help="poisson, bursty or steady, without a trace.")] = "poisson",
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, bursty, steady or spread, without a trace.")
+    ] = "poisson",
     slo: Annotated[
         str,
         typer.Option(
@@ -70,6 +73,10 @@ def simulate(
     cache_tokens: Annotated[
         int | None, typer.Option(min=16, help="Of an engine; else as many as fit.")
     ] = None,
+    base_memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Of each device for the base, such as 10GB; the rest is streamed."),
+    ] = "",
     setting: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,7 +110,10 @@ def simulate(
     quick: Annotated[bool, typer.Option("--quick", help="Short runs, for --check.")] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Groups of --check: errors, scale, published, flexllm; may be repeated."),
+        typer.Option(
+            help="Groups of --check: errors, scale, published; flexllm, fineinfer, report, blockllm, "
+            "symbiosis; may be repeated."
+        ),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures there.", metavar="FILE")
@@ -158,6 +168,7 @@ def simulate(
         rank=rank,
         max_running=max_running,
         cache_tokens=cache_tokens,
+        base_memory=read_size(base_memory) if base_memory else None,
         scheduler={name: values[0] for name, values in choices.items()},
     )
     devices = hardware or ["h100"]
@@ -191,9 +202,9 @@ def simulate(
 
 def _head(settings: "FleetSettings", load: "SimulatedLoad", hardware: Sequence[str]) -> dict[str, Any]:
     """What was simulated, for the JSON. Raises ConfigError for hardware that is not there."""
-    from coserve.simulate.hardware import hardware_named
+    from coserve.simulate.times import table_named
 
-    tables = {name: hardware_named(name) for name in hardware}
+    tables = {name: table_named(name) for name in hardware}
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "code": measured_code(),
@@ -201,6 +212,7 @@ def _head(settings: "FleetSettings", load: "SimulatedLoad", hardware: Sequence[s
         "model": asdict(settings.shape),
         "engines": settings.engines,
         "degree": settings.degree,
+        "base_memory": settings.base_memory,
         "load": {
             "seconds": load.seconds,
             "requests in trace": len(load.trace),

@@ -39,11 +39,16 @@ def step_limit(builder: PlanBuilder, margin: float, violation: float = 1.0) -> f
 
 
 def prefill_limit(
-    builder: PlanBuilder, line: Ordered[Sequence], cost: CostModel, config: SchedulerConfig
+    builder: PlanBuilder,
+    line: Ordered[Sequence],
+    cost: CostModel,
+    config: SchedulerConfig,
+    trains: bool = False,
 ) -> float:
-    """Seconds for a step of the decode rows in `builder` and of prompts' rows from `line`, in their order."""
+    """Seconds for a step of the decode rows in `builder` and of prompts' rows from `line`, in their order.
+    Where training is under way in a lane of its own the step `trains`: its errors are those of such steps."""
     tokens = max((one.request.sampling.max_tokens for one in builder.answering), default=1)
-    margin = cost.margin(config, trains=False, tokens=tokens)
+    margin = cost.margin(config, trains, tokens)
     kept = step_limit(builder, margin)
     if kept == INFINITE or not line:
         return kept

@@ -342,7 +342,8 @@ class Scheduler:
         if not line:  # limits are for prompts
             return
         left = self._prompt_rows(builder)
-        limit = prefill_limit(builder, line, self.cost, self.config) / self._slowness
+        trains = bool(self._underway)  # in a lane of its own
+        limit = prefill_limit(builder, line, self.cost, self.config, trains) / self._slowness
         limit = min(limit, step_limit(self._requests.running, self.cost, self.config))
         for sequence in line:
             if closed and not sequence.pages and not sequence.offloaded:

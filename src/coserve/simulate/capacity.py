@@ -13,12 +13,15 @@ _TRAINED_BYTES: Final = 16  # of an adapter's weight in training: float32 weight
 _WORKING: Final = 6  # copies of a window's rows in one layer, in channels of the hidden and the inner width
 
 
-def cache_tokens_of(counter: PlanCounter, table: Roofline, training_rows: int, jobs: int) -> int:
+def cache_tokens_of(
+    counter: PlanCounter, table: Roofline, training_rows: int, jobs: int, resident: int | None = None
+) -> int:
     """Tokens whose keys and values fit on the devices of one engine, beside the weights and `jobs` jobs with
-    `training_rows` rows of activations each. Raises ConfigError where none do."""
+    `training_rows` rows of activations each. Of a streamed base `resident` bytes are on each device. Raises
+    ConfigError where none do."""
     shape, degree = counter.shape, counter.degree
     memory = table.memory_nbytes * USED
-    weights = counter.device_weight_bytes
+    weights = counter.device_weight_bytes if resident is None else resident
     training = jobs * _job_bytes(counter, training_rows)
     left = memory - weights - training
     token = counter.cache_token_bytes * shape.layers

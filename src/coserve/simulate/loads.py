@@ -8,13 +8,13 @@ from typing import Final
 
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
-from coserve.workload.arrivals import gamma_times, poisson_times, steady_times
+from coserve.workload.arrivals import gamma_times, poisson_times, spread_times, steady_times
 from coserve.workload.mixes import ENDLESS, ServedAdapters
 from coserve.workload.prompts import draw_by_popularity
 from coserve.workload.requests import TimedJob, TimedRequest, Tokens
 from coserve.workload.trace_formats import BLOCK, TraceRow
 
-ARRIVALS: Final = ("poisson", "bursty", "steady")
+ARRIVALS: Final = ("poisson", "bursty", "steady", "spread")
 _BURSTS: Final = 3.0  # coefficient of variation of the gaps of bursty arrivals
 _EXAMPLES: Final = 16  # of a job, before they repeat
 
@@ -94,6 +94,8 @@ class SimulatedLoad:
             times = steady_times(1 / self.rate, self.seconds)
         elif self.arrivals == "bursty":
             times = gamma_times(self.rate, self.seconds, _BURSTS, seed)
+        elif self.arrivals == "spread":
+            times = spread_times(2 / self.rate, self.seconds, seed)
         else:
             times = poisson_times(self.rate, self.seconds, seed)
         return [TraceRow(at, self.prompt, self.answer) for at in times]

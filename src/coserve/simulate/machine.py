@@ -131,7 +131,7 @@ class SimulatedMachine:
             inference = predict(Plan(inference=plan.inference))
             training = predict(plan) - inference
             left = arrival - executor.now - inference
-            if layers and left < training:
+            if layers and training > 0 and left < training:  # the loss may take no seconds by a table
                 executor.layers_before_pause = int(max(left, 0.0) / training * layers) + 1
                 executor.pause_training()
         result = executor.collect()

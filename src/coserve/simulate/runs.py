@@ -13,7 +13,7 @@ from coserve.simulate.hardware import Roofline
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.loads import SimulatedLoad
 from coserve.simulate.machine import MachineSettings, SimulatedMachine
-from coserve.simulate.times import times_on
+from coserve.simulate.times import RooflineTimes, times_on
 from coserve.workload.shapes import ModelShape
 
 PATIENCE: Final = 60.0  # seconds after a load in which answers may end
@@ -24,7 +24,8 @@ _MAX_RUNNING: Final = 256
 class FleetSettings:
     """A fleet: `engines` independent engines of `degree` devices each, behind a router. `scheduler` are
     further fields of `SchedulerConfig`; `cache_tokens` of None are as many as fit, `jitter` of None is the
-    hardware's."""
+    hardware's. Of the base at most `base_memory` bytes are in each device's memory, and the rest is streamed;
+    None is all of it."""
 
     shape: ModelShape
     hardware: str
@@ -36,6 +37,7 @@ class FleetSettings:
     max_running: int = _MAX_RUNNING
     cache_tokens: int | None = None
     jitter: Jitter | None = None
+    base_memory: int | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,7 +64,7 @@ class Simulator:
             )
         counter = PlanCounter(shape, shape.lora_weights(settings.rank), settings.degree)
         self.settings, self.load = settings, load
-        self.times, self.table = times_on(settings.hardware, counter)
+        self.times, self.table = times_on(settings.hardware, counter, settings.base_memory)
         self._machine = self._settings_of_machines(counter)
 
     def _settings_of_machines(self, counter: PlanCounter) -> MachineSettings:
@@ -71,7 +73,9 @@ class Simulator:
         if settings.cache_tokens is not None:
             tokens = settings.cache_tokens
         elif isinstance(self.table, Roofline):
-            tokens = cache_tokens_of(counter, self.table, training.rows, training.jobs)
+            streaming = self.times.streaming if isinstance(self.times, RooflineTimes) else None
+            resident = None if streaming is None else streaming.resident_nbytes
+            tokens = cache_tokens_of(counter, self.table, training.rows, training.jobs, resident)
         else:
             tokens = self.table.cache_tokens
         scheduler = {

@@ -12,9 +12,13 @@ from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import ConfigError
 from coserve.schedule.cost import CostModel, Costs, Features
+from coserve.schedule.reads import ReadCosts
 from coserve.schedule.segments import inference_plan, training_segment
+from coserve.simulate.aiconfigurator import PREFIX, measured_roofline
 from coserve.simulate.counting import PlanCounter
-from coserve.simulate.hardware import MeasuredTable, Roofline, hardware_named
+from coserve.simulate.hardware import MeasuredTable, Roofline, Table, hardware_named
+from coserve.simulate.streaming import beside_reads, read_costs, streaming_of
+from coserve.streamed.planner import Streaming
 
 _NO_READS: Final = WeightReads()
 # What a device is probed with, as an engine measures its own (`engine.calibrate`), but with larger steps:
@@ -31,13 +35,27 @@ class Times(ABC):
     layers: int
     host: float  # seconds of the host in each step
 
+    @property
+    @abstractmethod
+    def read_costs(self) -> ReadCosts:
+        """Costs of reading a streamed base; without layers where it stays in memory."""
+
     @abstractmethod
     def predict(self, plan: Plan) -> float:
         """Seconds that a plan takes."""
 
+    @abstractmethod
+    def computed(self, plan: Plan) -> float:
+        """Seconds of these without waiting for weights."""
+
     def reads(self, plan: Plan, factor: float) -> WeightReads:
         """What a plan that takes `factor` times those seconds reads of a streamed base."""
-        return _NO_READS
+        costs = self.read_costs
+        if not costs.layers:
+            return _NO_READS
+        visits = Features.of(plan).visits(costs.layers)
+        waited = max((self.predict(plan) - self.computed(plan)) * factor, 0.0)
+        return WeightReads(int(visits * costs.nbytes), costs.seconds(visits) * factor, waited)
 
     @abstractmethod
     def known(self) -> CostModel:
@@ -66,14 +84,14 @@ class WeightedTimes(Times):
         """See `Times`."""
         return self._truth.predict(plan)
 
-    def reads(self, plan: Plan, factor: float) -> WeightReads:
+    def computed(self, plan: Plan) -> float:
         """See `Times`."""
-        reads = self._truth.reads
-        if not reads.layers:
-            return _NO_READS
-        visits = Features.of(plan).visits(reads.layers)
-        waited = max((self._truth.predict(plan) - self._arithmetic.predict(plan)) * factor, 0.0)
-        return WeightReads(int(visits * reads.nbytes), reads.seconds(visits) * factor, waited)
+        return self._arithmetic.predict(plan)
+
+    @property
+    def read_costs(self) -> ReadCosts:
+        """See `Times`."""
+        return self._truth.reads
 
     def known(self) -> CostModel:
         """See `Times`."""
@@ -85,29 +103,48 @@ class WeightedTimes(Times):
 
 class RooflineTimes(Times):
     """Seconds of counted work by a table of hardware. Its scheduler knows what it would have measured at its
-    start: weights that are fitted to probes."""
+    start: weights that are fitted to probes. `streaming` says which layers are read in every pass; None is
+    that all stay in memory."""
 
-    def __init__(self, counter: PlanCounter, table: Roofline) -> None:
+    def __init__(self, counter: PlanCounter, table: Roofline, streaming: Streaming | None = None) -> None:
         self.layers, self.host = counter.shape.layers, table.host_seconds
+        self.streaming = streaming
         self._counter, self._table = counter, table
 
     def predict(self, plan: Plan) -> float:
         """See `Times`."""
+        costs = self.read_costs
+        if not costs.layers:
+            return self.computed(plan)
+        features = Features.of(plan)
+        back = features.visits_back(costs.layers)
+        there = features.visits(costs.layers) - back
+        work = self._counter.count(plan)
+        return beside_reads(self._table, self._counter, work, costs.seconds(there), costs.seconds(back))
+
+    def computed(self, plan: Plan) -> float:
+        """See `Times`."""
         counter = self._counter
         return self._table.seconds(counter.count(plan), counter.shape.dtype, counter.degree)
+
+    @cached_property
+    def read_costs(self) -> ReadCosts:
+        """See `Times`."""
+        return read_costs(self.streaming, self.layers)
 
     def known(self) -> CostModel:
         """See `Times`."""
         model = CostModel()
         model.recall(self._learned)
         model.host = self.host
+        model.reads = read_costs(self.streaming, self.layers)
         return model
 
     @cached_property
     def _learned(self) -> Costs:
         """What the probes teach; once for all engines."""
         model = CostModel()
-        model.fit((plan, self.predict(plan)) for plan in probes(self.layers))
+        model.fit((plan, self.computed(plan)) for plan in probes(self.layers))
         return model.learned
 
 
@@ -137,13 +174,24 @@ def _rows(keys: Iterator[int], sequences: int, tokens: int, rows: int, adapter: 
     return inference_plan((Sequence(next(keys), asked), tokens - rows, rows) for _ in range(sequences))
 
 
-def times_on(hardware: str, counter: PlanCounter) -> tuple[Times, Roofline | MeasuredTable]:
-    """The seconds of a shape on the hardware called `hardware`, and its table. Raises ConfigError."""
-    table = hardware_named(hardware)
+def table_named(hardware: str) -> Table:
+    """The table called `hardware`: one of the package, a file, or one of `aiconfigurator-core` behind
+    `aiconfigurator:`. Raises ConfigError."""
+    return measured_roofline(hardware) if hardware.startswith(PREFIX) else hardware_named(hardware)
+
+
+def times_on(
+    hardware: str, counter: PlanCounter, base_memory: int | None = None
+) -> tuple[Times, Roofline | MeasuredTable]:
+    """The seconds of a shape on the hardware called `hardware`, and its table. Of the base at most
+    `base_memory` bytes are in each device's memory; None is all. Raises ConfigError."""
+    table = table_named(hardware)
     if isinstance(table, Roofline):
         if counter.shape.dtype not in table.peak_tflops:
             raise ConfigError(f"{table.name}: peak_tflops has no rate for {counter.shape.dtype}")
-        return RooflineTimes(counter, table), table
+        return RooflineTimes(counter, table, streaming_of(counter, table, base_memory)), table
+    if base_memory is not None:
+        raise ConfigError(f"the table {table.name!r} has no link that a base could be streamed over")
     if (counter.shape.name, counter.shape.layers) != (table.shape, table.layers) or counter.degree > 1:
         raise ConfigError(
             f"the table {table.name!r} was measured for one device and the shape {table.shape} of "

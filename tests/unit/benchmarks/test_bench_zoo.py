@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from coserve.errors import ConfigError
+from coserve_benchmarks.zoo.provision import Asked, InTurns, Swapped, Together, make_load, replay
 from coserve_benchmarks.zoo.run import BARS, run_zoo
-from coserve_benchmarks.zoo.serving import Asked, InTurns, Swapped, Together, make_load, replay
+from coserve_benchmarks.zoo.serving import RunningEngine
 from zoo_made import make_fine_tune, make_lora, make_model
 
 
@@ -47,10 +48,13 @@ def test_every_provision_answers_every_request(tmp_path: Path) -> None:
     prompts = [tuple(range(5, 25 + number)) for number in range(6)]
     load = [Asked(0.001 * n, ("one", "two", "three")[n % 3], prompt) for n, prompt in enumerate(prompts)]
     adapters = {"one": lora, "two": lora, "three": lora}
-    for shared in (Together(base, adapters), InTurns(base, adapters)):
-        assert shared.nbytes > shared.base_nbytes
+    for provision in (Together, InTurns):
+        engine = RunningEngine(base, adapters)
+        assert engine.nbytes > engine.base_nbytes
+        shared = provision(dict.fromkeys(adapters, engine))
         outcome = replay(shared, load)
         assert outcome.rate > 0 and outcome.p95 > 0 and not shared.has_work
-    swapped = Swapped({"one": (base, lora), "two": (base, None), "three": (other, None)}, 2)
+    models = {"one": (base, {"one": lora}), "two": (base, {}), "three": (other, {})}
+    swapped = Swapped(lambda name: RunningEngine(*models[name]), 2)
     assert replay(swapped, load).p95 > 0
     assert swapped.loads >= 3, "three models take turns in two places"

@@ -80,6 +80,8 @@ def test_advice_names_a_fleet(tmp_path: Path) -> None:
         (["--advise", "--price", "h100=0"], "h100 needs a positive price"),
         (["--seconds", "inf"], "positive number of seconds"),
         (["--seconds", "nan"], "positive number of seconds"),
+        (["--base-memory", "lots"], "expected a number of bytes"),
+        (["--base-memory", "1MB"], "are too few for this base"),
         (["--json", "nowhere/x.json"], "--json nowhere/x.json"),
     ],
 )

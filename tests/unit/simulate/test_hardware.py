@@ -41,7 +41,7 @@ def written(tmp_path: Path, text: str = ROOFLINE) -> Path:
 
 
 def test_every_device_that_is_promised_is_there_with_its_sources() -> None:
-    promised = {"a100-40", "a100-80", "a10g", "l4", "l40s", "h100", "h200", "b200"}
+    promised = {"a100-40", "a100-80", "a10g", "l4", "l40s", "rtx-3090", "h100", "h200", "b200"}
     assert promised | {"two-cores"} == set(hardware_names())
     for name in promised:
         table = hardware_named(name)

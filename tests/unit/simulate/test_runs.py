@@ -57,7 +57,7 @@ def test_blocks_of_a_trace_are_common_beginnings() -> None:
         ({"seconds": 0.0}, "positive number of seconds"),
         ({"rate": -1.0}, "positive rate"),
         ({"rate": None}, "need a trace, or a rate"),
-        ({"arrivals": "odd"}, "no arrivals 'odd'; there are poisson, bursty, steady"),
+        ({"arrivals": "odd"}, "no arrivals 'odd'; there are poisson, bursty, steady, spread"),
         ({"prompt": 0}, "at least one token"),
     ],
 )

@@ -1,0 +1,1 @@
+"""Settings of the papers on modelled hardware, beside what they state."""

@@ -1,0 +1,285 @@
+"""FlexLLM's setting (arXiv 2402.18789, section 8.1) on its class of hardware: how much fine-tuning is kept.
+
+There: OPT-13B, LLaMA-30B and LLaMA-2-70B on 4, 8 and 16 A100 of 40 GB, prompts of 256 tokens and answers of
+64, bounds of 50, 80 and 110 ms a token, fine-tuning on sequences of 1,024 tokens with LoRA of rank 8 on the
+MLP. Against it resource isolation (some devices serve, the others train), temporal and spatial sharing (8.3).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Final
+
+from coserve.core.request import SLO
+from coserve.simulate.intervals import mean_interval
+from coserve.simulate.loads import SimulatedLoad, TrainingLoad
+from coserve.simulate.outcome import RunFigures, figures_of
+from coserve.simulate.runs import FleetSettings, Simulator
+from coserve.workload.shapes import shape_named
+from coserve_benchmarks.simulation.papers.statement import (
+    FigureTable,
+    PaperResult,
+    Row,
+    Say,
+    Statement,
+    claim,
+    size,
+)
+
+HARDWARE: Final = "a100-40"
+POLICIES: Final = ("hybrid", "adaptive", "temporal:8,grain=batch", "spatial")
+ISOLATED: Final = "isolation"
+COSERVED: Final = ("hybrid", "adaptive")
+RATES: Final = (2.5, 5.0, 10.0)  # requests a second; the last is their "very high" rate (8.3)
+HEAVY: Final = RATES[-1]
+SEEDS: Final = 3  # of the share that is kept under heavy load
+FULL: Final = 0.95  # of the requests a second that all devices answer within the bound: beyond their loads
+PROMISED: Final = 0.99  # of the requests, within their bounds
+THEIRS: Final = 0.80  # of the peak is kept at heavy load (abstract and 8.1)
+_RANK: Final = 8
+_NOBODY: Final = 1e-9  # requests a second: a single one comes
+_PATIENT: Final = 10.0  # seconds to the first token: theirs is not bounded, and no line may grow without end
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model of theirs, its devices, and its bound between tokens, seconds.
+
+    An engine has `degree` devices: a node of four, as there, or eight where a job does not fit beside the
+    weights; there such models are pipelines of nodes. Isolation divides the devices into engines of `apart`.
+    """
+
+    name: str
+    shape: str
+    devices: int
+    degree: int
+    apart: int
+    bound: float
+
+    @property
+    def engines(self) -> int:
+        """Engines on all devices."""
+        return self.devices // self.degree
+
+
+SETTINGS: Final = (
+    Setting("OPT-13B", "13b", 4, 4, 2, 0.050),
+    Setting("LLaMA-30B", "30b", 8, 4, 4, 0.080),
+    Setting("LLaMA-2-70B", "70b-32k", 16, 8, 8, 0.110),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptShare:
+    """A policy at one rate: the share of the peak that it trains, and the share of requests within bounds."""
+
+    policy: str
+    rate: float
+    kept: float
+    within: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRuns:
+    """All runs of a setting: the peak (tokens a second without requests), the capacity (requests a second
+    without training), and shares of the peak by policy and rate."""
+
+    setting: Setting
+    peak: float
+    capacity: float
+    kept: dict[tuple[str, float], KeptShare]
+
+    @property
+    def coserved(self) -> KeptShare:
+        """The better co-serving policy under heavy load: of those that hold the bounds, if any."""
+        return max((self.kept[policy, HEAVY] for policy in COSERVED), key=_holding)
+
+
+def _holding(one: KeptShare) -> tuple[bool, float]:
+    """Order of policies: those that keep the bounds first, then by what they train."""
+    return one.within >= PROMISED, one.kept
+
+
+class FlexLLM:
+    """Runs one setting. `seconds` are those of each run, `say` is told what is being run."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        seconds: float,
+        say: Say = lambda text: None,
+    ) -> None:
+        self.setting, self._say = setting, say
+        self._fleet = FleetSettings(
+            shape_named(setting.shape), HARDWARE, "hybrid", setting.engines, setting.degree, rank=_RANK
+        )
+        slo = SLO(first_token=_PATIENT, between_tokens=setting.bound)
+        self._load = SimulatedLoad(seconds, 1.0, slo=slo)
+        self._training = TrainingLoad(1, 1, 1024)
+
+    def run(self, rates: Sequence[float] = RATES, policies: Sequence[str] = POLICIES) -> "ModelRuns":
+        """All policies at all rates, and at `FULL` of the capacity."""
+        peak, capacity = self.peak(), self.capacity()
+        every = (*rates, FULL * capacity)
+        kept = {(one.policy, one.rate): one for rate in every for one in self.at(rate, peak, policies)}
+        return ModelRuns(self.setting, peak, capacity, kept)
+
+    def peak(self) -> float:
+        """Fine-tuning tokens a second of all engines without requests, under the better policy."""
+        return self._peak(self.setting.engines, self.setting.degree)
+
+    def _peak(self, engines: int, degree: int) -> float:
+        return max(self._run(policy, _NOBODY, engines, degree, True).training for policy in COSERVED)
+
+    def capacity(self) -> float:
+        """Requests a second that all engines answer within the bounds, without training; to a twentieth."""
+        low, high = 0.0, 1.0
+        engines, degree = self.setting.engines, self.setting.degree
+        while self._holds(high, engines, degree):
+            low, high = high, 2 * high
+        while high - low > high / 20:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._holds(middle, engines, degree) else (low, middle)
+        return low
+
+    def at(self, rate: float, peak: float, policies: Sequence[str] = POLICIES) -> Iterator[KeptShare]:
+        """All policies at one rate, and isolation: as few engines as hold the bounds serve, others train."""
+        for policy in policies:
+            found = self._run(policy, rate, self.setting.engines, self.setting.degree, True)
+            yield KeptShare(policy, rate, found.training / peak, found.within)
+        apart = self.setting.apart
+        engines = self.setting.devices // apart
+        serving = next((n for n in range(1, engines) if self._holds(rate, n, apart)), engines)
+        training = self._peak(engines - serving, apart) if serving < engines else 0.0
+        within = self._run("hybrid", rate, serving, apart, False).within
+        note = f"{serving} of {engines} engines serve"
+        yield KeptShare(ISOLATED, rate, training / peak, within, note)
+
+    def again(self, policy: str, rate: float, peak: float, seed: int) -> float:
+        """The share of the peak that a policy trains with another seed."""
+        found = self._run(policy, rate, self.setting.engines, self.setting.degree, True, seed)
+        return found.training / peak
+
+    def _holds(self, rate: float, engines: int, degree: int) -> bool:
+        found = self._run("hybrid", rate, engines, degree, False)
+        return found.within >= PROMISED
+
+    def _run(
+        self, policy: str, rate: float, engines: int, degree: int, trains: bool, seed: int = 0
+    ) -> RunFigures:
+        self._say(f"{self.setting.name}: {policy}, {rate:.3g} requests/s on {engines} engines of {degree}")
+        load = replace(self._load, rate=rate, training=self._training if trains else TrainingLoad())
+        fleet = replace(self._fleet, policy=policy, engines=engines, degree=degree)
+        return figures_of(Simulator(fleet, load).run(seed))
+
+
+def run(quick: bool, say: Say) -> PaperResult:
+    """All settings, with the statements of 8.1 and 8.3."""
+    settings = SETTINGS[:1] if quick else SETTINGS
+    rates = (HEAVY,) if quick else RATES
+    runs = [FlexLLM(setting, 4.0 if quick else 12.0, say) for setting in settings]
+    found = [one.run(rates) for one in runs]
+    chosen = [one.coserved for one in found]
+    kept = [median(one.kept for one in chosen)]
+    for seed in range(1, 1 if quick else SEEDS):
+        every = zip(runs, found, chosen, strict=True)
+        kept.append(median(one.again(best.policy, HEAVY, own.peak, seed) for one, own, best in every))
+    said = ", ".join(f"{one.setting.name}: {best.policy}" for one, best in zip(found, chosen, strict=True))
+    note = (
+        f"median of the models at {HEAVY:g} requests/s, the mean of {len(kept)} seeds, of the policies that "
+        f"hold the bounds: {said}"
+    )
+    shares = {
+        f"flexllm.kept[{policy}]": (
+            median(one.kept[policy, HEAVY].kept for one in found),
+            f"of the peak, at {HEAVY:g} requests/s",
+        )
+        for policy in (*POLICIES, ISOLATED)
+    }
+    return PaperResult(
+        "FlexLLM (arXiv 2402.18789), 8.1 and 8.3",
+        "Prompts of 256 tokens, answers of 64, each step of which is held to its bound, fine-tuning on "
+        "single sequences of 1,024 tokens, as there. Shapes are Llama's of the same size, adapters of rank 8 "
+        "on all linears (there on the MLP's), and devices that share a model do so by tensor parallelism "
+        "alone (there pipelines between nodes of four).",
+        [_shares(one) for one in found],
+        [*_statements(found)],
+        {"flexllm.kept": Row(fmean(kept), note, mean_interval(kept))},
+        shares,
+    )
+
+
+def _shares(found: ModelRuns) -> FigureTable:
+    """The table of one model."""
+    setting = found.setting
+    rates = [*dict.fromkeys(rate for _, rate in found.kept)]
+    rows = tuple(
+        (f"`{policy}`", *(_said(found.kept[policy, rate]) for rate in rates))
+        for policy in dict.fromkeys(policy for policy, _ in found.kept)
+    )
+    caption = (
+        f"{setting.name}: {setting.devices} A100 of 40 GB in engines of {setting.degree}, "
+        f"{setting.bound * 1e3:g} ms a token. Fine-tuning tokens/s without requests: {found.peak:,.0f}; "
+        f"requests/s without fine-tuning: {found.capacity:.3g}. Share of that peak, and of requests within "
+        "their bounds"
+    )
+    return FigureTable(caption, ("policy", *(f"{rate:.3g} requests/s" for rate in rates)), rows)
+
+
+def _said(one: KeptShare) -> str:
+    return f"{one.kept:.0%}, {one.within:.1%}" + (f" ({one.note})" if one.note else "")
+
+
+def _statements(found: Sequence[ModelRuns]) -> Iterator[Statement]:
+    for one in found:
+        best = one.coserved
+        yield size(
+            f"{one.setting.name}: co-serving keeps of the peak under heavy load ({HEAVY:g} requests/s, 8.1; "
+            "about 90 % in 8.3)",
+            100 * THEIRS,
+            100 * best.kept,
+            f"answers at this rate are {HEAVY / one.capacity:.0%} of what the devices can answer, and the "
+            "peak here is of whole mini-batches that nobody interrupts",
+            " %",
+            note=f"`{best.policy}`",
+        )
+        light = one.kept.get((best.policy, RATES[0]))
+        if light is not None:
+            yield size(
+                f"{one.setting.name}: of what it trains itself under light load ({RATES[0]:g} requests/s)",
+                100 * THEIRS,
+                100 * best.kept / light.kept,
+                "their peak may be the curve's highest point, at their lightest load",
+                " %",
+            )
+    isolated = [one.kept[ISOLATED, HEAVY] for one in found]
+    ours = [one.coserved.kept for one in found]
+    yield claim(
+        "isolation under heavy load",
+        "nothing is trained: all devices serve",
+        "; ".join(map(_said, isolated)),
+        all(one.kept < best for one, best in zip(isolated, ours, strict=True)),
+        "below co-serving, as there; half of the modelled devices answer this rate, so others still train",
+    )
+    for policy in ("temporal:8,grain=batch", "spatial"):
+        other = [one.kept[policy, HEAVY] for one in found]
+        yield claim(
+            f"{policy.partition(':')[0]} sharing at that rate (8.3)",
+            "far less",
+            "; ".join(map(_said, other)),
+            all(one.kept < 0.75 * best for one, best in zip(other, ours, strict=True)),
+        )
+    lightly = [one for one in found if (ISOLATED, RATES[0]) in one.kept]
+    if lightly:
+        pairs = [
+            (max(one.kept[policy, RATES[0]].kept for policy in COSERVED), one.kept[ISOLATED, RATES[0]].kept)
+            for one in lightly
+        ]
+        yield claim(
+            f"co-serving and isolation under light load ({RATES[0]:g} requests/s)",
+            "on par",
+            "; ".join(f"{a:.0%} and {b:.0%}" for a, b in pairs),
+            all(a >= b for a, b in pairs),
+            "isolation gives whole engines of several devices to either side; theirs divides single ones",
+        )
