@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from coserve.adapters.methods.bitfit import BitFitConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.ln_tuning import LNTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
-from coserve.errors import WeightsUnreadable
+from coserve.errors import AdapterMismatch, WeightsUnreadable
 from coserve.split.messages import LinearCall
 from coserve.train.example import Example
 from mixed import SAMPLING
@@ -86,7 +87,7 @@ def test_adapters_decide_a_step_at_a_time(tmp_path: Path) -> None:
             for name, (_, expected) in settings.items():
                 found[name] = next(scores(engine, [1, 5, 9], name))
                 assert not config.base or asked(served)[0] == expected * len(found[name]), name
-            for names in ((None, "queries", "prefix"), (None, "inner", "queries"), (None, *settings)):
+            for names in ((None, "queries", "prefix"), (None, *settings)):
                 together = scores(engine, [1, 5, 9], *names)
                 found |= {f"{names} {name}": one for name, one in zip(names, together, strict=True)}
             results.append(found)
@@ -157,3 +158,22 @@ def test_an_executor_that_goes_away_within_a_layer(tmp_path: Path) -> None:
             answer.result()
         found = torch.tensor([token.chosen for token in answer.result().logprobs])
         assert left[0] < 0 and differences({"": found}, {"": wanted})[""] <= TOLERANCE
+
+
+def test_what_is_no_slice_of_this_base_is_refused(tmp_path: Path) -> None:
+    """By its name, before anything is computed with it."""
+    with serving(tiny("llama"), tmp_path) as served:
+        first, *others = served.linears.hello.slices
+        for fields in (
+            {"layer": "model.layers.9"},
+            {"width": 32},
+            {"inputs": 65},
+            {"following": {path: out + 1 for path, out in first.following.items()}},
+        ):
+            changed = msgspec.structs.replace(first, **fields)
+            served.stop()
+            hello = msgspec.structs.replace(served.linears.hello, slices=(changed, *others))
+            served.linears.hello = hello
+            served.start()
+            with pytest.raises(AdapterMismatch, match=r"the slice model.layers.0.self_attn.after of unix:"):
+                Engine(tiny("llama"), replace(CONFIG, base=served.address))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from coserve.adapters.sites import Kind, Sites
+from coserve.errors import AdapterMismatch
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows
 from coserve.model.block import Block, Call
@@ -29,10 +30,13 @@ _log = logging.getLogger(__name__)
 
 
 def put_slices(base: Base, offered: Sequence[tuple[Source, SliceShape]]) -> None:
-    """Has the base's layers be one call each, where sources offer what lies between them."""
+    """Has the base's layers be one call each, where sources offer what lies between them. Raises
+    AdapterMismatch for what cannot lie between layers of this base."""
     linears, blocks = base.linears, {block.path: number for number, block in enumerate(base.chain)}
     run = LayerRun()
     for source, shape in offered:
+        if shape.layer not in blocks or not _fits(shape, base):
+            raise AdapterMismatch(f"the slice {shape.path} of {source.address} is none of this base")
         number = blocks[shape.layer]
         block, both = base.chain.blocks[number], base.chain.blocks[number : number + len(shape.digests)]
         if block.shortcut is not None or shape.digests != tuple(digest_beside(own.module) for own in both):
@@ -43,6 +47,15 @@ def put_slices(base: Base, offered: Sequence[tuple[Source, SliceShape]]) -> None
         _replace(linears[shape.output], _Output(linears[shape.output], own, run))
         for path in shape.following:
             _replace(linears[path], _Following(linears[path], own, run))
+
+
+def _fits(shape: SliceShape, base: Base) -> bool:
+    """Tells whether its linears are the base's and have these widths."""
+    if not {shape.output, *shape.linears, *shape.following} <= base.linears.keys():
+        return False
+    ends = base.hidden_size, base.linears[shape.output].in_features
+    widths = {path: base.linears[path].out_features for path in shape.following}
+    return (shape.width, shape.inputs) == ends and shape.following == widths
 
 
 def _replace(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
