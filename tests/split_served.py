@@ -28,14 +28,18 @@ class ServedBase:
         socket: Path,
         offers: Callable[[str], bool] | None = None,
         shard: Shard | None = None,
+        slices: bool = True,
     ) -> None:
-        """`offers` tells which linears are offered; all where it is None."""
+        """`offers` tells which linears are offered; all where it is None. Without `slices` there are none."""
         self.linears = BaseLinears(model, shard=shard)
+        if not slices:
+            self.linears.hello = msgspec.structs.replace(self.linears.hello, slices=())
         if offers is not None:
             groups = [group for group in self.linears.hello.groups if all(map(offers, group.outputs))]
             spans = [span for span in self.linears.hello.spans if all(map(offers, span.linears))]
+            whole = [own for own in self.linears.hello.slices if all(map(offers, own.linears))]
             self.linears.hello = msgspec.structs.replace(
-                self.linears.hello, groups=tuple(groups), spans=tuple(spans)
+                self.linears.hello, groups=tuple(groups), spans=tuple(spans), slices=tuple(whole)
             )
         self.calls: list[Call] = []
         self.work: Counter[str] = Counter()  # of calls, by their class

@@ -177,9 +177,10 @@ class FusedRows(GroupRows):
         """Applies a bypass to a range of rows, in place."""
         bypass.add_(x[rows], y[rows])
 
-    def is_bare(self, paths: Sequence[str]) -> bool:
-        """Tells whether no row has a bypass at these modules, and no output there is to be saved."""
-        if self._keepers:
+    def is_bare(self, paths: Sequence[str], unchanged: Sequence[str] = ()) -> bool:
+        """Tells whether no row has a bypass at these modules, or one that changes the inputs of the linears
+        `unchanged`, and no output is to be saved."""
+        if self._keepers or any(map(self._is_changed, unchanged)):
             return False
         if any(path in own.inputs or path in own.outputs for _, own in self._adapters for path in paths):
             return False

@@ -135,6 +135,10 @@ class Block(ModelPart):
         """The layer on hidden [1, rows, width] with its other arguments, within a visit."""
         if self.shortcut is not None and (short := self.shortcut(hidden, call)) is not None:
             return short
+        return self.own(hidden, call)
+
+    def own(self, hidden: Tensor, call: Call) -> Tensor:
+        """As `run`, without the shortcut."""
         args, kwargs = call
         out = self._forward(hidden, *args, **kwargs)
         hidden = out[0] if isinstance(out, tuple) else out

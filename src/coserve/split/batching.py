@@ -17,6 +17,9 @@ from coserve.split.work import ProductQueue, Work
 Batching = Literal["opportunistic", "waiting", "lockstep", "none"]
 NEVER: Final = float("inf")
 MOST_AT_ONCE: Final = 64  # at once
+# Bytes of tensors, both ways, that calls of one product have together: larger ones gain nothing from company,
+# and a head's product of all training clients would be a copy of all their logits.
+MOST_JOINED: Final = 64 << 20
 _SHARED: Final = 0.1  # of a product's seconds, that calls of keys beyond their share may add
 
 
@@ -82,12 +85,17 @@ class BatchingPolicy(ABC):
 
     def _first(self, works: Sequence[Work]) -> list[Work]:
         """The first of these calls, as many as a product may have rows for."""
-        taken, rows = [works[0]], works[0].call.load
+        taken, rows, nbytes = [works[0]], works[0].call.load, works[0].nbytes
         for work in works[1:]:
-            if (rows := rows + work.call.load) > self._most_rows:
+            rows, nbytes = rows + work.call.load, nbytes + work.nbytes
+            if rows > self._most_rows or nbytes > MOST_JOINED:
                 break
             taken.append(work)
         return taken
+
+    def _is_full(self, queue: ProductQueue) -> bool:
+        """Tells whether further calls could not join these."""
+        return queue.rows >= self._most_rows or queue.nbytes >= MOST_JOINED
 
 
 class Alone(BatchingPolicy):
@@ -155,7 +163,7 @@ class Opportunistic(BatchingPolicy):
         return taken
 
     def _waits_until(self, queue: ProductQueue, expected: Sequence[Expected], now: float) -> float:
-        if queue.rows >= self._most_rows:
+        if self._is_full(queue):
             return now
         until = min(work.held[1] if work.held else now + self._allowance(work, queue) for work in queue.works)
         product = queue.product
@@ -200,7 +208,7 @@ class Lockstep(BatchingPolicy):
             for client in active
             if client not in present and client.newest is not None and client.newest[1] == queue.direction
         ]
-        if not absent or queue.rows >= self._most_rows:
+        if not absent or self._is_full(queue):
             return now
         longest = min(work.came for work in queue.works) + ACTIVE_SECONDS
         elsewhere = [client.heard + ACTIVE_SECONDS for client in absent if client.may_call(now)]

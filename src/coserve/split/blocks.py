@@ -8,7 +8,7 @@ number of layers. A client asks for layers in which it has no adapter, in passes
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,15 +19,13 @@ from coserve.adapters.sites import layer_width
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.block import Block, Call
-from coserve.model.linear import FrozenLinear
 from coserve.model.load import adopt
 from coserve.split.messages import BlockShape, BlocksShape, Direction
-from coserve.split.spans import is_close
+from coserve.split.spans import is_close, is_small, linears_of
 
 _log = logging.getLogger(__name__)
 LONGEST: Final = 2048  # tokens of a sequence: scores of attention that is not fused take their square
 _ROWS: Final = 2048  # of several sequences that are computed at once
-_BESIDE: Final = 0.02  # bytes of norms and the like beside linears, at most: fused experts are far more
 _TRIED: Final = (5, 3)  # tokens of sequences
 
 
@@ -47,11 +45,11 @@ class BlockModules:
         AttentionInterface.register(name, self._attention)
         AttentionMaskInterface.register(name, lambda *_, **__: None)  # a layer's own window says all
         model.set_attn_implementation(name)
-        own = {block.path: _linears_of(block) for block in self._blocks}
+        own = {block.path: linears_of(block.path, block.module) for block in self._blocks}
         chosen = [
             number
             for number, block in enumerate(self._blocks)
-            if set(own[block.path]) <= set(linears) and _is_small(block, own[block.path])
+            if set(own[block.path]) <= set(linears) and is_small(block.module, own[block.path].values())
         ]
         modules = [block.module for block in self._blocks]
         _empty(self._decoder, modules, [modules[number] for number in chosen])
@@ -187,20 +185,6 @@ def _parts(lengths: Sequence[int]) -> Iterator[list[int]]:
             part = []
         part.append(length)
     yield part
-
-
-def _linears_of(block: Block) -> Mapping[str, FrozenLinear]:
-    return {
-        f"{block.path}.{name}": module
-        for name, module in block.module.named_modules()
-        if isinstance(module, FrozenLinear)
-    }
-
-
-def _is_small(block: Block, linears: Mapping[str, FrozenLinear]) -> bool:
-    """Tells whether nothing but norms and the like is in the layer beside these linears."""
-    beside = sum(x.nbytes for x in (*block.module.parameters(), *block.module.buffers()))
-    return bool(linears) and beside <= _BESIDE * sum(own.placement.nbytes for own in linears.values())
 
 
 def _empty(decoder: Any, layers: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:

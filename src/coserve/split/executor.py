@@ -30,6 +30,7 @@ from coserve.split.payload import DTYPES
 from coserve.split.privacy.field import exponent_of, product, total
 from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
+from coserve.split.slices import SliceModule, find_slices
 from coserve.split.spans import SpanModule, find_spans
 from coserve.split.work import Outcome, Work
 
@@ -39,10 +40,11 @@ _PRODUCTS: Final = 2
 
 
 class BaseLinears:
-    """Placements of a model's linears by path, spans of them, whole decoder layers, and what clients are told
-    of these."""
+    """Placements of a model's linears by path, spans and slices of them, whole decoder layers, and what
+    clients are told of these."""
 
     _spans: Mapping[str, SpanModule] = {}
+    _slices: Mapping[str, SliceModule] = {}
     _blocks: BlockModules | None = None
 
     def __init__(
@@ -99,10 +101,15 @@ class BaseLinears:
             dtype = DTYPES[self.hello.dtype]
             spans = find_spans(model, chosen, dtype)
             self._spans = {span.shape.path: span for span in spans}
+            slices = find_slices(model, chosen, dtype)  # before layers' forwards are those of blocks
+            self._slices = {own.shape.path: own for own in slices}
             self._blocks = find_blocks(model, chosen, dtype)
             blocks = None if self._blocks is None else self._blocks.shape
             self.hello = msgspec.structs.replace(
-                self.hello, spans=tuple(span.shape for span in spans), blocks=blocks
+                self.hello,
+                spans=tuple(span.shape for span in spans),
+                blocks=blocks,
+                slices=tuple(own.shape for own in slices),
             )
 
     @staticmethod
@@ -130,12 +137,14 @@ class BaseLinears:
             return self._blocks.compute(call.paths, call.direction, tensors, call.lengths)
         if (span := self._spans.get(call.paths[0])) is not None:
             return span.compute(call.direction, tensors)
+        if (own := self._slices.get(call.paths[0])) is not None:
+            return own.compute(tensors)
         placements = [self._placements[path] for path in call.paths]
         if call.direction == "forward":
             return [placement.forward(tensors[0]) for placement in placements]
         grad = placements[0].backward(tensors[0])
-        for placement, own in zip(placements[1:], tensors[1:], strict=True):
-            grad = grad + placement.backward(own)
+        for placement, given in zip(placements[1:], tensors[1:], strict=True):
+            grad = grad + placement.backward(given)
         return [grad]
 
     def _compute_in_field(self, call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -168,7 +177,13 @@ class BaseExecutor:
         self.hello = msgspec.structs.replace(linears.hello, limits=limits)
         self._linears, self._clock, self._began = linears, clock, clock()
         self._queues = CallQueues(
-            self.config, self.hello.groups, self.hello.limits.rows, clock, self.hello.spans, self.hello.blocks
+            self.config,
+            self.hello.groups,
+            self.hello.limits.rows,
+            clock,
+            self.hello.spans,
+            self.hello.blocks,
+            self.hello.slices,
         )
         self._under_way: dict[int, float] = {}  # when the product that a thread computes began
         self._own = threading.local()

@@ -31,6 +31,7 @@ from coserve.split.messages import Dtype
 from coserve.split.payload import DTYPES
 from coserve.split.placement import Offered
 from coserve.split.remote_group import RemoteSpan
+from coserve.split.slice_calls import put_slices
 from coserve.split.span_calls import EngineSpan
 
 
@@ -69,7 +70,8 @@ def _load(
 ) -> Base:
     sources = access.sources(endpoints)
     kind = _one_type(sources, dtype)
-    linears = _RemoteLinears(Offered(sources), where)
+    offered = Offered(sources)
+    linears = _RemoteLinears(offered, where)
     if isinstance(model, PreTrainedModel):
         loaded = model
         with refusing(loaded.config.model_type, "cannot be driven"):
@@ -84,6 +86,7 @@ def _load(
         for endpoint in endpoints:
             endpoint.beat = _beat_of(weakref.ref(base))
         driven = drive(base)
+        put_slices(driven, offered.slices())
         prove(driven)
         for source in sources:
             if isinstance(source, HiddenRows):

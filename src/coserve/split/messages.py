@@ -17,7 +17,7 @@ from coserve.errors import AdapterMismatch, ConfigError, RequestError
 from coserve.wire.messages import Fault, WireMessage
 
 T = TypeVar("T")
-VERSION: Final = 4
+VERSION: Final = 5
 MOST_HEADER: Final = 1 << 20  # bytes: the shapes of a base with a thousand groups take about 200,000
 MOST_PATHS: Final = 64  # linears in one call
 PRODUCTS_OF_LAYER: Final = 4  # as a call of a decoder layer counts: attention's inputs and output, two others
@@ -58,6 +58,24 @@ class SpanShape(msgspec.Struct, frozen=True):
     inputs: _Count
     outputs: _Count
     linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=2)]
+
+
+class SliceShape(msgspec.Struct, frozen=True):
+    """What lies between the attention of a decoder layer and that of the next: from the linear `output`,
+    where the layer's attention ends, through the rest of the layer to the linears that the next layer's
+    attention begins with. `linears` are those of the layer, `following` the next one's with the widths of
+    their outputs: none after the last layer. `digests` are content hashes of what both layers have beside
+    linears. It is a call by its own path, one way: the layer's input and that of `output`; the answer has the
+    layer's output and the products of `following`."""
+
+    path: _Name
+    layer: _Name
+    width: _Count  # of rows between layers
+    output: _Name
+    inputs: _Count  # of that linear
+    linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)]
+    digests: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=2)]
+    following: dict[_Name, _Count] = {}
 
 
 class BlockShape(msgspec.Struct, frozen=True):
@@ -133,22 +151,34 @@ class BaseHello(WireMessage, frozen=True):
     shard: ShardShape | None = None
     spans: tuple[SpanShape, ...] = ()
     blocks: BlocksShape | None = None
+    slices: tuple[SliceShape, ...] = ()
 
     def is_same_base(self, other: "BaseHello") -> bool:
         """Tells whether another executor gives the same answers to all calls."""
-        return (self.fingerprint, self.dtype, self.groups, self.shard, self.spans, self.blocks) == (
-            other.fingerprint,
-            other.dtype,
-            other.groups,
-            other.shard,
-            other.spans,
-            other.blocks,
+        return self._calls == other._calls
+
+    def of_linears(self) -> "BaseHello":
+        """The same without calls of more than linears, which are not linear: for modes of privacy."""
+        return msgspec.structs.replace(self, spans=(), blocks=None, slices=())
+
+    @property
+    def _calls(self) -> tuple[object, ...]:
+        """What there is to call."""
+        return (
+            self.fingerprint,
+            self.dtype,
+            self.groups,
+            self.shard,
+            self.spans,
+            self.blocks,
+            self.slices,
         )
 
 
 class LinearCall(WireMessage, frozen=True):
-    """Products of siblings, or the gradient of their input, or the same of a span or of decoder layers;
-    `nbytes` of payload follow, or are at the beginning of a slot of the shared memory.
+    """Products of siblings, or the gradient of their input, or the same of a span or of decoder layers, or
+    the products of a slice; `nbytes` of payload follow, or are at the beginning of a slot of the shared
+    memory.
 
     `deadline` is in seconds from now, None without one. `lengths` are those of the sequences that rows belong
     to, one after the other: for decoder layers alone.
@@ -281,6 +311,7 @@ class GroupTable:
         self._hello = hello
         self._of_path = {path: group for group in hello.groups for path in group.outputs}
         self._spans = {span.path: span for span in hello.spans}
+        self._slices = {own.path: own for own in hello.slices}
         layers = () if hello.blocks is None else hello.blocks.layers
         self._layers = {layer.path: layer for layer in layers}
 
@@ -314,9 +345,9 @@ class GroupTable:
         """Widths of a call's tensors. Raises RequestError as `call_bytes`."""
         inputs, outputs = self._widths(call)
         if call.direction == "forward":
-            return [inputs]
+            return inputs
         is_whole = call.paths[0] in self._spans or call.paths[0] in self._layers
-        return [inputs, *outputs] if is_whole else outputs
+        return [*inputs, *outputs] if is_whole else outputs
 
     def call_bytes(self, call: LinearCall) -> int:
         """Bytes of a call's tensors. Raises RequestError where its paths are no siblings of this base."""
@@ -325,21 +356,26 @@ class GroupTable:
     def answer_bytes(self, call: LinearCall) -> int:
         """Bytes of the answer's tensors. Raises as `call_bytes`."""
         inputs, outputs = self._widths(call)
-        return call.rows * (sum(outputs) if call.direction == "forward" else inputs) * ITEM_BYTES[call.dtype]
+        numbers = sum(outputs if call.direction == "forward" else inputs)
+        return call.rows * numbers * ITEM_BYTES[call.dtype]
 
-    def _widths(self, call: LinearCall) -> tuple[int, list[int]]:
-        """The width of the input, and those of the outputs."""
+    def _widths(self, call: LinearCall) -> tuple[list[int], list[int]]:
+        """Widths of the inputs and of the outputs."""
         paths = call.paths
         if paths[0] in self._layers:
             return self._check_layers(call)
         if call.lengths:
             raise RequestError("lengths of sequences are for decoder layers")
-        if (span := self._spans.get(paths[0])) is not None:
+        if (whole := self._spans.get(paths[0]) or self._slices.get(paths[0])) is not None:
             if len(paths) > 1:
-                raise RequestError(f"{span.path!r} is a call of its own")
+                raise RequestError(f"{whole.path!r} is a call of its own")
             if call.dtype == "field":
-                raise RequestError(f"{span.path!r} is no linear, so shares cannot be added")
-            return span.inputs, [span.outputs]
+                raise RequestError(f"{whole.path!r} is no linear, so shares cannot be added")
+            if isinstance(whole, SpanShape):
+                return [whole.inputs], [whole.outputs]
+            if call.direction == "backward":
+                raise RequestError(f"{whole.path!r} is computed forward alone")
+            return [whole.width, whole.inputs], [whole.width, *whole.following.values()]
         group = self._of_path.get(paths[0])
         for path in paths:
             if path not in self._of_path:
@@ -349,9 +385,9 @@ class GroupTable:
         if len(set(paths)) < len(paths):
             raise RequestError("a call names a linear twice")
         assert group is not None, "each path has a group"
-        return group.inputs, [group.outputs[path] for path in paths]
+        return [group.inputs], [group.outputs[path] for path in paths]
 
-    def _check_layers(self, call: LinearCall) -> tuple[int, list[int]]:
+    def _check_layers(self, call: LinearCall) -> tuple[list[int], list[int]]:
         """The widths of a call of decoder layers. Raises RequestError."""
         shape = self._hello.blocks
         assert shape is not None, "it has these layers"
@@ -364,7 +400,7 @@ class GroupTable:
             raise RequestError(f"{call.rows} rows are not those of sequences of {sum(call.lengths)} tokens")
         if (longest := max(call.lengths)) > shape.longest:
             raise RequestError(f"a sequence of {longest} tokens: at most {shape.longest} may be")
-        return shape.width, [shape.width]
+        return [shape.width], [shape.width]
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

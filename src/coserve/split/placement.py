@@ -1,6 +1,6 @@
 """Frozen linears that a base executor computes, for an engine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from coserve.errors import AdapterMismatch
 from coserve.model.placement import Offer, Placement
 from coserve.split.calls import Source
-from coserve.split.messages import GroupShape, SpanShape
+from coserve.split.messages import GroupShape, SliceShape, SpanShape
 from coserve.split.payload import DTYPES
 from coserve.split.remote_group import RemoteGroup
 
@@ -84,13 +84,28 @@ class Offered:
 
     def spans(self) -> list[tuple[Source, SpanShape]]:
         """Spans whose linears are all asked of the executor that has them."""
-        found = dict.fromkeys(source for source, _ in self._found.values())
         return [
             (source, span)
-            for source in found
+            for source in self._sources()
             for span in source.base.spans
-            if all(path in self._found and self._found[path][0] is source for path in span.linears)
+            if self._is_asked(source, span.linears)
         ]
+
+    def slices(self) -> list[tuple[Source, SliceShape]]:
+        """Slices whose linears are all asked of the executor that has them."""
+        return [
+            (source, own)
+            for source in self._sources()
+            for own in source.base.slices
+            if self._is_asked(source, (*own.linears, *own.following))
+        ]
+
+    def _sources(self) -> Iterable[Source]:
+        return dict.fromkeys(source for source, _ in self._found.values())
+
+    def _is_asked(self, source: Source, paths: Iterable[str]) -> bool:
+        """Tells whether this source is the one that is asked for these linears."""
+        return all(path in self._found and self._found[path][0] is source for path in paths)
 
     def placement(self, path: str, has_bias: bool) -> RemotePlacement:
         """Raises WeightsUnreadable."""

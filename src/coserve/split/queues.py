@@ -21,6 +21,7 @@ from coserve.split.messages import (
     Direction,
     GroupShape,
     ProductStatus,
+    SliceShape,
     SpanShape,
 )
 from coserve.split.work import ProductQueue, Work
@@ -56,20 +57,23 @@ class CallQueues:
         clock: Callable[[], float] = time.monotonic,
         spans: Sequence[SpanShape] = (),
         blocks: BlocksShape | None = None,
+        slices: Sequence[SliceShape] = (),
     ) -> None:
         """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups`, for
-        `spans` of them, and for decoder layers of `blocks`."""
+        `spans` and `slices` of them, and for decoder layers of `blocks`."""
         self._policy = config.policy(most_rows)
         self._clock = clock
         self._groups = {path: tuple(group.outputs) for group in groups for path in group.outputs}
         layers = () if blocks is None else blocks.layers
         inside = {span.path: span.linears for span in spans} | {own.path: own.linears for own in layers}
+        inside |= {own.path: (*own.linears, *own.following) for own in slices}
         # A client that calls a span has come as far as one that calls its groups.
         self._steps = {
             whole: len({self._groups[path] for path in linears if path in self._groups})
             for whole, linears in inside.items()
         }
-        self._groups |= {span.path: (span.path,) for span in spans}
+        alone = (*(span.path for span in spans), *(own.path for own in slices))
+        self._groups |= {path: (path,) for path in alone}
         self._queues: dict[ProductName, ProductQueue] = {}
         self._tallies: dict[tuple[Direction, tuple[str, ...]], _Tally] = {}
         self._clients: dict[ClientAccount, None] = {}  # in the order in which they came

@@ -1,4 +1,4 @@
-"""Linears and spans of a base executor, as a client calls them: rows are cut into calls."""
+"""Linears, spans and slices of a base executor, as a client calls them: rows are cut into calls."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +17,7 @@ from coserve.split.messages import (
     BlocksShape,
     Direction,
     GroupShape,
+    SliceShape,
     SpanShape,
 )
 from coserve.split.payload import DTYPES
@@ -55,6 +56,21 @@ class RemoteSpan:
         return self._cut.launch("backward", [x, grad], [self.shape.path], [self.shape.inputs], True).result()[
             0
         ]
+
+
+class RemoteSlice:
+    """A slice of a base executor."""
+
+    def __init__(self, calls: Calls, shape: SliceShape) -> None:
+        self.shape = shape
+        self._widths = [shape.width, *shape.following.values()]
+        self._cut = _CutCalls(calls, max(shape.width + shape.inputs, sum(self._widths)))
+
+    def forward(self, hidden: Tensor, attended: Tensor, is_training: bool = False) -> list[Tensor]:
+        """The layer's output [..., width] and the products [..., out] of the linears that follow, for the
+        layer's input [..., width] and the input [..., in] of the linear where attention ends."""
+        given = [hidden, attended]
+        return self._cut.launch("forward", given, [self.shape.path], self._widths, is_training).result()
 
 
 class RemoteBlocks:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from coserve.errors import ConfigError, CoserveError, Unreachable
+from coserve.memory.malloc import keep_freed_memory, return_freed_memory
 from coserve.split.address import Address, prepare, shut
 from coserve.split.batching import BatchingConfig
 from coserve.split.channel import SocketChannel
@@ -191,7 +192,9 @@ def run_service(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     limits = Limits(rows=min(Limits().rows, config.client_rows))
+    keep_freed_memory()  # in one arena: each client has threads, whose own would grow to its largest call
     linears = BaseLinears.load(model, dtype, limits, choice, shard)
+    return_freed_memory()
     executor = BaseExecutor(linears, config)
     service = SplitService(executor, address, key, key_check, context, SLOT_BYTES if shared_memory else 0)
     count = sum(len(group.outputs) for group in linears.hello.groups)

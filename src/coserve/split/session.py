@@ -173,7 +173,8 @@ class ClientSession:
             return
         tensors = self._channel.receive_tensors(call, call.rows, self._table.call_widths(call), call.dtype)
         assert self._account is not None, "calls come after the greeting"
-        self._executor.submit(Work(call, tensors, partial(self._reply, call), self._account))
+        nbytes = call.nbytes + self._table.answer_bytes(call)
+        self._executor.submit(Work(call, tensors, partial(self._reply, call), self._account, nbytes=nbytes))
 
     def _reply(self, call: LinearCall, outcome: Outcome) -> None:
         if isinstance(outcome, CoserveError):

@@ -19,6 +19,7 @@ from coserve.split.messages import Direction, SpanShape
 MOST_SPANS: Final = 512  # offered; a base with more of them has experts of a few linears each
 _ROWS: Final = 2048  # computed at once: what is between the linears is several times as wide as a row
 _TRIED: Final = 7  # rows
+_BESIDE: Final = 0.02  # bytes of norms and the like beside linears, at most: fused experts are far more
 _APART: Final = 0.05  # relative: rounding is less in every type, and another row's influence is more
 
 
@@ -56,7 +57,7 @@ def find_spans(model: nn.Module, linears: Collection[str], dtype: torch.dtype) -
     for path, module in model.named_modules():
         if any(path.startswith(f"{span.shape.path}.") for span in found):
             continue
-        own = _linears_of(path, module)
+        own = linears_of(path, module)
         if len(own) < 2 or not set(own) <= set(linears) or _has_tensors(module):
             continue
         if (shape := _tried(path, module, own, dtype)) is not None:
@@ -64,12 +65,19 @@ def find_spans(model: nn.Module, linears: Collection[str], dtype: torch.dtype) -
     return found[:MOST_SPANS]
 
 
-def _linears_of(path: str, module: nn.Module) -> Mapping[str, FrozenLinear]:
+def linears_of(path: str, module: nn.Module) -> dict[str, FrozenLinear]:
+    """The frozen linears inside of the module at `path`, by their paths."""
     return {
         f"{path}.{name}".removeprefix("."): own
         for name, own in module.named_modules()
         if isinstance(own, FrozenLinear)
     }
+
+
+def is_small(layer: nn.Module, linears: Collection[FrozenLinear]) -> bool:
+    """Tells whether nothing but norms and the like is in a layer beside these linears of it."""
+    beside = sum(x.nbytes for x in (*layer.parameters(), *layer.buffers()))
+    return bool(linears) and beside <= _BESIDE * sum(own.placement.nbytes for own in linears)
 
 
 def _has_tensors(module: nn.Module) -> bool:

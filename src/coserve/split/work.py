@@ -28,6 +28,7 @@ class Work:
     held: tuple[float, float] | None = None  # since when it waits for company, and how long it may at most
     own_pass: Pass = field(default_factory=Pass)
     progress: int = 0  # groups of linears that its pass has come to
+    nbytes: int = 0  # of its tensors, both ways
 
     @property
     def product(self) -> ProductName:
@@ -77,6 +78,11 @@ class ProductQueue:
     def rows(self) -> int:
         """Rows of all calls; in decoder layers those of all their products."""
         return sum(work.call.load for work in self.works)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all calls' tensors, both ways."""
+        return sum(work.nbytes for work in self.works)
 
     def urgency(self, now: float) -> Urgency:
         """Of its most urgent call."""

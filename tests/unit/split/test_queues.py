@@ -7,7 +7,7 @@ import time
 import pytest
 
 from coserve.errors import ConfigError
-from coserve.split.batching import Batching, BatchingConfig
+from coserve.split.batching import MOST_JOINED, Batching, BatchingConfig
 from coserve.split.clients import ClientAccount
 from coserve.split.messages import GroupShape, LinearCall
 from coserve.split.queues import MOST_COMPUTING, CallQueues
@@ -33,9 +33,10 @@ class Desk:
         rows: int = 1,
         deadline: float | None = None,
         direction: str = "forward",
+        nbytes: int = 0,
     ) -> Work:
         call = LinearCall(number, tuple(paths.split()), direction, rows, "float32", kind, 4 * rows, deadline)  # type: ignore[arg-type]
-        work = Work(call, [], lambda outcome: None, self.queues.join(f"client {number}"))
+        work = Work(call, [], lambda outcome: None, self.queues.join(f"client {number}"), nbytes=nbytes)
         self.now += 1e-6
         self.queues.put(work)
         self.left += 1
@@ -162,8 +163,19 @@ def test_rows_of_a_product_are_bounded(
 
 
 @pytest.mark.parametrize("batching", ["opportunistic", "lockstep"])
-@pytest.mark.parametrize(("rows", "waits"), [(3, True), (10, False)])
-def test_a_product_that_is_full_waits_for_nobody(batching: Batching, rows: int, waits: bool) -> None:
+def test_bytes_of_a_product_are_bounded(batching: Batching) -> None:
+    """Logits of many rows are not copied into one product."""
+    desk = Desk(batching)
+    for number, parts in enumerate((2, 2, 1, 5), 1):
+        desk.put(number, nbytes=parts * MOST_JOINED // 4)
+    assert desk.taken() == [[1, 2], [3], [4]]
+
+
+@pytest.mark.parametrize("batching", ["opportunistic", "lockstep"])
+@pytest.mark.parametrize(("rows", "nbytes", "waits"), [(3, 0, True), (10, 0, False), (3, MOST_JOINED, False)])
+def test_a_product_that_is_full_waits_for_nobody(
+    batching: Batching, rows: int, nbytes: int, waits: bool
+) -> None:
     desk = Desk(batching, wait_cap=10.0)
     desk.learn(1.0, 0.0)
     other = desk.queues.join("other")
@@ -173,7 +185,7 @@ def test_a_product_that_is_full_waits_for_nobody(batching: Batching, rows: int, 
         desk.queues.answer([work])
         desk.now += 0.5
     desk.now -= 0.4
-    desk.put(1, rows=rows)
+    desk.put(1, rows=rows, nbytes=nbytes)
     works, again = desk.queues.poll()
     assert bool(works) is not waits and (again > desk.now) is waits
 

@@ -34,6 +34,7 @@ from coserve.split.messages import VERSION, ClientHello, Limits, LinearCall, enc
 from coserve.split.remote_group import RemoteGroup
 from coserve.split.service import MOST_CLIENTS, SplitService
 from coserve.split.status import ask_status
+from coserve.split.work import Work
 from coserve.wire.frames import FrameReader, send_frame
 from models import tiny
 
@@ -330,6 +331,23 @@ def test_too_many_clients(served: Served, healthy: ExecutorConnection) -> None:
     for stranger in strangers:
         stranger.close()
     wait_until(lambda: served.service.clients == 1)
+
+
+def test_bytes_of_a_call_are_counted_both_ways(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They bound what is joined to one product."""
+    submit, found = served.executor.submit, list[int]()
+
+    def noted(work: Work) -> None:
+        found.append(work.nbytes)
+        submit(work)
+
+    monkeypatch.setattr(served.executor, "submit", noted)
+    own, x = served.connect(), torch.randn(3, 96)
+    for direction, rows, width in (("forward", x, 64), ("backward", torch.randn(3, 64), 96)):
+        call = call_of([DOWN], [rows], "float32", direction=direction, work="training")
+        own.submit(call, [rows], [width]).result(10)
+    own.close()
+    assert found == [3 * (96 + 64) * 4] * 2
 
 
 def test_nothing_is_kept_between_calls(

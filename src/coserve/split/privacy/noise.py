@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -29,9 +28,7 @@ class NoisyCalls:
         `level` times the width's square root larger than the call's rows are; after `uses` calls they are
         replaced. Asks for the effects of those on the way forward; those on the way back are asked for when
         first needed. Raises what calls raise."""
-        self.base = msgspec.structs.replace(
-            calls.base, spans=(), blocks=None
-        )  # of which noise has no effect that could be taken out
+        self.base = calls.base.of_linears()  # whose effects on noise can be taken out
         self._calls, self._level = calls, level
         self._of_input: dict[str, _Noise] = {}
         self._of_output: dict[str, _Noise] = {}

@@ -224,7 +224,7 @@ def _common_base(bases: Sequence[BaseHello], names: Sequence[str]) -> BaseHello:
         rows=min(first.limits.rows, second.limits.rows),
         payload=max(1, payload * ITEM_BYTES[first.dtype] // ITEM_BYTES["field"]),
     )
-    return msgspec.structs.replace(first, limits=limits, spans=(), blocks=None)  # which are not linear
+    return msgspec.structs.replace(first.of_linears(), limits=limits)
 
 
 def _blamed(call: LinearCall, wrong: Sequence[str]) -> str:

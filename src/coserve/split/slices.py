@@ -1,0 +1,226 @@
+"""Slices: what lies between two layers' attention, which an executor computes as one call.
+
+Clients keep the keys and values, so their attention cuts the model into slices, as the offloading of
+attention does (Lamina, arXiv 2405.01814): from the linear where a layer's attention ends to those with which
+the next layer's begins, with the residual, norms and feed-forward layer between them. Each row is treated
+alone and nothing is kept: the layer's input, which the residual needs, comes with the call. So a decode step
+takes one call a layer, where linears and spans take three.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coserve.adapters.sites import decoder_layers, layer_width
+from coserve.errors import UnsupportedModel
+from coserve.model.linear import FrozenLinear
+from coserve.model.origin import digest_of, sample_of
+from coserve.split.linears import grouped
+from coserve.split.messages import SliceShape
+from coserve.split.payload import view_of
+from coserve.split.spans import is_close, is_small, linears_of
+
+_ROWS: Final = 2048  # computed at once, as in spans
+_TRIED: Final = 7  # rows
+
+
+class SliceModule:
+    """The slice after one layer's attention, and what clients are told of it."""
+
+    def __init__(self, shape: SliceShape, layer: "_Layer", following: "_Layer | None") -> None:
+        self.shape = shape
+        self._layer, self._following = layer, following
+
+    @torch.no_grad()
+    def compute(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The layer's output [rows, width] and the products [rows, out] of the linears that follow, for the
+        layer's input [rows, width] and the rows [rows, in] that attention gives to its last linear."""
+        parts = zip(*(torch.split(tensor, _ROWS) for tensor in tensors), strict=True)
+        found = [self._run(*part) for part in parts]
+        return found[0] if len(found) == 1 else [torch.cat(part) for part in zip(*found, strict=True)]
+
+    def _run(self, hidden: Tensor, attended: Tensor) -> list[Tensor]:
+        y = self._layer.after_attention(hidden[None], attended[None])
+        if self._following is None:
+            return [y[0]]
+        x = self._following.before_attention(y)
+        return [y[0], *(linear(x)[0] for linear in self._following.inputs)]
+
+    def passes_trial(self, dtype: torch.dtype) -> bool:
+        """Runs it for some rows, and for fewer of them in another order: each must be alone."""
+        made = torch.Generator().manual_seed(0)
+        given = [
+            torch.randn(_TRIED, width, generator=made).to(dtype)
+            for width in (self.shape.width, self.shape.inputs)
+        ]
+        widths = [self.shape.width, *self.shape.following.values()]
+        order = [4, 1, 6]
+        try:
+            every, some = self.compute(given), self.compute([tensor[order] for tensor in given])
+        except Exception:  # the layer takes other arguments, or is built in another way
+            return False
+        return all(
+            y.shape == (_TRIED, width) and y.dtype == dtype and is_close(few, y[order])
+            for y, few, width in zip(every, some, widths, strict=True)
+        )
+
+
+def find_slices(model: PreTrainedModel, linears: Collection[str], dtype: torch.dtype) -> list[SliceModule]:
+    """Slices of the decoder layers whose linears are all among these frozen ones: which they are is seen from
+    what layers contain, and by trying them."""
+    try:
+        layers = decoder_layers(model)
+    except UnsupportedModel:
+        return []
+    width = layer_width(model)
+    own = [_Layer.of(path, layer, linears, width) for path, layer in layers.items()]
+    found = []
+    for layer, following in zip(own, [*own[1:], None], strict=True):
+        if layer is not None:
+            made = SliceModule(_shape(layer, following, width), layer, following)
+            if made.passes_trial(dtype):
+                found.append(made)
+    return found
+
+
+def _shape(layer: "_Layer", following: "_Layer | None", width: int) -> SliceShape:
+    after = [] if following is None else following.inputs
+    layers = [layer] if following is None else [layer, following]
+    return SliceShape(
+        f"{layer.attention}.after",  # no module's path
+        layer.path,
+        width,
+        layer.output.path,
+        layer.output.in_features,
+        (layer.output.path, *layer.others),
+        tuple(digest_beside(own.module) for own in layers),
+        {linear.path: linear.out_features for linear in after},
+    )
+
+
+def digest_beside(layer: nn.Module) -> str:
+    """Content hash of a layer's parameters that are no frozen linears', such as norms: of all their values,
+    as norms that were trained differ little."""
+    own = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    return digest_of({name: sample_of(x) + view_of(x.cpu().contiguous()) for name, x in own.items()})
+
+
+class _Layer:
+    """A decoder layer whose attention begins with linears of the same input (`inputs`) and ends with one
+    (`output`); `others` are the paths of its linears outside of attention."""
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        attention: str,
+        inputs: Sequence[FrozenLinear],
+        output: FrozenLinear,
+        others: Sequence[str],
+    ) -> None:
+        """Replaces the forward of the attention at the path `attention`."""
+        self.path, self.module, self.attention = path, module, attention
+        self.inputs, self.output, self.others = inputs, output, others
+        self._forward: Callable[..., Any] = module.forward
+        self._lacking = _required(module)
+        inner = module.get_submodule(attention.removeprefix(f"{path}."))
+        self._gate = inner.forward = _Gate(inner.forward)
+
+    @staticmethod
+    def of(path: str, module: nn.Module, linears: Collection[str], width: int) -> "_Layer | None":
+        """The layer at `path`, None where it is built in another way or has other linears than these; `width`
+        is that of rows between layers."""
+        own = linears_of(path, module)
+        if not set(own) <= set(linears) or not is_small(module, own.values()):
+            return None
+        names = (name for name, child in module.named_children() if _has_index(child))
+        if (attention := next(names, None)) is None:
+            return None
+        attention = f"{path}.{attention}"
+        inside = [linear for linear in own if linear.startswith(f"{attention}.")]
+        groups = grouped({linear: (own[linear].out_features, own[linear].in_features) for linear in inside})
+        ends = [
+            (inputs, outputs[0])
+            for inputs, outputs in (groups, groups[::-1])  # a module may have them in either order
+            if len(groups) == 2 and len(outputs) == 1 and own[outputs[0]].out_features == width
+        ]
+        if not ends:
+            return None
+        inputs, output = ends[0]
+        others = [linear for linear in own if linear not in inside]
+        return _Layer(path, module, attention, [own[linear] for linear in inputs], own[output], others)
+
+    def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output [1, rows, width] for its input and the rows [1, rows, in] that attention gives
+        to its last linear."""
+        with self._gate.replaced(lambda _: (self.output(attended), None)):
+            out = self._forward(hidden, **self._lacking)
+        y: Tensor = out[0] if isinstance(out, tuple) else out
+        return y
+
+    def before_attention(self, hidden: Tensor) -> Tensor:
+        """What attention is given [1, rows, in] for the layer's input [1, rows, width]."""
+        with self._gate.replaced(_reached):
+            try:
+                self._forward(hidden, **self._lacking)
+            except _Reached as reached:
+                return reached.given
+        raise UnsupportedModel(f"{self.path} does not call its attention")
+
+
+class _Gate(threading.local):
+    """The forward of an attention module, in whose place something else may be called on one thread."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own = own
+        self._instead: Callable[[Tensor], Any] | None = None
+
+    @contextmanager
+    def replaced(self, instead: Callable[[Tensor], Any]) -> Iterator[None]:
+        """Has `instead` called, with the module's input alone."""
+        self._instead = instead
+        try:
+            yield
+        finally:
+            self._instead = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._instead is None:
+            return self._own(*args, **kwargs)
+        return self._instead(args[0] if args else kwargs["hidden_states"])
+
+
+class _Reached(Exception):
+    """A layer has come to its attention."""
+
+    def __init__(self, given: Tensor) -> None:
+        super().__init__()
+        self.given = given
+
+
+def _reached(given: Tensor) -> Any:
+    raise _Reached(given)
+
+
+def _required(module: nn.Module) -> dict[str, None]:
+    """Arguments beside the first that a layer's forward has no default for: they are attention's."""
+    _, *others = inspect.signature(module.forward).parameters.values()
+    return {
+        own.name: None
+        for own in others
+        if own.default is own.empty and own.kind in (own.POSITIONAL_OR_KEYWORD, own.KEYWORD_ONLY)
+    }
+
+
+def _has_index(child: nn.Module) -> bool:
+    """Tells whether a layer's child is its attention, as `sublayers` does."""
+    inside = list(child.modules())
+    return any(hasattr(module, "layer_idx") for module in inside) and any(
+        isinstance(module, FrozenLinear) for module in inside
+    )
