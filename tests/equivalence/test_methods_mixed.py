@@ -21,7 +21,7 @@ from coserve.core.plan import InferenceSegment
 from coserve.executors import inference, local, sampler
 from coserve.executors.local import LocalExecutor
 from coserve.executors.sequence_table import SequenceTable
-from coserve.kernels.lora.segments import LoraSegment
+from coserve.kernels.lora.backend import LoraSegment
 from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
 from mixed import SAMPLING, STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
 from models import Exact, tiny

@@ -14,8 +14,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from coserve.kernels.lora.backend import LoraSegment
 from coserve.kernels.lora.dispatch import Approach
-from coserve.kernels.lora.segments import LoraBackends, LoraSegment, LoraSegments
+from coserve.kernels.lora.segments import LoraBackends, LoraSegments
 from coserve.model.linear import bypassed, frozen
 from coserve.model.placement import Placement, place_locally
 from coserve.workload.shapes import ModelShape

@@ -32,10 +32,10 @@ class LoraRows:
     """Segments as the kernel reads them, at `address`, `count` of them. Keeps their matrices alive."""
 
     def __init__(self, segments: Sequence[LoraSegment]) -> None:
-        described = (
-            (one.a.data_ptr(), one.b.data_ptr(), one.start, one.stop, len(one.a), one.scale)
+        described = [
+            _Segment(one.a.data_ptr(), one.b.data_ptr(), one.start, one.stop, len(one.a), one.scale)
             for one in segments
-        )
+        ]
         self.count = len(segments)
         self._array = (_Segment * self.count)(*described)
         self._segments = segments

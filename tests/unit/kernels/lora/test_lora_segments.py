@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coserve.kernels import reference
+from coserve.kernels.lora.backend import LoraSegment
 from coserve.kernels.lora.dispatch import Approach
-from coserve.kernels.lora.segments import LoraBackends, LoraSegment, LoraSegments
+from coserve.kernels.lora.segments import LoraBackends, LoraSegments
 
 INSIDE, OUTSIDE = 11, 7
 
