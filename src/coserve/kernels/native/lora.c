@@ -13,7 +13,8 @@
 #include <immintrin.h>
 #include <omp.h>
 
-enum { TILE = 4, LANES = 16, TALL = 8 };  // rows and ranks of a tile of x A^T; outputs and rows of one of h B^T
+// Rows and ranks of a tile of x A^T; outputs of a vector, and outputs and rows of a tile of h B^T.
+enum { TILE = 4, LANES = 16, WIDE = 32, TALL = 8 };
 
 static inline i64 least(i64 a, i64 b) { return a < b ? a : b; }
 static inline i64 even(i64 rank) { return rank + (rank & 1); }
@@ -22,18 +23,25 @@ static inline i64 even(i64 rank) { return rank + (rank & 1); }
 static inline __attribute__((always_inline)) void shrink_tile(const int rows, const int ranks, const bf16 *x, i64 stride,
                                                               const bf16 *a, i64 ins, bf16 *h, i64 h_stride) {
     __m512 s[TILE][TILE];
+#pragma GCC unroll 4
     for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
         for (int n = 0; n < ranks; n++) s[m][n] = _mm512_setzero_ps();
     for (i64 i = 0; i < ins; i += 32) {
         __mmask32 kept = ins - i < 32 ? (1u << (ins - i)) - 1 : ~0u;
         __m512bh w[TILE];
+#pragma GCC unroll 4
         for (int n = 0; n < ranks; n++) w[n] = (__m512bh)_mm512_maskz_loadu_epi16(kept, a + n * ins + i);
+#pragma GCC unroll 4
         for (int m = 0; m < rows; m++) {
             __m512bh v = (__m512bh)_mm512_maskz_loadu_epi16(kept, x + m * stride + i);
+#pragma GCC unroll 4
             for (int n = 0; n < ranks; n++) s[m][n] = _mm512_dpbf16_ps(s[m][n], w[n], v);
         }
     }
+#pragma GCC unroll 4
     for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
         for (int n = 0; n < ranks; n++) h[m * h_stride + n] = narrow(_mm512_reduce_add_ps(s[m][n]));
 }
 
@@ -70,24 +78,49 @@ static inline __m512bh pair(const bf16 *h) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// y [rows, stride] += scale h B^T at LANES outputs, for up to TALL rows.
+// y += scale sums, rounded, for LANES numbers.
+static inline void accumulate(__m512 sums, __m512 scale, bf16 *y) {
+    __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)y)), 16);
+    __m512 total = _mm512_fmadd_ps(scale, sums, _mm512_castsi512_ps(bits));
+    _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(total));
+}
+
+// y [rows, stride] += scale h B^T at WIDE outputs, for up to TALL rows: a line of y's memory at a time.
 static inline __attribute__((always_inline)) void expand_tile(const int rows, const bf16 *h, i64 h_stride, const bf16 *b,
-                                                              i64 rank, float scale, bf16 *y, i64 stride) {
-    __m512 s[TALL];
-    for (int m = 0; m < rows; m++) s[m] = _mm512_setzero_ps();
+                                                              i64 rank, __m512 scale, bf16 *y, i64 stride) {
+    __m512 s[TALL][2];
+#pragma GCC unroll 8
+    for (int m = 0; m < rows; m++) s[m][0] = s[m][1] = _mm512_setzero_ps();
     for (i64 p = 0; 2 * p < rank; p++) {
-        __m512bh w = pairs_of(b, rank, p);
-        for (int m = 0; m < rows; m++) s[m] = _mm512_dpbf16_ps(s[m], w, pair(h + m * h_stride + 2 * p));
+        __m512bh low = pairs_of(b, rank, p), high = pairs_of(b + LANES * rank, rank, p);
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++) {
+            __m512bh own = pair(h + m * h_stride + 2 * p);
+            s[m][0] = _mm512_dpbf16_ps(s[m][0], low, own);
+            s[m][1] = _mm512_dpbf16_ps(s[m][1], high, own);
+        }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < rows; m++) {
-        float sums[LANES];
-        _mm512_storeu_ps(sums, s[m]);
-        bf16 *to = y + m * stride;
-        for (int o = 0; o < LANES; o++) to[o] = narrow(widen(to[o]) + scale * sums[o]);
+        accumulate(s[m][0], scale, y + m * stride);
+        accumulate(s[m][1], scale, y + m * stride + LANES);
     }
 }
 
-// x [rows, ins] and y [rows, outs] of all rows of the step; `outs` is a multiple of LANES.
+// Fewer than TALL rows are tiles of 4, 2 and 1.
+static void expand(i64 rows, const bf16 *h, i64 h_stride, const bf16 *b, i64 rank, __m512 scale, bf16 *y, i64 stride) {
+    if (rows == TALL) {
+        expand_tile(TALL, h, h_stride, b, rank, scale, y, stride);
+        return;
+    }
+    if (rows & 4) expand_tile(4, h, h_stride, b, rank, scale, y, stride);
+    i64 done = rows & 4;
+    if (rows & 2) expand_tile(2, h + done * h_stride, h_stride, b, rank, scale, y + done * stride, stride);
+    done += rows & 2;
+    if (rows & 1) expand_tile(1, h + done * h_stride, h_stride, b, rank, scale, y + done * stride, stride);
+}
+
+// x [rows, ins] and y [rows, outs] of all rows of the step; `outs` is a multiple of WIDE.
 void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf16 *y, i64 ins, i64 outs, int threads) {
     i64 size = 0;
     for (i64 s = 0; s < count; s++) size += (segments[s].end - segments[s].begin) * even(segments[s].rank);
@@ -107,19 +140,16 @@ void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf1
             h += rows * wide;
         }
 #pragma omp barrier
-        i64 first = outs / LANES * mine / all, last = outs / LANES * (mine + 1) / all;
+        i64 first = outs / WIDE * mine / all, last = outs / WIDE * (mine + 1) / all;
         h = room;
         for (i64 s = 0; s < count; s++) {
             Segment own = segments[s];
             i64 rows = own.end - own.begin, wide = even(own.rank);
-            for (i64 o = first * LANES; o < last * LANES; o += LANES) {
-                i64 m = 0;
-                for (; m + TALL <= rows; m += TALL)
-                    expand_tile(TALL, h + m * wide, wide, own.b + o * own.rank, own.rank, own.scale,
-                                y + (own.begin + m) * outs + o, outs);
-                for (; m < rows; m++)
-                    expand_tile(1, h + m * wide, wide, own.b + o * own.rank, own.rank, own.scale,
-                                y + (own.begin + m) * outs + o, outs);
+            __m512 scale = _mm512_set1_ps(own.scale);
+            for (i64 o = first * WIDE; o < last * WIDE; o += WIDE) {
+                for (i64 m = 0; m < rows; m += TALL)
+                    expand(least(rows - m, TALL), h + m * wide, wide, own.b + o * own.rank, own.rank, scale,
+                           y + (own.begin + m) * outs + o, outs);
             }
             h += rows * wide;
         }
