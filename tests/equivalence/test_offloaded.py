@@ -110,11 +110,11 @@ def test_any_mix_with_cancels_answers_alike(settings: dict[str, Any]) -> None:
             )  # either may have been cancelled, the other be over
             assert found.tokens[:both] == wanted.tokens[:both]
         else:
-            expect_alike(found, wanted)
+            expect_alike(found, wanted, "float64")
 
 
 def run_mix(draws: random.Random, tokens: int, **settings: Any) -> list[Completion]:
-    engine = engine_of(tokens, **settings)
+    engine = engine_of(tokens, dtype="float64", **settings)  # float32 once differed by 1.3e-5 at -6.1
     train(engine)
     answers, left = [], dict[int, int]()
     for place, prompt in enumerate(prompts(draws, [draws.choice((5, 18, 60, LONG)) for _ in range(9)])):
