@@ -66,9 +66,7 @@ class LoraBatch:
         """Adds the bypasses at a linear to y [all rows, out] in place; x [..., in] is the linear's input."""
         for rows in self.slots:
             rows.add_(path, x, y)
-        if path not in self._segments:
-            self._segments[path] = self.segments(path)
-        segments = self._segments[path]
+        segments = self._at(path)
         if segments is not None:
             segments.add_(x.flatten(0, -2), y)
 
@@ -79,10 +77,15 @@ class LoraBatch:
             self._native[paths] = None if self.slots else self._readable(paths)
         return self._native[paths]
 
+    def _at(self, path: str) -> LoraSegments | None:
+        if path not in self._segments:
+            self._segments[path] = self.segments(path)
+        return self._segments[path]
+
     def _readable(self, paths: Sequence[str]) -> Sequence[LoraRows | None] | None:
         found: list[LoraRows | None] = []
         for path in paths:
-            segments = self.segments(path)
+            segments = self._at(path)
             rows = None if segments is None else segments.native
             if segments is not None and rows is None:
                 return None

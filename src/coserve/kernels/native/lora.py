@@ -17,7 +17,7 @@ from coserve.kernels.native.build import library
 _WIDE: Final = 32  # outputs that are computed together
 # Of torch's time for a 1024x1024 linear on one thread: one segment of 8 to 64 rows of rank 8 0.14 to 0.43, of
 # 512 rows 0.70; of rank 64 0.40 to 1.3, and 2.1. Within a layer's call all ranks save torch's own calls.
-_LOW: Final = 16  # ranks
+LOW_RANK: Final = 16
 _ROWS: Final = 64
 
 
@@ -41,7 +41,7 @@ class LoraRows:
             for one in segments
         ]
         self.count = len(segments)
-        self._is_low = max(len(one.a) for one in segments) <= _LOW
+        self._is_low = max(len(one.a) for one in segments) <= LOW_RANK
         self._array = (_Segment * self.count)(*described)
         self._segments = segments
         self.address = addressof(self._array)
