@@ -37,7 +37,7 @@ gpu:
 		--device $(DEVICE) --shape $(SHAPE) --out $(or $(OUT),build/gpu) $(if $(WHEELS),--wheels $(WHEELS))
 
 tiny: dev
-	$(BIN)/python -m coserve.tiny.build
+	$(BIN)/python -m coserve_benchmarks.tiny.build
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev

@@ -30,28 +30,28 @@ def train(
 ) -> list[float]:
     """Trains for `steps` steps with `group` answers to each prompt; the mean reward of every step."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.path())
-    service = tinker.ServiceClient(base_url=url)
-    run = service.create_lora_training_client(base_model=model, rank=16, seed=0).result()
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    rewards = []
-    for step in range(steps):
-        sampler = run.save_weights_and_get_sampling_client().result()
-        params = types.SamplingParams(max_tokens=most_tokens, seed=step)
-        asked = [sampler.sample(types.ModelInput.from_ints(prompt), group, params) for prompt in prompts]
-        data, earned = [], []
-        for prompt, future in zip(prompts, asked, strict=True):
-            answers = future.result().sequences
-            scores = [reward(tokenizer.decode(one.tokens)) for one in answers]
-            earned += scores
-            data += [
-                datum(prompt, one, score - fmean(scores)) for one, score in zip(answers, scores, strict=True)
-            ]
-        passed = run.forward_backward(data, "importance_sampling")
-        run.optim_step(types.AdamParams(learning_rate=4e-3)).result()
-        passed.result()
-        rewards.append(fmean(earned))
-        print(f"step {step}: reward {rewards[-1]:.3f}")
-    service.close("success").result()
+    with tinker.ServiceClient(base_url=url) as service:
+        run = service.create_lora_training_client(base_model=model, rank=16, seed=0).result()
+        prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+        rewards = []
+        for step in range(steps):
+            sampler = run.save_weights_and_get_sampling_client().result()
+            params = types.SamplingParams(max_tokens=most_tokens, seed=step)
+            asked = [sampler.sample(types.ModelInput.from_ints(prompt), group, params) for prompt in prompts]
+            data, earned = [], []
+            for prompt, future in zip(prompts, asked, strict=True):
+                answers = future.result().sequences
+                scores = [reward(tokenizer.decode(one.tokens)) for one in answers]
+                earned += scores
+                data += [
+                    datum(prompt, one, score - fmean(scores))
+                    for one, score in zip(answers, scores, strict=True)
+                ]
+            passed = run.forward_backward(data, "importance_sampling")
+            run.optim_step(types.AdamParams(learning_rate=4e-3)).result()
+            passed.result()
+            rewards.append(fmean(earned))
+            print(f"step {step}: reward {rewards[-1]:.3f}")
     return rewards
 
 

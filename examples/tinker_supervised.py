@@ -34,24 +34,23 @@ def datum(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> typ
 def train(url: str | None, steps: int, model: str = "coserve-tiny") -> list[float]:
     """Trains for `steps` steps, and prints an answer; the losses for each token."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.path())
-    service = tinker.ServiceClient(base_url=url)
-    run = service.create_lora_training_client(base_model=model, rank=16, seed=0).result()
-    data = [datum(tokenizer, *pair) for pair in PAIRS]
-    learned = sum(sum(one.loss_fn_inputs["weights"].data) for one in data)
-    losses = []
-    for step in range(steps):
-        passed = run.forward_backward(data, "cross_entropy")  # both are on their way before either is done
-        stepped = run.optim_step(types.AdamParams(learning_rate=2e-3 * (1 - step / steps)))
-        losses.append(passed.result().metrics["loss:sum"] / learned)
-        stepped.result()
-        print(f"step {step}: loss {losses[-1]:.3f}")
-    sampler = run.save_weights_and_get_sampling_client().result()
-    question = [{"role": "user", "content": PAIRS[0][0]}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    params = types.SamplingParams(max_tokens=32, temperature=0.0)
-    (answer,) = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences
-    print(PAIRS[0][0], tokenizer.decode(answer.tokens, skip_special_tokens=True))
-    service.close("success").result()
+    with tinker.ServiceClient(base_url=url) as service:
+        run = service.create_lora_training_client(base_model=model, rank=16, seed=0).result()
+        data = [datum(tokenizer, *pair) for pair in PAIRS]
+        learned = sum(sum(one.loss_fn_inputs["weights"].data) for one in data)
+        losses = []
+        for step in range(steps):
+            passed = run.forward_backward(data, "cross_entropy")  # both are on their way at once
+            stepped = run.optim_step(types.AdamParams(learning_rate=2e-3 * (1 - step / steps)))
+            losses.append(passed.result().metrics["loss:sum"] / learned)
+            stepped.result()
+            print(f"step {step}: loss {losses[-1]:.3f}")
+        sampler = run.save_weights_and_get_sampling_client().result()
+        question = [{"role": "user", "content": PAIRS[0][0]}]
+        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+        params = types.SamplingParams(max_tokens=32, temperature=0.0)
+        (answer,) = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences
+        print(PAIRS[0][0], tokenizer.decode(answer.tokens, skip_special_tokens=True))
     return losses
 
 

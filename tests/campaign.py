@@ -109,7 +109,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked of the server. Every other stream is one of an adapter that was taken in."""
+    """The work sent to the server. Every other stream uses an adapter that was imported."""
 
     data: bytes
     recipes: Sequence[Recipe]
@@ -129,7 +129,7 @@ class Tracked:
 
 @dataclass
 class Tally:
-    """What happened so far; `lost` and `unlike` are sentences for whoever looks into them."""
+    """Counts of the outcomes so far; `lost` and `unlike` are messages for the reader of a failure."""
 
     kills: Counter[str] = field(default_factory=Counter)
     jobs: Counter[str] = field(default_factory=Counter)  # by what was done, and how they ended
@@ -260,7 +260,7 @@ class Campaign:
     # What clients do meanwhile
 
     def asks(self) -> list[StreamRequest]:
-        """What streams ask."""
+        """The requests that streams send."""
         name = self._draw.choice(self._imported)
         return [replace(ask, model=name) if n % 2 else ask for n, ask in enumerate(self._work.asks)]
 
@@ -313,7 +313,7 @@ class Campaign:
     # What they find afterwards
 
     def _settle(self) -> None:
-        """What had no answer is looked up: from then on it is known."""
+        """Looks up the outcome of requests that had no answer."""
         for mark, recipe in list(self._unanswered.items()):
             found = self._call.sure("GET", JOBS, params={"metadata[mark]": mark}).json()["data"]
             self._jobs += [Tracked(job["id"], recipe) for job in found]

@@ -1,5 +1,5 @@
-"""What brings an engine's process down, for tests: as `sitecustomize.py` in a folder of PYTHONPATH Python
-imports it by itself, and the product knows nothing of it.
+"""Faults that bring an engine's process down, for tests. Python imports the module by itself where it is
+`sitecustomize.py` in a folder of PYTHONPATH; the product knows nothing of it.
 
 A prompt that begins with `POISON`, a session's pass whose first datum does, the seed of a job and the
 revision of an adapter file name one of `FAULTS`. It strikes in the engine's loop, in the middle of the
@@ -42,7 +42,8 @@ def spoil(module: ModuleType) -> None:
     step: Callable[[Any], Any] = engine.step
     jobs: Any = module.Training
     start: Callable[..., Any] = jobs.start
-    look: Callable[..., Any] = engine.look_at_adapter
+    adapters: Any = module.EngineAdapters
+    look: Callable[..., Any] = adapters.look_at
 
     def step_or_strike(self: Any) -> Any:
         for completion in list(self.completions.values()):
@@ -71,7 +72,7 @@ def spoil(module: ModuleType) -> None:
             strike(revision.removeprefix(MARK))
         return look(self, name, folder, *rest)
 
-    engine.step, jobs.start, engine.look_at_adapter = step_or_strike, noted, look_or_strike
+    engine.step, jobs.start, adapters.look_at = step_or_strike, noted, look_or_strike
 
 
 class Spoiler(MetaPathFinder):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve import Engine, EngineConfig, SamplingParams
+from coserve.core.request import BASE
 from coserve.engine.background import Background
 from coserve.engine.link import Done, Inbox
 from coserve.engine.remembered import CostFile
@@ -40,7 +41,7 @@ class Desk:
             tokenizer=letter_tokenizer(),
         )
         self.inbox = Inbox()
-        self.worker = Worker(self.engine, HELLO, Background(self.inbox, threads=1), costs)
+        self.worker = Worker(self.engine, HELLO, Background(self.inbox, threads=1), {BASE: costs})
         self.reports: list[Report] = []
         self.asked = 0  # ends of jobs
         self.worker.connected()

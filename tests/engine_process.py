@@ -81,7 +81,7 @@ class EngineProcess:
 
 
 class Server:
-    """What a server knows: tokens by request, job news in order, the last statistics."""
+    """A server's knowledge: tokens by request, job events in order, the last statistics."""
 
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -14,6 +14,7 @@ from pathlib import Path
 from coserve.core.plan import TokenLogprobs, Updated
 from coserve.core.request import FinishReason
 from coserve.core.training import PassOutput
+from coserve.serve.engine.live import AnswerRequest
 from coserve.wire.codec import decode_commands, encode_answer
 from coserve.wire.frames import read_frame, write_frame
 from coserve.wire.messages import (
@@ -29,6 +30,7 @@ from coserve.wire.messages import (
     EngineStats,
     Fault,
     Forward,
+    FurtherBase,
     Hello,
     Numbered,
     OpenTraining,
@@ -89,12 +91,14 @@ class FakeEngine:
         self.running: dict[str, Submit] = {}
         self.places: dict[str, int] = {}
         self.adapters: dict[str, str] = {}
+        self.bases: dict[str, FurtherBase] = {}  # beside its first one
         self.pinned: set[str] = set()
         self.news: list[Numbered] = []
         self.jobs: tuple[str, ...] = ()  # that it says it trains, when a server connects
         self.waiting: dict[str, str] = {}  # and which of these wait for memory
         self.starved: dict[str, float] = {}  # and which of them have no time to train, for how many seconds
         self.poison: Callable[[Command], bool] = lambda command: False
+        self.chooses: Callable[[Submit], int] = lambda request: 0  # which of its alternatives answers
         self.fatal: Callable[[Submit, int], bool] = lambda request, place: False
         self.collapses = 0
         self._falling: asyncio.Task[None] | None = None
@@ -161,6 +165,7 @@ class FakeEngine:
             self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 256, 32768,
             self.max_running, self.eos, True, 0.1, self.jobs, self.waiting, self.starved,
             crash=self.crash, linears={"attention": ("self_attn.q_proj",), "feed_forward": ("mlp.up_proj",)},
+            bases=self.bases,
         )  # fmt: skip
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -211,7 +216,8 @@ class FakeEngine:
         scored = () if sampling.prompt_logprobs is None or not first else self._scores(request)
         if sampling.max_tokens == 0:
             self._drop(request.id)
-            return Token(request.id, None, None, scored, FinishReason.LENGTH)
+            chosen = self.chooses(request)
+            return Token(request.id, None, None, scored, FinishReason.LENGTH, alternative=chosen)
         token = self.script(request, place)
         self.places[request.id] = place + 1
         finish = None
@@ -223,8 +229,9 @@ class FakeEngine:
             self._drop(request.id)
         logprobs = None if sampling.logprobs is None else self._score(token, sampling.logprobs)
         return Token(
-            request.id, token, logprobs, scored, finish, cached=self._cached(request) if first else 0
-        )
+            request.id, token, logprobs, scored, finish, cached=self._cached(request) if first else 0,
+            alternative=self.chooses(request),
+        )  # fmt: skip
 
     def _cached(self, request: Submit) -> int:
         known = (request.scope, request.prompt) in self.cached
@@ -322,3 +329,9 @@ class FakeEngine:
             self.steps, 0, 0, 0, 0.0, 0, 0, running, len(self.running) - running, 2048, 2000, 0.1, 0, 0,
             len(self.adapters), 0, paging=Paging(resident=tuple(self.adapters), pinned=tuple(self.pinned)),
         )  # fmt: skip
+
+
+def expected(fake: FakeEngine, wanted: AnswerRequest) -> list[int]:
+    """Tokens of the whole answer to a request, as the engine's script has them."""
+    sent = Submit(wanted.id, wanted.prompt, wanted.sampling, adapter=wanted.adapter)
+    return [fake.script(sent, place) for place in range(wanted.sampling.max_tokens)]

@@ -1,4 +1,4 @@
-"""What a process holds, counted: the lengths of all containers within an object, and live objects by type."""
+"""Counts of what a process holds: lengths of all containers within an object, and live objects by type."""
 
 import ctypes
 import gc
@@ -14,9 +14,8 @@ _OURS = "coserve."
 
 
 def containers(root: object) -> Counter[str]:
-    """How much is in the containers that can be reached from `root` through objects of coserve, by the
-    attribute that they hang on. What a library keeps in its own objects is not looked at, nor is a deque that
-    has a bound of its own."""
+    """Lengths of the containers that can be reached from `root` through objects of coserve, by the attribute
+    that holds them. Containers within a library's objects are not counted, nor are bounded deques."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     todo: list[tuple[str, object]] = [(type(root).__name__, root)]
@@ -61,7 +60,7 @@ def objects() -> Counter[str]:
 
 
 class _Heap(ctypes.Structure):
-    """What glibc's `mallinfo2` tells, in its order; `uordblks` are bytes in use."""
+    """The fields of glibc's `mallinfo2`, in its order; `uordblks` are bytes in use."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -82,5 +81,5 @@ def heap_in_use() -> int:
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """What there is more of."""
+    """The counts that are larger than before, and by how much."""
     return {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}

@@ -70,7 +70,7 @@ def engine_of(name: str, dtype: torch.dtype = torch.float32, config: Any = None,
 
 
 def served(engine: Engine, prompt: Sequence[int], adapter: str | None) -> Tensor:
-    """What the engine serves: log-probabilities [rows - 1, SMALL] after each token but the last."""
+    """The engine's log-probabilities [rows - 1, SMALL] after each token but the last."""
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=SMALL)
     scored = engine.generate(list(prompt), adapter, sampling).result().prompt_logprobs
     found = torch.full((len(prompt) - 1, SMALL), float("nan"))
@@ -92,7 +92,7 @@ def forward_errors(
     draws = random.Random(f"forward/{name}")
     prompt = [draws.randrange(1, SMALL) for _ in range(27)]
     engine = engine or engine_of(name, vocab_size=SMALL, **changes)
-    engine.load_adapter("theirs", folder)
+    engine.adapters.load("theirs", folder)
     theirs, exact = both_ways(oracle, lambda it: logits_of(it, prompt)[-len(prompt) : -1].log_softmax(-1))
     mine, without = (error(served(engine, prompt, adapter), exact) for adapter in ("theirs", None))
     return mine / allowed(theirs, exact), without
@@ -163,7 +163,7 @@ def in_files(adapter: AdapterVersion) -> dict[str, Tensor]:
 
 
 def _gradients_in_files(adapted: PeftModel) -> Gradients:
-    """What PEFT would save, were its parameters their gradients; without what does not train."""
+    """PEFT's saved tensors with gradients in place of parameters; only those of parameters that train."""
     gradients = {
         name: _gradient(p) if p.requires_grad else None
         for name, p in adapted.named_parameters(remove_duplicate=False)

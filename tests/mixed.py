@@ -115,7 +115,7 @@ def make_engine(name: str, dtype: torch.dtype, folder: Path | None = None, **cha
     config = EngineConfig(calibrate=False, cache_tokens=2048, page_size=4, scheduler=_CUTS)
     engine = Engine(tiny(name, dtype, vocab_size=SMALL, **changes), config)
     for adapter in sorted(folder.iterdir()) if folder else ():
-        engine.load_adapter(adapter.name, adapter)
+        engine.adapters.load(adapter.name, adapter)
     return engine
 
 
@@ -138,7 +138,7 @@ def start(engine: Engine, kind: str, start_from: str | None = None) -> FineTunin
 def everything(
     engine: Engine, configs: Mapping[str, Any], training: TrainingConfig = TRAINING
 ) -> dict[str, Tensor]:
-    """What an engine answers while it trains an adapter of each of these settings, and the adapters."""
+    """Answers of an engine while it trains an adapter of each of these settings, and the adapters."""
     jobs = [
         engine.finetune(make_examples(k), f"tuned {k}", config, training) for k, config in configs.items()
     ]
@@ -156,7 +156,7 @@ def _chosen(answer: Completion) -> Tensor:
 
 
 def trained(engine: Engine, kind: str) -> dict[str, Tensor]:
-    return engine.weights(f"tuned {kind}").parameters()
+    return engine.adapters.weights(f"tuned {kind}").parameters()
 
 
 @dataclass
@@ -196,8 +196,8 @@ class Mixture:
         return self._errors(alone, _served)
 
     def allowed(self, alone: Mapping[str | None, Logits], single: Mapping[str | None, Logits]) -> float:
-        """What may be the largest of these in float32: SLACK times what it is for `single`, which are the
-        same oracles in float32, on the same tokens."""
+        """The largest error allowed in float32: SLACK times that of `single`, the same oracles in float32 on
+        the same tokens."""
 
         def theirs(kind: str | None, completion: Completion) -> Tensor:
             return single[kind](_tokens(completion)).log_softmax(-1)
@@ -217,7 +217,7 @@ class Mixture:
 
 
 def _tokens(completion: Completion) -> list[int]:
-    """Those that something was asked after."""
+    """Tokens that something was asked after."""
     return [*completion.sequence.request.prompt, *completion.tokens][:-1]
 
 

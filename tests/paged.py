@@ -88,6 +88,6 @@ def scripted(patch: pytest.MonkeyPatch, **config: Any) -> tuple[Engine, Script]:
         scripts.append(Script(read))
         return scripts[-1]
 
-    patch.setattr("coserve.engine.engine.Reader", make)
+    patch.setattr("coserve.engine.adapters.Reader", make)
     engine = make_engine(**config)
     return engine, scripts[-1]

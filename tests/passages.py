@@ -151,7 +151,7 @@ class Passage:
 
     @property
     def rows(self) -> int:
-        """Those that mean something: the examples', and those of the adapter's prompt before them."""
+        """Rows that mean something: the examples', and those of the adapter's prompt before them."""
         return self.micro_batch.length - sum(self.micro_batch.padding)
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:

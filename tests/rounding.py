@@ -1,8 +1,8 @@
-"""How far answers in float32 may be from exact ones: no farther than a few times as far as their oracle's.
+"""Bounds of the error of answers in float32: a few times their oracle's.
 
-How much rounding there is depends on the model, its adapter and the size of its logits, and on the machine's
-kernels. An oracle in float32 (transformers' model, PEFT's adapter) does the same arithmetic in another order;
-so what it makes of its own float64 answers says how far one may be from them. A wrong row, scale or position
+Rounding depends on the model, its adapter, the size of its logits and the machine's kernels. An oracle in
+float32 (transformers' model, PEFT's adapter) does the same arithmetic in another order, so its own distance
+from its float64 answers is the measure of the distance allowed. A wrong row, scale or position
 is 1,000 times as far and more.
 """
 
@@ -39,8 +39,8 @@ def largest(errors: Iterable[float]) -> float:
 
 
 def both_ways(oracle: Any, answer: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
-    """What a float32 oracle answers, and what it would without rounding: in float64 throughout, with the
-    same weights."""
+    """A float32 oracle's answers, and the same without rounding: in float64 throughout, with the same
+    weights."""
     theirs = answer(oracle).detach()
     oracle.double()
     try:

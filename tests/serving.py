@@ -28,7 +28,7 @@ SECONDS = 90.0  # for one story, on a machine that is busy
 
 @dataclass
 class World:
-    """What a story plays in."""
+    """The engine, the state and the application of one scenario."""
 
     engine: FakeEngine
     state: State
@@ -52,7 +52,7 @@ class World:
         return tokens
 
     def told(self, tokens: list[int]) -> str:
-        """What these tokens are as text."""
+        """Tokens as text."""
         return self.state.text.decode(tokens)
 
     async def until(self, holds: Callable[[], object]) -> None:

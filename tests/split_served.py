@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coserve.split.address import Address
@@ -15,8 +16,16 @@ from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.messages import LinearCall
 from coserve.split.service import SplitService
 from coserve.split.shard import Shard
+from models import VOCABULARY
 
 Call = tuple[str, tuple[str, ...]]  # direction, and paths of linears
+DOWN: Final = "model.layers.0.mlp.down_proj"  # [64, 96] of the tiny llama
+
+
+def call(rows: int = 2, **fields: Any) -> LinearCall:
+    """A call of `DOWN` for rows of float32, unless the fields say otherwise."""
+    fields = {"nbytes": rows * 96 * 4, "dtype": "float32", "work": "inference", "number": 1, **fields}
+    return LinearCall(paths=(DOWN,), direction="forward", rows=rows, **fields)
 
 
 class ServedBase:
@@ -85,3 +94,22 @@ def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> di
     return {
         name: float(((found[name] - x).abs() / x.abs().clamp_min(1.0)).max()) for name, x in wanted.items()
     }
+
+
+def drawn_ids(rows: int, length: int) -> Tensor:
+    """Random token ids [rows, length]."""
+    return torch.randint(1, VOCABULARY, (rows, length))
+
+
+def results(model: nn.Module, ids: Tensor, **given: Any) -> dict[str, Tensor]:
+    """A causal model's `logits` of `ids`, and the gradients of its loss on them, by parameter."""
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids, **given)
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits.detach(), **grads}
+
+
+def gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """The gradients of `results`."""
+    return {name: tensor for name, tensor in results(model, ids).items() if name != "logits"}

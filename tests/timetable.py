@@ -109,9 +109,9 @@ class World:
             if ask.at <= now and name not in self.sequences:
                 sampling = SamplingParams(max_tokens=ask.tokens)
                 request = Request(name, (1,) * ask.prompt, sampling, slo=ask.slo, arrival=ask.at)
-                self.sequences[name] = self.it.submit(request, now)
+                self.sequences[name] = self.it.requests.submit(request, now)
             if ask.cancelled <= now:
-                self.it.cancel(self.sequences[name].key)
+                self.it.requests.cancel(self.sequences[name].key)
         for name, tune in self._tunes.items():
             if tune.at <= now and name not in self._steps:
                 self._feed(name)

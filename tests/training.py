@@ -51,7 +51,7 @@ def stopped(world: World) -> list[StopJob]:
 
 
 def weighed(world: World) -> dict[str, float]:
-    """What every job weighs by now."""
+    """The current weight of every job."""
     weights = {}
     for command in world.engine.said:
         if isinstance(command, StartJob):

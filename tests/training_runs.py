@@ -7,14 +7,14 @@ from typing import Any
 from adapters import known
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.loaded import LoadedAdapters
-from coserve.core.plan import Updated
+from coserve.core.plan import Plan, Updated
 from coserve.core.sequence import MicroBatch
 from coserve.engine.engine import Engine
 from coserve.errors import LossNotFinite
 from coserve.memory.arena import Arena
 from coserve.memory.ledger import Account
 from coserve.model.base import Base
-from coserve.schedule.segments import batch_start
+from coserve.schedule.segments import batch_start, training_segment
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
 from coserve.train.optimizer_offload import MakeOffload
@@ -25,8 +25,8 @@ from coserve.train.updating import update_all
 
 
 class TrainingRun:
-    """What `engine.training.Training` and a scheduler do for one job, at a test's word. What is not defined
-    here is the session's."""
+    """The part of `engine.training.Training` and a scheduler for one job, driven by a test. Attributes not
+    defined here are the session's."""
 
     def __init__(
         self,
@@ -85,4 +85,12 @@ def adopt(engine: Engine, run: TrainingRun) -> None:
     """Has the engine's executor train the run, as one that it had opened itself."""
     session = run.session
     engine.executor.sessions[session.job] = session
-    engine.bank.publish(known(session.weights.current))
+    engine.adapters.bank.publish(known(session.weights.current))
+
+
+def there_and_back(engine: Engine, batch: MicroBatch) -> None:
+    """Runs a micro-batch forward and back, all its rows in one window each way."""
+    while not batch.done:
+        span = batch.next_span(batch.layers)
+        engine.executor.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
+        batch.advance(0, batch.length, span)

@@ -40,7 +40,7 @@ def with_virtual(model: PreTrainedModel, kind: str, seed: int = 1, **fields: Any
 
 
 def encoder_of(adapted: PeftModel) -> dict[str, torch.nn.Parameter]:
-    """What trains, by PEFT's names."""
+    """The trainable parameters, by PEFT's names."""
     return dict(adapted.prompt_encoder["default"].named_parameters())
 
 

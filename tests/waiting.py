@@ -16,3 +16,11 @@ async def until(holds: Callable[[], object], patience: float = PATIENCE) -> None
     while not holds():
         assert time.monotonic() < end, f"not so after {patience:g} s: {inspect.getsource(holds).strip()}"
         await asyncio.sleep(_NAP)
+
+
+def wait_until(holds: Callable[[], object], patience: float = PATIENCE) -> None:
+    """`until` for work of other threads. It makes no event loop: a test may count open files."""
+    end = time.monotonic() + patience
+    while not holds():
+        assert time.monotonic() < end, f"not so after {patience:g} s: {inspect.getsource(holds).strip()}"
+        time.sleep(_NAP)

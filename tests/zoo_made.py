@@ -1,12 +1,14 @@
 """Models and adapters for a zoo, in folders, and the digests that tell folders apart."""
 
+import copy
 import hashlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import save, tiny, with_lora
@@ -44,6 +46,22 @@ def make_fine_tune(folder: Path, model: Path, strengths: dict[str, float], seed:
         if file.suffix != ".safetensors":
             shutil.copy(file, folder / file.name)
     return folder
+
+
+def mixed_layers(
+    tuned: PreTrainedModel, base: PreTrainedModel, places: Collection[int]
+) -> dict[int, nn.Module]:
+    """Decoder layers of a llama, by number from 0, that have another's attention or feed-forward, with its
+    norm, where the place of that component is one of `places`."""
+    halves = (("self_attn", "input_layernorm"), ("mlp", "post_attention_layernorm"))
+    layers: dict[int, nn.Module] = {}
+    for number, layer in enumerate(tuned.model.layers):
+        layers[number] = mixed = copy.copy(layer)
+        mixed._modules = dict(layer._modules)
+        for place, names in enumerate(halves, 1 + 2 * number):
+            for name in names if place in places else ():
+                setattr(mixed, name, getattr(base.model.layers[number], name))
+    return layers
 
 
 def contents(folder: Path) -> dict[str, str]:

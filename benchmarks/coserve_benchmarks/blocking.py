@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,20 @@ def run(bench: Bench) -> None:
         settings.blocking_requests, settings.blocking_prompt, bench.shape.vocabulary, settings.seed
     )
     engine = make_engine(bench)
-    _latencies(engine, bench, prompts[:2])
-    idle = _latencies(engine, bench, prompts)
+    latencies = partial(
+        answer_latencies,
+        engine,
+        seed=settings.seed,
+        gap=settings.blocking_gap,
+        answer=settings.blocking_answer,
+    )
+    latencies(prompts[:2])
+    idle = latencies(prompts)
     job = start_training(
         engine, bench, "large", SavePolicy.INPUTS, settings.blocking_batch, settings.blocking_length
     )
     warm_training(engine, [job])
-    busy = _latencies(engine, bench, prompts)
+    busy = latencies(prompts)
     job.cancel()
 
     def floor() -> float:
@@ -51,20 +59,22 @@ def _tail_ratio(busy: Any, idle: Any, axis: int) -> Any:
     return np.quantile(busy, 0.99, axis=axis) / np.quantile(idle, 0.99, axis=axis)
 
 
-def _latencies(engine: Engine, bench: Bench, prompts: list[Tokens]) -> list[float]:
-    """Seconds from each request's instant to its last token. The instants are drawn beforehand, so they
-    fall anywhere in a training step."""
-    draw = random.Random(bench.settings.seed)
+def answer_latencies(
+    engine: Engine, prompts: Sequence[Tokens], seed: int, gap: float, answer: int
+) -> list[float]:
+    """Seconds from each request's instant to the last of its `answer` tokens. The instants are drawn
+    beforehand, `gap` seconds apart on average, so they fall anywhere in a training step."""
+    draw = random.Random(seed)
     found = []
     for prompt in prompts:
-        due = engine.clock() + draw.expovariate(1 / bench.settings.blocking_gap)
+        due = engine.clock() + draw.expovariate(1 / gap)
         while (left := due - engine.clock()) > 0:
             if engine.scheduler.has_work:
                 with announced(engine, due):
                     engine.step()
             else:
                 time.sleep(left)
-        handle = engine.generate(prompt, sampling=greedy(bench.settings.blocking_answer), arrival=due)
+        handle = engine.generate(prompt, sampling=greedy(answer), arrival=due)
         while not any(_ends(event, handle.sequence.key) for event in engine.step()):
             pass
         found.append(engine.clock() - due)

@@ -271,15 +271,19 @@ def zoo(
     depths: Annotated[
         Path | None, typer.Option(help="File for the accuracies of alternatives by depth, SVG or PNG.")
     ] = None,
+    loads: Annotated[
+        Path | None, typer.Option(help="File for accuracy and adapted answers by load, SVG or PNG.")
+    ] = None,
 ) -> None:
     """Measures twenty applications in a zoo beside twenty separate models, and a model's alternatives."""
     check_writable("--json", json_file)
     check_writable("--picture", picture)
     check_writable("--depths", depths)
+    check_writable("--loads", loads)
     from coserve_benchmarks.report import print_report
     from coserve_benchmarks.zoo.run import run_zoo
 
-    print_report(run_zoo(quick, only or None, json_file, picture, depths))
+    print_report(run_zoo(quick, only or None, json_file, picture, depths, loads))
 
 
 @app.command()

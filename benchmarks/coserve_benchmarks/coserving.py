@@ -7,13 +7,12 @@ the third: only then do a share of the first row's rate and a share of the third
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
-from coserve.simulate.intervals import interval, percentile, share_interval
+from coserve.simulate.intervals import interval, percentile, ratio_of_means, share_interval
 from coserve.simulate.replay import LoadResult
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Workload, poisson_requests
@@ -170,7 +169,7 @@ def _time_slicing_row(bench: Bench, terms: _Terms, ours: _Scored, idle: _Scored)
     for key, found in (("coserve.vs_time_slicing", peer), ("coserve.vs_time_slicing_training", trains)):
         ratio = ours.efficiency / found.efficiency
         both = [terms.by_second(scored.load) for scored in (ours, found)]
-        spread = interval(_ratio_of_means, *both, paired=True)
+        spread = interval(ratio_of_means, *both, paired=True)
         bench.results.row(key, ratio, spread, _said_of_peer(found, wanted, ours), OF_SECONDS)
 
 
@@ -185,10 +184,6 @@ def _said_of_peer(peer: _Scored, wanted: float, ours: _Scored) -> str:
         f"{reaches} the {wanted:.3f} that were asked of it (ours: {ours.attainment:.3f}); its efficiency is "
         f"{peer.efficiency:.3f} (ours: {ours.efficiency:.3f})"
     )
-
-
-def _ratio_of_means(ours: Any, theirs: Any, axis: int) -> Any:
-    return np.mean(ours, axis=axis) / np.mean(theirs, axis=axis)
 
 
 def _slicings(bench: Bench) -> list[Slicing]:

@@ -34,7 +34,7 @@ class EngineTarget:
 
     def cancel(self, answer: Sequence) -> None:
         """See `LoadTarget`."""
-        self.scheduler.cancel(answer.key)
+        self.scheduler.requests.cancel(answer.key)
 
     def start(self, job: TimedJob) -> Callable[[], None]:
         """See `LoadTarget`."""

@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def date(self) -> str:
-        """When the first state was measured, ISO 8601 in UTC."""
+        """Time of the first state's measurement, ISO 8601 in UTC."""
         return self.states[0].date
 
     @property

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from coserve_benchmarks.markdown import number
+
 _WRONG = "the peak is wrong"  # where a figure is better than its floor
 _INK = {"alone": "#7a7a7a", "together": "#0b6e99", "training": "#d1495b"}
 
@@ -69,8 +71,8 @@ def _figures_table(results: Mapping[str, Any]) -> Table:
     for name, figure in results["figures"].items():
         low, high, floor = figure["low"], figure["high"], figure["floor"]
         spread = "" if low is None else _range((low, high))
-        floor = "" if floor is None else _WRONG if name in impossible else _number(floor)
-        table.add_row(escape(name), _number(figure["value"]), spread, floor, figure["unit"])
+        floor = "" if floor is None else _WRONG if name in impossible else number(floor)
+        table.add_row(escape(name), number(figure["value"]), spread, floor, figure["unit"])
     return table
 
 
@@ -119,14 +121,9 @@ def _bound(axes: Any, figure: Mapping[str, Any] | None) -> None:
 
 
 def _range(spread: Sequence[float] | None) -> str:
-    return "" if spread is None else f"{_number(spread[0])} – {_number(spread[1])}"
+    return "" if spread is None else f"{number(spread[0])} – {number(spread[1])}"
 
 
 def _value(value: float) -> str:
     """Three digits after the point, unless all that matters lies behind them."""
     return f"{value:.3f}" if not value or abs(value) >= 1e-3 else f"{value:.1e}"
-
-
-def _number(value: float) -> str:
-    """A number: whole from a hundred on, three significant digits below."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coserve.errors import ConfigError
+from coserve_benchmarks.markdown import number, table
 from coserve_benchmarks.report import code_and_load
 from coserve_benchmarks.simulation.section import SECTION, paper_tables
 
@@ -31,15 +32,15 @@ def render(found: Mapping[str, Any]) -> str:
     """The run, its rows beside their bars, its figures and its notes."""
     rows = [_row(found, key, bar) for key, bar in found["bars"].items()]
     figures = [
-        (f"`{name}`", _number(figure["value"]), figure["unit"]) for name, figure in found["figures"].items()
+        (f"`{name}`", _shown(figure["value"]), figure["unit"]) for name, figure in found["figures"].items()
     ]
     notes = [f"- `{name}`: {text}" for name, text in found["notes"].items()]
     return "\n".join(
         [
             f"{_source(found)}\n",
-            *_table(("key", "measured", "95 % interval", "bar", ""), rows),
+            *table(("key", "measured", "95 % interval", "bar", ""), rows),
             "",
-            *_table(("figure", "", "unit"), figures),
+            *table(("figure", "", "unit"), figures),
             "",
             *notes,
             *_tables(found),
@@ -67,16 +68,10 @@ def _row(found: Mapping[str, Any], key: str, bar: str) -> tuple[str, ...]:
     if key not in found:
         return f"`{key}`", "not measured", "", bar, ""
     low, high = found["spreads"].get(key, (None, None))
-    spread = "" if low is None else f"{_number(low)} to {_number(high)}"
+    spread = "" if low is None else f"{_shown(low)} to {_shown(high)}"
     met = {True: "met", False: "missed", None: ""}[found["met"].get(key)]
-    return f"`{key}`", _number(found[key]), spread, bar, met
+    return f"`{key}`", _shown(found[key]), spread, bar, met
 
 
-def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    lines = (heads, ("---",) * len(heads), *rows)
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def _number(value: float) -> str:
-    """Whole from a thousand on, three significant digits below, a power of ten where it is tiny."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def _shown(value: float) -> str:
+    return number(value, whole=1000)

@@ -35,6 +35,8 @@ class EngineConfig:
     # For keys and values of sequences that lose their pages, where reading them takes less than computing
     # them again: a file on a CPU, the host's memory on a GPU. 0: none.
     swap_space: str | int = "4GiB"
+    # Seconds that a request which allows approximations may wait for a more accurate one, under load.
+    approximation_delay: float = 0.1
     prefix_sharing: bool = True  # what prompts have in common is computed once; never across scopes
     memory: str | int | float = "auto"  # for everything: "6GiB", a share (0.5), or most of what is free
     # Of it, for the base's weights: a base that needs more is read from disk for each pass, but for the part
@@ -58,6 +60,10 @@ class EngineConfig:
         for name in ("cache_tokens", "page_size", "max_running"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
+        if not self.approximation_delay >= 0:
+            raise ConfigError(
+                f"engine.approximation_delay must be at least 0 seconds, not {self.approximation_delay}"
+            )
         _ = self.swap_nbytes
         read_memory(self.memory)
         read_memory(self.adapter_memory, "adapter_memory")
@@ -81,7 +87,7 @@ class EngineConfig:
                 )
 
     def _check_base(self) -> None:
-        """Raises ConfigError for what needs the base's weights in this process, and what needs a base."""
+        """Raises ConfigError for settings that need the base's weights in this process, or need a base."""
         if self.base_privacy not in ("none", "noise", "shares"):
             raise ConfigError(f"engine.base_privacy must be none, noise or shares, not {self.base_privacy!r}")
         if not self.base:

@@ -15,6 +15,7 @@
     │   ├── PromptTooLong        longer than the model's positions
     │   └── OutOfPages           needs more tokens than all pages hold
     ├── DataError                a training file or example is unusable (file, line, what was expected)
+    │   └── ValidationDataError  one of a validation file
     ├── JobError                 a fine-tuning job cannot start or go on
     │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
     ├── OffloadFailed            keys and values in slower memory are lost; the request may be sent again
@@ -107,7 +108,11 @@ class OutOfPages(RequestError):
 
 
 class DataError(CoserveError):
-    """A training file or example is unusable; the text names file, line and what was expected."""
+    """A training file or example is unusable; the text names file, line and the expected form."""
+
+
+class ValidationDataError(DataError):
+    """A validation file or an example of it is unusable; the text begins with "validation"."""
 
 
 class JobError(CoserveError):

@@ -49,6 +49,11 @@ class Metrics:
         self.request_success = self._counter(
             "request_success", "Answers that ended, by how.", (*_MODEL, "finished_reason")
         )
+        self.answers_by_chain = self._counter(
+            "answers_by_chain",
+            "Answers of models that have approximate chains, by the chain that answered.",
+            (*_MODEL, "chain"),
+        )
         self.time_to_first_token = self._times("time_to_first_token_seconds", "To the first token.", _FIRST)
         self.inter_token_latency = self._times("inter_token_latency_seconds", "Token to token.", _BETWEEN)
         self.time_per_output_token = self._times(

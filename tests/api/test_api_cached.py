@@ -1,4 +1,4 @@
-"""What of a prompt was in the cache: told in the usage, and shared with nobody else."""
+"""Cached tokens of a prompt: reported in the usage, and shared with no other tenant."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What only those may see who have a key, and what the figures say after a restart."""
+"""Internal routes: shown only to callers with a key; their figures after a restart."""
 
 import re
 

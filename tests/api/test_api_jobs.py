@@ -1,12 +1,15 @@
 """`/v1/fine_tuning/jobs` through the official client, against a scripted engine."""
 
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from msgspec.structs import replace
 
-from coserve.wire.messages import Fault, JobCheckpoint, JobNote, JobStep
+from coserve.core.job_status import JobStatus
+from coserve.serve.adapter_registry.imports import WEIGHTS
+from coserve.wire.messages import Fault, JobCheckpoint, JobEnded, JobNote, JobStep
 from serving import Play, World
 from training import Trainer, checkpoint_folder, create, jsonl, started, stopped, upload, weighed
 
@@ -186,12 +189,18 @@ def test_training_methods_reach_the_engine_and_are_shown(play: Play) -> None:
         await world.until(lambda: len(started(world)) == 2)
         assert started(world)[1].objective == {"type": "orpo"}
 
+        kto = {"type": "kto", "kto": {"hyperparameters": {"beta": 0.2, "undesirable_weight": 1.5}}}
+        job = await create(world, training_file=file, extra_body={"method": kto})
+        await world.until(lambda: len(started(world)) == 3)
+        assert started(world)[2].objective == {"type": "kto", "beta": 0.2, "undesirable_weight": 1.5}
+        assert job.method.kto["hyperparameters"]["undesirable_weight"] == 1.5
+
         grader = {"type": "string_check", "reference": "{{item.answer}}", "operation": "eq"}
         asked = {"group_size": 4, "max_tokens": 16, "clip": 0.2, "batch_size": 2}
         job = await create(world, training_file=file, method=reinforcement(asked, **grader))
         wanted = {"type": "reinforcement", "grader": grader, "group_size": 4, "max_tokens": 16, "clip": 0.2}
-        await world.until(lambda: len(started(world)) == 3)
-        assert started(world)[2].objective == wanted and started(world)[2].options["batch_size"] == 2
+        await world.until(lambda: len(started(world)) == 4)
+        assert started(world)[3].objective == wanted and started(world)[3].options["batch_size"] == 2
         assert job.method.reinforcement.grader.type == "string_check"
 
     play(story)
@@ -216,7 +225,8 @@ def test_a_teacher_is_an_adapter_of_the_tenants_own(play: Play) -> None:
         job: Any = await create(world, extra_body=body)
         await world.until(lambda: len(started(world)) == 2)
         spec, adapter = started(world)[1], await store.adapters.find("local", name, "tiny")
-        assert adapter is not None and spec.teacher == str(store.folder_of(adapter))
+        assert adapter is not None and spec.teacher is not None
+        assert Path(spec.teacher, WEIGHTS).samefile(store.folder_of(adapter) / WEIGHTS)
         assert spec.objective == {"type": "distillation", "teacher": name, "top_k": 4}
         assert spec.start_from is None and "teacher" not in spec.options
         assert job.method.distillation["teacher"] == name
@@ -280,13 +290,32 @@ def test_rewards_of_a_validation_are_shown_and_remembered(play: Play) -> None:
         ({"method": {"type": "dpo", "orpo": {}}}, "orpo is of another"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"betta": 1}}}}, "did you mean 'beta'?"),
         ({"method": {"type": "orpo", "orpo": {"hyperparameters": {"beta": 0}}}}, "beta"),
+        ({"method": {"type": "kto", "kto": {"hyperparameters": {"desirable_weight": -1}}}}, "desirable_wei"),
         ({"method": {"type": "distillation"}}, "with a teacher"),
         ({"method": {"type": "distillation", "distillation": {}}}, "teacher"),
         ({"method": distillation("tiny", top_k=65)}, "top_k"),
         ({"method": distillation("tiny", temperature=0)}, "temperature"),
         ({"method": {"type": "reinforcement"}}, "with a grader"),
-        ({"method": reinforcement(type="score_model")}, "no grader 'score_model'"),
-        ({"method": reinforcement(type="python", function="x")}, "no grader 'python'"),
+        (
+            {"method": reinforcement(type="score_model")},
+            "no grader 'score_model': no model grades",
+        ),
+        ({"method": reinforcement(type="python", source="x")}, "no grader 'python': it would run a tenant's"),
+        ({"method": reinforcement(type="text_similarity", reference="a", evaluation_metric="bleu")}, "bleu"),
+        (
+            {"method": reinforcement(type="multi", graders={}, calculate_output="1")},
+            "an object of 1 to 16 by name",
+        ),
+        (
+            {
+                "method": reinforcement(
+                    type="multi",
+                    graders={"a": {"type": "http", "url": "http://127.0.0.1:1/"}},
+                    calculate_output="a",
+                )
+            },
+            "'a': the grader's host '127.0.0.1' has an address that is not public",
+        ),
         ({"method": reinforcement(type="regex", pattern="(")}, "no regular expression"),
         ({"method": reinforcement(type="http", url="http://127.0.0.1:1/")}, "not public"),
         (
@@ -321,6 +350,29 @@ def test_what_makes_no_sense_is_refused(play: Play, fields: dict[str, Any], said
             await create(world, **fields)
         assert said in str(caught.value.message)
         assert not (await world.client().fine_tuning.jobs.list()).data
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("kind", "param"), [("DataError", "training_file"), ("ValidationDataError", "validation_file")]
+)
+def test_a_file_of_another_kind_is_refused_when_the_job_is_created(play: Play, kind: str, param: str) -> None:
+    async def story(world: World) -> None:
+        file, text = await upload(world), "file-1.jsonl, line 3: expected ...; found ..."
+        world.engine.refusals["job"] = Fault(kind, text)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(world, training_file=file, validation_file=file)
+        error = caught.value
+        assert (error.param, error.code, error.body["message"]) == (param, f"invalid_{param}", text)  # type: ignore[index]
+        assert not (await world.client().fine_tuning.jobs.list()).data
+        world.engine.refusals.clear()
+        job, trainer = await create(world, training_file=file, validation_file=file), Trainer(world)
+        await world.until(lambda: bool(started(world)))
+        await trainer.tell(JobEnded(job.id, JobStatus.FAILED, 0, Fault(kind, text)))  # at a later line
+        failed = await world.client().fine_tuning.jobs.retrieve(job.id)
+        assert failed.error is not None
+        assert (failed.error.param, failed.error.code) == (param, f"invalid_{param}")
 
     play(story)
 
@@ -361,7 +413,8 @@ def test_training_goes_on_from_an_adapter(play: Play) -> None:
         await world.until(lambda: len(started(world)) == 2)
         command, store = started(world)[1], world.state.store
         adapter = await store.adapters.find("local", name, "tiny")
-        assert adapter is not None and command.start_from == str(store.folder_of(adapter))
+        assert adapter is not None and command.start_from is not None
+        assert Path(command.start_from, WEIGHTS).samefile(store.folder_of(adapter) / WEIGHTS)
         assert command.method == {}
         with pytest.raises(openai.ConflictError):
             await client.models.delete(name)

@@ -1,4 +1,4 @@
-"""What clients see of memory: jobs that never fit, jobs that wait, jobs that go on with less, figures."""
+"""Memory as clients see it: jobs that never fit, jobs that wait, jobs that go on with less, figures."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What crashes engines, through the API: a job and a stream of one tenant, beside those of others."""
+"""Work that crashes engines, through the API: a job and a stream of one tenant, beside those of others."""
 
 import asyncio
 import json

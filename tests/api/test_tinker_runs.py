@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import zstandard
-from tinker.proto import tinker_public_pb2 as public
 
 from coserve.serve.tinker import turns
 from coserve.serve.tinker.checkpoints import MOST_TEMPORARY
@@ -20,52 +19,10 @@ from coserve.wire.messages import (
     Submit,
 )
 from serving import Play, World
-from training import create, started
+from tinkering import Caller, passed, sent
 
 SAMPLED = {"max_tokens": 2, "seed": 1}
 POISON = 13  # a token that an engine dies of
-
-
-def passed(model: str, number: int, tokens: tuple[int, ...] = (5, 6, 7), **fields: Any) -> bytes:
-    """The body of a forward_backward."""
-    message = public.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn="cross_entropy", **fields)
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = b"".join(token.to_bytes(4, "little") for token in tokens)
-    targets = datum.loss_fn_inputs["target_tokens"]
-    targets.dense = b"".join(token.to_bytes(8, "little") for token in tokens)
-    targets.dtype, targets.shape[:] = public.DTYPE_INT64, [len(tokens)]
-    return bytes(message.SerializeToString())
-
-
-class Caller:
-    """A client's requests, by hand."""
-
-    def __init__(self, world: World, key: str = "local") -> None:
-        self.world, self.headers = world, {"X-API-Key": f"tml-{key}"}
-
-    async def post(self, path: str, body: dict[str, Any] | bytes, **headers: str) -> Any:
-        said: Any = {"content": body} if isinstance(body, bytes) else {"json": body}
-        return await self.world.http.post(f"/api/v1/{path}", **said, headers={**self.headers, **headers})
-
-    async def session(self) -> str:
-        return str((await self.post("create_session", {"tags": []})).json()["session_id"])
-
-    async def run(self) -> str:
-        """An open run."""
-        body = {"session_id": await self.session(), "model_seq_id": 0, "base_model": "tiny"}
-        made = await self.result(await self.post("create_model", {**body, "lora_config": {"rank": 4}}))
-        return str(made["model_id"])
-
-    async def result(self, answer: Any) -> Any:
-        """What a request's future comes to."""
-        assert answer.status_code == 200, answer.text
-        found = await self.post("retrieve_future", {"request_id": answer.json()["request_id"]})
-        assert found.status_code == 200, found.text
-        return found.json()
-
-
-def sent(world: World, *kinds: type) -> list[Any]:
-    return [command for command in world.engine.said if isinstance(command, kinds)]
 
 
 def test_requests_take_their_turns_whatever_the_order_of_their_arrival(play: Play) -> None:
@@ -201,10 +158,6 @@ def test_paths_are_immutable_and_outlive_the_server(play: Play) -> None:
         assert key in world.engine.adapters
         folder = world.state.store.folder / "tinker"
         assert [one.name for one in folder.iterdir()] == [key]
-        taught = {"type": "distillation", "distillation": {"teacher": first["path"]}}
-        await create(world, model=first["path"], extra_body={"method": taught})
-        await world.until(lambda: bool(started(world)))
-        assert started(world)[0].start_from == started(world)[0].teacher == str(folder / key)
         deleted = await world.http.delete(f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/step")
         assert deleted.status_code == 204 and not list(folder.iterdir()) and key not in world.engine.adapters
 

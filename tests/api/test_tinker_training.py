@@ -23,8 +23,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def service(address: str) -> tinker.ServiceClient:
-    return tinker.ServiceClient(base_url=address, api_key="tml-unused")
+def service(address: str) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=address, api_key="tml-unused") as made:
+        yield made
 
 
 def datum(tokens: list[int], weights: list[float] | None = None) -> types.Datum:
@@ -122,6 +123,29 @@ def test_a_state_goes_on_as_if_nothing_had_happened(service: tinker.ServiceClien
     assert again[1] != pytest.approx(expected[1], rel=1e-4)  # its moments began anew
     run.load_state_with_optimizer(state).result()
     assert losses(run, 2) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_run_goes_on_without_the_checkpoint_that_it_began_with(service: tinker.ServiceClient) -> None:
+    run = service.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+    data = [datum(list(range(40, 50)))]
+    run.forward_backward(data, "cross_entropy").result()
+    run.optim_step(types.AdamParams(learning_rate=0.01)).result()
+    state, weights = run.save_state("gone").result().path, run.save_weights_for_sampler("gone").result().path
+    began = service.create_training_client_from_state_with_optimizer(state).result()
+    sampler = service.create_sampling_client(model_path=weights).result()
+    rest = service.create_rest_client()
+    for path in (state, weights):
+        rest.delete_checkpoint_from_tinker_path(path).result()
+    losses = [one.forward(data, "cross_entropy").result().metrics["loss:sum"] for one in (run, began)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    with pytest.raises(tinker.RequestFailedError, match="does not exist"):
+        sampler.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=1)).result()
+    with pytest.raises(tinker.RequestFailedError, match="no checkpoint"):
+        began.load_state(state).result()
+    with pytest.raises(tinker.RequestFailedError, match="no checkpoint"):
+        service.create_training_client_from_state(state).result()
+    with pytest.raises(tinker.NotFoundError, match="does not exist"):
+        service.create_sampling_client(model_path=weights).result()
 
 
 def test_gradients_add_up_until_the_step(service: tinker.ServiceClient) -> None:

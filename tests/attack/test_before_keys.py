@@ -1,4 +1,4 @@
-"""Who has no key: nothing of the body is read, whatever the route and whatever stands in the header."""
+"""Callers without a key: nothing of their body is read, whatever the route and the header."""
 
 import asyncio
 import json

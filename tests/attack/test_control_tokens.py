@@ -1,4 +1,4 @@
-"""What users write stays text, whatever it spells: control tokens are the template's own."""
+"""User text stays text, whatever it spells: only the template makes control tokens."""
 
 import asyncio
 import os

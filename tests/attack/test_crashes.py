@@ -8,10 +8,10 @@ import asyncio
 import json
 import os
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,23 @@ from coserve.serve.store.records import QuarantineRecord
 from coserve.serve.store.store import Store
 from coserve_benchmarks.served import Served
 from crashing import FAULTS, MARK, POISON, SEED
+from served_work import (
+    JOBS,
+    PATIENCE,
+    AnswerStream,
+    answer_text,
+    ask_for_job,
+    client_of,
+    examples,
+    greedy,
+    job_status,
+    start_job,
+    wait_job,
+)
 
-PATIENCE = 300.0  # seconds: imports take a minute on a machine that is busy
-DATA = "".join(json.dumps({"prompt": f"{i}?", "completion": f" {i * i}"}) + "\n" for i in range(16)).encode()
 WIDTHS = 256, 704  # of coserve-tiny, and of its feed-forward blocks
+DATA, SHORT = examples(16), {"n_epochs": 2, "batch_size": 4}
+ANSWER = 200  # tokens
 TRIED = int(os.environ.get("COSERVE_ATTACK_HTTP", "60"))  # malformed adapters
 PLACE = 20  # tokens of an answer before it crashes
 # An exception on the thread that looks at an adapter's file ends the import, and no process.
@@ -47,10 +60,7 @@ class Crashing:
     def __init__(self, served: Served, secrets: list[str]) -> None:
         self.served = served
         self.sent = 0  # adapters
-        self.bad, self.good = (
-            httpx.Client(base_url=served.url, timeout=PATIENCE, headers={"authorization": f"Bearer {secret}"})
-            for secret in secrets
-        )
+        self.bad, self.good = (client_of(served, authorization=f"Bearer {secret}") for secret in secrets)
 
     def quarantine(self) -> list[QuarantineRecord]:
         with Store(self.served.state) as store:
@@ -61,10 +71,11 @@ class Crashing:
         match what:
             case "request":
                 prompt = [POISON, FAULTS.index(fault), PLACE]
-                return self.bad.post("/v1/completions", json=_ask(self.served, prompt))
+                return self.bad.post("/v1/completions", json=greedy(self.served, prompt, ANSWER))
             case "job":
                 job = self.train(self.bad, SEED + FAULTS.index(fault))
-                return self.ended(self.bad, job)
+                wait_job(self.bad, self.served, job, "succeeded", "failed")
+                return self.bad.get(f"{JOBS}/{job}")
             case _:
                 config, tensors = good(*WIDTHS)
                 return self.upload({**config, "revision": MARK + fault}, tensors)
@@ -78,52 +89,9 @@ class Crashing:
         files = {"config": config, "weights": weights}
         return self.bad.post("/v1/adapters", data={"name": f"a{self.sent}"}, files=files)
 
-    def ask_for_job(self, client: httpx.Client, **fields: Any) -> httpx.Response:
-        file = client.post("/v1/files", files={"file": ("t.jsonl", DATA)}, data={"purpose": "fine-tune"})
-        short = {"n_epochs": 2, "batch_size": 4}
-        body = {"model": self.served.name, "training_file": file.json()["id"], "hyperparameters": short}
-        return client.post("/v1/fine_tuning/jobs", json={**body, **fields})
-
     def train(self, client: httpx.Client, seed: int) -> str:
         """A job; its id."""
-        job = self.ask_for_job(client, seed=seed)
-        assert job.status_code == 200, job.text
-        return str(job.json()["id"])
-
-    def ended(self, client: httpx.Client, job: str) -> httpx.Response:
-        def is_over() -> bool:
-            return client.get(f"/v1/fine_tuning/jobs/{job}").json()["status"] in ("succeeded", "failed")
-
-        self.served.wait(is_over, f"to end {job}")
-        return client.get(f"/v1/fine_tuning/jobs/{job}")
-
-
-class Stream(threading.Thread):
-    """A long greedy answer, in a thread of its own."""
-
-    def __init__(self, client: httpx.Client, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self.client, self.body = client, {**body, "stream": True}
-        self.text, self.is_whole, self.begun = "", False, threading.Event()
-        self.start()
-        assert self.begun.wait(PATIENCE)
-
-    def run(self) -> None:
-        with self.client.stream("POST", "/v1/completions", json=self.body) as response:
-            for line in response.iter_lines():
-                self.is_whole = line == "data: [DONE]" or self.is_whole
-                if line.startswith("data: {"):
-                    self.text += json.loads(line[6:])["choices"][0]["text"]
-                    self.begun.set()
-
-    def whole(self) -> str:
-        self.join(PATIENCE)
-        assert not self.is_alive()
-        return self.text
-
-
-def _ask(served: Served, prompt: list[int]) -> dict[str, Any]:
-    return {"model": served.name, "prompt": prompt, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        return start_job(client, self.served, DATA, SHORT, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -155,16 +123,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing]:
 )
 def test_what_crashes_engines_is_quarantined_and_nothing_else(world: Crashing, what: str, fault: str) -> None:
     served, before = world.served, world.quarantine()
-    asked = [_ask(served, [1, 2, number]) for number in range(1 if (what, fault) == DEFAULT else 2)]
-    expected = [world.good.post("/v1/completions", json=body).json()["choices"][0]["text"] for body in asked]
+    prompts = [[1, 2, number] for number in range(1 if (what, fault) == DEFAULT else 2)]
+    asked = [greedy(served, prompt, ANSWER) for prompt in prompts]
+    expected = [answer_text(world.good, body) for body in asked]
     engine, began = served.running.engine, time.monotonic()
     job = "" if (what, fault) == DEFAULT else world.train(world.good, 1)
-    streams = [Stream(world.good, body) for body in asked]
+    streams = [AnswerStream(world.good, body) for body in asked]
     answer = world.crash(what, fault)
     print(f"{what} {fault}: quarantined after {time.monotonic() - began:.1f} s: {answer.text[:300]}")
     assert "quarantined" in answer.text and f"worked on this {what}" in answer.text, answer.text
     assert [stream.whole() for stream in streams] == expected
-    assert not job or world.ended(world.good, job).json()["status"] == "succeeded"
+    if job:
+        wait_job(world.good, served, job, "succeeded", "failed")
+        assert job_status(world.good, job) == "succeeded"
     served.wait_ready()
     assert served.running.engine != engine
     (found,) = world.quarantine()[len(before) :]
@@ -174,34 +145,38 @@ def test_what_crashes_engines_is_quarantined_and_nothing_else(world: Crashing, w
 def test_a_session_that_crashes_engines_is_quarantined_and_another_goes_on(world: Crashing) -> None:
     """With the `tinker` client: another tenant's run and stream notice nothing."""
     served, before = world.served, world.quarantine()
-    body = _ask(served, [1, 2, 9])
-    expected = world.good.post("/v1/completions", json=body).json()["choices"][0]["text"]
-    bad, good = (_training(served, client) for client in (world.bad, world.good))
-    data = [_datum([5, 6, 7, 8])]
-    losses = [good.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]]
-    good.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-    saved = bad.save_state("mine").result().path
-    engine, stream = served.running.engine, Stream(world.good, body)
-    with pytest.raises(tinker.RequestFailedError, match="worked on this session") as refused:
-        bad.forward_backward([_datum([POISON, FAULTS.index("segfault"), 5])], "cross_entropy").result()
-    assert saved in str(refused.value)
-    losses += [good.forward_backward(data, "cross_entropy").result().metrics["loss:sum"] for _ in range(2)]
-    assert losses[1] == losses[2] < losses[0]  # it has the weights of the step before the crashes
-    assert stream.whole() == expected
-    served.wait_ready()
-    assert served.running.engine != engine
-    (found,) = world.quarantine()[len(before) :]
-    assert found.kind == "session" and found.subject in saved
-    with pytest.raises(tinker.APIStatusError, match="worked on this session"):
-        bad.optim_step(types.AdamParams()).result()
+    body = greedy(served, [1, 2, 9], ANSWER)
+    expected = answer_text(world.good, body)
+    with _training(served, world.bad) as bad, _training(served, world.good) as good:
+        data = [_datum([5, 6, 7, 8])]
+
+        def loss() -> float:
+            return float(good.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
+
+        losses = [loss()]
+        good.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        saved = bad.save_state("mine").result().path
+        engine, stream = served.running.engine, AnswerStream(world.good, body)
+        with pytest.raises(tinker.RequestFailedError, match="worked on this session") as refused:
+            bad.forward_backward([_datum([POISON, FAULTS.index("segfault"), 5])], "cross_entropy").result()
+        assert saved in str(refused.value)
+        losses += [loss(), loss()]
+        assert losses[1] == losses[2] < losses[0]  # it has the weights of the step before the crashes
+        assert stream.whole() == expected
+        served.wait_ready()
+        assert served.running.engine != engine
+        (found,) = world.quarantine()[len(before) :]
+        assert found.kind == "session" and found.subject in saved
+        with pytest.raises(tinker.APIStatusError, match="worked on this session"):
+            bad.optim_step(types.AdamParams()).result()
 
 
-def _training(served: Served, client: httpx.Client) -> tinker.TrainingClient:
+@contextmanager
+def _training(served: Served, client: httpx.Client) -> Iterator[tinker.TrainingClient]:
     """A run of a tenant's."""
     key = client.headers["authorization"].removeprefix("Bearer ")
-    service = tinker.ServiceClient(base_url=served.url, api_key=f"tml-{key}")
-    made: tinker.TrainingClient = service.create_lora_training_client(base_model=served.name, rank=4).result()
-    return made
+    with tinker.ServiceClient(base_url=served.url, api_key=f"tml-{key}") as service:
+        yield service.create_lora_training_client(base_model=served.name, rank=4).result()
 
 
 def _datum(tokens: list[int]) -> types.Datum:
@@ -223,16 +198,16 @@ ENDED_ENGINES: list[tuple[dict[str, Any], dict[str, Tensor]]] = [
 
 @pytest.mark.slow
 def test_malformed_adapters_and_jobs_are_refused_and_end_no_engine(world: Crashing, tmp_path: Path) -> None:
-    served, body, became = world.served, _ask(world.served, [1, 2, 3]), Counter[int]()
+    served, body, became = world.served, greedy(world.served, [1, 2, 3], ANSWER), Counter[int]()
     expected = world.good.post("/v1/completions", json=body).json()["choices"]
     engine, before = served.running.engine, world.quarantine()
     config, tensors = good(*WIDTHS)
-    stream = Stream(world.good, {**body, "max_tokens": 1500})
+    stream = AnswerStream(world.good, {**body, "max_tokens": 1500})
     for fields, more in ENDED_ENGINES:
         answer = world.upload({**config, **fields}, {**tensors, **more})
         assert answer.status_code == 400 and answer.json()["error"]["message"], (fields, answer.text[:300])
         if fields:
-            answer = world.ask_for_job(world.bad, peft={"peft_type": "LORA", **fields})
+            answer = ask_for_job(world.bad, served, DATA, SHORT, peft={"peft_type": "LORA", **fields})
             assert answer.status_code == 400, (fields, answer.text[:300])
     for seed in range(TRIED):
         what = write_hostile(tmp_path / str(seed), seed, *WIDTHS)

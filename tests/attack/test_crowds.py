@@ -139,7 +139,7 @@ def test_640_clients_at_once(tmp_path: Path, kind: str) -> None:
 
 
 def _is_idle(server: Server) -> bool:
-    """Whether nobody is answered or waits: who has gone is noticed within a step."""
+    """Tells whether no request runs or waits. A client that has gone is noticed within a step."""
     lines = httpx2.get(f"{server.url}/metrics", timeout=PATIENCE).text.splitlines()
     kinds = ("coserve_num_requests_running", "coserve_num_requests_waiting")
     found = [float(line.split()[-1]) for line in lines if line.startswith(kinds)]

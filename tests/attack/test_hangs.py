@@ -5,15 +5,12 @@ that it is stopped is said, and all else goes on.
 Which one, when, and how is drawn by a seed. `COSERVE_HANGS` sets how many the long run tries.
 """
 
-import json
 import os
 import random
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 
 import httpx
 import psutil
@@ -21,10 +18,18 @@ import pytest
 
 from coserve_benchmarks.served import Served, Victim
 from models import save, tiny
+from served_work import (
+    PATIENCE,
+    AnswerStream,
+    answer_text,
+    client_of,
+    examples,
+    greedy,
+    start_job,
+    wait_job,
+)
 
 NOTICED = 10.0  # seconds: what is promised
-PATIENCE = 300.0  # for what is not promised: imports take a minute on a machine that is busy
-DATA = "".join(json.dumps({"prompt": f"{i}?", "completion": f" {i * i}"}) + "\n" for i in range(64)).encode()
 MOMENTS = ("idle", "streaming", "training", "starting")
 WHO = ("api", "engine", "standby")
 ANSWERING = WHO[:2]  # a standby imports at the lowest priority: on a busy machine that takes minutes
@@ -131,51 +136,25 @@ class Hangs:
 
     def train(self) -> None:
         """A job, and its first step."""
-        with httpx.Client(base_url=self.served.url, timeout=PATIENCE) as client:
-            file = client.post("/v1/files", files={"file": ("t.jsonl", DATA)}, data={"purpose": "fine-tune"})
-            body = {
-                "model": self.served.name,
-                "training_file": file.json()["id"],
-                "hyperparameters": {"n_epochs": 40, "batch_size": 2},
-            }
-            job = client.post("/v1/fine_tuning/jobs", json=body)
-            assert job.status_code == 200, job.text
-            url = f"/v1/fine_tuning/jobs/{job.json()['id']}"
-            self.served.wait(lambda: client.get(url).json()["status"] == "running", "to train")
+        with client_of(self.served) as client:
+            job = start_job(client, self.served, examples(64), {"n_epochs": 40, "batch_size": 2})
+            wait_job(client, self.served, job, "running")
 
 
 class _Stream:
     """A long greedy answer under way, which has to be the one that is given in peace."""
 
     def __init__(self, served: Served) -> None:
-        self.url = f"{served.url}/v1/completions"
-        self.body = {"model": served.name, "prompt": [1, 2, 3], "max_tokens": 230, "temperature": 0,
-                     "ignore_eos": True}  # fmt: skip
-        self.whole = httpx.post(self.url, json=self.body, timeout=PATIENCE).json()["choices"][0]["text"]
-        self.text, self.begun = "", threading.Event()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-        assert self.begun.wait(PATIENCE)
-
-    def _listen(self) -> None:
-        body = {**self.body, "stream": True}
-        with (
-            suppress(httpx.HTTPError),
-            httpx.stream("POST", self.url, json=body, timeout=PATIENCE) as response,
-        ):
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    self.text += json.loads(line[6:])["choices"][0]["text"]
-                    self.begun.set()
+        client, body = client_of(served), greedy(served, [1, 2, 3], 230)
+        self._expected = answer_text(client, body)
+        self._stream = AnswerStream(client, body)
 
     @property
     def is_over(self) -> bool:
-        return not self._thread.is_alive()
+        return self._stream.is_over
 
     def ends(self, whole: bool) -> None:
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive()
-        assert not whole or self.text == self.whole
+        assert self._stream.whole() == self._expected or not whole
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ CHILDREN = 12  # of these, files that a process of their own reads: 0.3 s each
 LONGEST = 1300  # characters of what is said about one
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("suffix", MAKERS)
 def test_each_file_is_read_or_refused_in_a_sentence(tmp_path: Path, suffix: str) -> None:
     outcomes = {"read": 0, "refused": 0}

@@ -56,7 +56,7 @@ def catastrophic(draws: random.Random) -> str:
 
 
 def in_time(work: Callable[[], object]) -> bool:
-    """Whether it is taken; meanwhile other threads run, and it ends soon."""
+    """Tells whether `work` is accepted; it has to end soon, and to let other threads run meanwhile."""
     beats, ended = [time.monotonic()], threading.Event()
 
     def beat() -> None:

@@ -31,7 +31,7 @@ class Clock:
 
 
 class Account:
-    """How many tokens each name has, by the definition."""
+    """Tokens that each name has, computed from the definition."""
 
     def __init__(self, most: int) -> None:
         self.most, self.held, self.at = most, dict[str, float](), dict[str, float]()

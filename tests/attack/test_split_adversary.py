@@ -96,7 +96,7 @@ def with_lora() -> nn.Module:
 
 @torch.no_grad()
 def secret_update(model: nn.Module) -> Tensor:
-    """What LoRA adds to the value projection, [out, in]: what an adversary is after."""
+    """LoRA's update of the value projection, [out, in]: the secret that an adversary wants."""
     layer = model.get_submodule(f"base_model.model.{VALUE}")
     delta: Tensor = layer.get_delta_weight("default")  # type: ignore[operator]
     return delta
@@ -128,7 +128,7 @@ def seen(request: pytest.FixtureRequest, pair: list[Curious]) -> tuple[str, Tens
 
 @torch.no_grad()
 def all_rows() -> Tensor:
-    """What each token of the vocabulary is at the first linears, [tokens, width]: public."""
+    """The input of the first linears for each token of the vocabulary, [tokens, width]: public."""
     model = base().model
     rows: Tensor = model.layers[0].input_layernorm(model.embed_tokens.weight)
     return rows

@@ -35,10 +35,11 @@ from coserve.split.service import MOST_CLIENTS, SplitService
 from coserve.wire.frames import FrameReader, send_frame
 from models import tiny
 from split_clock import LAYERS, Caller, SplitWorld
+from split_served import DOWN, call
+from waiting import wait_until
 
 LAYER = "model.layers.0"
 MLP = f"{LAYER}.mlp"
-DOWN = f"{MLP}.down_proj"  # [64, 96]
 QKV = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
 
 
@@ -89,11 +90,6 @@ def healthy(served: Served) -> Iterator[ExecutorConnection]:
     connection.close()
 
 
-def call(rows: int = 2, **fields: Any) -> LinearCall:
-    fields = {"nbytes": rows * 96 * 4, "dtype": "float32", "work": "inference", "number": 1, **fields}
-    return LinearCall(paths=(DOWN,), direction="forward", rows=rows, **fields)
-
-
 def flood(raw: socket.socket, data: bytes, most: int = 20_000) -> int:
     """Sends without reading, until nothing more is taken."""
     for number in range(most):
@@ -109,6 +105,7 @@ def framed(message: Any) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
+@pytest.mark.sample(2)
 def test_who_floods_and_does_not_read_is_not_read(served: Served, healthy: ExecutorConnection) -> None:
     attackers = [served.raw() for _ in range(3)]
     call_data = framed(call(rows=64)) + bytes(64 * 96 * 4)
@@ -122,6 +119,7 @@ def test_who_floods_and_does_not_read_is_not_read(served: Served, healthy: Execu
     wait_until(lambda: served.service.clients == 1)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("direction", get_args(Direction))
 @pytest.mark.parametrize("whole", [MLP, LAYER])
 def test_who_floods_spans_and_does_not_read_is_not_read(
@@ -289,10 +287,3 @@ def test_one_that_is_active_and_never_comes_costs_others_a_bounded_time(mode: Ba
     other = passes * LAYERS * (1.0 + 0.01 * (1 + healthy.rows)) + alone
     bounds = {"opportunistic": other + passes * cap * 1e3 + 100, "lockstep": other + passes * LAYERS * 1e3}
     assert healthy.ended <= bounds.get(mode, other + 100)
-
-
-def wait_until(is_so: Any, seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.01)

@@ -219,3 +219,40 @@ def test_mutated_passes_are_refused_or_run(play: Play) -> None:
         assert (await world.http.get("/api/v1/healthz")).json() == {"status": "ok"}
 
     play(story)
+
+
+NAMES = [
+    "..", "%2e%2e%2f%2e%2e", "a%00b", "%ff", "x" * 5000, "weights/%2e%2e/%2e%2e", "%F0%9F%92%A5", "weights/",
+    "sampler_weights/a/b", "' OR 1=1 --", "weights/%5c", "-1", "tinker:%2f%2fa", "%0d%0aset-cookie: a=b",
+]  # fmt: skip
+ADDRESSES = [
+    ("GET", "training_runs/{}"), ("GET", "training_runs/{}/checkpoints"),
+    ("DELETE", "training_runs/x/checkpoints/{}"), ("DELETE", "training_runs/{}/checkpoints/weights/a"),
+    ("POST", "training_runs/x/checkpoints/{}/publish"), ("PUT", "training_runs/x/checkpoints/{}/ttl"),
+    ("GET", "training_runs/x/checkpoints/{}/external_weights_urls"), ("GET", "sessions/{}"),
+    ("PUT", "sessions/{}/project"), ("GET", "samplers/{}"), ("GET", "checkpoints?limit={}"),
+    ("GET", "training_runs?offset={}"), ("GET", "training_runs?project_id={}"),
+    ("GET", "billing/usage/checkpoints/current?project_id={}"),
+    ("GET", "../../tinker/weights/{}/adapter_config.json?expires=1&signature=x"),
+    ("GET", "../../tinker/weights/x/{}?expires=99999999999999999999&signature={}"),
+]  # fmt: skip
+
+
+def test_hostile_addresses_are_refused(play: Play) -> None:
+    """Of runs, checkpoints, sessions and files: no answer is an error of the server's."""
+
+    async def story(world: World) -> None:
+        answered = set()
+        for method, address in ADDRESSES:
+            for name in NAMES:
+                body = {"content": b'{"ttl_seconds": -1e999}'} if method != "GET" else {}
+                url = f"/api/v1/{address.replace('{}', name)}".replace("/api/v1/../..", "")
+                answer = await world.http.request(method, url, **body)  # type: ignore[arg-type]
+                answered.add(answer.status_code)
+                assert answer.status_code in (200, 307, 400, 404, 405), (method, address, name, answer.text)
+                is_error = answer.status_code >= 400  # 307: without the slash at its end it is an address
+                assert not is_error or answer.json()["error"]["message"], (address, name)
+                assert "set-cookie" not in answer.headers
+        assert {200, 400, 404} <= answered
+
+    play(story)

@@ -92,7 +92,7 @@ def gradient_error(name: str) -> float:
 
 
 def outcome(name: str) -> str:
-    """What happens with a model, in a line. Whatever else is raised is a fault."""
+    """The outcome of a model, in a line. Any other exception is a fault."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -35,7 +35,7 @@ def run(name: str, backend: str, patch: pytest.MonkeyPatch) -> Outcome:
     )
     engine = Engine(tiny(name, torch.float64), config)
     draws = random.Random(name)
-    engine.add_adapter(fresh_adapter(engine.base, "adapter", METHODS[name], 1))
+    engine.adapters.add(fresh_adapter(engine.base, "adapter", METHODS[name], 1))
     lengths = [17, 5, 1, 33, 12, 26]
     own = prompts(draws, lengths)
     shared = prompts(draws, [14])[0]
@@ -52,6 +52,7 @@ def run(name: str, backend: str, patch: pytest.MonkeyPatch) -> Outcome:
     return [answer.tokens for answer in answers], torch.tensor(scores, dtype=torch.float64)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", ["page major", "plain"])
 @pytest.mark.parametrize("name", METHODS)
 def test_an_engine_answers_alike(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def engine_of(
     model = tiny(architecture, dtype, **ARCHITECTURES.get(architecture, {}))
     engine = Engine(model, EngineConfig(deterministic=True, **options))
     for name, folder in (folders or {}).items():
-        engine.load_adapter(name, folder)
+        engine.adapters.load(name, folder)
     return engine
 
 
@@ -216,7 +216,7 @@ def trained(
     watched = Watched(engine.executor, job.job)
     engine.executor.run = watched.run  # type: ignore[method-assign]
     train(engine, job)
-    weights = [p.view(torch.uint8) for p in engine.weights("job").parameters().values()]
+    weights = [p.view(torch.uint8) for p in engine.adapters.weights("job").parameters().values()]
     return job.history, weights, watched.put_downs(engine.base.depth)
 
 
@@ -252,7 +252,7 @@ def test_weights_of_a_job_that_is_stopped_and_resumed(dtype: torch.dtype) -> Non
         first.step()
     resumed = second.finetune(data, "job", lora, training, resume=job.pause()).result()
     assert [d.grad_norm for d in resumed.history] == [d.grad_norm for d in history[len(job.history) :]]
-    weights, same = (engine.weights("job").parameters() for engine in (whole, second))
+    weights, same = (engine.adapters.weights("job").parameters() for engine in (whole, second))
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 

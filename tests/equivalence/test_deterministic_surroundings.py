@@ -41,7 +41,7 @@ def default_type(dtype: torch.dtype) -> Iterator[None]:
 def bits_of(engine: Engine, handles: list[FineTuning]) -> Bits:
     """Every step's loss and gradient norm, each step once, and the weights they led to."""
     steps = {update.step: update for handle in handles for update in handle.history}
-    weights = {n: p.view(torch.uint8) for n, p in engine.weights("job").parameters().items()}
+    weights = {n: p.view(torch.uint8) for n, p in engine.adapters.weights("job").parameters().items()}
     return [(u.step, u.loss, u.grad_norm) for _, u in sorted(steps.items())], weights
 
 
@@ -55,7 +55,7 @@ def engines() -> tuple[Engine, Engine]:
     return engine_of("llama", torch.bfloat16), engine_of("llama", torch.bfloat16)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_torchs_default_type(engines: tuple[Engine, Engine], method: str) -> None:
     """Another one from before the job begins to its end, answers beside it included."""
@@ -67,7 +67,7 @@ def test_torchs_default_type(engines: tuple[Engine, Engine], method: str) -> Non
             (asked,) = crowd("types", 1, names=[None])
             answer = Told.of(engine.generate(asked.prompt, None, asked.sampling).result())
             found = bits_of(engine, [job.result()]), answer
-        engine.unload_adapter("job")
+        engine.adapters.unload("job")
         return found
 
     expected = train(torch.float32)

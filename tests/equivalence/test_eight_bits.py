@@ -72,7 +72,7 @@ def test_bits_of_the_deterministic_mode(tmp_path: Path) -> None:
     told = []
     for settings in ({"prefix_sharing": False}, {"cache_tokens": 140}):
         engine = engine_of("llama", deterministic=True, scheduler={"training_window": 16}, **settings)
-        engine.load_adapter("prefix", tmp_path)
+        engine.adapters.load("prefix", tmp_path)
         sampling = SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True)
         answers = [engine.generate(p, (None, "prefix")[i % 2], sampling) for i, p in enumerate(asked)]
         told.append([(answer.result().tokens, answer.logprobs) for answer in answers])

@@ -48,7 +48,7 @@ def make(folders: Callable[[str], dict[str, Path]]) -> Make:
         options = {"calibrate": False, "page_size": PAGE, "cache_tokens": 2048, **settings}
         made = Engine(tiny(name, dtype), EngineConfig(**options))
         for adapter, folder in folders(name).items():
-            made.load_adapter(adapter, folder)
+            made.adapters.load(adapter, folder)
         return made
 
     return engine
@@ -169,8 +169,8 @@ def test_another_adapter_under_an_old_name_finds_nothing(
     (prompt,) = prompts(random.Random("name"), [30])
     engine.generate(prompt, "one", asked).result()
     for changed in (engine, wanted):
-        changed.unload_adapter("one")
-        changed.load_adapter("one", folders("llama")["two"])
+        changed.adapters.unload("one")
+        changed.adapters.load("one", folders("llama")["two"])
     again = engine.generate(prompt, "one", asked).result()
     assert again.tokens == wanted.generate(prompt, "one", asked).result().tokens
     assert again.sequence.cached == 0 and again.sequence.request.adapter == "one@1"

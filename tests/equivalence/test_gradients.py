@@ -27,7 +27,7 @@ def travel(case: Case, keep: SavePolicy, there: int, back: int, draws: random.Ra
     return passage.error()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
 def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
     """Small windows put down anywhere, large ones and whole micro-batches, each with another save policy."""

@@ -1,4 +1,4 @@
-"""What stays for the backward pass depends on the training rows alone, and the fused forward has no graph."""
+"""Bytes kept for the backward pass depend on the training rows alone, and the fused forward has no graph."""
 
 import gc
 import itertools

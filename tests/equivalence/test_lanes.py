@@ -45,7 +45,7 @@ class Asked:
 
 @dataclass
 class Done:
-    """What came of a round: answers in order, trained matrices by name, losses, steps with both lanes."""
+    """The results of a round: answers in order, trained matrices by name, losses, steps with both lanes."""
 
     answers: list[list[int]]
     weights: dict[str, Tensor]
@@ -99,7 +99,7 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
         engine = Engine(tiny(name, torch.float64), config)
         in_exact_threads(engine)
         for adapter, folder in folders.items():
-            engine.load_adapter(adapter, folder)
+            engine.adapters.load(adapter, folder)
         training = TrainingConfig(
             learning_rate=1e-2, batch_size=4, max_steps=STEPS, epochs=STEPS, warmup_ratio=0.0, rows=64,
             keep=SavePolicy.EVERYTHING,
@@ -129,7 +129,7 @@ def in_exact_threads(engine: Engine) -> None:
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.weights("trained").parameters().items()}
+    return {name: tensor.clone() for name, tensor in engine.adapters.weights("trained").parameters().items()}
 
 
 def worst_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

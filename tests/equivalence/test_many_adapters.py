@@ -95,7 +95,7 @@ def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: p
 def test_a_broken_adapter_spoils_its_own_answers_only(tmp_path: Path) -> None:
     alone = oracles("llama", tmp_path)
     engine = make_engine("llama", torch.float32, tmp_path)
-    broken = engine.weights("four again")
+    broken = engine.adapters.weights("four again")
     for tensor in broken.parameters().values():
         tensor.fill_(math.nan)
     mixture = Mixture(engine)
@@ -116,7 +116,7 @@ def test_few_slots_are_enough_and_versions_that_are_gone_hold_none(tmp_path: Pat
     )
     kinds = ["four", "four again", "three", "eight", "seven"]
     for kind in kinds:
-        engine.load_adapter(kind, tmp_path / kind)
+        engine.adapters.load(kind, tmp_path / kind)
     draws = random.Random(5)
     mixture = Mixture(engine)
     for kind in itertools.islice(itertools.cycle(kinds), 12):
@@ -127,5 +127,5 @@ def test_few_slots_are_enough_and_versions_that_are_gone_hold_none(tmp_path: Pat
     assert errors.keys() == set(kinds) and max(errors.values()) <= mixture.allowed(alone, single()), errors
     assert engine.executor.slot_pools.nbytes > 0
     for kind in kinds:
-        engine.unload_adapter(kind)
+        engine.adapters.unload(kind)
     assert not engine.executor.slot_pools.adapters

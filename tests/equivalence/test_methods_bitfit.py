@@ -67,7 +67,7 @@ def test_merged_weights_give_what_is_served(tmp_path: Path) -> None:
     base = save(tiny("gpt2", vocab_size=SMALL), tmp_path / "base")
     out = merge_adapter(base, tmp_path / "adapter", tmp_path / "out")
     engine = engine_of("gpt2", vocab_size=SMALL)
-    engine.load_adapter("mine", tmp_path / "adapter")
+    engine.adapters.load("mine", tmp_path / "adapter")
     merged = logits_of(AutoModelForCausalLM.from_pretrained(out).eval(), PROMPT)[:-1].log_softmax(-1)
     single, exact = both_ways(oracle, lambda it: logits_of(it, PROMPT)[:-1].log_softmax(-1))
     for found in (merged, served(engine, PROMPT, "mine")):
@@ -79,7 +79,7 @@ def test_a_norm_that_is_given_rows_in_another_shape_is_refused(tmp_path: Path) -
     path = "model.decoder.layers.1.final_layer_norm"
     with_biases("opt", torch.float32, [path]).save_pretrained(tmp_path)
     with pytest.raises(AdapterMismatch, match=path):
-        engine_of("opt").load_adapter("mine", tmp_path)
+        engine_of("opt").adapters.load("mine", tmp_path)
 
 
 def test_a_bias_that_the_base_has_no_room_for_is_not_merged(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def test_it_trains_and_is_served(added: Any, tmp_path: Path) -> None:
     for name in ("mine", "both"):
         answers = served(engine, PROMPT, name)
         assert float((answers - served(engine, PROMPT, None)).abs().max()) > 1e-2
-        engine.save_adapter(name, tmp_path / name)
+        engine.adapters.save(name, tmp_path / name)
         again = engine_of("llama", vocab_size=SMALL)
-        again.load_adapter("again", tmp_path / name)
+        again.adapters.load("again", tmp_path / name)
         assert float((served(again, PROMPT, "again") - answers).abs().max()) <= 1e-5
 
 

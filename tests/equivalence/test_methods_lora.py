@@ -26,7 +26,7 @@ PATTERNS = {
 
 
 def fields_of(variant: str, name: str) -> dict[str, Any]:
-    """What PEFT's configuration says, for the names that this model's modules have."""
+    """PEFT's configuration, with the names of this model's modules."""
     attention = ATTENTION.get(name, ["q_proj", "v_proj", "o_proj"])
     around = [EMBEDDING.get(name, "embed_tokens"), "lm_head"]
     return {
@@ -94,7 +94,7 @@ def test_in_low_precision_nothing_is_lost_that_peft_keeps(variant: str, tmp_path
     exact.save_pretrained(str(tmp_path))
     short = PeftModel.from_pretrained(tiny("llama", torch.bfloat16, vocab_size=SMALL), str(tmp_path)).eval()
     engine = engine_of("llama", torch.bfloat16, vocab_size=SMALL)
-    engine.load_adapter("mine", tmp_path)
+    engine.adapters.load("mine", tmp_path)
     draws = random.Random(variant)
     prompt = [draws.randrange(1, SMALL) for _ in range(40)]
     wanted, theirs = (logits_of(m, prompt)[:-1].float().log_softmax(-1) for m in (exact, short))
@@ -157,7 +157,7 @@ def test_peft_loads_what_was_trained_here(variant: str, tmp_path: Path) -> None:
     theirs = PeftModel.from_pretrained(tiny("llama", **changes), str(tmp_path)).eval()
     single, exact = both_ways(theirs, lambda it: logits_of(it, prompt)[:-1].log_softmax(-1))
     assert error(ours, exact) <= allowed(single, exact)
-    engine.load_adapter("again", tmp_path)
+    engine.adapters.load("again", tmp_path)
     assert float((served(engine, prompt, "again") - ours).abs().max()) <= 1e-6
 
 
@@ -172,7 +172,7 @@ def test_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
     def answers(asked: list[tuple[list[int], str | None]]) -> list[Any]:
         engine = engine_of(name, config=config, vocab_size=SMALL)
         for variant in variants:
-            engine.load_adapter(variant, tmp_path / variant)
+            engine.adapters.load(variant, tmp_path / variant)
         sampling = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=5, prompt_logprobs=5)
         handles = [engine.generate(prompt, adapter, sampling) for prompt, adapter in asked]
         engine.run()

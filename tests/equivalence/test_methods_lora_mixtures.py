@@ -60,14 +60,15 @@ def saved_by(engine: Engine, config: LoRAConfig, folder: Path) -> Path:
     moved = {name: parameter.clone() for name, parameter in drawn.parameters().items()}
     spread(list(moved.values()))
     write_adapter(drawn.with_parameters(moved), folder / "drawn", whole=True)
-    engine.load_adapter("mine", folder / "drawn")
-    engine.save_adapter("mine", folder / "saved")
+    engine.adapters.load("mine", folder / "drawn")
+    engine.adapters.save("mine", folder / "saved")
     return folder / "saved"
 
 
 CASES = [(name, "all") for name in NAMES] + [("deepseek_v3", "feed-forward"), ("glm4_moe", "up")]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "config"), CASES)
 def test_peft_loads_what_is_saved(name: str, config: str, tmp_path: Path) -> None:
     """Without a warning, beside the same modules, and to the same logits; coserve reads it again."""
@@ -91,7 +92,7 @@ def test_peft_loads_what_is_saved(name: str, config: str, tmp_path: Path) -> Non
     single, exact = both_ways(theirs, lambda it: logits_of(it, prompt)[:-1].log_softmax(-1))
     assert error(ours, exact) <= allowed(single, exact)
 
-    engine.load_adapter("again", folder)
+    engine.adapters.load("again", folder)
     assert torch.equal(served(engine, prompt, "again"), ours)
 
 

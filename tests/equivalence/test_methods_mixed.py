@@ -90,7 +90,7 @@ def test_in_the_deterministic_mode_bits_are_the_same(tmp_path: Path) -> None:
     for _ in range(2):
         engine = Engine(tiny("qwen3", torch.bfloat16, vocab_size=SMALL), config)
         for adapter in sorted(tmp_path.iterdir()):
-            engine.load_adapter(adapter.name, adapter)
+            engine.adapters.load(adapter.name, adapter)
         made.append(engine)
     mixture = Mixture(made[0])
     kinds = [None, *(folder.name for folder in tmp_path.iterdir())]
@@ -128,9 +128,9 @@ def test_numbers_that_are_none_harm_their_own_adapter_only(llama: Alone) -> None
     broken = []
     for kind in alone:
         if kind is not None:
-            adapter = engine.weights(kind)
+            adapter = engine.adapters.weights(kind)
             spoilt = {name: torch.full_like(t, torch.nan) for name, t in adapter.parameters().items()}
-            engine.add_adapter(replace(adapter.with_parameters(spoilt), name=f"broken {kind}"))
+            engine.adapters.add(replace(adapter.with_parameters(spoilt), name=f"broken {kind}"))
             broken.append(f"broken {kind}")
     jobs = {name: start(engine, name, start_from=name) for name in broken}
     healthy = start(engine, "bitfit")

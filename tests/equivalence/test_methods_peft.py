@@ -82,8 +82,8 @@ def test_modules_that_train_whole(name: str, tmp_path: Path) -> None:
     error, difference = forward_errors(name, theirs, tmp_path / "served")
     assert error <= 1 and difference > 1e-2
     engine = engine_of(name, vocab_size=SMALL)
-    engine.load_adapter("mine", tmp_path / "served")
-    engine.save_adapter("mine", tmp_path / "mine")
+    engine.adapters.load("mine", tmp_path / "served")
+    engine.adapters.save("mine", tmp_path / "mine")
     again = PeftModel.from_pretrained(tiny(name, vocab_size=SMALL), str(tmp_path / "mine")).eval()
     assert float((logits_of(again, PROMPT) - logits_of(theirs, PROMPT)).abs().max()) <= 1e-5
     with Exact():
@@ -98,8 +98,8 @@ def test_peft_reads_what_is_written(method: str, name: str, tmp_path: Path) -> N
     theirs = adapted(method, name, torch.float32, vocab_size=SMALL)
     theirs.save_pretrained(str(tmp_path / "theirs"))
     engine = engine_of(name, vocab_size=SMALL)
-    engine.load_adapter("mine", tmp_path / "theirs")
-    engine.save_adapter("mine", tmp_path / "mine")
+    engine.adapters.load("mine", tmp_path / "theirs")
+    engine.adapters.save("mine", tmp_path / "mine")
     before, after = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("theirs", "mine"))
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     again = PeftModel.from_pretrained(tiny(name, vocab_size=SMALL), str(tmp_path / "mine")).eval()
@@ -115,7 +115,7 @@ def test_merged_weights_give_what_is_served(method: str, name: str, tmp_path: Pa
     base = save(tiny(name, vocab_size=SMALL), tmp_path / "base")
     out = merge_adapter(base, tmp_path / "adapter", tmp_path / "out")
     engine = engine_of(name, vocab_size=SMALL)
-    engine.load_adapter("mine", tmp_path / "adapter")
+    engine.adapters.load("mine", tmp_path / "adapter")
     merged = logits_of(AutoModelForCausalLM.from_pretrained(out).eval(), PROMPT)[:-1].log_softmax(-1)
     single, exact = both_ways(theirs, lambda it: logits_of(it, PROMPT)[:-1].log_softmax(-1))
     for found in (merged, served(engine, PROMPT, "mine")):

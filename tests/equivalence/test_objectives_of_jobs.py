@@ -23,7 +23,8 @@ from coserve.train import distilled
 from coserve.train.example import Example, Prepared, epochs
 from coserve.train.fresh import fresh_adapter
 from coserve.train.grading.graders import PythonGrader
-from coserve.train.objectives import DPO, ORPO, Distillation, Reinforcement
+from coserve.train.labelled import TokenAnswer
+from coserve.train.objectives import DPO, KTO, ORPO, Distillation, Reinforcement
 from coserve.train.pairs import TokenPair
 from coserve.train.preferences import PreferenceSteps
 from coserve.train.prompts import TokenPrompt
@@ -55,6 +56,25 @@ def make_pairs(count: int = 5) -> list[TokenPair]:
     return made
 
 
+@dataclass
+class Labelled:
+    """A prompt, one answer to it, and whether that is desirable."""
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    desirable: bool
+
+    @property
+    def made(self) -> TokenAnswer:
+        return TokenAnswer(answered(self.prompt, self.answer), self.desirable)
+
+
+def make_labelled(count: int = 5) -> list[Labelled]:
+    draws = random.Random("labelled")
+    found = [prompts(draws, [draws.randint(2, 6), draws.randint(2, 9)]) for _ in range(count)]
+    return [Labelled(*pair, desirable=number % 3 != 1) for number, pair in enumerate(found)]
+
+
 def make_examples(count: int = 5) -> list[Example]:
     draws = random.Random("examples")
     sizes = [[draw, draws.randint(2, 9)] for draw in (draws.randint(2, 6) for _ in range(count))]
@@ -67,7 +87,8 @@ def answered(asked: Sequence[int], answer: Sequence[int]) -> Example:
 
 
 def engine_of() -> Engine:
-    return Engine(tiny("llama", torch.float64), EngineConfig(calibrate=False, cache_tokens=256))
+    with Exact():  # as its rotary tables are made when it is loaded
+        return Engine(tiny("llama", torch.float64), EngineConfig(calibrate=False, cache_tokens=256))
 
 
 @dataclass
@@ -141,6 +162,46 @@ def preference_steps(
     return told
 
 
+def kto_steps(
+    plain: Plain, data: Sequence[Labelled], config: TrainingConfig, objective: KTO
+) -> list[dict[str, float]]:
+    """Loss and figures of each step, by TRL's definition: the divergence is that of each prompt with the
+    answer before it in the data."""
+    own = [answered(one.prompt, one.answer) for one in data]
+    longest = max(map(len, own))
+    mixed = []
+    for one, before in zip(data, [data[-1], *data], strict=False):
+        room = longest - len(one.prompt)  # longer pairs are cut to the longest of the data's own
+        mixed.append(answered(one.prompt, before.answer[:room]))
+    told, beta = [], objective.beta
+    with torch.no_grad():
+        reference = [
+            [plain.logprobs(example).sum() for example in pair] for pair in zip(own, mixed, strict=True)
+        ]
+    for indices in epochs(len(data), config.batch_size, config.epochs, config.seed):
+        with torch.no_grad():
+            apart = [plain.logprobs(mixed[i]).sum() - reference[i][1] for i in indices]
+        kl = max(float(torch.stack(apart).mean()), 0.0)
+        losses, rewards = [], {True: list[float](), False: list[float]()}
+        for i in indices:
+            gain = plain.logprobs(own[i]).sum() - reference[i][0]
+            rewards[data[i].desirable].append(beta * float(gain))
+            if data[i].desirable:
+                losses.append(objective.desirable_weight * (1 - torch.sigmoid(beta * (gain - kl))))
+            else:
+                losses.append(objective.undesirable_weight * (1 - torch.sigmoid(beta * (kl - gain))))
+        loss = torch.stack(losses).mean()
+        plain.descend(loss)
+        figures = {"loss": float(loss.detach()), "kl": kl}
+        for name, of_kind in (("chosen", rewards[True]), ("rejected", rewards[False])):
+            if of_kind:
+                figures[f"rewards/{name}"] = sum(of_kind) / len(of_kind)
+        if rewards[True] and rewards[False]:
+            figures["rewards/margins"] = figures["rewards/chosen"] - figures["rewards/rejected"]
+        told.append(figures)
+    return told
+
+
 def told_by(history: Sequence[Updated]) -> list[dict[str, float]]:
     return [{"loss": updated.loss, **updated.metrics} for updated in history]
 
@@ -169,6 +230,7 @@ def fresh(engine: Engine) -> AdapterVersion:
     return fresh_adapter(engine.base, "mine", LORA, 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("objective", [DPO(0.7), ORPO(0.6)], ids=lambda one: one.name)
 @pytest.mark.parametrize("start", [started, fresh])
 def test_a_job_on_pairs_is_plain_training(
@@ -186,8 +248,27 @@ def test_a_job_on_pairs_is_plain_training(
         job = engine.finetune(pairs, "mine", LORA, config, continued, objective=objective).result()
     assert len(job.history) == 6
     assert_close(told_by(job.history), wanted)
-    plain.assert_same(engine.weights("mine"))
+    plain.assert_same(engine.adapters.weights("mine"))
     assert wanted[0]["rewards/margins"] != wanted[-1]["rewards/margins"]
+
+
+@pytest.mark.parametrize("start", [started, fresh])
+def test_a_job_on_labelled_answers_is_plain_training(start: Callable[[Engine], AdapterVersion]) -> None:
+    """Nine steps in three epochs; the divergence is above zero in some of them, and below in others."""
+    engine, data = engine_of(), make_labelled()
+    objective = KTO(0.7, desirable_weight=1.5, undesirable_weight=0.8)
+    config = TrainingConfig(batch_size=2, epochs=3, seed=3, rows=24, **PLAIN)
+    given = start(engine)
+    with Exact():
+        plain = Plain(given)
+        wanted = kto_steps(plain, data, config, objective)
+        continued = given if start is started else None
+        answers = [one.made for one in data]
+        job = engine.finetune(answers, "mine", LORA, config, continued, objective=objective).result()
+    assert len(job.history) == 9
+    assert any(one["kl"] > 1e-3 for one in wanted) and any(one["kl"] == 0.0 for one in wanted)
+    assert_close(told_by(job.history), wanted)
+    plain.assert_same(engine.adapters.weights("mine"))
 
 
 def test_the_reference_of_a_fresh_prompt_is_the_base_without_it() -> None:
@@ -207,9 +288,12 @@ def test_the_reference_of_a_fresh_prompt_is_the_base_without_it() -> None:
     assert job.result().history[0].metrics["rewards/margins"] != 0.0
 
 
-@pytest.mark.parametrize("objective", [DPO(0.7), ORPO(0.6)], ids=lambda one: one.name)
-def test_a_resumed_job_on_pairs_is_the_uninterrupted_one(objective: DPO | ORPO) -> None:
-    engine, pairs, states = engine_of(), make_pairs(), list[TrainingState]()
+@pytest.mark.parametrize("objective", [DPO(0.7), ORPO(0.6), KTO(0.7)], ids=lambda one: one.name)
+def test_a_resumed_job_on_pairs_is_the_uninterrupted_one(objective: DPO | ORPO | KTO) -> None:
+    engine, states = engine_of(), list[TrainingState]()
+    pairs: Any = make_pairs()
+    if isinstance(objective, KTO):
+        pairs = [one.made for one in make_labelled()]
     config = TrainingConfig(batch_size=2, epochs=2, learning_rate=1e-2, seed=3, rows=40)
     given = started(engine)
     with Exact():
@@ -223,7 +307,7 @@ def test_a_resumed_job_on_pairs_is_the_uninterrupted_one(objective: DPO | ORPO) 
                 pairs, "again", LORA, config, given, resume=state, objective=objective
             ).result()
             assert_close(told_by(rest.history), told_by(whole.history[state.step :]))
-            ours, theirs = (engine.weights(name).parameters() for name in ("again", "mine"))
+            ours, theirs = (engine.adapters.weights(name).parameters() for name in ("again", "mine"))
             for name, tensor in ours.items():
                 torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
 
@@ -264,10 +348,10 @@ def test_a_distilled_adapter_is_plain_training(
     engine, examples = engine_of(), make_examples()
     config = TrainingConfig(batch_size=2, epochs=2, seed=3, rows=24, **PLAIN)
     given = start(engine)
-    engine.add_adapter(fresh_adapter(engine.base, "teacher", PromptTuningConfig(tokens=3), 5))
+    engine.adapters.add(fresh_adapter(engine.base, "teacher", PromptTuningConfig(tokens=3), 5))
     name = "teacher" if start is fresh else None
     objective = Distillation(name, top_k=6, temperature=temperature)
-    rows = engine.weights("teacher").virtual.rows().detach() if name else None
+    rows = engine.adapters.weights("teacher").virtual.rows().detach() if name else None
     model = tiny("llama", torch.float64)
 
     def teacher(tokens: Sequence[int]) -> Tensor:
@@ -284,14 +368,14 @@ def test_a_distilled_adapter_is_plain_training(
         job = engine.finetune(examples, "mine", LORA, config, continued, objective=objective).result()
     assert len(job.history) == 6 and wanted[-1]["loss"] != wanted[0]["loss"]
     assert_close(told_by(job.history), wanted)
-    plain.assert_same(engine.weights("mine"))
+    plain.assert_same(engine.adapters.weights("mine"))
 
 
 def test_a_resumed_distillation_is_the_uninterrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the teacher's predictions are not kept from one step to the next."""
     engine, examples, states = engine_of(), make_examples(), list[TrainingState]()
     config = TrainingConfig(batch_size=2, epochs=2, learning_rate=1e-2, seed=3, rows=40)
-    engine.add_adapter(replace(started(engine), name="teacher"))
+    engine.adapters.add(replace(started(engine), name="teacher"))
     objective = Distillation("teacher", top_k=4)
     with Exact():
         keeping = Keeping(1, states.append)
@@ -302,7 +386,7 @@ def test_a_resumed_distillation_is_the_uninterrupted_one(monkeypatch: pytest.Mon
                 examples, "again", LORA, config, resume=state, objective=objective
             ).result()
             assert_close(told_by(rest.history), told_by(whole.history[state.step :]))
-            ours, theirs = (engine.weights(name).parameters() for name in ("again", "mine"))
+            ours, theirs = (engine.adapters.weights(name).parameters() for name in ("again", "mine"))
             for name, tensor in ours.items():
                 torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
     assert whole.history[-1].loss < whole.history[0].loss
@@ -316,7 +400,7 @@ def test_who_cannot_teach() -> None:
     with pytest.raises(ConfigError, match="top_k is 64, and the model has 32 tokens"):
         prepared.check_objective(32)
     long = PromptTuningConfig(tokens=engine.base.max_positions - 4)
-    engine.add_adapter(fresh_adapter(engine.base, "long", long, 5))
+    engine.adapters.add(fresh_adapter(engine.base, "long", long, 5))
     with pytest.raises(DataError, match="positions"):
         engine.finetune(examples, "mine", objective=Distillation("long", top_k=4))
 
@@ -362,4 +446,4 @@ def test_a_step_on_rewards_is_plain_policy_gradient(
             loss = total / count
             assert updated.loss == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-8)
             plain.descend(loss)
-    plain.assert_same(engine.weights("mine"))
+    plain.assert_same(engine.adapters.weights("mine"))

@@ -17,13 +17,13 @@ ROOM = 1.25  # of what the largest one needs
 def test_answers_of_paged_adapters_are_those_of_adapters_in_memory(tmp_path: Path, sharing: bool) -> None:
     plain = make_engine(prefix_sharing=sharing)
     for seed, name in enumerate(NAMES):
-        plain.load_adapter(name, stored(plain, tmp_path / name, METHODS[name], seed))
-    costs = [plain.look_at_adapter(name, tmp_path / name).cost for name in NAMES]
+        plain.adapters.load(name, stored(plain, tmp_path / name, METHODS[name], seed))
+    costs = [plain.adapters.look_at(name, tmp_path / name).cost for name in NAMES]
     limit = int(ROOM * max(costs))
     assert limit < 0.7 * sum(costs)
     paged = make_engine(prefix_sharing=sharing, adapter_memory=limit, max_running=4)
     for name in NAMES:
-        paged.register_adapter(name, tmp_path / name)
+        paged.adapters.register(name, tmp_path / name)
     draws = random.Random(1)
     asked = []
     for turn in range(60):
@@ -37,6 +37,6 @@ def test_answers_of_paged_adapters_are_those_of_adapters_in_memory(tmp_path: Pat
         handles.append(paged.generate(*one))
         for _ in range(number % 5):
             paged.step()
-            assert paged.cache.nbytes().paged <= limit
+            assert paged.adapters.cache.nbytes().paged <= limit
     assert [handle.result().tokens for handle in handles] == expected
     assert paged.stats().paging.dropped > len(NAMES), "adapters came and went"

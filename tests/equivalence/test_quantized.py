@@ -185,7 +185,7 @@ def test_in_the_deterministic_mode_bits_are_the_same(bits: str) -> None:
         answers = [engine.generate(prompt, sampling=sampling) for prompt in asked[: 1 + others]]
         engine.run()
         first = answers[0].result()
-        weights = engine.weights("mine").parameters()
+        weights = engine.adapters.weights("mine").parameters()
         found.append((first.tokens, first.logprobs, [step.loss for step in job.history], weights))
     alone, together = found
     assert alone[:3] == together[:3]

@@ -1,4 +1,4 @@
-"""What is checked is what runs: plans that engines ran, replayed against whole-sequence autograd."""
+"""Plans recorded from engines, replayed against whole-sequence autograd."""
 
 import random
 from collections import Counter

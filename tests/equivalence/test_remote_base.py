@@ -41,6 +41,7 @@ def settings(name: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "keep"),
     [
@@ -157,7 +158,7 @@ def test_layers_on_several_executors_and_here(tmp_path: Path) -> None:
             engine.finetune([example], "mine", method, replace(GRADIENTS, batch_size=1)).result()
             answer = engine.generate([1, 5, 9], "mine", SAMPLING).result()
             found.append(
-                engine.weights("mine").parameters()
+                engine.adapters.weights("mine").parameters()
                 | {"answer": torch.tensor([x.chosen for x in answer.logprobs])}
             )
         for served, layer in ((one, 0), (two, 2)):
@@ -198,11 +199,11 @@ def test_adapters_move_between_local_and_remote_bases(tmp_path: Path) -> None:
         engines = [Engine(folder, CONFIG), Engine(folder, replace(CONFIG, base=served.address))]
         for number, engine in enumerate(engines):
             engine.finetune([example], "own", LoRAConfig(rank=2), replace(GRADIENTS, seed=number)).result()
-            engine.save_adapter("own", tmp_path / str(number))
+            engine.adapters.save("own", tmp_path / str(number))
         for number in range(2):
             answers = []
             for engine in engines:
-                engine.load_adapter("both", tmp_path / str(number))
+                engine.adapters.load("both", tmp_path / str(number))
                 answers.append(engine.generate([1, 5, 9], "both", SAMPLING).result())
             own, other = ([x.chosen for x in answer.logprobs] for answer in answers)
             assert own == pytest.approx(other, abs=TOLERANCE)

@@ -47,7 +47,11 @@ def trained(config: EngineConfig) -> dict[str, Tensor]:
     engine.finetune([EXAMPLE], "mine", METHOD, GRADIENTS).result()
     answer = engine.generate([1, 5, 9], "mine", SAMPLING).result()
     chosen = torch.tensor([x.chosen for x in answer.logprobs])
-    return {**engine.weights("mine").parameters(), "answer": chosen, "tokens": torch.tensor(answer.tokens)}
+    return {
+        **engine.adapters.weights("mine").parameters(),
+        "answer": chosen,
+        "tokens": torch.tensor(answer.tokens),
+    }
 
 
 @pytest.fixture(scope="module")

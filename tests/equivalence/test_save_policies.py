@@ -90,7 +90,7 @@ def expect_equal(case: Case, size: int, settings: Sequence[SavePolicySetting]) -
         assert not different, (keep, size, different)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "method"),
     [  # an OPT's feed-forward is no module of its own, where a bottleneck could stand
@@ -108,7 +108,7 @@ def test_windows_of_any_size(size: int) -> None:
     expect_equal(case_of("llama", LoRAConfig(rank=4)), size, [*SavePolicy])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in FAMILIES])
 def test_on_every_architecture(name: str) -> None:
     case = case_of(name, LoRAConfig(rank=4))

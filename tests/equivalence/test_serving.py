@@ -52,7 +52,7 @@ def engine_with(folders: dict[str, Path], **settings: object) -> Engine:
     options = {"calibrate": False, "page_size": 4, "cache_tokens": 4096, "scheduler": scheduler, **settings}
     engine = Engine(tiny("mistral"), EngineConfig(**options))
     for name, folder in folders.items():
-        engine.load_adapter(name, folder)
+        engine.adapters.load(name, folder)
     return engine
 
 
@@ -158,7 +158,7 @@ def test_a_broken_adapter_harms_only_its_own_requests(folders: dict[str, Path], 
     engine = engine_with(folders, cache_tokens=240)
     good = read_adapter(folders["all"], "broken", engine.base, engine.base.dtype, engine.base.device)
     spoilt = {name: torch.full_like(tensor, value) for name, tensor in good.parameters().items()}
-    engine.add_adapter(good.with_parameters(spoilt))
+    engine.adapters.add(good.with_parameters(spoilt))
     asked = requests("broken", 30, longest=25)
     answers, bad = [], []
     for i, request in enumerate(asked):
@@ -219,7 +219,7 @@ def test_answers_stay_on_the_version_they_began_with(folders: dict[str, Path]) -
         engine.step()
     (prompt,) = prompts(draws, [12])
     params = SamplingParams(max_tokens=100, ignore_eos=True)
-    engine.save_adapter("moving", folder := folders["all"].parent / "moving")
+    engine.adapters.save("moving", folder := folders["all"].parent / "moving")
     answer = engine.generate(prompt, "moving", params)
     started = answer.sequence.request.adapter
     answer.result()

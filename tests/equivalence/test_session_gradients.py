@@ -18,7 +18,6 @@ from models import Exact, tiny
 from passages import make_case, worst
 
 TOLERANCE = 1e-10
-pytestmark = pytest.mark.local  # `Exact` reaches into the device
 LENGTHS = (9, 14, 6, 11)
 PLAIN = AdamParams(1e20, beta1=0.0, beta2=0.0, eps=1e14)  # the step is 1e6 times the gradient
 DRAWS = random.Random("sessions")
@@ -66,7 +65,7 @@ def test_accumulated_gradients_are_those_of_autograd_through_peft(model: str, na
         config = EngineConfig(calibrate=False, cache_tokens=64, scheduler=settings)
         engine = Engine(tiny(model, torch.float64), config)
         session = engine.open_training("mine", training=TrainingConfig(rows=24), from_adapter=case.adapter)
-        before = engine.weights("mine").parameters()
+        before = engine.adapters.weights("mine").parameters()
         data = [
             Datum(example.tokens, example.labels, {one: tuple(NUMBERS[one][i]) for one in NUMBERS})
             for i, example in enumerate(case.examples)
@@ -76,7 +75,7 @@ def test_accumulated_gradients_are_those_of_autograd_through_peft(model: str, na
         scored = session.forward(data, name)
         second = session.forward_backward(data[3:], name)
         session.optim_step(PLAIN).result()
-        after = engine.weights("mine").parameters()
+        after = engine.adapters.weights("mine").parameters()
         answer.result()
     gradients = {one: (before[one] - after[one]) / 1e6 for one in before}
     losses = first.result().loss + second.result().loss, scored.result().loss

@@ -20,7 +20,8 @@ from coserve.split.executor import BaseExecutor, BaseLinears
 from coserve.split.in_process import InProcess
 from coserve.split.service import SplitService
 from coserve.split.transport import SocketTransport
-from models import VOCABULARY, tiny
+from models import tiny
+from split_served import drawn_ids, gradients
 
 KINDS = ("llama", "gpt2", "gemma2", "mixtral")  # over shared memory
 WAYS = ("shared", "socket", "tcp", "in-process")  # for the first
@@ -70,16 +71,6 @@ def with_lora(kind: str, seed: int = 1) -> nn.Module:
         targets += ["up_proj", "down_proj"]
     model = get_peft_model(tiny(kind), LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     return model.train()
-
-
-def drawn_ids(rows: int, length: int) -> Tensor:
-    return torch.randint(1, VOCABULARY, (rows, length))
-
-
-def gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(input_ids=ids, labels=ids).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

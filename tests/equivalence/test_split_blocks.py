@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from coserve.split.attach import attach
 from coserve.split.privacy.modes import Noise
 from models import VOCABULARY, tiny
-from split_served import ServedBase, differences, serving
+from split_served import ServedBase, differences, results, serving
 
 TOLERANCE = 1e-5  # float32: products of joined rows round differently
 IDS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -25,15 +25,6 @@ def with_lora(kind: str, layer: int, **changes: Any) -> nn.Module:
     target = LINEARS.get(kind, LINEARS["llama"]).format(layer)
     config = LoraConfig(r=4, target_modules=[target], init_lora_weights=False)
     return get_peft_model(tiny(kind, **changes), config).train()
-
-
-def results(model: nn.Module, ids: Tensor = IDS, **given: Any) -> dict[str, Tensor]:
-    """Logits and gradients."""
-    model.zero_grad()
-    out = model(input_ids=ids, labels=ids, **given)
-    out.loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": out.logits.detach(), **grads}
 
 
 def asked(served: ServedBase) -> Asked:
@@ -62,10 +53,10 @@ def test_training_with_an_adapter_in_one_layer(kind: str, tmp_path: Path) -> Non
             plain, client = with_lora(kind, layer, **changes), with_lora(kind, layer, **changes)
             attach(client, served.address, blocks=True)
             for _ in range(3):  # in the first pass all go both ways
-                found, wanted = results(client), results(plain)
+                found, wanted = results(client, IDS), results(plain, IDS)
                 assert max(differences(found, wanted).values()) <= TOLERANCE and len(wanted) == 3
             served.calls.clear()
-            results(client)
+            results(client, IDS)
             assert asked(served) == (apart if kind == "gemma2" else together)
             assert not served.work.keys() - {"training"}
 
@@ -129,7 +120,7 @@ def test_what_is_not_whole_sequences_goes_its_own_way(tmp_path: Path) -> None:
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
         for _ in range(2):
-            assert max(differences(results(trained), results(alone)).values()) <= TOLERANCE
+            assert max(differences(results(trained, IDS), results(alone, IDS)).values()) <= TOLERANCE
         assert not asked(served)
 
 

@@ -19,7 +19,8 @@ from coserve.split.messages import Limits
 from coserve.split.privacy.modes import Noise, Privacy, Shares
 from coserve.split.remote_group import RemoteGroup
 from coserve.split.service import SplitService
-from models import VOCABULARY, tiny
+from models import tiny
+from split_served import drawn_ids, gradients
 
 MODES = ("noise", "shares")
 TOLERANCE = {"noise": 1e-4, "shares": 1e-5}  # noise of 8 times the rows' size costs three bits
@@ -59,16 +60,6 @@ def with_lora(kind: str) -> nn.Module:
     return get_peft_model(
         tiny(kind), LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     ).train()
-
-
-def drawn_ids(rows: int, length: int) -> Tensor:
-    return torch.randint(1, VOCABULARY, (rows, length))
-
-
-def gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(input_ids=ids, labels=ids).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", MODES)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.errors import AdapterMismatch, ConfigError, WeightsUnreadable
@@ -19,7 +19,7 @@ from coserve.split.shard import Shard
 from coserve.train.example import Example
 from mixed import SAMPLING
 from models import VOCABULARY, save, tiny
-from split_served import ServedBase, differences, serving
+from split_served import ServedBase, differences, results, serving
 
 TOLERANCE = 1e-5  # float32: sums in another order round differently
 CONFIG = EngineConfig(calibrate=False, cache_tokens=1024, page_size=4, base_patience=0.2)
@@ -40,15 +40,6 @@ def with_lora(kind: str) -> nn.Module:
     targets = ["c_attn", "c_proj"] if kind == "gpt2" else ["q_proj", "v_proj", "down_proj"]
     config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     return get_peft_model(tiny(kind), config).train()
-
-
-def results(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """Logits and gradients."""
-    model.zero_grad()
-    out = model(input_ids=ids, labels=ids)
-    out.loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": out.logits.detach(), **grads}
 
 
 @pytest.mark.parametrize(("kind", "count"), [("llama", 3), ("gpt2", 2), ("mixtral", 2)])
@@ -107,7 +98,7 @@ def test_an_engine_on_shards_beside_a_whole_executor(tmp_path: Path) -> None:
             engine.finetune([example], "mine", LoRAConfig(rank=4), training).result()
             answer = engine.generate([1, 5, 9], "mine", SAMPLING).result()
             chosen = {"answer": torch.tensor([x.chosen for x in answer.logprobs])}
-            found.append(engine.weights("mine").parameters() | chosen)
+            found.append(engine.adapters.weights("mine").parameters() | chosen)
             prints = engine.base.fingerprint
             for part in parts:
                 layers = {

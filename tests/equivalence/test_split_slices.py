@@ -105,7 +105,7 @@ def test_training_beside_answers_goes_to_linears(tmp_path: Path) -> None:
             served.calls.clear()
             engine.finetune([example], "one", LoRAConfig(rank=4, targets=("q_proj",)), GRADIENTS).result()
             assert not config.base or asked(served)[0] == 0
-            found |= engine.weights("one").parameters()
+            found |= engine.adapters.weights("one").parameters()
             found["after"] = next(scores(engine, [1, 5, 9], "one"))
             assert not config.base or asked(served)[0] > 0
             results.append(found)

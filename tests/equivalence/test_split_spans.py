@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.errors import ConfigError, NotOffered
@@ -22,7 +22,7 @@ from coserve.split.transport import SocketTransport
 from coserve.train.example import Example
 from mixed import SAMPLING
 from models import VOCABULARY, tiny
-from split_served import ServedBase, differences, serving
+from split_served import ServedBase, differences, results, serving
 
 TOLERANCE = 1e-5  # float32: products of joined rows round differently
 LAYERS = 3
@@ -34,15 +34,6 @@ def with_lora(kind: str, *targets: str) -> nn.Module:
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)
     return get_peft_model(tiny(kind), config).train()
-
-
-def results(model: nn.Module) -> dict[str, Tensor]:
-    """Logits and gradients."""
-    model.zero_grad()
-    out = model(input_ids=IDS, labels=IDS)
-    out.loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": out.logits.detach(), **grads}
 
 
 def spans_asked(served: ServedBase) -> list[tuple[str, int]]:
@@ -88,10 +79,10 @@ def test_training_recomputes_where_it_is_asked_to(kind: str, spans: str, tmp_pat
     with serving(tiny(kind), tmp_path) as served:
         attach(client, served.address, spans=spans)  # type: ignore[arg-type]
         for _ in range(2):
-            found, wanted = results(client), results(plain)
+            found, wanted = results(client, IDS), results(plain, IDS)
             assert max(differences(found, wanted).values()) <= TOLERANCE and len(wanted) == 3
         served.calls.clear()
-        results(client)
+        results(client, IDS)
         own = {"forward": [("forward", 0)], "always": [("forward", 0), ("forward", 1), ("forward", 2)]}[spans]
         back = [] if spans == "forward" else [("backward", 2), ("backward", 1)]
         assert spans_asked(served) == own + back
@@ -257,7 +248,7 @@ def test_an_engine_calls_spans_where_no_row_has_an_adapter_inside(tmp_path: Path
             for name, method in (("beside", beside), ("inside", inside)):
                 served.calls.clear()
                 engine.finetune([example], name, method, GRADIENTS).result()
-                found |= {f"{name}.{key}": x for key, x in engine.weights(name).parameters().items()}
+                found |= {f"{name}.{key}": x for key, x in engine.adapters.weights(name).parameters().items()}
                 assert not spans_asked(served)
             for name, expected in ((None, LAYERS), ("beside", LAYERS), ("inside", 0)):
                 answer = engine.generate([1, 5, 9], name, SAMPLING).result()

@@ -66,8 +66,8 @@ def run(asked: list[Asked], tokens: int, swap: str, **settings: Any) -> tuple[li
         scheduler={"max_prefill_rows": 16}, dtype="float32", **settings,
     )  # fmt: skip
     engine = Engine(tiny("llama"), config)
-    engine.add_adapter(fresh_adapter(engine.base, "lora", LoRAConfig(rank=2), 1))
-    engine.add_adapter(fresh_adapter(engine.base, "prefix", PrefixTuningConfig(6), 2))
+    engine.adapters.add(fresh_adapter(engine.base, "lora", LoRAConfig(rank=2), 1))
+    engine.adapters.add(fresh_adapter(engine.base, "prefix", PrefixTuningConfig(6), 2))
     examples = [Example(tuple(x), (*x[1:], -100)) for x in prompts(random.Random(0), [11, 19])]
     engine.finetune(examples, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, epochs=2))
     answers = []
@@ -105,6 +105,7 @@ def draw_pressed(seed: object) -> list[Asked]:
     raise AssertionError("requests for 72 pages fit in 20 of 20 draws")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("sharing", "store"), [(True, "auto"), (False, "auto"), (True, "int8")])
 def test_answers_are_the_same_bits_however_pages_were_lost(sharing: bool, store: str) -> None:
     """In the deterministic mode, in which computing again gives the same bits too."""
@@ -170,6 +171,7 @@ def empty(descriptor: int) -> None:
     os.ftruncate(descriptor, size)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", [flip, shorten, empty])
 def test_what_a_disk_loses_is_computed_again(
     how: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

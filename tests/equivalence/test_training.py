@@ -171,11 +171,11 @@ def test_steps_are_those_of_peft(name: str, dtype: torch.dtype, steps: int, tole
         asked = [(lora, replace(training, max_steps=steps)) for lora, training in JOBS]
         for i, (lora, training) in enumerate(asked):
             jobs.append(engine.finetune(data[i], f"tuned-{i}", lora, training))
-            starts.append(matrices(engine.weights(f"tuned-{i}")))
+            starts.append(matrices(engine.adapters.weights(f"tuned-{i}")))
         run_beside_inference(engine, jobs, random.Random(f"beside/{name}"), steps)
         for i, (lora, training) in enumerate(asked):
             wanted = by_peft(name, dtype, starts[i], lora, training, data[i])
-            got = matrices(engine.weights(f"tuned-{i}"))
+            got = matrices(engine.adapters.weights(f"tuned-{i}"))
             assert worst_error(got, wanted) <= tolerance
             assert worst_error(starts[i], wanted) > 0.01, "nothing was learnt, so nothing was shown"
             # It learns: the mean loss of the last ten steps is below that of the first ten.
@@ -184,7 +184,7 @@ def test_steps_are_those_of_peft(name: str, dtype: torch.dtype, steps: int, tole
 
 
 def all_logprobs(engine: Engine, prompt: list[int], adapter: str | None) -> Tensor:
-    """What the engine serves: log-probabilities [rows - 1, vocabulary] after each token but the last."""
+    """The engine's log-probabilities [rows - 1, vocabulary] after each token but the last."""
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=20)
     scored = engine.generate(prompt, adapter, sampling).result().prompt_logprobs
     found = torch.full((len(prompt) - 1, 20), float("nan"))
@@ -219,7 +219,7 @@ def test_peft_loads_a_saved_adapter_and_gives_what_was_served(name: str, tmp_pat
     assert error(all_logprobs(engine, prompt, None), exact) > 1e-2
     # And so does an engine that reads what the other wrote.
     again = engine_of(name)
-    again.load_adapter("mine", tmp_path)
+    again.adapters.load("mine", tmp_path)
     assert error(all_logprobs(again, prompt, "mine"), exact) <= allowed(theirs, exact)
 
 
@@ -244,7 +244,7 @@ def test_an_adapter_that_peft_saved_serves_peft_s_logits(
     adapted = with_lora(base, seed=5, **fields)
     adapted.save_pretrained(str(tmp_path))
     engine = engine_of(name)
-    engine.load_adapter("theirs", tmp_path)
+    engine.adapters.load("theirs", tmp_path)
     theirs, exact = both_ways(adapted, lambda it: logits_of(it, prompt)[:-1].log_softmax(-1))
     assert error(all_logprobs(engine, prompt, "theirs"), exact) <= allowed(theirs, exact)
     assert error(all_logprobs(engine, prompt, None), exact) > 1e-2
@@ -262,7 +262,7 @@ def train_with_dropout(dropout: float, beside: bool, keep: SavePolicy, **schedul
             engine.generate(prompts(draws, [20])[0], "mine", SamplingParams(max_tokens=9, ignore_eos=True))
         engine.step()
     job.result()
-    return matrices(engine.weights("mine"))
+    return matrices(engine.adapters.weights("mine"))
 
 
 @pytest.mark.sample(1)
@@ -289,9 +289,9 @@ def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
             F.cross_entropy(logits, torch.tensor(example.labels), ignore_index=-100, reduction="sum")
         )
     engine = make_engine("llama", torch.float32)
-    loaded = engine.load_adapter("first", tmp_path)
+    loaded = engine.adapters.load("first", tmp_path)
     before = matrices(loaded)
     job = engine.finetune(data, "second", training=TrainingConfig(batch_size=4), start_from="first").result()
     assert job.history[0].loss == pytest.approx(wanted / count, rel=1e-5)
-    assert engine.weights("second").parts[0].config == loaded.parts[0].config
-    assert worst_error(matrices(engine.weights("first")), before) == 0.0
+    assert engine.adapters.weights("second").parts[0].config == loaded.parts[0].config
+    assert worst_error(matrices(engine.adapters.weights("first")), before) == 0.0

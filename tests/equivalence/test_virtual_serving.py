@@ -44,7 +44,7 @@ def engine_of(name: str, folders: dict[tuple[str, str], Path], **settings: objec
     engine = Engine(tiny(name), EngineConfig(**options))
     for (architecture, kind), folder in folders.items():
         if architecture == name:
-            engine.load_adapter(kind, folder)
+            engine.adapters.load(kind, folder)
     return engine
 
 
@@ -110,10 +110,10 @@ def test_prompts_of_embeddings_that_are_narrower_than_layers(kind: str, tmp_path
         exact = own_logits(with_virtual(model(torch.float64), kind, token_dim=32), list(tokens))
         theirs.save_pretrained(str(tmp_path / "theirs"))
         engine = Engine(model(), EngineConfig(calibrate=False, page_size=PAGE, cache_tokens=256))
-        engine.load_adapter(kind, tmp_path / "theirs")
+        engine.adapters.load(kind, tmp_path / "theirs")
         answer = engine.generate(tokens, kind, SCORED).result()
         check_scores(own_logits(theirs, list(tokens)), exact, tokens, answer)
-        engine.save_adapter(kind, tmp_path / "ours")
+        engine.adapters.save(kind, tmp_path / "ours")
         again = PeftModel.from_pretrained(model(), str(tmp_path / "ours")).eval()
         assert torch.equal(own_logits(again, list(tokens)), own_logits(theirs, list(tokens)))
 
@@ -129,8 +129,8 @@ def test_prefix_prompt_and_lora_are_one_adapter(
     engine = engine_of(name, folders, deterministic=deterministic, scheduler=scheduler)
     configs = (PrefixTuningConfig(5), PromptTuningConfig(18))
     adapter = fresh_adapter(engine.base, "both", configs, 7)
-    lora = engine.weights("lora").parts
-    engine.add_adapter(AdapterVersion("both", 0, (*adapter.parts, *lora)))
+    lora = engine.adapters.weights("lora").parts
+    engine.adapters.add(AdapterVersion("both", 0, (*adapter.parts, *lora)))
     prefix, prompt = adapter.parameters().values()
     oracle = with_lora(tiny(name), 1, 0.6)
     for length in (1, 6, 31):
@@ -186,9 +186,9 @@ def test_a_nan_in_virtual_tokens_harms_nobody_else(
     scheduler = {"training_window": 16} if deterministic else {}
     engine = engine_of("llama", folders, cache_tokens=48, deterministic=deterministic, scheduler=scheduler)
     for kind in ("prefix", "prompt"):
-        broken = engine.weights(kind)
+        broken = engine.adapters.weights(kind)
         nan = {name: torch.full_like(tensor, float("nan")) for name, tensor in broken.parameters().items()}
-        engine.add_adapter(broken.with_parameters(nan))
+        engine.adapters.add(broken.with_parameters(nan))
     prompt = (3, 1, 4, 1, 5)
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
     asked = ["prefix", None, "p-tuning", "prompt", "lora", "p-tuning", None, "p-tuning by LSTM", "lora"]
@@ -226,7 +226,7 @@ def test_what_is_written_peft_reads(
     name: str, kind: str, folders: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:
     engine = engine_of(name, folders)
-    engine.save_adapter(kind, tmp_path)
+    engine.adapters.save(kind, tmp_path)
     assert set(load_file(tmp_path / "adapter_model.safetensors")) == {"prompt_embeddings"}
     read = PeftModel.from_pretrained(tiny(name), str(tmp_path)).eval()
     tokens = [7, 2, 50, 3, 3, 8]

@@ -50,7 +50,7 @@ def examples(count: int = 12, longest: int = 40) -> list[Example]:
 
 
 def weights(engine: Engine, adapter: str) -> dict[str, Tensor]:
-    return engine.weights(adapter).parameters()
+    return engine.adapters.weights(adapter).parameters()
 
 
 def train_alone(engine: Engine, method: object) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ def test_losses_fall(method: str) -> None:
 def test_training_goes_on_from_a_file_without_its_encoder_and_says_so(tmp_path: Path) -> None:
     with_virtual(tiny("llama"), "p-tuning").save_pretrained(str(tmp_path))
     engine = engine_of("llama", torch.float32)
-    engine.load_adapter("theirs", tmp_path)
+    engine.adapters.load("theirs", tmp_path)
     with pytest.warns(UserWarning, match="theirs: the file does not hold the encoder"):
         engine.finetune(examples(), "mine", training=TRAINING, start_from="theirs")
     engine.run()
@@ -162,7 +162,7 @@ def test_bits_are_the_same_in_a_crowd_where_that_is_promised(dtype: torch.dtype)
         for n, method in METHODS.items():
             adapter = fresh_adapter(engine.base, n, method, 3)
             own = {name: tensor.to(dtype) for name, tensor in adapter.parameters().items()}
-            engine.add_adapter(adapter.with_parameters(own))
+            engine.adapters.add(adapter.with_parameters(own))
         return engine
 
     quiet = make(1024)

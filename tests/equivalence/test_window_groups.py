@@ -35,8 +35,8 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on examples of these lengths; `cut` is where its windows are parted, `rests` the layer
-    at which they are put down on their way back."""
+    """A job on examples of these lengths. Its windows are cut at row `cut`, and paused at layer `rests` of
+    their backward pass."""
 
     method: object
     lengths: tuple[int, ...] = (24,)
@@ -152,7 +152,7 @@ def expect_equal(got: dict[str, Tensor], wanted: dict[str, Tensor], whose: str) 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many windows passed a layer together, pass by pass."""
+    """Numbers of windows that passed a layer together, pass by pass."""
     found: list[int] = []
     real = backward.layer_gradients
 
@@ -257,7 +257,7 @@ def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> Non
             if cancelled is not None and len(handles[cancelled].history) == 2 and passes:
                 handles[cancelled].cancel()
                 cancelled = None
-        return {n: dict(engine.weights(n).parameters()) for n in names}
+        return {n: dict(engine.adapters.weights(n).parameters()) for n in names}
 
     with Exact():
         together = learn(list(data), cancelled="job 1")

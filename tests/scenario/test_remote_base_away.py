@@ -28,9 +28,9 @@ SAMPLING = SamplingParams(max_tokens=40, logprobs=2, prompt_logprobs=2, ignore_e
 LORA = LoRAConfig(rank=4, targets=("q_proj", "o_proj", "up_proj", "down_proj", "lm_head"))
 
 
-def engine_of(address: str = "", patience: float = 5.0, model: Any = None) -> Engine:
+def engine_of(address: str = "", patience: float = 5.0, model: Any = None, policy: str = "hybrid") -> Engine:
     config = EngineConfig(
-        calibrate=False, cache_tokens=1024, page_size=4, base=address, base_patience=patience,
+        calibrate=False, policy=policy, cache_tokens=1024, page_size=4, base=address, base_patience=patience,
         scheduler={"max_training_rows": 32, "min_training_rows": 12, "slowdown": None},
     )  # fmt: skip
     return Engine(tiny("llama") if model is None else model, config)
@@ -48,7 +48,7 @@ def outcome(engine: Engine, job: FineTuning, answers: Sequence[Completion]) -> d
     rows = [row.chosen for answer in answers for row in (*answer.prompt_logprobs, *answer.logprobs)]
     found = {"answers": torch.tensor(rows), "losses": torch.tensor([step.loss for step in job.history])}
     assert len(rows) == 3 * (8 + 40) and len(job.history) == 2
-    return found | engine.weights("mine").parameters()
+    return found | engine.adapters.weights("mine").parameters()
 
 
 @pytest.fixture
@@ -73,11 +73,14 @@ def tried(engine: Engine, until: float = 60.0) -> Iterator[WeightsUnreadable]:
     pytest.fail("the engine does not end")
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_any_call_may_fail(wanted: dict[str, Tensor], tmp_path: Path, seed: int) -> None:
-    """Each kind of call fails the first time, and one in ten later: forward, in the loss, and back."""
+@pytest.mark.parametrize(
+    ("policy", "seed"), [("hybrid", 1), ("spatial:0.5", 1), pytest.param("hybrid", 2, marks=pytest.mark.slow)]
+)
+def test_any_call_may_fail(wanted: dict[str, Tensor], tmp_path: Path, policy: str, seed: int) -> None:
+    """Each kind of call fails the first time, and one in ten later: forward, in the loss, and back; also
+    where training has a lane of its own."""
     with serving(tiny("llama"), tmp_path) as served:
-        engine = engine_of(served.address)
+        engine = engine_of(served.address, policy=policy)
         draws, failed, compute = random.Random(seed), set[Call](), served.linears.compute
 
         def failing(call: Any, tensors: Any) -> list[Tensor]:

@@ -38,7 +38,7 @@ class World:
         slo = SLO(first_token=first_token, between_tokens=self.between)
         sampling = SamplingParams(max_tokens=answer)
         request = Request("r", tuple(range(prompt)), sampling, slo=slo, arrival=self.executor.now)
-        return self.it.submit(request, self.executor.now)
+        return self.it.requests.submit(request, self.executor.now)
 
     def step(self) -> Plan:
         self.executor.step(self.it)
@@ -109,7 +109,7 @@ def test_a_backlog_drains_and_training_goes_on_after_it(rate: int) -> None:
             world.submit(200, 20, first_token=1.0)
             next_at += 1.0 / rate
         world.step()
-        waited = max(waited, len(world.it.waiting))
+        waited = max(waited, len(world.it.requests.waiting))
     assert waited <= 2
     trained = world.it.stats.backward_rows + world.it.stats.kept_rows - before
     assert trained > 500

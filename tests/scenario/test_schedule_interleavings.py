@@ -82,7 +82,7 @@ actions = st.one_of(
 
 
 def answer_alone(request: Request) -> list[int]:
-    """What the fake model answers when nobody else is there."""
+    """The fake model's answer to a request that is alone."""
     virtual = virtual_tokens(request.adapter or "", request.virtual)
     output: list[int] = []
     while len(output) < request.sampling.max_tokens:
@@ -172,7 +172,7 @@ class World:
             scope=of.get("scope", ""),  # type: ignore[arg-type]
         )
         try:
-            self.sequences.append(self.it.submit(request, self.executor.now))
+            self.sequences.append(self.it.requests.submit(request, self.executor.now))
         except OutOfPages:
             longest = virtual + len(request.prompt) + sampling.max_tokens - 1
             template = virtual % PAGE > 0
@@ -181,11 +181,11 @@ class World:
 
     def cancel(self, which: int) -> None:
         if which < len(self.sequences):
-            self.it.cancel(self.sequences[which].key)
+            self.it.requests.cancel(self.sequences[which].key)
 
     def stop(self, which: int) -> None:
         if which < len(self.sequences):
-            self.it.finish(self.sequences[which].key, FinishReason.STOP)
+            self.it.requests.finish(self.sequences[which].key, FinishReason.STOP)
 
     def train(self, batches: list[list[int]]) -> None:
         job = f"job{len(self.steps)}"
@@ -253,7 +253,7 @@ class World:
 
     def check(self) -> None:
         running = [s for s in self.sequences if s.pages]
-        assert {s.key for s in self.it.running} == {s.key for s in running}
+        assert {s.key for s in self.it.requests.running} == {s.key for s in running}
         elsewhere = {s.key: [page - self.pool.pages - 1 for page in s.pages] for s in running if s.offloaded}
         assert elsewhere == self.offloading.pool.owners and all(s.shared == 0 for s in running if s.offloaded)
         running = [s for s in running if not s.offloaded]

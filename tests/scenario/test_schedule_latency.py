@@ -1,4 +1,4 @@
-"""What training costs those who wait: quanta, bounds, deferral, starvation (FlexLLM 6.2, FineInfer 3.2)."""
+"""Latency added by training: quanta, bounds, deferral, starvation (FlexLLM 6.2, FineInfer 3.2)."""
 
 from itertools import pairwise
 from random import Random
@@ -45,7 +45,7 @@ class World:
     def submit(self, slo: SLO, prompt: int = 40, answer: int = 30, arrival: float | None = None) -> Sequence:
         arrival = self.executor.now if arrival is None else arrival
         request = Request("r", tuple(range(prompt)), SamplingParams(max_tokens=answer), "a@1", slo, arrival)
-        return self.it.submit(request, self.executor.now)
+        return self.it.requests.submit(request, self.executor.now)
 
     def rows_trained(self) -> float:
         return self.it.stats.kept_rows + self.it.stats.backward_rows
@@ -239,7 +239,7 @@ def test_a_job_that_gets_nothing_beside_requests_says_since_when() -> None:
         last = before if world.step().training else last
         look()
     assert told[1:] == [(pytest.approx(last + STARVED, abs=0.1), last)]  # once, with its last piece
-    world.it.cancel(flood.key)
+    world.it.requests.cancel(flood.key)
     resumed = world.executor.now
     while world.executor.now < 60.0:
         world.step()
@@ -275,7 +275,7 @@ def test_the_wait_for_a_new_engine_is_no_time_that_training_may_slow() -> None:
         world.step()
     begun, arrival = world.executor.now, world.executor.now - 60.0
     request = Request("r", (1,) * 40, SamplingParams(max_tokens=60), None, SLO(slowdown=1.5), arrival)
-    sequence = world.it.submit(request, begun, output=(1, 2, 3))
+    sequence = world.it.requests.submit(request, begun, output=(1, 2, 3))
     before = sequence.deferred
     while not sequence.is_finished:
         world.step()

@@ -51,7 +51,7 @@ class World:
         request = Request(
             "r", tuple(range(prompt)), SamplingParams(max_tokens=answer), arrival=self.executor.now
         )
-        return self.it.submit(request, self.executor.now)
+        return self.it.requests.submit(request, self.executor.now)
 
     def until_ended(self, sequence: Sequence) -> None:
         while sequence.finish_reason is None:

@@ -47,13 +47,13 @@ def test_prompts_of_one_token_are_preempted_like_all_others(ahead: int) -> None:
         asked: list[Sequence] = []
         for _ in range(40):
             if draws.random() < 0.5:
-                asked.append(it.submit(ask(draws, executor.now), executor.now))
+                asked.append(it.requests.submit(ask(draws, executor.now), executor.now))
             executor.step(it)
         for _ in range(2000):
             if it.has_work:
                 executor.step(it)
         assert [sequence.output for sequence in asked] == [expected(sequence) for sequence in asked]
-        assert pages.free_count == pages.pages and not it.running and not it.waiting
+        assert pages.free_count == pages.pages and not it.requests.running and not it.requests.waiting
         lost = sum(sequence.preemptions for sequence in asked)
         assert it.stats.preemptions == lost, "newcomers' are counted as well"
         preempted += lost

@@ -1,4 +1,4 @@
-"""Who gets the machine: several jobs by weight, and time slices of whole mini-batches."""
+"""Sharing of the machine: several jobs by weight, and time slices of whole mini-batches."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_two_jobs_by_weight(with_inference: bool, other: tuple[int, int]) -> Non
     for name, job in jobs.items():
         give(it, name, *job)
     if with_inference:
-        it.submit(Request("r", (1,) * 20, SamplingParams(max_tokens=900)), 0.0)
+        it.requests.submit(Request("r", (1,) * 20, SamplingParams(max_tokens=900)), 0.0)
     keep_training(it, executor, 20.0, jobs)
     rows = rows_by_job(executor.plans)
     assert rows["heavy"] / rows["light"] == pytest.approx(2.0, rel=0.1)
@@ -88,12 +88,12 @@ def test_time_slices_are_whole_mini_batches_alone() -> None:
     for name, job in jobs.items():
         give(it, name, *job)
     for n in range(24):
-        it.submit(Request(str(n), (1,) * 20, SamplingParams(max_tokens=5 + n)), 0.0)
+        it.requests.submit(Request(str(n), (1,) * 20, SamplingParams(max_tokens=5 + n)), 0.0)
     for _ in range(400):
         for event in executor.step(it):
             if isinstance(event, StepDone):
                 give(it, event.job, *jobs[event.job])
-        if not it.running and not it.waiting:
+        if not it.requests.running and not it.requests.waiting:
             break
     plans = [plan for plan in executor.plans if plan.inference or plan.training or plan.updates]
     assert it.stats.fused_steps == 0 and it.stats.finished == 24
@@ -123,9 +123,9 @@ def test_time_slices_follow_the_count_of_finished_requests() -> None:
     it, executor = scheduler("temporal", n=4, grain="batch"), ScriptedExecutor(16)
     give(it, "a", 1.0, 100, 1)
     for n in range(12):
-        it.submit(Request(str(n), (1,) * 20, SamplingParams(max_tokens=5 * (n + 1))), 0.0)
+        it.requests.submit(Request(str(n), (1,) * 20, SamplingParams(max_tokens=5 * (n + 1))), 0.0)
     finished_at_slice = []
-    while it.running or it.waiting:
+    while it.requests.running or it.requests.waiting:
         before = it.stats.finished
         for event in executor.step(it):
             if isinstance(event, StepDone):

@@ -45,7 +45,7 @@ class Machine:
 
     def ask(self, name: str, tokens: int, slo: SLO = PATIENT, prompt: int = 20) -> None:
         sampling, now = SamplingParams(max_tokens=tokens), self.executor.now
-        self.it.submit(Request(name, (1,) * prompt, sampling, slo=slo, arrival=now), now)
+        self.it.requests.submit(Request(name, (1,) * prompt, sampling, slo=slo, arrival=now), now)
 
     def steps(self, count: int) -> list[Plan]:
         """Plans of so many steps."""
@@ -96,7 +96,7 @@ def test_no_training_delays_a_request_beyond_its_bound() -> None:
     machine = Machine()
     bound, back = 6 * PASS, 0.1 + ROWS * BACK
     machine.ask("a", 30, SLO(deferral=bound))
-    (sequence,) = machine.it.waiting
+    (sequence,) = machine.it.requests.waiting
     machine.steps(80)
     assert sequence.is_finished
     assert bound - 2 * back < sequence.deferred <= bound
@@ -107,7 +107,7 @@ def test_a_bound_between_tokens_leaves_a_way_back_no_more_than_it_has() -> None:
     bound = 2.5 * PASS
     machine.ask("a", 30, SLO(between_tokens=bound))
     machine.steps(1)
-    (sequence,) = machine.it.running
+    (sequence,) = machine.it.requests.running
     machine.steps(200)
     assert sequence.is_finished and 1.1 * PASS < sequence.slowest <= bound
     assert machine.updates > 0
@@ -120,7 +120,7 @@ def test_answers_have_a_token_for_each_iteration(slo: SLO) -> None:
     machine = Machine(rows=2 * ROWS, jobs=5)
     machine.ask("a", 40, slo)
     machine.steps(2)
-    (sequence,) = machine.it.running
+    (sequence,) = machine.it.requests.running
     while not sequence.is_finished:
         machine.steps(1)
     assert sequence.slowest <= machine.iteration + PASS + QUANTUM and machine.updates > 0
@@ -144,10 +144,10 @@ def test_who_waits_for_a_place_is_not_kept_waiting_by_ways_back() -> None:
     for number in range(80):  # of 64 places
         machine.ask(f"r{number}", 6, prompt=4)
     waited = 0
-    while machine.it.waiting:
+    while machine.it.requests.waiting:
         (plan,) = machine.steps(1)
-        waited += bool(machine.it.waiting)
-        assert not machine.it.waiting or Direction.BACKWARD not in directions(plan)
+        waited += bool(machine.it.requests.waiting)
+        assert not machine.it.requests.waiting or Direction.BACKWARD not in directions(plan)
     assert waited > 2
 
 

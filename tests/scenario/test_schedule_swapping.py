@@ -1,4 +1,4 @@
-"""What the scheduler does with a second tier: moves what is cheaper to move, and computes the rest again."""
+"""The scheduler with a second tier: it moves what is cheaper to move, and computes the rest again."""
 
 from dataclasses import replace
 
@@ -41,7 +41,8 @@ class World:
         tokens, now = tuple(range(first, first + prompt)), self.executor.now
         sampling = SamplingParams(max_tokens=answer)
         slo = SLO(between_tokens=bound, deferral=deferral)
-        return self.it.submit(Request("r", tokens, sampling, slo=slo, arrival=now, newcomer=newcomer), now)
+        request = Request("r", tokens, sampling, slo=slo, arrival=now, newcomer=newcomer)
+        return self.it.requests.submit(request, now)
 
     def until_preempted(self, sequence: Sequence) -> None:
         while not sequence.preemptions:
@@ -154,12 +155,12 @@ def test_who_is_cancelled_leaves_nothing_behind() -> None:
                     result = world.executor.collect()
                     assert result is not None
                     world.it.apply(result, world.executor.now)
-            world.it.cancel(second.key)
+            world.it.requests.cancel(second.key)
             result = world.executor.collect()
             assert result is not None
             world.it.apply(result, world.executor.now)
         else:
-            world.it.cancel(second.key)
+            world.it.requests.cancel(second.key)
         world.executor.step(world.it)
         assert not world.executor._copies and world.swapping.copies.used == 0
         world.finish(first)
@@ -183,7 +184,7 @@ def test_a_copy_without_time_to_be_read_is_computed_again() -> None:
     second = world.ask(answer=30, first=200)
     world.until_preempted(second)
     assert second.swapped is not None
-    world.it.cancel(between.key)
+    world.it.requests.cancel(between.key)
     world.swapping.reading.guess = 0.1
     world.finish(first, second)
     assert world.it.stats.recomputed_tokens > 0 and not world.backs
@@ -224,7 +225,7 @@ def test_what_others_read_is_neither_copied_nor_lost() -> None:
     (out,) = world.outs
     assert second.swapped is not None and second.swapped.first == 3
     assert len(out.pages) == -(-second.swapped.tokens // PAGE) - 3
-    world.it.cancel(first.key)
+    world.it.requests.cancel(first.key)
     others = [world.ask(24, 4, first=500 * n, newcomer=True) for n in (1, 2)]
     world.finish(second, *others)
     (back,) = world.backs
@@ -233,7 +234,7 @@ def test_what_others_read_is_neither_copied_nor_lost() -> None:
 
 
 def test_held_beginnings_do_not_keep_others_from_running() -> None:
-    """Who runs alone may have all pages: the beginning of a swapped sequence goes, and is computed again."""
+    """A sequence alone may take all pages: a swapped one loses its beginning, and computes it again."""
     world = World(pages=9, sharing=True)
     first = world.ask(14, 23, first=100)
     world.executor.step(world.it)
@@ -241,7 +242,7 @@ def test_held_beginnings_do_not_keep_others_from_running() -> None:
     world.until_preempted(second)
     assert second.swapped is not None and second.swapped.first == 3
     (own,) = world.outs
-    world.it.cancel(first.key)
+    world.it.requests.cancel(first.key)
     third = world.ask(20, 17, first=500, newcomer=True)
     world.finish(second, third)
     assert world.it.stats.recomputed_tokens > 0 and own.copy not in {back.copy for back in world.backs}
@@ -251,7 +252,7 @@ def test_pages_that_are_still_there_are_not_read() -> None:
     """Its own full pages have names, and the pages that it needs go to nobody while it waits."""
     world = World(pages=10, sharing=True)
     first, second = world.pair()
-    world.it.cancel(first.key)
+    world.it.requests.cancel(first.key)
     world.finish(second)
     out = world.outs[0]  # others are of its pages that nobody reads
     backs = [back for back in world.backs if back.copy == out.copy]
@@ -300,7 +301,7 @@ def test_another_scope_finds_no_pages() -> None:
     world = World(sharing=True)
     _again_after_others(world)
     other = Request("r", tuple(range(100, 121)), SamplingParams(max_tokens=2), scope="another")
-    sequence = world.it.submit(other, world.executor.now)
+    sequence = world.it.requests.submit(other, world.executor.now)
     world.finish(sequence)
     assert sequence.cached == 0
 
@@ -339,7 +340,7 @@ def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing_behind() -> No
             result = world.executor.collect()
             assert result is not None
             world.it.apply(result, world.executor.now)
-        world.it.cancel(again.key)
+        world.it.requests.cancel(again.key)
         if under_way:
             result = world.executor.collect()
             assert result is not None

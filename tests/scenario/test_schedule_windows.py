@@ -51,7 +51,7 @@ class World:
         while self.batch.direction is not Direction[way]:
             self.step()
         request = Request("r", tuple(range(40)), SamplingParams(max_tokens=300), None, slo, self.executor.now)
-        self.answer: Sequence = self.it.submit(request, self.executor.now)
+        self.answer: Sequence = self.it.requests.submit(request, self.executor.now)
         self.step()
 
     def step(self) -> Plan:

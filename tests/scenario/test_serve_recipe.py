@@ -1,4 +1,4 @@
-"""What a fine-tuning job does of its own accord: the embedded model learns a task that it has never met."""
+"""A fine-tuning job with the default recipe: the embedded model learns a task that it has never met."""
 
 import pytest
 

@@ -1,7 +1,8 @@
-"""The README claims what the code has and what tests try: endpoints, models, adapter methods, commands."""
+"""The README and the pages in docs claim what the code has: endpoints, models, adapter methods, commands."""
 
 import pkgutil
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from models import ARCHITECTURES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "LOG.md"})]
 # What the README calls transformers' model types, where that is not the type in other letters.
 CALLED = {
     "Qwen 2 and 3": ("qwen2", "qwen3"),
@@ -68,15 +70,31 @@ def test_endpoints_are_those_that_have_a_route() -> None:
         assert any(route == path or route.startswith(f"{path}/") for path in named), f"not told: {route}"
 
 
-def test_commands_are_there() -> None:
-    code = "\n".join(re.findall(r"`[^`\n]+`|```\n.*?```", README, re.DOTALL))
-    found = re.findall(r"(?:`|/)coserve ([a-z]+)(?: ([a-z]+)\b)?", code)
-    assert len(found) > 10
-    for word, second in found:
-        command = get_command(app).commands.get(word)  # type: ignore[attr-defined]
-        assert command is not None, f"there is no `coserve {word}`"
-        nested = getattr(command, "commands", None)
-        assert nested is None or not second or second in nested, f"there is no `coserve {word} {second}`"
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words behind `coserve` in each command line of a page's code."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    for line in "\n".join([*blocks, *inline]).replace("\\\n", " ").splitlines():
+        if found := re.match(r"(?:.*[/ ])?coserve (?!import)([a-z].*)", line.partition(" #")[0]):
+            yield [word.strip("[]") for word in found[1].split()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_have_the_options_shown(page: Path) -> None:
+    commands = list(commands_in(page.read_text()))
+    assert page.name != "README.md" or len(commands) > 20
+    for words in commands:
+        command, options = get_command(app), {"--help"}
+        for word in words:
+            if (nested := getattr(command, "commands", None)) is not None and not word.startswith("-"):
+                assert word in nested, f"there is no `coserve {' '.join(words)}`"
+                command = nested[word]
+            options |= {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+        for word in words:
+            if word.startswith("--"):
+                assert word.partition("=")[0] in options, (
+                    f"{word} is no option of `coserve {' '.join(words)}`"
+                )
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\((docs/[^)#]+)\)", README))

@@ -76,7 +76,7 @@ def add_random(engine: Engine, name: str, rank: int, seed: int) -> str:
         key: tensor if tensor.any() else torch.empty_like(tensor).normal_(0, 0.02, generator=generator)
         for key, tensor in drawn.parameters().items()
     }
-    engine.add_adapter(drawn.with_parameters(filled).in_type(engine.base.dtype))
+    engine.adapters.add(drawn.with_parameters(filled).in_type(engine.base.dtype))
     return name
 
 

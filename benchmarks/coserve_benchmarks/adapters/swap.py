@@ -98,11 +98,11 @@ def _engine(bench: Bench, sizes: SwapSizes, scratch: Path) -> Engine:
     """An engine with all adapters registered, and memory for `sizes.resident` of them."""
     sample = make_engine(bench, max_running=sizes.running, calibrate=False)
     folders = _folders(sample, sizes, scratch)
-    cost = sample.register_adapter("sample", folders[0]).cost
+    cost = sample.adapters.register("sample", folders[0]).cost
     del sample
     engine = make_engine(bench, max_running=sizes.running, adapter_memory=cost * sizes.resident)
     for number, folder in enumerate(folders):
-        engine.register_adapter(_name(number), folder)
+        engine.adapters.register(_name(number), folder)
     return engine
 
 

@@ -43,5 +43,5 @@ def add_random(engine: Engine, place: Place, name: str) -> str:
         key: (torch.randn(tuple(tensor.shape), device=place.device) * _SPREAD).to(engine.base.dtype)
         for key, tensor in outline.parameters().items()
     }
-    engine.add_adapter(outline.with_parameters(drawn))
+    engine.adapters.add(outline.with_parameters(drawn))
     return name

@@ -1,14 +1,11 @@
 """Part `blocking`: latency of short answers while a large batch trains, over the same when nothing does."""
 
-import random
-import time
+from functools import partial
 
-from coserve.core.events import TokenEvent
-from coserve.engine.engine import Engine
 from coserve.simulate.intervals import percentile
 from coserve.train.save_policy import SavePolicy
-from coserve.workload.requests import Tokens, fixed_prompts, greedy
-from coserve_benchmarks.drive import announced
+from coserve.workload.requests import fixed_prompts
+from coserve_benchmarks.blocking import answer_latencies
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
 from coserve_benchmarks.ours import warm_training
@@ -22,11 +19,12 @@ def run(log: PartLog, place: Place) -> None:
     sizes = place.sizes
     engine = place.engine(4096, calibrate=True)
     prompts = fixed_prompts(sizes.requests, min(_PROMPT, sizes.prompt), place.shape.vocabulary)
-    _latencies(engine, place, prompts[:2])
-    idle = _latencies(engine, place, prompts)
+    latencies = partial(answer_latencies, engine, seed=0, gap=sizes.request_gap, answer=_ANSWER)
+    latencies(prompts[:2])
+    idle = latencies(prompts)
     job = place.train(engine, "large", SavePolicy.INPUTS, _EXAMPLES * sizes.batch)
     warm_training(engine, [job])
-    busy = _latencies(engine, place, prompts)
+    busy = latencies(prompts)
     job.cancel()
     for name, found in (("idle", idle), ("training", busy)):
         for share in (0.5, 0.99):
@@ -34,25 +32,3 @@ def run(log: PartLog, place: Place) -> None:
     for share in (0.5, 0.99):
         ratio = percentile(busy, share) / percentile(idle, share)
         log.figure(f"blocking.ratio_p{100 * share:.0f}", ratio, "times", note="1 is no delay")
-
-
-def _latencies(engine: Engine, place: Place, prompts: list[Tokens]) -> list[float]:
-    """Seconds from each request's instant, drawn beforehand, to its last token."""
-    draw, found = random.Random(0), []
-    for prompt in prompts:
-        due = engine.clock() + draw.expovariate(1 / place.sizes.request_gap)
-        while (left := due - engine.clock()) > 0:
-            if engine.scheduler.has_work:
-                with announced(engine, due):
-                    engine.step()
-            else:
-                time.sleep(left)
-        key = engine.generate(prompt, sampling=greedy(_ANSWER), arrival=due).sequence.key
-        while not any(_ends(event, key) for event in engine.step()):
-            pass
-        found.append(engine.clock() - due)
-    return found
-
-
-def _ends(event: object, key: int) -> bool:
-    return isinstance(event, TokenEvent) and event.key == key and event.finish_reason is not None

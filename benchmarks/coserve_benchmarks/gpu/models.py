@@ -116,7 +116,7 @@ def add_adapters(engine: Engine) -> None:
             key: (x.cpu().double() + _SPREAD * torch.randn(x.shape, generator=draws).double()).to(x)
             for key, x in drawn.parameters().items()
         }
-        engine.add_adapter(drawn.with_parameters(filled).in_type(engine.base.dtype))
+        engine.adapters.add(drawn.with_parameters(filled).in_type(engine.base.dtype))
 
 
 def log_probabilities(engine: Engine, adapters: list[str | None]) -> dict[str, Tensor]:

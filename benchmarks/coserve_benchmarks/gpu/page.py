@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from coserve_benchmarks.markdown import number, table
+
 
 def page_of(run: dict[str, Any]) -> str:
     """The page of a run's JSON."""
@@ -20,7 +22,7 @@ def _lines(run: dict[str, Any]) -> Iterator[str]:
         f"{run['seconds']:.0f} s. Bounds are what the measured rates allow; a share of 1 reaches them."
     )
     yield ""
-    yield from _table([("part", "outcome", "s"), *_outcomes(run["parts"])])
+    yield from table(("part", "outcome", "s"), _outcomes(run["parts"]))
     for part in run["parts"]:
         yield from _part(part)
 
@@ -44,14 +46,12 @@ def _part(part: dict[str, Any]) -> Iterator[str]:
     if found.get("failures") or found.get("notes"):
         yield ""
     if figures := found.get("figures"):
-        yield from _table(
-            [("figure", "value", "unit", "bound", "share", "goal", "note"), *map(_row, figures)]
-        )
+        yield from table(("figure", "value", "unit", "bound", "share", "goal", "note"), map(_row, figures))
     for name, rows in found.get("tables", {}).items():
         yield ""
         yield f"{name}:"
         yield ""
-        yield from _table(rows)
+        yield from table(rows[0], rows[1:])
     if part["tail"]:
         yield ""
         yield "```"
@@ -65,19 +65,12 @@ def _row(figure: dict[str, Any]) -> tuple[str, ...]:
         "" if goal is None else f"{goal:g} ({'met' if share is not None and share >= goal else 'missed'})"
     )
     return (
-        figure["name"], _number(figure["value"]), figure["unit"], _number(figure["bound"]), _number(share),
+        figure["name"], _shown(figure["value"]), figure["unit"], _shown(figure["bound"]), _shown(share),
         reached, figure["note"],
     )  # fmt: skip
 
 
-def _number(value: float | None) -> str:
+def _shown(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _table(rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-    for number, row in enumerate(rows):
-        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
-        if not number:
-            yield "|" + " --- |" * len(row)
+    return number(value, whole=1000)

@@ -38,7 +38,7 @@ def run(bench: Bench) -> None:
 
 def _add(engine: Engine, name: str, method: str, seed: int) -> str:
     drawn = fresh_adapter(engine.base, name, settings_of(METHODS[method]), seed)
-    engine.add_adapter(drawn.in_type(engine.base.dtype))
+    engine.adapters.add(drawn.in_type(engine.base.dtype))
     return name
 
 

@@ -64,14 +64,14 @@ def _errors(shape: str, fields: Mapping[str, Any]) -> tuple[float, float]:
         folder, after = Path(scratch) / "before", Path(scratch) / "after"
         engine = Engine(_model(shape), EngineConfig(calibrate=False, cache_tokens=1024))
         write_adapter(_stirred(fresh_adapter(engine.base, "probe", settings_of(fields), 0)), folder)
-        probe = engine.load_adapter("probe", folder)
+        probe = engine.adapters.load("probe", folder)
         scored = [_scored(engine, list(tokens)) for tokens in data]
         training = TrainingConfig(
             learning_rate=_STEP * _HUGE, epsilon=_HUGE, betas=(0.0, 0.0), schedule="constant",
             warmup_ratio=0.0, max_grad_norm=None, batch_size=len(data),
         )  # fmt: skip
         engine.finetune(examples(data), "trained", training=training, start_from=probe).result()
-        engine.save_adapter("trained", after)
+        engine.adapters.save("trained", after)
         then, now = (load_file(f / "adapter_model.safetensors") for f in (folder, after))
         oracle = oracle_of(_model(shape), folder)
     losses, forward = [], 0.0

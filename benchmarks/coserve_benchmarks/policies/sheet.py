@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from coserve.errors import ConfigError
 from coserve_benchmarks.drawing import new_figure, save, style
+from coserve_benchmarks.markdown import number, table
 from coserve_benchmarks.policies.cells import ALONE, FIGURES
 from coserve_benchmarks.policies.charts import legend_of
 from coserve_benchmarks.policies.contest import OURS, PROMISED
@@ -89,15 +90,15 @@ def _traffic(name: str, columns: Mapping[str, Any]) -> str:
         cells = [cells_of(column).get(policy) for column in columns.values()]
         rows.append((f"**{policy}**" if policy == OURS else policy, *map(_summary, cells)))
     facts = [
-        ("*requests a second*", *(_number(column["rate"]) for column in columns.values())),
-        ("*trained alone*", *(_number(column["peak"]) for column in columns.values())),
+        ("*requests a second*", *(number(column["rate"]) for column in columns.values())),
+        ("*trained alone*", *(number(column["peak"]) for column in columns.values())),
         ("*bounds*", *(str(column["bounds"]) for column in columns.values())),
     ]
     counts = {int(row[0]) for column in columns.values() for row in column["cells"].values()}
     few = ", an anecdote" if min(counts) < FEWEST else ""
     asked = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-    table = _table(("policy", *(f"load {load}" for load in loads)), [*rows, *facts])
-    return f"### {name}\n\n{first['title']}; {asked} requests a cell{few}.\n\n{table}"
+    shown = _table(("policy", *(f"load {load}" for load in loads)), [*rows, *facts])
+    return f"### {name}\n\n{first['title']}; {asked} requests a cell{few}.\n\n{shown}"
 
 
 def _details(columns: Mapping[str, Any]) -> str:
@@ -205,13 +206,8 @@ def _times(one: Cell, figure: str) -> str:
 
 
 def _shown(value: float | None) -> str:
-    return "–" if value is None else _number(value)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "–" if value is None else number(value)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"{line}\n" for line in table(head, rows))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from coserve_benchmarks.markdown import number
 from coserve_benchmarks.policies.figures import bounds_of, runs_of, workloads_of
 
 Run = Mapping[str, Any]
@@ -131,11 +132,6 @@ def absolute(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
         bound = "" if floor is None else "the peak is wrong" if is_wrong else number(floor)
         rows.append((name, number(figure["value"]), between, bound, str(figure.get("unit", ""))))
     return rows
-
-
-def number(value: float) -> str:
-    """A number: whole from a hundred on, three significant digits below."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _columns(runs: Mapping[str, Run]) -> list[_Column]:

@@ -96,6 +96,6 @@ class EngineTestbed(Testbed):
     def _load_adapters(self, workload: Workload) -> None:
         base = self.engine.base
         for name, rank in workload.served:
-            if name not in self.engine.bank.names:
+            if name not in self.engine.adapters.bank.names:
                 fresh = fresh_adapter(base, name, LoRAConfig(rank), 0)
-                self.engine.add_adapter(fresh.in_type(base.dtype))
+                self.engine.adapters.add(fresh.in_type(base.dtype))

@@ -1,18 +1,23 @@
 """Runs in real time beside simulated ones of the same requests and jobs.
 
-Costs are fitted to the steps of some runs; errors are those of other policies on other workloads.
+Costs are fitted to the steps of some runs and to those of a calibration; errors are those of other policies
+on other workloads. A machine is not equally fast in all minutes: calibrations before and after each run say
+how fast it was.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import exp, log
 from statistics import fmean, median, pstdev
+from types import MappingProxyType
 from typing import Any, Final
 
 from coserve.core.plan import OffloadReads, Plan, StepResult, WeightReads
 from coserve.core.request import SLO
+from coserve.engine.calibrate import measure
+from coserve.engine.engine import Engine
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.intervals import percentile
@@ -27,7 +32,14 @@ from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.testbed import EngineTestbed, patience_for
 from coserve_benchmarks.simulation.papers.statement import Say
 
-SEEN: Final = (("poisson", "hybrid"), ("poisson", "idle-only"), ("poisson", "continuous"))
+# Of two workloads: with prompts and examples of one length each, costs of rows, attention and answers cannot
+# be told apart, and steps of long examples were predicted 1.4 times as long as they took.
+SEEN: Final = (
+    ("poisson", "hybrid"),
+    ("varied", "hybrid"),
+    ("poisson", "continuous"),
+    ("varied", "idle-only"),
+)
 UNSEEN: Final = (
     ("bursty", "adaptive"),
     ("bursty", "hybrid"),
@@ -38,6 +50,7 @@ UNSEEN: Final = (
 )
 _LOAD: Final = 0.5  # of the requests that the machine answers when all are there at once
 _SETTINGS: Final = ("layers", "max_positions", "row_buckets")  # that the machine sets itself
+_REPEATED: Final = 10  # steps of a run for each of a calibration's, of which there are some thirty
 _LONG: Final = 3.0  # standard deviations from which on a step counts as one that was disturbed
 
 
@@ -61,10 +74,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A policy on a workload, in real time and simulated."""
+    """A policy on a workload, in real time and simulated; `pace` is that of the machine meanwhile
+    (`Pace`)."""
 
     workload: str
     policy: str
+    pace: float
     real: Timings
     simulated: Timings
 
@@ -82,10 +97,15 @@ class Pair:
 class StepRecorder:
     """Records the steps of a scheduler: features, the executor's seconds, and those of the loop around it."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, calibrated: Sequence[tuple[Features, float]] = ()) -> None:
+        """`calibrated` are synthetic steps, to which costs are fitted as well."""
+        self._scheduler, self._calibrated = scheduler, calibrated
         self.samples: list[tuple[Features, float]] = []
         self.around: list[float] = []
+
+    def paced(self, begin: int, pace: float) -> None:
+        """Divides the seconds of the steps from `begin` on by the machine's `pace` meanwhile."""
+        self.samples[begin:] = [(features, seconds / pace) for features, seconds in self.samples[begin:]]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -117,10 +137,11 @@ class StepRecorder:
             host: float = 0.0,
             reads: WeightReads = WeightReads(),
             offload: OffloadReads = OffloadReads(),
+            beside: Mapping[str, float] = MappingProxyType({}),
         ) -> None:
             features = work if isinstance(work, Features) else Features.of(work)
             self.samples.append((features.copy(), seconds))
-            observe(work, seconds, host, reads, offload)
+            observe(work, seconds, host, reads, offload, beside)
 
         cost.observe, scheduler.plan, scheduler.apply = watch_observe, watch_plan, watch_apply  # type: ignore[method-assign]
         try:
@@ -131,11 +152,11 @@ class StepRecorder:
     def costs(self, start: CostModel) -> CostModel:
         """A cost model fitted to the steps."""
         model = CostModel(start.weights)
-        model.fit(self.samples)
+        model.fit([*self.samples, *_REPEATED * [*self._calibrated]])
         return model
 
     def jitter(self, model: CostModel) -> Jitter:
-        """How the steps deviate from a model."""
+        """Deviations of the steps from a model."""
         ratios = [
             log(seconds / max(model.predict_features(one), 1e-9)) for one, seconds in self.samples if seconds
         ]
@@ -152,6 +173,25 @@ class StepRecorder:
         predicted = sum(model.predict_features(one) for one, _ in self.samples) * jitter.mean
         scale = sum(seconds for _, seconds in self.samples) / predicted
         return {name: weight * scale for name, weight in model.weights.items()}
+
+
+class Pace:
+    """The time that the machine takes for the steps of a calibration, over the one that it took at first."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.first = self._measure()
+        self._last = 1.0
+
+    def since_last(self) -> float:
+        """Calibrates again; the mean of this pace and of the one at the last call."""
+        again = zip(self._measure(), self.first, strict=True)
+        before, self._last = self._last, median(seconds / first for (_, seconds), (_, first) in again)
+        return (before + self._last) / 2
+
+    def _measure(self) -> list[tuple[Features, float]]:
+        config = self._engine.config
+        return measure(self._engine.executor, self._engine.base, config.page_size, config.pages)
 
 
 class RealRuns:
@@ -171,34 +211,41 @@ class RealRuns:
         measured = engine.scheduler.cost.lanes
         lanes = measured.inference, measured.training
         self._testbed.peak(workloads["poisson"], 2.0)  # what is made at first use
-        recorder = StepRecorder(engine.scheduler)
+        pace = Pace(engine)
+        recorder = StepRecorder(engine.scheduler, pace.first)
         with recorder.watching():
             for number, (name, policy) in enumerate(SEEN, 1):
                 self._say(f"errors: {number} of {len(SEEN)} to learn from, {policy} on {name}")
+                begin = len(recorder.samples)
                 self._testbed.run(policy, workloads[name])
+                recorder.paced(begin, pace.since_last())
         model = recorder.costs(engine.scheduler.cost)
         jitter = recorder.jitter(model)
-        weights = recorder.weights(model, jitter)
-        times = WeightedTimes(weights, engine.scheduler.config.layers, host=median(recorder.around))
-        config = asdict(engine.scheduler.config)
-        scheduler = {name: value for name, value in config.items() if name not in _SETTINGS}
+        weights, host = recorder.weights(model, jitter), median(recorder.around)
+        set_here = asdict(engine.scheduler.config)
+        scheduler = {name: value for name, value in set_here.items() if name not in _SETTINGS}
         settings = MachineSettings(CACHE_TOKENS, jitter=jitter, scheduler=scheduler, known=256, lanes=lanes)
-        self._bench.results.note("errors", self._said(recorder, jitter, times))
         found = []
         for number, (name, policy) in enumerate(UNSEEN, 1):
             self._say(f"errors: {number} of {len(UNSEEN)} unseen, {policy} on {name}")
             workload = workloads[name]
             real = self._testbed.run(policy, workload)
+            meanwhile = pace.since_last()
+            here = {feature: weight * meanwhile for feature, weight in weights.items()}
+            times = WeightedTimes(here, engine.scheduler.config.layers, host=host * meanwhile)
             simulated = replay(SimulatedMachine(policy, times, settings), workload, patience_for(workload))
-            found.append(Pair(name, policy, Timings.of(real), Timings.of(simulated)))
+            found.append(Pair(name, policy, meanwhile, Timings.of(real), Timings.of(simulated)))
+        self._bench.results.note("errors", self._said(recorder, jitter, host, found))
         return found
 
-    def _said(self, recorder: StepRecorder, jitter: Jitter, times: WeightedTimes) -> str:
+    def _said(self, recorder: StepRecorder, jitter: Jitter, host: float, found: Sequence[Pair]) -> str:
+        paces = [pair.pace for pair in found]
         seen = ", ".join(f"{policy} on {workload}" for workload, policy in SEEN)
         return (
-            f"costs of {len(recorder.samples)} steps of {seen}; steps deviate by {jitter.deviation:.1%}, "
-            f"{jitter.share:.1%} of them take {jitter.longer:.2g} times as long; {times.host * 1e3:.2g} ms "
-            "a step around the executor"
+            f"costs of {len(recorder.samples)} steps of {seen}, and of a calibration's; steps deviate by "
+            f"{jitter.deviation:.1%}, {jitter.share:.1%} of them take {jitter.longer:.2g} times as long; "
+            f"{host * 1e3:.2g} ms a step around the executor; calibrations around the unseen runs took "
+            f"{min(paces):.2f} to {max(paces):.2f} times as long as the first, and so do simulated steps"
         )
 
     def _workloads(self) -> dict[str, Workload]:
@@ -211,6 +258,13 @@ class RealRuns:
         training = self._training
         return {
             "poisson": traffic.poisson(given, rate=rate, training=training),
+            "varied": traffic.poisson(
+                replace(given, seed=5),
+                rate=rate / 2,
+                prompt=320,
+                answer=24,
+                training=replace(training, batch=2, length=512),
+            ),
             "bursty": traffic.bursty(other, rate=rate, training=training),
             "long": traffic.flexllm(replace(other, seed=4), rate=rate / 2, training=training),
             "patient": traffic.poisson(patient, rate=rate / 2, prompt=64, training=training),

@@ -61,14 +61,14 @@ def run_check(
     for an unknown shape or group."""
     groups = GROUPS if only is None else tuple(only)
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
-    rows = _Rows(bench, quick)
+    rows = _SimulationRows(bench, quick)
     papers = {name: partial(rows.paper, name) for name in PAPERS}
     own = {"published": rows.published, "scale": rows.scale, "errors": rows.errors}
     run_groups(bench, groups, {**papers, **own})
     return bench.results.as_dict()
 
 
-class _Rows:
+class _SimulationRows:
     """Rows of the table, a method for each group."""
 
     def __init__(self, bench: Bench, quick: bool) -> None:

@@ -1,7 +1,9 @@
 """Tables of the papers' settings, "there / here / difference and why", for the page of a check."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
+
+from coserve_benchmarks.markdown import table
 
 SECTION: Final = "papers"  # of the JSON
 _COLUMNS: Final = ("statement", "there", "here", "difference and why")
@@ -13,17 +15,12 @@ def paper_tables(papers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield f"## {paper['title']}"
         yield ""
         yield paper["setting"]
-        for table in paper["tables"]:
+        for shown in paper["tables"]:
             yield ""
-            yield f"{table['caption']}:"
+            yield f"{shown['caption']}:"
             yield ""
-            yield from _table(table["columns"], table["rows"])
+            yield from table(shown["columns"], shown["rows"])
         yield ""
         rows = [[one["about"], one["there"], one["here"], one["difference"]] for one in paper["statements"]]
-        yield from _table(_COLUMNS, rows)
+        yield from table(_COLUMNS, rows)
         yield ""
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for row in (columns, ["---"] * len(columns), *rows):
-        yield f"| {' | '.join(row)} |"

@@ -49,13 +49,13 @@ def run_split(
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
     with tempfile.TemporaryDirectory(prefix="coserve-split-") as folder:
         bed = Testbed(bench, Path(folder), quick)
-        rows, figures = _Rows(bed), Figures(bed)
+        rows, figures = _SplitRows(bed), Figures(bed)
         named = {group: getattr(rows, group) for group in GROUPS if group != "figures"}
         run_groups(bench, groups, {**named, "figures": figures.measure})
     return bench.results.as_dict()
 
 
-class _Rows:
+class _SplitRows:
     """Rows of the table, a method for each group."""
 
     def __init__(self, bed: Testbed) -> None:

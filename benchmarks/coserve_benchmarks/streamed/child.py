@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import psutil
 import torch
 
 from coserve.config import EngineConfig
@@ -24,6 +23,7 @@ from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, greedy, training_tokens
 from coserve_benchmarks.drive import EngineTarget
 from coserve_benchmarks.ours import start_job
+from coserve_benchmarks.streamed.limit import own_nbytes
 from coserve_benchmarks.streamed.orders import Act, Rates, Round, StreamedOrder, StreamedReport
 from coserve_benchmarks.streamed.swapped import Preemptions
 
@@ -47,8 +47,7 @@ def _size(order: StreamedOrder) -> StreamedReport:
     from transformers import LlamaForCausalLM
 
     assert LlamaForCausalLM is not None
-    memory = psutil.Process().memory_info()
-    return StreamedReport(imports=memory.rss - memory.shared)
+    return StreamedReport(imports=own_nbytes(os.getpid()))
 
 
 def _control(order: StreamedOrder) -> StreamedReport:

@@ -13,12 +13,10 @@ from functools import cached_property, partial
 from itertools import groupby
 from multiprocessing import get_context
 from operator import attrgetter
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from coserve.core.request import SLO
-from coserve.simulate.intervals import interval
+from coserve.simulate.intervals import interval, ratio_of_means
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
@@ -161,12 +159,8 @@ class Cell:
         ours, theirs = (self.policies[name].rates for name in COMPARED)
         if min(theirs) <= 0:
             return None
-        return Ratio(float(_over(ours, theirs)), *interval(_over, ours, theirs, paired=True))
-
-
-def _over(ours: Any, theirs: Any, axis: int = -1) -> Any:
-    """Ratio of two means."""
-    return np.mean(ours, axis=axis) / np.mean(theirs, axis=axis)
+        ratio = float(ratio_of_means(ours, theirs))
+        return Ratio(ratio, *interval(ratio_of_means, ours, theirs, paired=True))
 
 
 class Grid:

@@ -25,6 +25,7 @@ _GROUPS: Final = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
     (Path("/sys/fs/cgroup"), "memory.max", "memory.swap.max"),
 )
+_OWN: Final = ("RssAnon", "RssShmem")  # a ring of buffers is shared memory, which no file has either
 _LOOKS: Final = 0.02  # seconds between two looks
 
 
@@ -63,7 +64,7 @@ def run_limited(
             text=True,
             env={**os.environ, **settings},
         )
-        watch = _Watch(process.pid, limit if group is None else None)
+        watch = _MemoryWatch(process.pid, limit if group is None else None)
         watch.start()
         try:
             out, err = process.communicate(given, timeout=patience)
@@ -75,6 +76,15 @@ def run_limited(
             watch.join()
     how = "its resident set was watched" if group is None else "a control group"
     return Limited(process.returncode, out, err, watch.peak, how)
+
+
+def own_nbytes(pid: int) -> int:
+    """Bytes that a process holds in memory and no file has: anonymous and shared memory, as Linux counts
+    them; 0 for a process that has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return sum(int(fields[name].split()[0]) << 10 for name in _OWN if name in fields)
+    return 0
 
 
 @contextmanager
@@ -106,7 +116,7 @@ def _inside(group: Path | None) -> list[str]:
     return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
 
 
-class _Watch(threading.Thread):
+class _MemoryWatch(threading.Thread):
     """Notes the most memory of a process until it ends; kills it above `limit`, if there is one."""
 
     def __init__(self, pid: int, limit: int | None) -> None:
@@ -117,8 +127,7 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         with suppress(psutil.NoSuchProcess):
             while self._process.status() != psutil.STATUS_ZOMBIE:
-                memory = self._process.memory_info()
-                self.peak = max(self.peak, memory.rss - memory.shared)
-                if self._limit is not None and memory.rss > self._limit:
+                self.peak = max(self.peak, own_nbytes(self._process.pid))
+                if self._limit is not None and self._process.memory_info().rss > self._limit:
                     self._process.kill()
                 threading.Event().wait(_LOOKS)

@@ -1,4 +1,4 @@
-"""What a limited process is asked to do, and what it answers."""
+"""Orders to a process with limited memory, and its answers."""
 
 from typing import Literal
 

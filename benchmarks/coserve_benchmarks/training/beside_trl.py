@@ -1,9 +1,9 @@
-"""DPO and GRPO beside TRL: loss and gradient of the same adapter on the same batch, both in float64.
+"""DPO, KTO and GRPO beside TRL: loss and gradient of the same adapter on the same batch, both in float64.
 
     python -m coserve_benchmarks.training.beside_trl
 
 TRL is none of coserve's extras: install it beside (with `datasets`), it is imported only here. TRL's own
-trainers make the batch of pairs and compute their losses; coserve's are those of a training session.
+trainers make the batches of answers and compute their losses; coserve's are those of a training session.
 """
 
 import random
@@ -28,8 +28,10 @@ from coserve.core.training import AdamParams, Datum
 from coserve.engine.engine import Engine
 from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED
+from coserve.train.preferences import estimated_kl
 
-_BETA: Final = 0.3  # of DPO
+_BETA: Final = 0.3  # of DPO and KTO
+_WEIGHTS: Final = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
 _CLIP: Final = 0.2
 _GROUP: Final = 4
 _HUGE: Final = 1e14  # as epsilon, and without memory, AdamW subtracts rate / epsilon times the gradient
@@ -58,7 +60,7 @@ class Policy:
             parameter.data = drawn.double()
         self.model.save_pretrained(str(folder))
         self._engine = Engine(_base(), EngineConfig(cache_tokens=2048, calibrate=False))
-        self._engine.load_adapter("start", folder)
+        self._engine.adapters.load("start", folder)
         self._runs = 0
 
     @property
@@ -79,20 +81,27 @@ class Policy:
         self._runs += 1
         adapter = f"run-{self._runs}"
         session = self._engine.open_training(adapter, training=TrainingConfig(), from_adapter="start")
-        before = self._engine.weights("start").parameters()
+        before = self._engine.adapters.weights("start").parameters()
         ours = session.forward_backward(data, name, settings).result().loss / count
         session.optim_step(AdamParams(_HUGE, 0.0, 0.0, _HUGE)).result()
-        after = self._engine.weights(adapter).parameters()
+        after = self._engine.adapters.weights(adapter).parameters()
         largest = max(float(one.abs().max()) for one in theirs.values())
         apart = max(
             float(((before[key] - after[key]) / count - theirs[key]).abs().max()) for key in parameters
         )
-        return Compared(float(loss), ours, apart / largest)
+        return Compared(float(loss.detach()), ours, apart / largest)
+
+    def logprobs(self, data: Sequence[Datum]) -> list[tuple[float, ...]]:
+        """Log-probabilities of the targets."""
+        return self._scored(data, "start")
 
     def base_logprobs(self, data: Sequence[Datum]) -> list[tuple[float, ...]]:
         """Log-probabilities of the targets under the base: under an adapter that changes nothing yet."""
+        return self._scored(data, None)
+
+    def _scored(self, data: Sequence[Datum], start: str | None) -> list[tuple[float, ...]]:
         self._runs += 1
-        session = self._engine.open_training(f"run-{self._runs}", LoRAConfig(rank=1))
+        session = self._engine.open_training(f"run-{self._runs}", LoRAConfig(rank=1), from_adapter=start)
         plain = [Datum(one.tokens, one.targets) for one in data]
         return list(session.forward(plain, "cross_entropy").result().logprobs)
 
@@ -119,22 +128,133 @@ def compare_dpo(policy: Policy, folder: Path) -> Compared:
     )
     (batch,) = list(trainer.get_train_dataloader())
     _same_model(trainer.model, policy.model)
-    loss = trainer.compute_loss(trainer.model, batch)
+    return compare_pairs(policy, trainer.compute_loss(trainer.model, batch), batch)
+
+
+def compare_pairs(policy: Policy, loss: Tensor, batch: Mapping[str, Tensor]) -> Compared:
+    """DPO's `loss` beside coserve's, on a batch as TRL makes it: preferred answers, then the others, padded
+    on the right. The reference is the base."""
     pairs = len(batch["input_ids"]) // 2
     order = [place for pair in range(pairs) for place in (pair, pairs + pair)]
-    data = []
-    for place in order:
-        is_there = batch["attention_mask"][place].bool()
-        tokens = tuple(batch["input_ids"][place][is_there].tolist())
-        learned = batch["completion_mask"][place][is_there].tolist()
-        pairs_of = zip(tokens[1:], learned[1:], strict=True)
-        data.append(Datum(tokens, (*(token if wanted else IGNORED for token, wanted in pairs_of), IGNORED)))
+    rows = _data_of(batch)
+    data = [rows[place] for place in order]
     reference = policy.base_logprobs(data)
     data = [
         Datum(one.tokens, one.targets, {"reference": logprobs})
         for one, logprobs in zip(data, reference, strict=True)
     ]
     return policy.compare(loss, data, "dpo", {"beta": _BETA}, pairs)
+
+
+def _data_of(batch: Mapping[str, Any], prefix: str = "") -> list[Datum]:
+    """The rows of a batch as TRL makes it, whose completions have targets. `prefix` is that of its names."""
+    data = []
+    ids, there, learned = (
+        batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "completion_mask")
+    )
+    for row, is_there, is_learned in zip(ids, there.bool(), learned, strict=True):
+        tokens = tuple(row[is_there].tolist())
+        following = zip(tokens[1:], is_learned[is_there].tolist()[1:], strict=True)
+        data.append(Datum(tokens, (*(token if wanted else IGNORED for token, wanted in following), IGNORED)))
+    return data
+
+
+def compare_kto(policy: Policy, folder: Path) -> Compared:
+    """KTO on four labelled answers, whose batch and mixed pairs TRL's trainer makes. The reference is the
+    base."""
+    trl, rows_of = import_module("trl"), import_module("datasets").Dataset.from_list
+    draw = random.Random("kto")
+    rows = [
+        {
+            "prompt": f"Say {' '.join(draw.choices(_WORDS, k=3))}:",
+            "completion": f" {' '.join(draw.choices(_WORDS, k=draw.randint(2, 8)))}",
+            "label": number != 1,
+        }
+        for number in range(4)
+    ]
+    args = trl.KTOConfig(
+        str(folder), beta=_BETA, per_device_train_batch_size=4, report_to=[], use_cpu=True, bf16=False,
+        gradient_checkpointing=False, **_WEIGHTS,
+    )  # fmt: skip
+    trainer = trl.KTOTrainer(
+        policy.model, _base(), args=args, processing_class=_tokenizer(), train_dataset=rows_of(rows)
+    )
+    (batch,) = list(trainer.get_train_dataloader())
+    _same_model(trainer.model, policy.model)
+    return compare_labelled(policy, trainer.compute_loss(trainer.model, batch), batch)
+
+
+def compare_labelled(policy: Policy, loss: Tensor, batch: Mapping[str, Any]) -> Compared:
+    """KTO's `loss` beside coserve's, on a batch as TRL makes it: answers, their prompts with other answers,
+    and labels. The reference is the base."""
+    own, mixed = _data_of(batch), _data_of(batch, "KL_")
+    sides = zip(policy.logprobs(mixed), policy.base_logprobs(mixed), strict=True)
+    kl = estimated_kl([sum(one) - sum(other) for one, other in sides])
+    data = [
+        Datum(
+            one.tokens,
+            one.targets,
+            {"reference": logprobs, "desirable": (float(label),) * len(one.tokens)},
+        )
+        for one, logprobs, label in zip(own, policy.base_logprobs(own), batch["label"], strict=True)
+    ]
+    return policy.compare(loss, data, "kto", {"beta": _BETA, "kl": kl, **_WEIGHTS}, len(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Answers to prompts, as tokens, with their log-probabilities under another policy and their
+    advantages."""
+
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int]]
+    sampled: Sequence[Sequence[float]]
+    advantages: Sequence[float]
+
+    @classmethod
+    def drawn(cls, policy: Policy) -> "Rollouts":
+        """Two groups of answers, by a policy so far from this one that some ratios are clipped."""
+        draw = random.Random("grpo")
+        prompts = [[draw.randrange(5, 500) for _ in range(size)] for size in (5, 9) for _ in range(_GROUP)]
+        answers = [[draw.randrange(5, 500) for _ in range(draw.randint(3, 12))] for _ in prompts]
+        pairs = zip(prompts, policy.base_logprobs(_data(prompts, answers)), strict=True)
+        sampled = [
+            [logprob + draw.gauss(0.0, 0.3) for logprob in logprobs[len(prompt) - 1 :]]
+            for prompt, logprobs in pairs
+        ]
+        return cls(prompts, answers, sampled, [draw.gauss(0.0, 1.0) for _ in prompts])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(map(len, self.answers))
+
+    def data(self) -> list[Datum]:
+        """The answers as a pass of `ppo` takes them."""
+        made = []
+        for one, logprobs, advantage in zip(
+            _data(self.prompts, self.answers), self.sampled, self.advantages, strict=True
+        ):
+            before = [0.0] * (len(one.tokens) - len(logprobs))
+            inputs = {
+                "logprobs": (*before, *logprobs),
+                "advantages": (*before, *[advantage] * len(logprobs)),
+            }
+            made.append(Datum(one.tokens, one.targets, inputs))
+        return made
+
+
+def _data(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Datum]:
+    return [
+        Datum((*prompt, *answer[:-1]), (*[IGNORED] * (len(prompt) - 1), *answer))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def compare_rollouts(policy: Policy, loss: Tensor, rollouts: Rollouts) -> Compared:
+    """The `loss` of PPO's clip, the mean over tokens, beside coserve's on the same answers."""
+    clip = {"clip_low_threshold": 1.0 - _CLIP, "clip_high_threshold": 1.0 + _CLIP}
+    return policy.compare(loss, rollouts.data(), "ppo", clip, rollouts.tokens)
 
 
 def compare_grpo(policy: Policy, folder: Path) -> Compared:
@@ -152,44 +272,19 @@ def compare_grpo(policy: Policy, folder: Path) -> Compared:
     )  # fmt: skip
     _same_model(trainer.model, policy.model)
     trainer.current_gradient_accumulation_steps = 1  # as its loop sets it
-    draw = random.Random("grpo")
-    prompts = [[draw.randrange(5, 500) for _ in range(size)] for size in (5, 9) for _ in range(_GROUP)]
-    answers = [[draw.randrange(5, 500) for _ in range(draw.randint(3, 12))] for _ in prompts]
-    data = [
-        Datum((*prompt, *answer[:-1]), (*[IGNORED] * (len(prompt) - 1), *answer))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    sampled = [
-        [logprob + draw.gauss(0.0, 0.3) for logprob in logprobs[len(prompt) - 1 :]]
-        for prompt, logprobs in zip(prompts, policy.base_logprobs(data), strict=True)
-    ]
-    advantages = [draw.gauss(0.0, 1.0) for _ in prompts]
-    count = sum(map(len, answers))
-    prompt_ids, prompt_mask = _padded(prompts, left=True)
-    completion_ids, completion_mask = _padded(answers)
+    rollouts = Rollouts.drawn(policy)
+    prompt_ids, prompt_mask = _padded(rollouts.prompts, left=True)
+    completion_ids, completion_mask = _padded(rollouts.answers)
     inputs = {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
-        "advantages": torch.tensor(advantages, dtype=torch.float64),
-        "old_per_token_logps": _padded(sampled)[0].double(),
-        "num_items_in_batch": torch.tensor(count),
+        "advantages": torch.tensor(rollouts.advantages, dtype=torch.float64),
+        "old_per_token_logps": _padded(rollouts.sampled)[0].double(),
+        "num_items_in_batch": torch.tensor(rollouts.tokens),
     }
-    loss = trainer._compute_loss(trainer.model, inputs)
-    data = [
-        Datum(
-            one.tokens,
-            one.targets,
-            {
-                "logprobs": (*[0.0] * (len(prompt) - 1), *logprobs),
-                "advantages": (*[0.0] * (len(prompt) - 1), *[advantage] * len(logprobs)),
-            },
-        )
-        for one, prompt, logprobs, advantage in zip(data, prompts, sampled, advantages, strict=True)
-    ]
-    clip = {"clip_low_threshold": 1.0 - _CLIP, "clip_high_threshold": 1.0 + _CLIP}
-    return policy.compare(loss, data, "ppo", clip, count)
+    return compare_rollouts(policy, trainer._compute_loss(trainer.model, inputs), rollouts)
 
 
 def _base() -> Any:
@@ -229,7 +324,7 @@ def main() -> None:
     print(f"TRL {version('trl')}, PEFT {version('peft')}, transformers {version('transformers')}, float64\n")
     print("| loss | TRL | coserve | gradient's difference, to its greatest entry |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for name, compare in (("dpo", compare_dpo), ("grpo", compare_grpo)):
+        for name, compare in (("dpo", compare_dpo), ("kto", compare_kto), ("grpo", compare_grpo)):
             found = compare(Policy(Path(folder, name)), Path(folder))
             print(f"| {name} | {found.theirs:.10f} | {found.ours:.10f} | {found.gradient:.1e} |", flush=True)
 

@@ -56,9 +56,8 @@ class Surroundings:
     saved: int = field(default=0)
 
     @classmethod
-    def make(cls, url: str, key: str, base: str) -> "Surroundings":
+    def make(cls, service: tinker.ServiceClient, url: str, key: str, base: str) -> "Surroundings":
         """Clients of the server at `url`, whose base has this name."""
-        service = tinker.ServiceClient(base_url=url, api_key=key)
         run = service.create_lora_training_client(base_model=base, rank=4, seed=0).result()
         state, weights = (
             run.save_state("start").result().path,
@@ -201,8 +200,8 @@ def _downloads(at: Surroundings, made: Callable[[str], Any]) -> None:
 
 
 def _copied_by_service(at: Surroundings) -> None:
-    service = tinker.ServiceClient(base_url=at.url, api_key=at.key, project_id="project")
-    _copied(at, service.copy_weights(at.weights))
+    with tinker.ServiceClient(base_url=at.url, api_key=at.key, project_id="project") as service:
+        _copied(at, service.copy_weights(at.weights))
 
 
 def _resumes(made: Any) -> None:
@@ -253,7 +252,11 @@ def _run_of(at: Surroundings, made: Any) -> None:
 
 def _from_handle(at: Surroundings) -> None:
     handle = at.sampler.get_sampler_handle()
-    _sampled(tinker.SamplingClient.from_sampler_handle(handle, api_key=at.key).sample(_PROMPT, 1, _FEW))
+    sampler = tinker.SamplingClient.from_sampler_handle(handle, api_key=at.key)
+    try:
+        _sampled(sampler.sample(_PROMPT, 1, _FEW))
+    finally:  # it sends signs of life of the session that it shares, as long as it is there
+        done(sampler.holder.run_coroutine_threadsafe(sampler.holder.aclose()))
 
 
 _TRACES: Final = "no timelines of sessions are recorded"
@@ -471,9 +474,9 @@ def discovered() -> dict[str, list[str]]:
 
 def check(url: str, key: str, base: str) -> list[MethodResult]:
     """Calls every method at the server at `url`. Raises KeyError for one without a call in `METHODS`."""
-    at = Surroundings.make(url, key, base)
     results = []
-    with warnings.catch_warnings():
+    with tinker.ServiceClient(base_url=url, api_key=key) as service, warnings.catch_warnings():
+        at = Surroundings.make(service, url, key, base)
         warnings.simplefilter("ignore")  # of methods that the client wants to drop
         for client, names in discovered().items():
             for name in names:

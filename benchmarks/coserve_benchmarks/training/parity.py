@@ -17,7 +17,7 @@ from coserve.train.losses import LOSSES
 
 Numbers = Mapping[str, Sequence[float]]
 Plain = Callable[[Sequence[float], Sequence[int], Numbers], tuple[float, list[float]]]
-_LOW, _HIGH, _DRO, _DPO, _ORPO = 0.8, 1.2, 0.05, 0.1, 0.1  # settings by default
+_LOW, _HIGH, _DRO, _DPO, _ORPO, _KTO = 0.8, 1.2, 0.05, 0.1, 0.1, 0.1  # settings by default
 _EXAMPLES: Final = 32
 _LENGTHS: Final = (1, 40)  # tokens of an example, fewest and most
 
@@ -109,6 +109,19 @@ def _orpo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[
     return math.fsum(terms), gradient
 
 
+def _kto(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[float, list[float]]:
+    """1 - sigmoid(beta g) of a desirable answer and 1 - sigmoid(-beta g) of another, where g is what it gains
+    on the reference, at a divergence of 0 (Ethayarajh et al. 2024, equation 7)."""
+    terms, gradient = [], [0.0] * len(logs)
+    for begin, end in _spans(examples):
+        sign = 1.0 if of["desirable"][begin] else -1.0
+        gain = math.fsum(logs[i] - of["reference"][i] for i in range(begin, end))
+        value = 1.0 / (1.0 + math.exp(sign * _KTO * gain))
+        terms.append(value)
+        gradient[begin:end] = [-sign * _KTO * value * (1.0 - value)] * (end - begin)
+    return math.fsum(terms), gradient
+
+
 PLAIN: Final[Mapping[str, Plain]] = {
     "cross_entropy": _cross_entropy,
     "importance_sampling": _importance_sampling,
@@ -118,6 +131,7 @@ PLAIN: Final[Mapping[str, Plain]] = {
     "gspo": _gspo,
     "dpo": _dpo,
     "orpo": _orpo,
+    "kto": _kto,
 }
 
 
@@ -138,7 +152,8 @@ def difference(name: str, seed: int, dtype: torch.dtype = torch.float32) -> Diff
     examples = [index for index, length in enumerate(lengths) for _ in range(length)]
     logs = [_in(dtype, -draw.expovariate(0.5)) for _ in examples]
     inputs = {
-        wanted: [_in(dtype, one) for one in _drawn(wanted, logs, draw)] for wanted in LOSSES[name].inputs
+        wanted: [_in(dtype, one) for one in _drawn(wanted, logs, examples, draw)]
+        for wanted in LOSSES[name].inputs
     }
     wanted, slope = PLAIN[name](logs, examples, inputs)
     tensors = {key: torch.tensor(values, dtype=dtype) for key, values in inputs.items()}
@@ -150,7 +165,7 @@ def difference(name: str, seed: int, dtype: torch.dtype = torch.float32) -> Diff
     return Difference(abs(float(value) - wanted) / max(abs(wanted), largest), apart / largest)
 
 
-def _drawn(name: str, logs: Sequence[float], draw: random.Random) -> list[float]:
+def _drawn(name: str, logs: Sequence[float], examples: Sequence[int], draw: random.Random) -> list[float]:
     """Inputs of a loss as training has them: policies close to the present one, advantages around zero."""
     match name:
         case "logprobs" | "reference":
@@ -159,6 +174,8 @@ def _drawn(name: str, logs: Sequence[float], draw: random.Random) -> list[float]
             return [draw.gauss(0.0, 1.0) for _ in logs]
         case "sequence_ratio_mask":
             return [1.0] * len(logs)
+        case "desirable":
+            return [float(example % 2) for example in examples]
     return [draw.random() for _ in logs]
 
 

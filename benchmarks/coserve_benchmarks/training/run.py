@@ -49,12 +49,12 @@ def run_training(
     for an unknown shape or group, ServerError where a server does not do what it should."""
     groups = GROUPS if only is None else tuple(only)
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
-    rows = _Rows(bench, quick)
+    rows = _TrainingRows(bench, quick)
     run_groups(bench, groups, {group: getattr(rows, group) for group in GROUPS})
     return bench.results.as_dict()
 
 
-class _Rows:
+class _TrainingRows:
     """Rows of the table, a method for each group."""
 
     def __init__(self, bench: Bench, is_quick: bool) -> None:

@@ -42,20 +42,19 @@ def measure(bench: Bench, served: Served) -> None:
         examples(tokens), "bench", LoRAConfig(rank=settings.rank), endless(bench, settings.batch)
     )
     warm_training(engine, [job])
-    service = tinker.ServiceClient(base_url=served.url, api_key=KEY)
-    run = service.create_lora_training_client(
-        base_model=served.name, rank=settings.rank, seed=settings.seed, train_unembed=False
-    ).result()
     data = [datum(one) for one in tokens]
-    contestants = {"tinker": partial(step, run, data), "finetune": partial(seconds_of_steps, engine)}
-    times = alternate(contestants, settings.train_rounds, bench.machine.threads)
+    with tinker.ServiceClient(base_url=served.url, api_key=KEY) as service:
+        run = service.create_lora_training_client(
+            base_model=served.name, rank=settings.rank, seed=settings.seed, train_unembed=False
+        ).result()
+        contestants = {"tinker": partial(step, run, data), "finetune": partial(seconds_of_steps, engine)}
+        times = alternate(contestants, settings.train_rounds, bench.machine.threads)
     for name, taken in times.items():
         results.figure(f"tinker.step_{name}", taken.median, "s a step", (taken.low, taken.high))
     ratio = speedup(times["finetune"], times["tinker"])
     count = sum(map(len, tokens))
     note = f"{count} tokens a step, rank {settings.rank} on all linears; one step at a time"
     results.row("tinker.step_overhead", ratio.value, (ratio.low, ratio.high), note)
-    service.close("success").result()
 
 
 def step(run: tinker.TrainingClient, data: Sequence[types.Datum]) -> float:

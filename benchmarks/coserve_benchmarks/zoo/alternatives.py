@@ -47,7 +47,7 @@ def measure_alternatives(results: Results, folder: Path, quick: bool, picture: P
     model at each depth, on these tasks, and drawn to `picture`."""
     zoo = make_models(folder, quick)
     count = 8 if quick else _QUESTIONS
-    text = _text([questions(kind, "train", count, 1) for kind in sorted(KINDS)])
+    text = text_of([questions(kind, "train", count, 1) for kind in sorted(KINDS)])
     settings = replace(_TRAINING, epochs=1, max_steps=1) if quick else _TRAINING
     for first, second in ((SMALL, FOUNDATION), (FOUNDATION, SMALL)):
         _stitched(results, zoo, (first, second), text, settings)
@@ -61,7 +61,7 @@ def measure_alternatives(results: Results, folder: Path, quick: bool, picture: P
         _fidelity(results, f"{own}.recovered", made.after)
         results.figure(f"{own}.bytes", made.nbytes[1] / made.nbytes[0], "of the block's")
         results.figure(f"{own}.speedup", made.seconds[0] / made.seconds[1], "times as fast, one sequence")
-    new = _text([examples(task, "held_out", count) for task in sorted(NEW_TASKS)])
+    new = text_of([examples(task, "held_out", count) for task in sorted(NEW_TASKS)])
     found = measure_depths(zoo, TUNED, new, FOUNDATION, window=settings.window)
     _fidelity(results, "depths.own", found.own)
     for name, depths in found.alternatives.items():
@@ -78,15 +78,15 @@ def make_models(folder: Path, quick: bool) -> Zoo:
     zoo, count = Zoo.create(folder / "alternatives"), 8 if quick else 4 * _QUESTIONS
     add(zoo, tiny.path(), FOUNDATION)
     steps = 2 if quick else None
-    old = _text([questions(kind, "train", count) for kind in sorted(KINDS)])
+    old = text_of([questions(kind, "train", count) for kind in sorted(KINDS)])
     untrained = other_width(folder, _WIDTH, _LAYERS)
-    add(zoo, _trained(untrained, folder / SMALL, old, _shortened(_SMALL, steps)), SMALL)
-    new = _text([examples(task, "train", count) for task in sorted(NEW_TASKS)])
-    add(zoo, _trained(tiny.path(), folder / TUNED, new, _shortened(_TUNED, steps)), TUNED, FOUNDATION)
+    add(zoo, trained(untrained, folder / SMALL, old, shortened(_SMALL, steps)), SMALL)
+    new = text_of([examples(task, "train", count) for task in sorted(NEW_TASKS)])
+    add(zoo, trained(tiny.path(), folder / TUNED, new, shortened(_TUNED, steps)), TUNED, FOUNDATION)
     return zoo
 
 
-def _trained(source: Path, folder: Path, text: str, settings: FullFineTuning) -> Path:
+def trained(source: Path, folder: Path, text: str, settings: FullFineTuning) -> Path:
     """A copy of a model, all of whose weights are trained on all tokens of a text."""
     model = load_model(source, torch.float32)
     ids = token_ids(load_tokenizer(source), text)
@@ -110,11 +110,11 @@ def _stitched(
     _fidelity(results, "stitch.small-alone", made.alone)
 
 
-def _shortened(settings: FullFineTuning, steps: int | None) -> FullFineTuning:
+def shortened(settings: FullFineTuning, steps: int | None) -> FullFineTuning:
     return settings if steps is None else replace(settings, max_steps=steps)
 
 
-def _text(kinds: Sequence[Sequence[Question]]) -> str:
+def text_of(kinds: Sequence[Sequence[Question]]) -> str:
     """Questions of several kinds, by turns, as the models see them."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.path())
     chats = [list(one.messages) for one in chain(*zip(*kinds, strict=True))]

@@ -27,7 +27,7 @@ def measure_memory(results: Results, zoo: Zoo, served: Served) -> None:
     in the foundation's engine has one of its own on either side."""
     engine = Engine(str(served.model), EngineConfig(calibrate=False))
     for name, folder in served.adapters.items():
-        engine.register_adapter(name, folder)
+        engine.adapters.register(name, folder)
     for name in served.adapters:
         engine.generate(_PROMPT, name, _ONE).result()
     accounts = engine.memory.ledger.accounts()
@@ -51,7 +51,7 @@ def measure_switch(results: Results, zoo: Zoo, served: Served, quick: bool) -> N
     rounds = 1 if quick else _ROUNDS
     ours, theirs, plain = list[float](), list[float](), list[float]()
     for name, folder in served.adapters.items():
-        ours.append(_seconds(partial(engine.load_adapter, name, folder), rounds))
+        ours.append(_seconds(partial(engine.adapters.load, name, folder), rounds))
         own = zoo.application(name)
         with exported(zoo, own.parent if own.is_adapter else name) as model:
             theirs.append(_seconds(partial(load_base, model), rounds))

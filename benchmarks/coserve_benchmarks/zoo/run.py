@@ -15,12 +15,13 @@ from coserve.zoo.views import serve_from
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
+from coserve_benchmarks.zoo.adaptive import measure_adaptive
 from coserve_benchmarks.zoo.alternatives import measure_alternatives
 from coserve_benchmarks.zoo.applications import FOUNDATION, SERVED, make_applications
 from coserve_benchmarks.zoo.loaded import measure_memory, measure_switch
 from coserve_benchmarks.zoo.serving import measure_serving
 
-GROUPS: Final = ("storage", "memory", "switch", "serving", "alternatives")
+GROUPS: Final = ("storage", "memory", "switch", "serving", "adaptive", "alternatives")
 BARS: Final[dict[str, Bar | None]] = {
     "storage.exact": Bar(0.45, at_most=True),
     "storage.with_alternatives": Bar(0.25, at_most=True),
@@ -38,16 +39,19 @@ def run_zoo(
     json_path: str | Path | None = None,
     picture: Path | None = None,
     depths: Path | None = None,
+    loads: Path | None = None,
 ) -> dict[str, Any]:
     """Measures the rows of some groups (all, by default) and returns what `--json` writes. Chains are drawn
-    to `picture`, alternatives by depth to `depths`. Raises ConfigError for an unknown group."""
+    to `picture`, alternatives by depth to `depths`, adapted answers by load to `loads`. Raises ConfigError
+    for an unknown group."""
     groups = GROUPS if only is None else tuple(only)
     bench = begin("tiny", quick, groups, GROUPS, json_path, BARS)
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="coserve-zoo-") as name:
         folder = Path(name)
         runs: dict[str, Callable[[], object]] = {
-            "alternatives": lambda: measure_alternatives(bench.results, folder, quick, depths)
+            "adaptive": lambda: measure_adaptive(bench.results, folder, quick, loads),
+            "alternatives": lambda: measure_alternatives(bench.results, folder, quick, depths),
         }
         if set(groups) - set(runs):
             zoo = Zoo.create(folder / "zoo")

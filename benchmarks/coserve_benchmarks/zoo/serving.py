@@ -46,7 +46,7 @@ class RunningEngine:
         self._engine = Engine(str(model), CONFIG)
         self._adapters = adapters
         for name, folder in adapters.items():
-            self._engine.load_adapter(name, folder)
+            self._engine.adapters.load(name, folder)
         self._answers: list[tuple[Asked, Completion]] = []
 
     @property

@@ -4,14 +4,15 @@ from typing import Final
 
 from coserve.adapters.paging.cache import AdapterCache
 from coserve.adapters.paging.stored import KnownVersion
+from coserve.core.request import BASE
 from coserve.errors import AdapterError, AdapterNotFound
 
 _REMEMBERED: Final = 4096  # names that are gone, of which the newest version's number is remembered
 
 
 class AdapterBank:
-    """Current versions by name. `publish` replaces one atomically. The adapter cache manages weights and
-    older versions."""
+    """Current versions by name, of all bases of an engine: a name is of one base. `publish` replaces one
+    atomically. The adapter cache manages weights and older versions."""
 
     def __init__(self, cache: AdapterCache) -> None:
         self._cache = cache
@@ -46,9 +47,10 @@ class AdapterBank:
             raise AdapterNotFound(f"there is no adapter {name!r} (known: {known})")
         return found
 
-    def next_version(self, name: str) -> int:
+    def next_version(self, name: str, base: str = BASE) -> int:
         """A version number never used for this name: old versions may still be in use, and cached pages of
-        removed ones must not match."""
+        removed ones must not match. Raises AdapterError for the name of another base's adapter."""
+        check_base(self._current.get(name), base)
         return 1 + self._newest[name] if name in self._newest else self._floor
 
     def remove(self, name: str) -> None:
@@ -64,6 +66,12 @@ class AdapterBank:
         while len(self._newest) > len(self._current) + _REMEMBERED:
             oldest = next(name for name in self._newest if name not in self._current)
             self._floor = max(self._floor, 1 + self._newest.pop(oldest))
+
+
+def check_base(version: KnownVersion | None, base: str) -> None:
+    """Raises AdapterError for an adapter of another base."""
+    if version is not None and version.base != base:
+        raise AdapterError(f"the adapter {version.name!r} is one of another base")
 
 
 def check_name(name: str) -> None:

@@ -60,6 +60,11 @@ class Bypass(ABC):
     dropout: float = 0.0
     note: str = ""  # what is worth saying when somebody trains it further
 
+    @property
+    def replaces(self) -> bool:
+        """Tells whether the output depends on the module's input alone: `instead` gives it."""
+        return False
+
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
         """Trained parameters by names unique at the place."""
@@ -80,6 +85,11 @@ class Bypass(ABC):
     def add_(self, x: Tensor, y: Tensor) -> None:
         """`add` in place and without a graph. Methods override it where they have a faster way."""
         y.copy_(self.add(x, y))
+
+    def instead(self, x: Tensor) -> Tensor:
+        """The module's output [rows, out] for x [rows, in], where the bypass `replaces` the module; without a
+        graph."""
+        raise NotImplementedError(f"{type(self).__name__} adds to what the module gives")
 
     def dropping(self, mask: Mask) -> "Bypass":
         """Returns the bypass with dropout `mask` on its input, for some rows of a training step."""
@@ -107,6 +117,17 @@ class SequentialBypass(Bypass):
 
     def in_type(self, dtype: torch.dtype, copy: bool = False) -> "SequentialBypass":
         return SequentialBypass([b.in_type(dtype, copy) for b in self.links], self.dropout)
+
+    @property
+    def replaces(self) -> bool:
+        return any(bypass.replaces for bypass in self.links)
+
+    def instead(self, x: Tensor) -> Tensor:
+        last = max(place for place, bypass in enumerate(self.links) if bypass.replaces)
+        y = self.links[last].instead(x)
+        for bypass in self.links[last + 1 :]:
+            bypass.add_(x, y)
+        return y
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         for bypass in self.links:

@@ -1,4 +1,4 @@
-"""The low-rank adapters of a step: their rows, slots, ranks and scales."""
+"""The adapters of a step: low-rank ones with their rows, slots, ranks and scales; what is left of others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,10 +7,12 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lowrank import is_lora
+from coserve.adapters.replace import Replacement
 from coserve.kernels.lora.backend import LoraBackend, LoraSegment
 from coserve.kernels.lora.segments import LoraBackends, LoraSegments
 from coserve.kernels.lora.slots import SlotWeights
-from coserve.kernels.native.lora import LoraRows
+from coserve.kernels.native.layer import LayerOwnWeights, OwnWeight
+from coserve.kernels.native.lora import LayerLora, LoraRows
 
 AdapterRows = tuple[slice, Bypasses]  # the rows of one adapter
 
@@ -41,7 +43,8 @@ class LoraBatch:
         self.adapters, self.slots = adapters, slots
         self._backends = LoraBackends()
         self._segments: dict[str, LoraSegments | None] = {}
-        self._native: dict[tuple[str, ...], Sequence[LoraRows | None] | None] = {}
+        self._native: dict[tuple[str, ...], LayerLora | None] = {}
+        self._own: dict[tuple[str, ...], LayerOwnWeights | None] = {}
         self.rest: list[AdapterRows] = []
         for rows, own in adapters:
             others = {path: bypass for path, bypass in own.outputs.items() if not is_lora(bypass)}
@@ -70,19 +73,25 @@ class LoraBatch:
         if segments is not None:
             segments.add_(x.flatten(0, -2), y)
 
-    def native(self, paths: tuple[str, ...]) -> Sequence[LoraRows | None] | None:
-        """The bypasses at each of these linears for kernels in C, None where one has none; None where some
-        are not read by kernels."""
+    def native(self, paths: tuple[str, ...]) -> LayerLora | None:
+        """The bypasses at these linears for the kernel of a whole layer; None where it does not read some."""
         if paths not in self._native:
             self._native[paths] = None if self.slots else self._readable(paths)
         return self._native[paths]
+
+    def own_weights(self, modules: tuple[str, ...], others: tuple[str, ...]) -> LayerOwnWeights | None:
+        """Weights that replace these linears and norms for some rows, for the kernel of a whole layer; None
+        where `rest` has anything else at these or the `others`."""
+        if modules not in self._own:
+            self._own[modules] = self._replacing(modules, others)
+        return self._own[modules]
 
     def _at(self, path: str) -> LoraSegments | None:
         if path not in self._segments:
             self._segments[path] = self.segments(path)
         return self._segments[path]
 
-    def _readable(self, paths: Sequence[str]) -> Sequence[LoraRows | None] | None:
+    def _readable(self, paths: Sequence[str]) -> LayerLora | None:
         found: list[LoraRows | None] = []
         for path in paths:
             segments = self._at(path)
@@ -90,7 +99,22 @@ class LoraBatch:
             if segments is not None and rows is None:
                 return None
             found.append(rows)
-        return found
+        return LayerLora(found)
+
+    def _replacing(self, modules: Sequence[str], others: Sequence[str]) -> LayerOwnWeights | None:
+        if any(path in own.inputs for _, own in self.rest for path in (*modules, *others)):
+            return None
+        if any(path in own.outputs for _, own in self.rest for path in others):
+            return None
+        found: list[list[OwnWeight]] = []
+        for path in modules:
+            applied = [(rows, own.outputs[path]) for rows, own in self.rest if path in own.outputs]
+            read = [bypass.readable(rows) for rows, bypass in applied if isinstance(bypass, Replacement)]
+            weights = [weight for weight in read if weight is not None]
+            if len(weights) < len(applied):
+                return None
+            found.append(weights)
+        return LayerOwnWeights(found)
 
     def segments(self, path: str, is_added: Sequence[bool] | None = None) -> LoraSegments | None:
         """The segments at a linear, None where there are none. `is_added` tells for each adapter whether its

@@ -1,12 +1,14 @@
 """An adapter's own modules in place of the base's: PEFT's `modules_to_save`, for any method, and LN tuning.
 
-For the adapter's rows the output of the base's module is not used.
+For the adapter's rows the output of the base's module is not used, except that of a norm; a step need not
+compute it for them (`Bypass.replaces`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +16,10 @@ from coserve.adapters.bypass import Bypass, Dense, Place, Side, exact_type
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
+from coserve.kernels.native import ops
+from coserve.kernels.native.layer import OwnWeight
 
+_FEW: Final = 32  # rows; with twice as many torch's product is as fast
 REPLACED = (Kind.LINEAR, Kind.NORM, Kind.EMBEDDING)
 _Self = TypeVar("_Self", bound="Replacement")
 
@@ -33,9 +38,23 @@ class Replacement(Bypass):
     def with_parameters(self: _Self, parameters: Mapping[str, Tensor]) -> _Self:
         return replace(self, weight=parameters["weight"], bias=parameters.get("bias"))
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
+    @property
+    def replaces(self) -> bool:
+        return True
+
+    def instead(self, x: Tensor) -> Tensor:
+        if len(x) <= _FEW and ops.takes(x, self.weight) and ops.reads(self.weight, self.bias):
+            return ops.linear_unpacked(x, self.weight, self.bias)
         given: Tensor = F.linear(x, self.weight, self.bias)
         return given
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.instead(x)
+
+    def readable(self, rows: slice) -> OwnWeight | None:
+        """The module's weights for a range of rows, for the kernel of a whole layer; None where it does not
+        read them."""
+        return OwnWeight(rows, self.weight, self.bias) if ops.reads(self.weight, self.bias) else None
 
     def merged(self, dense: Dense, side: Side) -> Dense:
         exact = exact_type(self.weight.dtype)
@@ -48,7 +67,7 @@ class EmbeddingReplacement(Replacement):
 
     factor: float = 1.0
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
+    def instead(self, x: Tensor) -> Tensor:
         return F.embedding(x, self.weight) * self.factor
 
 
@@ -61,11 +80,24 @@ class NormReplacement(Replacement):
     base: Dense | None = None
     gain: Tensor | None = None
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
+    @property
+    def replaces(self) -> bool:
+        return False  # it is made of the base's output
+
+    def readable(self, rows: slice) -> OwnWeight | None:
+        assert self.base is not None
+        has_bias = self.bias is not None or self.base.bias is not None
+        return None if has_bias else OwnWeight(rows, self._factors(torch.bfloat16))
+
+    def _factors(self, dtype: torch.dtype) -> Tensor:
+        """Factor of the base's output, biases aside: [width], differentiable."""
         assert self.base is not None and self.gain is not None
-        ratio = 1 + (self.weight.to(self.gain.dtype) - self.base.weight) / self.gain
+        return (1 + (self.weight.to(self.gain.dtype) - self.base.weight) / self.gain).to(dtype)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        assert self.base is not None
         normed = y if self.base.bias is None else y - self.base.bias
-        scaled = normed * ratio.to(y.dtype)
+        scaled = normed * self._factors(y.dtype)
         return scaled if self.bias is None else scaled + self.bias.to(y.dtype)
 
 

@@ -5,7 +5,7 @@ of which there is one for each group of linears that are given the same input. A
 when a step first has rows of it, and stays until the slot is needed for another, so decode steps only
 multiply. Eviction is least recently used, by plans' uses of sequences (`LoraSlotPools.use`) over all pools.
 Other rows (DoRA, IA3, long prompts, a pool's only adapter in the step) use their own bypasses, and so do all
-of low rank where a kernel in C multiplies by them (`kernels/native/lora.py`).
+where a kernel in C multiplies by them (`kernels/native/lora.py`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +20,13 @@ from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.adapters.lowrank import LoRABypass, is_lora
 from coserve.kernels.lora.dispatch import make_slot_backend, make_slot_tables, slot_bounds, slot_rank
 from coserve.kernels.lora.slots import SlotTables, SlotWeights
-from coserve.kernels.native.lora import LOW_RANK, computes
+from coserve.kernels.native.lora import computes
 
 # A CPU's memory is taken when it is first written, a GPU's when it is asked for: 256 slots of rank 16 at all
 # linears of an 8B model would be 21 GB. There tables begin with so many slots, and double when they are full.
 _FIRST_SLOTS: Final = 16
+
+_LAST: Final = 1 << 30  # of sort keys
 
 Shape = tuple[tuple[str, int], ...]  # of a pool: its linears' paths, and the rank of its slots at each
 
@@ -147,10 +149,13 @@ class LoraSlotPools:
         return sum(len(pool) for pool in self._pools.values())
 
     def order(self, bypasses: Bypasses) -> int:
-        """A sort key common to the adapters of one pool: sorted by it, their rows are contiguous."""
+        """A sort key common to the adapters of one pool: sorted by it, their rows are contiguous. Those
+        without low-rank bypasses come last, so that all others are one range with the base's."""
         if self._bounds is None:
             return 0
         shape = self._entry(bypasses).shape
+        if not shape:
+            return _LAST
         if shape not in self._numbers:
             self._numbers[shape] = next(self._count)
         return self._numbers[shape]
@@ -196,9 +201,7 @@ class LoraSlotPools:
     def _is_native(self, entry: SlotEntry) -> bool:
         """Tells whether a kernel in C multiplies by the version's own matrices faster than by slots."""
         found = entry.plain.values()
-        return bool(found) and all(
-            len(bypass.a) <= LOW_RANK and computes(bypass.a.dtype, self._device) for bypass in found
-        )
+        return bool(found) and all(computes(bypass.a.dtype, self._device) for bypass in found)
 
     def _slot_rows(self, shape: Shape, found: Sequence[tuple[slice, SlotEntry]]) -> SlotRows:
         pool = self._pools.get(shape)

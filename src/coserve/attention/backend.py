@@ -95,7 +95,7 @@ class AttentionBackend(Protocol[Metadata]):
         ...
 
     def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
-        """Makes pages what others were when `read_pages` copied their bytes to `data`."""
+        """Fills pages with the bytes in `data`, as `read_pages` copied them from others."""
         ...
 
     def build(self, common: CommonAttentionMetadata) -> Metadata:

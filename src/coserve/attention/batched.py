@@ -1,7 +1,8 @@
 """Attention with one batched product for all decode rows, and one call for each prefill chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -10,15 +11,22 @@ from coserve.attention.backend import CommonAttentionMetadata
 from coserve.attention.pool import KVPool
 from coserve.kernels.attention import AttentionSpec, attend, attend_decode
 from coserve.kernels.native import ops as native
-from coserve.kernels.native.layer import DecodePages
+from coserve.kernels.native.layer import DecodePages, LayerPages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodeRows:
-    """Sequences with one row each. `pages` [batch * n], padded; `lengths` [batch] including that row."""
+    """Sequences with one row each. `pages` [batch * n] of `page_size`, padded; `lengths` [batch] including
+    that row."""
 
     pages: Tensor
     lengths: Tensor
+    page_size: int
+
+    @cached_property
+    def native(self) -> DecodePages:
+        """The rows as kernels of whole layers read them."""
+        return DecodePages(self.pages.view(len(self.lengths), -1), self.lengths, self.page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +38,20 @@ class PrefillRows:
     pages: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchedMetadata:
-    """A pass's rows: decode rows, then chunks. `slot_mapping` [rows] are the slots of the rows' keys and
-    values; `biases` are the decode rows' masks by sliding window, made on first use."""
+    """A pass's rows: decode rows, then chunks. `find_slots` finds their slots; `biases` are the decode rows'
+    masks by sliding window, made on first use."""
 
-    slot_mapping: Tensor
+    find_slots: Callable[[], Tensor]
     decode: DecodeRows | None
     prefills: Sequence[PrefillRows]
     biases: dict[int | None, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def slot_mapping(self) -> Tensor:
+        """Slots [rows] of the rows' keys and values."""
+        return self.find_slots()
 
 
 class BatchedBackend(KVPool):
@@ -49,13 +62,13 @@ class BatchedBackend(KVPool):
         decodes, decode = common.num_decodes, None
         if decodes:
             pages = common.block_table[:decodes, : self._pages_for(max(common.seq_lens[:decodes]))]
-            decode = DecodeRows(pages.flatten(), common.positions[:decodes] + 1)
+            decode = DecodeRows(pages.flatten(), common.positions[:decodes] + 1, self.page_size)
         prefills = []
         for sequence in range(decodes, len(common.seq_lens)):
             count, end = common.query_lens[sequence], common.seq_lens[sequence]
             pages = common.block_table[sequence, : self._pages_for(end)]
             prefills.append(PrefillRows(end - count, count, pages))
-        return BatchedMetadata(self.slot_mapping(common), decode, prefills)
+        return BatchedMetadata(partial(self.slot_mapping, common), decode, prefills)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, metadata: BatchedMetadata, spec: AttentionSpec
@@ -79,15 +92,15 @@ class BatchedBackend(KVPool):
             outputs.append(v.new_zeros(1, padding, q.shape[1], v.shape[-1]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def decode_pages(self, layer: int, metadata: BatchedMetadata) -> DecodePages | None:
-        """The layer's pages of a pass's decode rows; None where it has other rows, or the layer has no pages
-        that kernels read."""
-        if metadata.decode is None or metadata.prefills or self.rounds or not self._owns[layer]:
+    def decode_pages(self, layers: Sequence[int], metadata: BatchedMetadata) -> LayerPages | None:
+        """The pages of a pass's decode rows in these layers; None where it has other rows, or a layer has no
+        pages that kernels read."""
+        if metadata.decode is None or metadata.prefills or self.rounds:
             return None
-        lengths = metadata.decode.lengths
-        table = metadata.decode.pages.view(len(lengths), -1)
-        keys, values = self._keys[layer].whole, self._values[layer].whole
-        return DecodePages(keys, values, metadata.slot_mapping, table, lengths, self.page_size)
+        if not all(self._owns[layer] for layer in layers):
+            return None
+        keys, values = ([of[layer].whole for layer in layers] for of in (self._keys, self._values))
+        return LayerPages(metadata.decode.native, keys, values)
 
     def _attend_decode(
         self, layer: int, q: Tensor, metadata: BatchedMetadata, rows: DecodeRows, spec: AttentionSpec

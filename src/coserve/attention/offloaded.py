@@ -53,7 +53,7 @@ class OffloadedSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _OffloadedPlace:
     """A sequence's place, and room for its tokens there."""
 
     place: Any
@@ -79,7 +79,7 @@ class OffloadedCache:
         self._caches, self._dtype, self._tier = caches, dtype, tier
         self._layers = [_layer_nbytes(cache, page_size, dtype) for cache in caches]  # of a page
         self._before = [sum(self._layers[:layer]) for layer in range(len(caches))]
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _OffloadedPlace] = {}
         self._lost: set[int] = set()
         self._told: dict[int, CoserveError] = {}
         self._reads = OffloadReads()
@@ -87,12 +87,12 @@ class OffloadedCache:
     def begin(self, key: int, pages: int) -> None:
         """Allocates room for all tokens that a sequence will have."""
         try:
-            self._held[key] = _Held(self._tier.take(pages * sum(self._layers)), pages)
+            self._held[key] = _OffloadedPlace(self._tier.take(pages * sum(self._layers)), pages)
         except (CoserveError, OSError) as error:
             self._lose(key, error)
 
     def end(self, key: int) -> None:
-        """Frees what a sequence has, if anything."""
+        """Frees a sequence's place, if it has one."""
         if (held := self._held.pop(key, None)) is not None:
             self._tier.free(held.place)
         self._lost.discard(key)
@@ -141,12 +141,12 @@ class OffloadedCache:
             found.add(keys, values, low)
         return found.result().transpose(0, 1)[None]
 
-    def _write(self, layer: int, held: _Held, start: int, k: Tensor, v: Tensor) -> None:
+    def _write(self, layer: int, held: _OffloadedPlace, start: int, k: Tensor, v: Tensor) -> None:
         rows = torch.cat([k.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)], dim=1)
         place = held.pages * self._before[layer] + start * rows.shape[1] * rows.element_size()
         self._tier.write(held.place, place, rows)
 
-    def _read(self, layer: int, held: _Held, start: int, count: int) -> tuple[Tensor, Tensor]:
+    def _read(self, layer: int, held: _OffloadedPlace, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Keys [groups, count, dk] and values [groups, count, dv] from position `start` on."""
         cache = self._caches[layer]
         row, begun = cache.width * self._dtype.itemsize, time.perf_counter()

@@ -56,7 +56,9 @@ class _Places(TypedDict, total=False):
     name: str
     state: str
     adapter_root: str
+    bases: dict[str, str]
     adapters: dict[str, str]
+    chains: dict[str, dict[str, str]]
 
 
 TABLES: Mapping[str, type] = {"server": ServerSettings, "client": ClientSettings}
@@ -67,7 +69,7 @@ def load_server_settings(
     config: Path | None,
     environment: Mapping[str, str] = os.environ,
 ) -> ServerSettings:
-    """All of a server's settings; without a model those of the embedded one.
+    """All of a server's settings; without a model, or with its name, those of the embedded one.
 
     `flags` has the structure of the file's table, without flags not given. Raises ConfigError.
     """
@@ -75,7 +77,7 @@ def load_server_settings(
     _convert(merged, _Places)
     if isinstance(tiers := merged.get("slo"), dict):  # a tier's other bounds stay those by default
         merged["slo"] = _merge({tier: _stated(slo) for tier, slo in DEFAULT_SLO.items()}, tiers)
-    if "model" not in merged:
+    if merged.get("model", EMBEDDED) == EMBEDDED and not Path(EMBEDDED).exists():
         from coserve import tiny
 
         merged |= {"model": str(tiny.path()), "name": merged.get("name", EMBEDDED)}
@@ -86,8 +88,14 @@ def load_server_settings(
     for key in ("state", "adapter_root"):
         if key in merged:
             merged[key] = str(Path(merged[key]).expanduser().absolute())
-    merged["adapters"] = {
-        name: str(Path(path).expanduser().absolute()) for name, path in merged.get("adapters", {}).items()
+    for table in ("bases", "adapters"):
+        merged[table] = {
+            name: str(Path(path).expanduser().absolute()) for name, path in merged.get(table, {}).items()
+        }
+    merged["chains"] = {
+        name: {chain: path and str(Path(path).expanduser().absolute()) for chain, path in own.items()}
+        for name, own in merged.get("chains", {}).items()
+        if own
     }
     return _convert(merged, ServerSettings)
 
@@ -227,7 +235,7 @@ def _paths(kind: type) -> Iterator[tuple[str, ...]]:
             yield from ((one.name, *path) for path in _paths(EngineConfig))
         elif one.name == "slo":
             yield from ((one.name, tier, bound.name) for tier in TIERS for bound in fields(SLO))
-        elif one.name not in ("adapters", "policy_options", "scheduler"):
+        elif one.name not in ("bases", "adapters", "adapter_bases", "chains", "policy_options", "scheduler"):
             yield (one.name,)
 
 
@@ -245,11 +253,13 @@ def _anchor(server: dict[str, Any], folder: Path) -> None:
     model = server.get("model")
     if isinstance(model, str) and model and (folder / Path(model).expanduser()).exists():
         server["model"] = str(folder / Path(model).expanduser())
-    if isinstance(adapters := server.get("adapters"), dict):
-        server["adapters"] = {
-            name: str(folder / Path(path).expanduser()) if isinstance(path, str) else path
-            for name, path in adapters.items()
-        }
+    chains = server.get("chains")
+    named = server.get("bases"), server.get("adapters")
+    tables: list[Any] = [*named, *(chains.values() if isinstance(chains, dict) else ())]
+    for paths in tables:
+        for name, path in paths.items() if isinstance(paths, dict) else ():
+            if path and isinstance(path, str):
+                paths[name] = str(folder / Path(path).expanduser())
 
 
 def _default_state(name: str) -> Path:

@@ -57,8 +57,8 @@ def finetune(
     method: Annotated[
         str | None,
         typer.Option(
-            help="supervised, dpo or orpo (pairs of answers), reinforcement (prompts and a --grader), "
-            "distillation (examples and a --teacher)."
+            help="supervised, dpo or orpo (pairs of answers), kto (answers with a label), reinforcement "
+            "(prompts and a --grader), distillation (examples and a --teacher)."
         ),
     ] = None,
     method_option: Annotated[

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from coserve.errors import ConfigError, DataError, WeightsUnreadable
+from coserve.errors import ConfigError, DataError, ValidationDataError, WeightsUnreadable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,9 +25,9 @@ _NAME: Final = "adapter"
 
 @dataclass(frozen=True, slots=True)
 class JobHere:
-    """What the command is given. `access` are settings of an engine that begin with "base", `hyperparameters`
-    and `optimizer` those of a job, `objective` its training method's type and settings; `validation` are
-    examples that are only measured, and `server` flags that only a server knows."""
+    """The arguments of the command. `access` are settings of an engine that begin with "base",
+    `hyperparameters` and `optimizer` those of a job, `objective` its training method's type and settings;
+    `validation` are examples that are only measured, and `server` flags that only a server knows."""
 
     file: Path
     model: str | None
@@ -73,7 +73,7 @@ def finetune_here(asked: JobHere) -> None:
     examples = () if asked.validation is None else _validation(engine, asked.validation, methods, training)
     job = engine.finetune(asked.file, _NAME, methods, training, objective=objective)
     _Watch(engine, job, examples, training.epochs).run()
-    engine.save_adapter(_NAME, output)
+    engine.adapters.save(_NAME, output)
     print(output)
 
 
@@ -98,14 +98,14 @@ def _config(engine: "Engine", asked: JobHere, objective: "Objective") -> "Traini
 def _validation(
     engine: "Engine", file: Path, methods: "tuple[object, ...]", training: "TrainingConfig"
 ) -> "Sequence[Example]":
-    """Examples of a validation file, read before anything is trained. Raises DataError."""
+    """Examples of a validation file, read before anything is trained. Raises ValidationDataError."""
     from coserve.engine.scoring import check_lengths
     from coserve.train.fresh import sketch_adapter
 
     try:
         examples = engine.prepare(file, training).examples
     except DataError as error:
-        raise DataError(f"validation {error}") from error
+        raise ValidationDataError(f"validation {error}") from error
     check_lengths(engine, examples, sketch_adapter(engine.base, _NAME, methods, training.seed).virtual.count)
     return examples
 
@@ -163,6 +163,6 @@ class _Watch:
             print(f"step {step}/{self._job.steps}  validation loss {result.loss:.4f}", flush=True)
             self._scored = None
         if self._scored is None and self._is_due:
-            key, self._is_due = self._engine.bank.look(_NAME).key, False
+            key, self._is_due = self._engine.adapters.bank.look(_NAME).key, False
             self._scored = self._job.history[-1].step, LossScoring(self._engine, key, self._examples)
         return self._scored is not None

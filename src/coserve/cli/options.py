@@ -1,7 +1,11 @@
 """Options that several commands share, and the client and configuration they select."""
 
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -102,3 +106,37 @@ def check_writable(flag: str, path: Path | None) -> None:
     """Raises ConfigError early where a flag's file could not be written after minutes of work."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"{flag} {path}: expected a file in a folder that exists")
+
+
+def unfolded(command: Callable[..., None]) -> Callable[..., None]:
+    """Replaces each parameter that is a dataclass by the dataclass's fields, with their annotations and
+    defaults, so that several commands can share a group of options."""
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        group: type[Any] = hints[name]
+        if not is_dataclass(group):
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        groups[name] = group
+        own = get_type_hints(group, include_extras=True)
+        for field in fields(group):
+            default = parameter.empty if field.default is MISSING else field.default
+            parameters.append(
+                parameter.replace(
+                    name=field.name,
+                    kind=parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=own[field.name],
+                )
+            )
+
+    @wraps(command)
+    def call(**options: Any) -> None:
+        for name, group in groups.items():
+            options[name] = group(**{field.name: options.pop(field.name) for field in fields(group)})
+        command(**options)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call

@@ -31,7 +31,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def resample(values: Sequence[float], most: int) -> list[float]:
-    """At most `most` values: neighbours are averaged."""
+    """Averages neighbours until at most `most` values are left."""
     count = min(most, len(values))
     edges = [len(values) * i // count for i in range(count + 1)] if count else []
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

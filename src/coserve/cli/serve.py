@@ -39,7 +39,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="A zoo: its only foundation, or MODEL in it, and all adapters and full fine-tunes of that, "
+            help="A zoo: its foundations, or MODEL in it, and all adapters and full fine-tunes of these, "
             "each by its own name.",
         ),
     ] = None,
@@ -171,8 +171,10 @@ def serve(
     from coserve.cli.output import print_json
 
     adapters = _adapters(adapter) if adapter else {}
+    stored: dict[str, Any] = {}
     if zoo is not None:
-        model, name, adapters = _from_zoo(zoo, model, name, adapters)
+        model, name, stored = _from_zoo(zoo, model, name, adapters)
+        adapters = stored["adapters"]
     flags: dict[str, Any] = given(
         model=model,
         host=host,
@@ -189,6 +191,7 @@ def serve(
         standby=False if no_standby else None,
         log_level=log_level,
         adapters=adapters or None,
+        **{table: stored.get(table) or None for table in ("chains", "bases", "adapter_bases")},
         slo=_slowdowns(slowdown) if slowdown else None,
         engine=given(
             device=device,
@@ -237,9 +240,9 @@ def serve(
 
 def _from_zoo(
     folder: Path, model: str | None, name: str | None, adapters: dict[str, str]
-) -> tuple[str, str, dict[str, str]]:
-    """The model's folder, its name, and adapters with those of a zoo. Raises ZooError, and ConfigError for an
-    adapter whose name is in the zoo."""
+) -> tuple[str, str, dict[str, Any]]:
+    """The model's folder, its name, and the settings of a zoo: adapters, with the given ones, further bases
+    and chains. Raises ZooError, and ConfigError for an adapter whose name is in the zoo."""
     import json
     import subprocess
 
@@ -252,9 +255,11 @@ def _from_zoo(
     served = json.loads(ran.stdout)
     for left, why in served["left_out"].items():
         print(f"{left} is not served: {why}", file=sys.stderr)
-    if taken := adapters.keys() & served["adapters"].keys():
-        raise ConfigError(f"--adapter {min(taken)}: the zoo has an adapter of that name")
-    return served["model"], name or served["name"], {**served["adapters"], **adapters}
+    if taken := adapters.keys() & {*served["adapters"], *served["bases"]}:
+        raise ConfigError(f"--adapter {min(taken)}: the zoo has a model or an adapter of that name")
+    settings = {table: served[table] for table in ("adapters", "chains", "bases", "adapter_bases")}
+    settings["adapters"] |= adapters
+    return served["model"], name or served["name"], settings
 
 
 def _check_model(model: str) -> None:

@@ -20,6 +20,7 @@ from coserve.core.size import read_size
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from coserve.simulate.advise import Wanted
     from coserve.simulate.loads import SimulatedLoad
     from coserve.simulate.runs import FleetSettings
     from coserve.simulate.sweep import Cell, Progress
@@ -62,6 +63,9 @@ def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, for intervals.")] = 1,
     engines: Annotated[int, typer.Option(min=1, help="Independent engines behind a router.")] = 1,
     degree: Annotated[int, typer.Option(min=1, help="Devices that share each engine's model.")] = 1,
+    stages: Annotated[
+        int, typer.Option(min=1, help="Stages of a pipeline in each engine, of --degree devices each.")
+    ] = 1,
     router: Annotated[str, typer.Option(help="least-loaded or round-robin.")] = "least-loaded",
     jobs: Annotated[int, typer.Option(min=0, help="Fine-tuning jobs without end on each engine.")] = 1,
     train_batch: Annotated[int, typer.Option(min=1, help="Examples of an optimizer step.")] = 4,
@@ -90,8 +94,17 @@ def simulate(
     advise: Annotated[
         bool, typer.Option("--advise", help="Find the cheapest fleet that holds --slo under the load.")
     ] = False,
-    within: Annotated[float, typer.Option(help="Share of requests within --slo, for --advise.")] = 0.99,
-    training: Annotated[float, typer.Option(help="Fine-tuning tokens a second, for --advise.")] = 0.0,
+    hold: Annotated[
+        bool,
+        typer.Option(
+            "--hold",
+            help="Find the most requests a second that the fleet holds --slo at, and its fine-tuning beside.",
+        ),
+    ] = False,
+    within: Annotated[float, typer.Option(help="Share of requests within --slo: --advise, --hold.")] = 0.99,
+    training: Annotated[
+        float, typer.Option(help="Fine-tuning tokens a second, at least: --advise, --hold.")
+    ] = 0.0,
     most: Annotated[int, typer.Option(min=1, help="Most devices, for --advise.")] = 64,
     price: Annotated[
         list[str] | None, typer.Option(metavar="HARDWARE=PRICE", help="Of a device, for --advise; else 1.")
@@ -134,6 +147,12 @@ def simulate(
         check_writable(flag, path)
     if advise and (flags := [flag for flag, path in drawn.items() if path is not None]):
         raise ConfigError(f"--advise draws nothing: {flags[0]} is for a sweep of the fleet that it names")
+    if advise or hold:
+        others = {"--hold": advise and hold, "--compare": any(compare), "--rate": hold and bool(rate)}
+        if wrong := [flag for flag, is_there in others.items() if is_there]:
+            raise ConfigError(f"{'--advise' if advise else '--hold'} does not go with {wrong[0]}")
+        if hold and not slo:
+            raise ConfigError("--hold needs bounds to hold, as --slo first_token=1,between_tokens=0.05")
     if measure is not None:
         from coserve.cli.simulate_measure import measure as measure_here
 
@@ -149,7 +168,7 @@ def simulate(
     choices = read_settings(setting or [])
     load = SimulatedLoad(
         seconds,
-        rate[0] if rate else None,
+        rate[0] if rate else 1.0 if hold else None,
         tuple(read_trace(trace)) if trace is not None else (),
         prompt,
         answer,
@@ -164,6 +183,7 @@ def simulate(
         "",
         engines=engines,
         degree=degree,
+        stages=stages,
         router=router,
         rank=rank,
         max_running=max_running,
@@ -174,10 +194,14 @@ def simulate(
     devices = hardware or ["h100"]
     results = _head(settings, load, devices)
     numbers = range(seed, seed + seeds)
+    wanted, refusal = read_wanted(within, training, most, price or [], devices), ""
     with _progress() as progress:
         if advise:
-            wanted = read_wanted(within, training, most, price or [], devices)
-            results |= _advise(settings, load, wanted, policies, devices, choices, numbers, progress)
+            found, refusal = _advise(settings, load, wanted, policies, devices, choices, numbers, progress)
+            results |= found
+        elif hold:
+            cells, held, refusal = _hold(settings, load, wanted, policies, devices, numbers, progress)
+            results |= {"cells": [cell.as_dict() for cell in cells], "held": held}
         else:
             cells = _sweep(settings, load, policies, devices, rate or [None], numbers, progress)
             results["cells"] = [cell.as_dict() for cell in cells]
@@ -185,6 +209,8 @@ def simulate(
                 results["compare"] = _compare(cells)
     if json_file is not None:
         json_file.write_text(compact_json(results), encoding="utf-8")
+    if refusal:
+        raise ConfigError(refusal)
     if plot is not None and "cells" in results:
         from coserve.cli.simulate_picture import draw
 
@@ -201,7 +227,7 @@ def simulate(
 
 
 def _head(settings: "FleetSettings", load: "SimulatedLoad", hardware: Sequence[str]) -> dict[str, Any]:
-    """What was simulated, for the JSON. Raises ConfigError for hardware that is not there."""
+    """The settings and the load of a simulation, for the JSON. Raises ConfigError for unknown hardware."""
     from coserve.simulate.times import table_named
 
     tables = {name: table_named(name) for name in hardware}
@@ -212,6 +238,7 @@ def _head(settings: "FleetSettings", load: "SimulatedLoad", hardware: Sequence[s
         "model": asdict(settings.shape),
         "engines": settings.engines,
         "degree": settings.degree,
+        "stages": settings.stages,
         "base_memory": settings.base_memory,
         "load": {
             "seconds": load.seconds,
@@ -240,15 +267,58 @@ def _sweep(
     progress: "Progress",
 ) -> "list[Cell]":
     """Runs all cells, and prints their table."""
-    from coserve.cli.output import print_table
     from coserve.simulate.sweep import sweep
 
     cells = [*sweep(settings, load, policies, hardware, rates, seeds, progress)]
-    rows = [_row(cell) for cell in cells]
-    print_table(_COLUMNS, rows, "")
+    _print_cells(cells)
+    return cells
+
+
+def _print_cells(cells: "Sequence[Cell]") -> None:
+    from coserve.cli.output import print_table
+
+    print_table(_COLUMNS, [_row(cell) for cell in cells], "")
     for refusal in dict.fromkeys(cell.refusal for cell in cells if cell.refusal):
         print(f"requests were refused, such as: {refusal}")
-    return cells
+
+
+def _hold(
+    settings: "FleetSettings",
+    load: "SimulatedLoad",
+    wanted: "Wanted",
+    policies: Sequence[str],
+    hardware: Sequence[str],
+    seeds: Sequence[int],
+    progress: "Progress",
+) -> "tuple[list[Cell], list[dict[str, Any]], str]":
+    """Finds the highest rates, and prints them: (cells, for JSON, why there are none)."""
+    from coserve.simulate.holding import hold
+
+    fleets = [replace(settings, policy=policy, hardware=device) for device in hardware for policy in policies]
+    cells: list[Cell] = []
+    held: list[dict[str, Any]] = []
+    told: list[str] = []
+    for fleet in fleets:
+        name = f"{fleet.devices} x {fleet.hardware} under {fleet.policy}"
+        if (found := hold(fleet, load, wanted, seeds, progress)) is None:
+            told.append(f"{name} hold no rate of which {load.seconds:g} s tell anything")
+            continue
+        cells += found.cells
+        held.append(found.as_dict())
+        training = found.cells[-1].mean("training") or 0.0
+        told.append(
+            f"{name} hold {found.rate:.3g} requests/s, and train {training:,.0f} tokens/s beside them"
+        )
+        told += [
+            f"  but not {cell.rate:.3g} requests/s, with {cell.mean('within') or 0.0:.1%} within their bounds"
+            for cell in found.missed(wanted)
+        ]
+    if not held:
+        return [], [], told[0]
+    _print_cells(cells)
+    print("\n".join(told))
+    _warn_of_few(cells, wanted)
+    return cells, held, ""
 
 
 _COLUMNS = (
@@ -304,32 +374,58 @@ def _compare(cells: "Sequence[Cell]") -> list[dict[str, Any]]:
 def _advise(
     settings: "FleetSettings",
     load: "SimulatedLoad",
-    wanted: Any,
+    wanted: "Wanted",
     policies: Sequence[str],
     hardware: Sequence[str],
     choices: dict[str, list[Any]],
     seeds: Sequence[int],
     progress: "Progress",
-) -> dict[str, Any]:
-    """Finds the cheapest fleets, and prints them."""
+) -> tuple[dict[str, Any], str]:
+    """Finds the cheapest fleets, and prints them: (for JSON, why there are none)."""
     from coserve.cli.output import print_table
     from coserve.simulate.advise import advise
 
+    missed: list[Cell] = []
     found = advise(
-        settings, load, wanted, policies, hardware, choices=choices, seeds=seeds, progress=progress
+        settings,
+        load,
+        wanted,
+        policies,
+        hardware,
+        choices=choices,
+        seeds=seeds,
+        progress=progress,
+        miss=missed.append,
     )
+    results = {"wanted": asdict(wanted), "advice": [advice.as_dict() for advice in found]}
+    if not found:
+        refusal = f"no fleet of at most {wanted.devices} devices holds it"
+        if not missed:
+            return results, refusal
+        nearest = max(missed, key=lambda cell: (cell.mean("within") or 0.0, cell.mean("training") or 0.0))
+        return results, f"{refusal}; the nearest that was tried: {wanted.missed(nearest)}"
     columns = ("price", "engines x devices", "settings", *_COLUMNS)
     rows = [
         (
             f"{advice.price:g}",
-            f"{advice.settings.engines} x {advice.settings.degree}",
+            f"{advice.settings.engines} x {advice.settings.engine_devices}",
             ", ".join(f"{name}={value}" for name, value in advice.settings.scheduler.items()),
             *_row(advice.cell),
         )
         for advice in found
     ]
-    print_table(columns, rows, f"no fleet of at most {wanted.devices} devices holds it")
-    return {"wanted": asdict(wanted), "advice": [advice.as_dict() for advice in found]}
+    print_table(columns, rows, "")
+    _warn_of_few([advice.cell for advice in found], wanted)
+    return results, ""
+
+
+def _warn_of_few(cells: "Sequence[Cell]", wanted: "Wanted") -> None:
+    """Says where runs have fewer requests than the share within their bounds can be told of."""
+    fewest = min(cell.mean("requests") or 0.0 for cell in cells)
+    if wanted.within < 1 and fewest * (1 - wanted.within) < 1:
+        print(
+            f"{fewest:,.0f} requests a run tell little of a share of {wanted.within:.4g}: more --seconds do"
+        )
 
 
 def _check(shape: str, quick: bool, only: list[str] | None, json_file: Path | None) -> None:

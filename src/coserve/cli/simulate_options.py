@@ -1,6 +1,7 @@
 """Parses options of `coserve simulate`."""
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from coserve.errors import ConfigError
@@ -32,7 +33,8 @@ def read_settings(texts: Sequence[str]) -> dict[str, list[Any]]:
 
     from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
 
-    known = {field.name for field in fields(SchedulerConfig)} - SET_BY_ENGINE
+    types = {one.name: str(one.type) for one in fields(SchedulerConfig)}
+    known = types.keys() - SET_BY_ENGINE
     found: dict[str, list[Any]] = {}
     for text in texts:
         name, _, values = text.partition("=")
@@ -41,6 +43,8 @@ def read_settings(texts: Sequence[str]) -> dict[str, list[Any]]:
                 f"--setting: there is no setting {name!r}; there are {', '.join(sorted(known))}"
             )
         found[name] = [_number("--setting", name, value) for value in values.split(",")]
+        if "int" in types[name] and any(type(value) is not int for value in found[name]):
+            raise ConfigError(f"--setting: {name} needs a whole number, not {values!r}")
     return found
 
 
@@ -50,19 +54,24 @@ def _number(flag: str, name: str, text: str) -> Any:
     except ValueError:
         pass
     try:
-        return float(text)
+        found = float(text)
     except ValueError as error:
         raise ConfigError(f"{flag}: {name} needs a number, not {text!r}") from error
+    if not isfinite(found):
+        raise ConfigError(f"{flag}: {name} needs a finite number, not {text!r}")
+    return found
 
 
 def read_wanted(
     within: float, training: float, most: int, prices: Sequence[str], hardware: Sequence[str]
 ) -> "Wanted":
-    """What a fleet is to hold, with the prices of the `hardware` that is asked for. Raises ConfigError."""
+    """The demands on a fleet, with the prices of the given `hardware`. Raises ConfigError."""
     from coserve.simulate.advise import Wanted
 
     if not 0 < within <= 1:
         raise ConfigError(f"--within is a share of requests, above 0 and at most 1, not {within:g}")
+    if not 0 <= training < float("inf"):
+        raise ConfigError(f"--training is a number of tokens a second, not {training:g}")
     found = {}
     for text in prices:
         name, _, value = text.partition("=")

@@ -34,6 +34,7 @@ for command in (
     zoo_alternatives.profile,
     zoo_alternatives.stitch,
     zoo_alternatives.prune,
+    zoo_alternatives.approximate,
     zoo_alternatives.depths,
 ):
     app.command()(command)
@@ -163,9 +164,13 @@ def show(
         return
     print_table(("name", "blocks", "shared"), list(rows_of(shown, labels)), "the zoo is empty")
     print(f"{len(distinct(shown))} blocks in {len(shown)} chains")
-    columns, rows = zoo_alternatives.profile_rows(shown, labels, known)
-    if rows:
-        print_table(columns, rows, "")
+    ladders = opened.alternatives.all().values()
+    for columns, rows in (
+        zoo_alternatives.profile_rows(shown, labels, known),
+        zoo_alternatives.ladder_rows(ladders, {one: applications[one] for one in shown}),
+    ):
+        if rows:
+            print_table(columns, rows, "")
 
 
 @app.command()
@@ -299,6 +304,12 @@ def views(model: Annotated[str | None, typer.Argument(metavar="NAME")] = None, z
     print_json({
         "name": served.name, "model": str(served.model.absolute()), "left_out": dict(served.left_out),
         "adapters": {name: str(folder.absolute()) for name, folder in served.adapters.items()},
+        "chains": {
+            name: {chain: str((folder and folder.absolute()) or "") for chain, folder in own.items()}
+            for name, own in served.chains.items()
+        },
+        "bases": {name: str(folder.absolute()) for name, folder in served.bases.items()},
+        "adapter_bases": dict(served.adapter_bases),
     })  # fmt: skip
 
 

@@ -1,12 +1,14 @@
-"""`coserve zoo profile`, `stitch`, `prune` and `depths`: seconds of blocks, and their stand-ins."""
+"""`coserve zoo profile`, `stitch`, `prune`, `approximate` and `depths`: seconds of blocks, and their
+stand-ins."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coserve.cli.options import AsJson, check_writable
+from coserve.cli.options import AsJson, check_writable, unfolded
 from coserve.cli.zoo_options import (
     DEFAULT,
     Folder,
@@ -21,7 +23,9 @@ from coserve.cli.zoo_options import (
 from coserve.zoo.alternatives import Criterion
 
 if TYPE_CHECKING:
-    from coserve.zoo.alternatives import Fidelity
+    from coserve.zoo.alternatives import Fidelity, StoredAlternative
+    from coserve.zoo.distilling import DistillationSettings, OnStep
+    from coserve.zoo.manifest import Application
     from coserve.zoo.partition import ChainBlock
     from coserve.zoo.profile import ComponentProfile, Profile
 
@@ -33,18 +37,45 @@ Text = Annotated[
         help="File with the text; the last fifth of it is held out, to judge by.",
     ),
 ]  # fmt: skip
-AlternativeName = Annotated[str | None, typer.Option("--name", help="Its name in the zoo.")]
-Epochs = Annotated[int, typer.Option(min=1, help="Times the text is gone through, at each point.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Windows of one optimizer step.")]
+NewName = Annotated[str | None, typer.Option("--name", help="Its name in the zoo.")]
 Window = Annotated[int, typer.Option(min=2, help="Tokens of a window.")]
-Rate = Annotated[float, typer.Option("--learning-rate", help="Of AdamW, at the start.")]
-MaxSteps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps at most, of an epoch at a point.")]
-Seed = Annotated[int, typer.Option(help="The same seed, the same result.")]
 Share = Annotated[float, typer.Option(help="Share of heads and neurons that is removed.")]
 By = Annotated[
     Criterion,
     typer.Option("--criterion", help="Importance of a weight: |w · dL/dw|, or w²."),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class AlternativeOptions:
+    """Options of the commands that train an alternative and add it to the zoo."""
+
+    text: Text
+    name: NewName = None
+    epochs: Annotated[int, typer.Option(min=1, help="Times the text is gone through, at each point.")] = 2
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows of one optimizer step.")] = 8
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Of AdamW, at the start.")] = 1e-3
+    window: Window = 64
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps at most, of an epoch at a point.")
+    ] = None
+    seed: Annotated[int, typer.Option(help="The same seed, the same result.")] = 0
+    zoo: Folder = DEFAULT
+    as_json: AsJson = False
+
+    @property
+    def settings(self) -> "DistillationSettings":
+        """The settings of training."""
+        from coserve.zoo.distilling import DistillationSettings
+
+        return DistillationSettings(
+            self.epochs, self.batch_size, self.learning_rate, self.window, self.max_steps, self.seed
+        )
+
+    @property
+    def on_step(self) -> "OnStep":
+        """Prints a line about a step of training; with `--json` nothing, as JSON stands alone."""
+        return _quiet if self.as_json else say_step
 
 
 def profile(
@@ -78,38 +109,28 @@ def profile(
     print(f"milliseconds of passes of that many sequences of {tokens} tokens, on {found.machine}")
 
 
+@unfolded
 def stitch(
     first: Annotated[str, typer.Argument(help="Model that chains begin in.", metavar="SMALL")],
     second: Annotated[str, typer.Argument(help="Model that they go on in.", metavar="LARGE")],
-    text: Text,
-    name: AlternativeName = None,
+    options: AlternativeOptions,
     layer: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Layers of SMALL in front of the stitch; may be repeated. Else all."),
     ] = None,
-    epochs: Epochs = 2,
-    batch_size: BatchSize = 8,
-    learning_rate: Rate = 1e-3,
-    window: Window = 64,
-    max_steps: MaxSteps = None,
-    seed: Seed = 0,
-    zoo: Folder = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Trains a stitching block, one linear for all points between two models of any widths, against the
     larger one's vocabulary distribution, and adds it to the zoo. LARGE may be the smaller one: then chains
     begin in the large model and end in the small one."""
     from coserve.cli.output import print_json, print_table
     from coserve.zoo.alternatives import Stitching
-    from coserve.zoo.distilling import DistillationSettings
     from coserve.zoo.stitching import stitch as train
 
-    settings = DistillationSettings(epochs, batch_size, learning_rate, window, max_steps, seed)
+    settings = options.settings
     without_bars()
-    opened, content = open_zoo(zoo), read_text(text)
-    on_step = _quiet if as_json else say_step
-    found = train(opened, first, second, content, name, layer or (), settings, on_step)
-    if as_json:
+    opened, content = open_zoo(options.zoo), read_text(options.text)
+    found = train(opened, first, second, content, options.name, layer or (), settings, options.on_step)
+    if options.as_json:
         print_json(as_builtins(found))
         return
     made = found.made
@@ -133,51 +154,41 @@ def stitch(
     )
 
 
+@unfolded
 def prune(
     model: Model,
     block: Annotated[
         str,
         typer.Argument(help="What becomes smaller: A3, F3, L3 (both) or a range as L2-4.", metavar="BLOCK"),
     ],
-    text: Text,
-    name: AlternativeName = None,
+    options: AlternativeOptions,
     share: Share = 0.5,
     criterion: By = Criterion.TAYLOR,
     rank: Annotated[int, typer.Option(min=1, help="Of the low-rank factors that recover it.")] = 8,
-    epochs: Epochs = 2,
-    batch_size: BatchSize = 8,
-    learning_rate: Rate = 1e-3,
-    window: Window = 64,
-    max_steps: MaxSteps = None,
-    seed: Seed = 0,
-    zoo: Folder = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Makes a surrogate of a block: removes heads and neurons, recovers it with low-rank factors, and adds it
     to the zoo."""
     from coserve.cli.output import print_json, print_table
     from coserve.core.size import show_size
     from coserve.zoo.alternatives import Pruning
-    from coserve.zoo.distilling import DistillationSettings
     from coserve.zoo.surrogates import make_surrogate
 
-    settings = DistillationSettings(epochs, batch_size, learning_rate, window, max_steps, seed)
+    settings = options.settings
     without_bars()
-    on_step = _quiet if as_json else say_step
     found = make_surrogate(
-        open_zoo(zoo),
+        open_zoo(options.zoo),
         model,
         block,
-        read_text(text),
+        read_text(options.text),
         this_machine(),
-        name,
+        options.name,
         share,
         criterion,
         rank,
         settings,
-        on_step,
+        options.on_step,
     )
-    if as_json:
+    if options.as_json:
         print_json(as_builtins(found))
         return
     made = found.made
@@ -194,6 +205,38 @@ def prune(
     )  # fmt: skip
     print_table(columns, [row], "")
     print(f"{found.name}: cosine similarities with {model} on held-out text, on {made.machine}")
+
+
+def approximate(
+    model: Annotated[str, typer.Argument(help="Name of a full fine-tune in the zoo.", metavar="MODEL")],
+    text: Text,
+    name: NewName = None,
+    chains: Annotated[int, typer.Option(min=1, help="Most chains that are made.")] = 4,
+    least: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Similarity that a chain needs with the model.")
+    ] = 0.9,
+    threshold: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Similarity from which components are equivalent.")
+    ] = 0.98,
+    window: Window = 64,
+    zoo: Folder = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Makes approximate chains of a full fine-tune, with its foundation's components in place of equivalent
+    ones, judges each as a whole, and allows a server to take them for requests that say `adaptive`. `remove`
+    takes that back."""
+    from coserve.cli.output import print_json, print_table
+    from coserve.zoo.ladders import make_ladder
+
+    without_bars()
+    opened = open_zoo(zoo)
+    found = make_ladder(opened, model, read_text(text), name, chains, least, threshold, window)
+    if as_json:
+        print_json(as_builtins(found))
+        return
+    columns, rows = ladder_rows([found], opened.applications())
+    print_table(columns, rows, "")
+    print(f"{found.name}: compared with {model} on held-out text")
 
 
 def depths(
@@ -259,6 +302,26 @@ def profile_rows(
         for name, title, own in found
     ]
     return ["name", "block", "size", "load", *_of_sizes(sizes)], rows
+
+
+def ladder_rows(
+    alternatives: Iterable["StoredAlternative"], applications: Mapping[str, "Application"]
+) -> tuple[list[str], list[list[str]]]:
+    """The columns and rows of a table of approximate chains, below the exact ones; those of applications that
+    are not given are left out."""
+    from coserve.core.size import show_size
+    from coserve.zoo.alternatives import Ladder
+    from coserve.zoo.chain import label
+
+    rows: list[list[str]] = []
+    for one in alternatives:
+        if isinstance(one.made, Ladder) and one.made.model in applications:
+            chain = applications[one.made.model].chain
+            rows.append([one.made.model, "", show_size(one.made.nbytes), *_judged(one.made.own)])
+            for own in one.made.chains:
+                parts = " ".join(label(chain, place) for place in own.places)
+                rows.append([own.name, parts, show_size(own.nbytes), *_judged(own.fidelity)])
+    return ["chain", "of the foundation", "own weights", *_JUDGED], rows
 
 
 _JUDGED = ("similarity", "agreement", "accuracy", "loss")

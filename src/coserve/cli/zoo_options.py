@@ -42,7 +42,7 @@ def read_text(file: Path) -> str:
 
 
 def this_machine() -> "Machine":
-    """What seconds measured here depend on."""
+    """This machine, on which measured seconds depend."""
     import torch
 
     from coserve.engine.remembered import device_name

@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
-from coserve.core.request import SamplingParams
+from coserve.core.request import BASE, SamplingParams
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec, Span
 from coserve.errors import CoserveError
 
@@ -17,7 +17,8 @@ class SequenceStart:
     of its own. That beginning is to be copied from page `template`, unless that is the page itself. Only
     sequences of one `scope` share pages with own tokens. The `swapped` pages after the shared ones were
     filled by an earlier `SwapIn`. An `offloaded` sequence has all its pages in slower memory from its first
-    segment on: they are numbered behind those of the device, and no other sequence reads them.
+    segment on: they are numbered behind those of the device, and no other sequence reads them. `base` is the
+    id of the base that its rows pass, here and in all that follows.
     """
 
     key: int
@@ -32,6 +33,7 @@ class SequenceStart:
     scope: str | None = ""
     swapped: int = 0
     offloaded: bool = False
+    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class InferenceSegment:
     adapter: str | None = None
     new_pages: tuple[int, ...] = ()
     offloaded: bool = False
+    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class MicroBatchStart:
     pass_number: int = 0
     reference: bool = False
     top_k: int = 0
+    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,7 @@ class TrainingSegment:
     direction: Direction
     span: Span
     layers: int
+    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,7 @@ class OptimStep:
     learning_rate: float = 0.0
     max_grad_norm: float | None = None
     optimizer: AdamW = AdamW()
+    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,7 @@ class Prefix:
     pages: tuple[int, ...]
     tokens: int
     rows: int = 0
+    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +323,7 @@ class StepResult:
     are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
     that writing and reading copies took. `lost` are offloaded sequences whose keys and values could not be
     written or read, and `offload_reads` what was read of all of them. `outputs` are those of micro-batches
-    that report and have ended, by key.
+    that report and have ended, by key. `beside` are the seconds, of `seconds`, of each base but the first.
     """
 
     seconds: float
@@ -332,3 +339,4 @@ class StepResult:
     lost: Mapping[int, CoserveError] = field(default_factory=dict)
     offload_reads: OffloadReads = OffloadReads()
     outputs: Mapping[int, MicroBatchOutput] = field(default_factory=dict)
+    beside: Mapping[str, float] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from typing import Final
 
 from coserve.errors import ConfigError
 
+BASE: Final = "base"  # id of an engine's first base, which is the only one in most engines
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -118,8 +119,8 @@ class Request:
     """A request for text from one base with at most one adapter version.
 
     `prompt` are token ids; `adapter` is the key of an adapter *version* (`name@3`), resolved when the request
-    is made and fixed from then on. `arrival` is on the engine's clock, in seconds. `base` names the
-    foundation model: one engine may hold several.
+    is made and fixed from then on. `arrival` is on the engine's clock, in seconds. `base` is the id of the
+    base that answers: one engine may hold several.
 
     An adapter may have `virtual` tokens: they precede the prompt, at positions 0 to `virtual - 1`, and are
     not counted in other fields. The last `virtual_rows` of them pass through the model first; keys and values
@@ -138,7 +139,7 @@ class Request:
     adapter: str | None = None
     slo: SLO = SLO()
     arrival: float = 0.0
-    base: str = "base"
+    base: str = BASE
     virtual: int = 0
     virtual_rows: int = 0
     scope: str | None = ""

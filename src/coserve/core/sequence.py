@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from coserve.core.request import FinishReason, Request
+from coserve.core.request import BASE, FinishReason, Request
 
 
 class Direction(Enum):
@@ -130,7 +130,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Known tokens, and those that plans under way will sample."""
-        return self.known + self.unsampled
+        return len(self.request.prompt) + len(self.output) + self.unsampled
 
     @property
     def newest_at(self) -> float | None:
@@ -139,8 +139,8 @@ class Sequence:
 
     @property
     def since_first(self) -> float | None:
-        """When the time after its first token begins in this engine: at that token, or when the answer was
-        taken over; None before."""
+        """Start of the time after its first token in this engine: that token's time, or the time when the
+        answer was taken over; None before."""
         return self.first_token_at if self.taken_over_at is None else self.taken_over_at
 
     @property
@@ -226,7 +226,7 @@ class MicroBatch:
     padding: tuple[int, ...] = ()
     prefix: int = 0
     prompt: int = 0
-    base: str = "base"
+    base: str = BASE
     tokens: tuple[int, ...] = ()
     labels: tuple[int, ...] = ()
     step_labels: int = 1

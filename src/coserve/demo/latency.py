@@ -34,7 +34,7 @@ def figures_of(waits: Sequence[float], bound: float | None) -> Waits:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _AnswerTimes:
     """One answer under way: its arrival, its first and newest token's times, and its longest gap."""
 
     asked: float
@@ -63,11 +63,11 @@ class Latencies:
     tokens: int = 0
     answers: int = 0  # that came to their end
     kept: int = 0  # of those, the ones whose waits are all within the bounds
-    _waiting: dict[int, _Waiting] = field(default_factory=dict)
+    _waiting: dict[int, _AnswerTimes] = field(default_factory=dict)
 
     def asked(self, key: int, at: float) -> None:
         """A request arrived."""
-        self._waiting[key] = _Waiting(at)
+        self._waiting[key] = _AnswerTimes(at)
 
     def token(self, key: int, at: float) -> None:
         """The request's next token reached the caller."""

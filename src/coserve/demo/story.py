@@ -286,7 +286,7 @@ class Story:
         pace = self.stage.play("Rehearsal", self.sources.taught(tried), self._share(15), self._slo)
         for job in jobs:
             job.cancel()
-            engine.unload_adapter(job.adapter)
+            engine.adapters.unload(job.adapter)
         self.stage.go_on()
         rows = pace.training_tokens_per_second * self.options.seconds / len(jobs)
         plans = []

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple, Protocol
 
 from coserve.core.size import show_size
-from coserve.engine.memory import EngineMemory, job_owner
+from coserve.engine.memory import EngineMemory, base_owner, job_owner
 from coserve.errors import OutOfMemory
 from coserve.executors.executor import Executor, SetLimits
 from coserve.memory.ledger import Account, Bytes
@@ -21,11 +21,11 @@ from coserve.train.config import TrainingConfig
 from coserve.train.fitting import JobSize, settings_that_fit
 from coserve.train.needs import JobNeeds, Steps, backward_bytes, replayed_bytes
 
-_BACKWARD: Final = "backward"  # what rows need on their way back, at a time
-# Jobs that have left between two times at which freed memory goes back. What 200 jobs of the embedded model
-# left in use was 0.04 MB, but blocks of many sizes spread over memory that is kept: the resident size grew by
-# 2.6 MB; with memory given back after every 25th it stayed within 0.3 MB over 375.
-# Giving back takes 0.2 to 0.4 ms a MiB.
+_BACKWARD: Final = "backward"  # ledger owner of the bytes of one backward pass
+# Freed memory is returned to the system after so many jobs have left. 200 jobs of the embedded model left
+# 0.04 MB in use, but the resident size grew by 2.6 MB, as blocks of many sizes spread over memory that is
+# kept. With memory returned after every 25th job it stayed within 0.3 MB over 375. Returning takes 0.2 to
+# 0.4 ms a MiB.
 _JOBS_UNTIL_RETURNED: Final = 16
 
 
@@ -36,17 +36,19 @@ class Applicant(Protocol):
     def job(self) -> str: ...
 
     def wait(self, reason: str) -> None:
-        """Is told why it waits."""
+        """Receives the reason for which it waits, whenever that changes."""
         ...
 
 
-class _Waiting(NamedTuple):
+class _WaitingJob(NamedTuple):
     applicant: Applicant
     start: Callable[[], None]
+    admission: "Admission"  # of its base
 
 
 class Admission:
-    """Admits jobs as far as bytes allow. All methods run between two steps."""
+    """Admits jobs of one base as far as bytes allow. Those of all bases of an engine wait in one line. All
+    methods run between two steps."""
 
     def __init__(
         self,
@@ -55,14 +57,21 @@ class Admission:
         base: Base,
         config: SchedulerConfig,
         steps: Steps,
+        beside: "Admission | None" = None,
     ) -> None:
-        """`steps` limits what one job may have under way at once."""
+        """`steps` limits what one job may have under way at once; `beside` is that of the engine's first
+        base."""
         self._memory, self._executor, self._base, self._steps = memory, executor, base, steps
-        self._row_nbytes = replayed_bytes(base, 1)  # once: it looks at every linear
+        self._base_owner = base_owner("base", memory.base_id)
+        self._backward_owner = base_owner(_BACKWARD, memory.base_id)
+        self._row_nbytes = replayed_bytes(base, 1)  # computed once, as it looks at every linear
         self._ledger = memory.ledger
-        self._waiting: dict[str, _Waiting] = {}  # the next one first
-        self._sizes: dict[str, JobSize] = {}  # of all that have entered and not left
-        self._left = 0  # jobs, since freed memory was given back
+        # Of all bases, the next one first.
+        self._waiting: dict[str, _WaitingJob] = {} if beside is None else beside._waiting
+        self._sizes: dict[str, JobSize] = {}  # of all admitted jobs
+        self._all: list[Admission] = [] if beside is None else beside._all  # of all bases
+        self._all.append(self)
+        self._left = 0  # jobs that have left since freed memory was returned
         self._reserved_rows = config.reserved_rows
         group = 0 if config.training_window is not None else config.reserved_rows
         executor.call(SetLimits(window_group_rows=group))
@@ -72,6 +81,10 @@ class Admission:
     def waiting(self) -> tuple[str, ...]:
         """Jobs that wait for bytes, the next one first."""
         return tuple(self._waiting)
+
+    def has(self, name: str) -> bool:
+        """Tells whether a job or session of this name, on any base, has entered and not left."""
+        return any(name in one._sizes for one in self._all)
 
     def check(self, name: str, size: JobSize) -> None:
         """Raises OutOfMemory, with settings that would fit, for a job that would not fit even alone."""
@@ -86,18 +99,18 @@ class Admission:
         )
 
     def enter(self, job: Applicant, size: JobSize, start: Callable[[], None]) -> bool:
-        """Reserves a job's bytes if they are free, and returns True. If not the job waits, is told the reason
-        whenever that changes, and `start` is called once they are."""
+        """Reserves a job's bytes if they are free, and returns True. Otherwise the job waits: its `wait`
+        receives the reason whenever that changes, and `start` is called once the bytes are free."""
         self._sizes[job.job] = size
         if not self._waiting and self._take(job.job):
             return True
-        self._waiting[job.job] = _Waiting(job, start)
+        self._waiting[job.job] = _WaitingJob(job, start, self)
         self._tell()
         return False
 
     def shrink(self, name: str, config: TrainingConfig) -> None:
         """Shrinks a job's reservation to that of leaner settings. Smaller micro-batches can add up to a few
-        more rows; where bytes for these are missing the reservation stays."""
+        more rows. Where the bytes for these are missing, the reservation stays."""
         self._ledger.charge(job_owner(name), Account.ACTIVATIONS, 0)
         before = self._sizes[name]
         self._sizes[name] = replace(before, config=config)
@@ -123,15 +136,15 @@ class Admission:
         """Starts waiting jobs in their order, as far as bytes allow."""
         while self._waiting:
             name, waiting = next(iter(self._waiting.items()))
-            if not self._take(name):
+            if not waiting.admission._take(name):
                 break
             waiting.start()
         self._tell()
 
     def window_rows(self) -> int:
-        """The most rows of a window that runs alone in the next step: bytes that are free now lend it more
-        than is reserved, for that step."""
-        nbytes = self._ledger.of(_BACKWARD) + self._memory.free_now()
+        """Most rows of a window that runs alone in the next step. Bytes that are free now are lent to it for
+        that step, beyond its reservation."""
+        nbytes = self._ledger.of(self._backward_owner) + self._memory.free_now()
         return max(self._reserved_rows, nbytes // self._row_nbytes)
 
     # Inside
@@ -154,8 +167,10 @@ class Admission:
         size, held = self._sizes[name], self._memory.held()
         return {
             job_owner(name): size.needs(self._base, self._steps).own,
-            _BACKWARD: {Account.WORKSPACES: self._backward({**self._running, name: size}.values())},
-            "base": {Account.BASE: held.base + held.base_to_train},
+            self._backward_owner: {
+                Account.WORKSPACES: self._backward({**self._running, name: size}.values())
+            },
+            self._base_owner: {Account.BASE: held.base + held.base_to_train},
         }
 
     @property
@@ -172,20 +187,22 @@ class Admission:
         """Reserves the backward bytes of all admitted jobs, and limits stored activations to what is
         reserved."""
         nbytes = self._backward(self._running.values())
-        self._ledger.reserve({_BACKWARD: {Account.WORKSPACES: nbytes}})
-        self._executor.call(SetLimits(activation_nbytes=self._ledger.accounts()[Account.ACTIVATIONS]))
+        self._ledger.reserve({self._backward_owner: {Account.WORKSPACES: nbytes}})
+        kept = sum(self._ledger.of(job_owner(name), Account.ACTIVATIONS) for name in self._running)
+        self._executor.call(SetLimits(activation_nbytes=kept))
 
     def _tell(self) -> None:
         self._memory.count_adapters()
-        for place, (job, _) in enumerate(self._waiting.values()):
-            job.wait(self._reason(place, job.job))
+        for place, waiting in enumerate(self._waiting.values()):
+            waiting.applicant.wait(waiting.admission._reason(place, waiting.applicant.job))
 
     def _reason(self, place: int, name: str) -> str:
         needed = show_size(self._sizes[name].needs(self._base, self._steps).total)
         if place:
             return f"waits for {needed} of memory, behind job {self.waiting[0]}"
         missing = self._ledger.missing(self._wanted(name))
-        holders = f"job {', '.join(self._running)} ends" if self._running else "an adapter is unloaded"
+        running = [job for one in self._all for job in one._running]
+        holders = f"job {', '.join(running)} ends" if running else "an adapter is unloaded"
         return f"waits for {needed} of memory, {show_size(missing)} more than are free, until {holders}"
 
 

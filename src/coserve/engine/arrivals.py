@@ -18,6 +18,14 @@ class Arrivals:
         self._coming = 0
         self._changed = threading.Condition()
 
+    def watch(self, executor: Executor) -> None:
+        """Pauses the training of another executor from now on."""
+        self._executor = executor
+
+    def pause_training(self) -> None:
+        """Stops the training under way at the next boundary between layers."""
+        self._executor.pause_training()
+
     def announce(self) -> None:
         """Counts a caller that waits for the end of the step, and pauses its training."""
         with self._changed:

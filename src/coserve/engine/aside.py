@@ -1,4 +1,4 @@
-"""Work aside from the engine's steps: at once, or on threads of a server."""
+"""Work that runs beside the engine's steps: at once, or on threads of a server."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar

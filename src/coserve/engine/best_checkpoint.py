@@ -1,6 +1,6 @@
-"""The best of a job's checkpoints by validation loss, and when there is no hope of a better one.
+"""The best of a job's checkpoints by validation loss, and early stopping.
 
-Names and rules are those of transformers' `EarlyStoppingCallback`: patience counts validations in a row whose
+Names and rules are those of transformers' `EarlyStoppingCallback`. Patience counts validations in a row whose
 loss is not lower than the lowest before by more than the threshold.
 """
 
@@ -12,7 +12,7 @@ class BestCheckpoint:
     """Follows the validation losses of one job.
 
     `known` are those of earlier checkpoints, by step; a job that goes on from step n measures later ones
-    again. Without a `patience` no number of them is too many.
+    again. Without a `patience` the job is never stopped.
     """
 
     def __init__(
@@ -48,5 +48,5 @@ class BestCheckpoint:
 
     @property
     def is_hopeless(self) -> bool:
-        """Tells whether the patience is over."""
+        """Tells whether more validations than the patience allows brought no gain."""
         return self._patience is not None and self.without_gain >= self._patience

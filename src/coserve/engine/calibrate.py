@@ -1,5 +1,6 @@
 """Measures the seconds of steps on this machine by running synthetic ones."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,7 +8,7 @@ from itertools import count, islice
 from statistics import median
 
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.core.plan import OptimStep, Plan, TrainingSegment
+from coserve.core.plan import OptimStep, Plan, StepResult, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.executor import (
@@ -28,7 +29,7 @@ from coserve.train.supervised import SupervisedSteps
 Sample = tuple[Features, float]
 
 _JOB = "calibration"
-_ROUNDS = 3  # the quickest run of a step counts: other load only makes it slower
+_ROUNDS = 3  # runs of each step, of which the quickest counts: other load only makes them slower
 _DECODE = ((1, 32), (4, 256), (16, 64), (16, 256))  # (sequences, cached tokens of each)
 _PREFILL = ((1, 32), (1, 128), (1, 256), (8, 32))  # (sequences, prompt tokens of each)
 _WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
@@ -43,7 +44,8 @@ def measure(executor: Executor, base: Base, page_size: int, pages: int, lean: bo
 
     Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Weights of a
     streamed base are not read, nor the time for it counted. Where memory is short (`lean`) windows are small
-    and adapters of rank 1. Must run before the engine serves requests: it writes into arbitrary pages.
+    and adapters of rank 1. Must run while the engine has no
+    requests and keeps no prefixes: it writes into arbitrary pages.
     """
     probe = _Probe(executor, base, page_size, lean)
     limit = min(pages * page_size, base.max_positions) - 2
@@ -69,14 +71,14 @@ def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) ->
     with _micro_batch(probe, 1, rows) as micro_batch:
         while not micro_batch.done:  # a half of the layers alone, the other beside answers
             with _next_half(micro_batch, rows) as window:
-                alone = probe.run(Plan(training=(window,)))[1]
+                alone = probe.timed(Plan(training=(window,)))[1]
             if micro_batch.is_paused:
                 with _next_half(micro_batch, rows) as window:
                     steps, seconds = _beside(probe, window)
                 answering += steps
                 training.append(seconds / alone)
     with _decoding(probe) as decode:
-        alone = median(probe.run(step)[1] for step in islice(decode, _ROUNDS))
+        alone = median(probe.timed(step)[1] for step in islice(decode, _ROUNDS))
     return (median(answering) / alone, median(training)) if all(answering) else None
 
 
@@ -95,8 +97,11 @@ class _Probe:
     def __init__(self, executor: Executor, base: Base, page_size: int, lean: bool = False) -> None:
         self.executor, self.base, self.page_size, self.lean = executor, base, page_size, lean
 
-    def run(self, plan: Plan) -> Sample:
-        features, result = Features.of(plan), self.executor.run(plan)
+    def run(self, plan: Plan) -> StepResult:
+        return self.executor.run(replace(plan, pauses=sys.maxsize))  # made after all that there were
+
+    def timed(self, plan: Plan) -> Sample:
+        features, result = Features.of(plan), self.run(plan)
         return features, result.seconds - result.reads.waited
 
     def sequence(self, tokens: int, answered: int, first_page: int, room: int = 1) -> Sequence:
@@ -117,13 +122,13 @@ def _next_half(micro_batch: MicroBatch, rows: int) -> Iterator[TrainingSegment]:
 
 
 def _beside(probe: _Probe, window: TrainingSegment) -> tuple[list[float], float]:
-    """Seconds of each decode step beside a window, and of the window; zeros where none ran beside."""
+    """Seconds of each decode step beside a window, and of the window; zeros where no step ran beside it."""
     with _decoding(probe) as steps:
-        result = probe.executor.run(replace(next(steps), training=(window,), split=0.5))
+        result = probe.run(replace(next(steps), training=(window,), split=0.5))
         answering = [result.lanes[0]]
         while not result.trained:
             step = next(steps, Plan())
-            result = probe.executor.run(replace(step, split=0.5))
+            result = probe.run(replace(step, split=0.5))
             answering += [result.lanes[0]] if step.inference else []
     return answering, result.lanes[1]
 
@@ -135,7 +140,7 @@ def _decoding(probe: _Probe) -> Iterator[Iterator[Plan]]:
     needed = -(-(context + _STEPS) // probe.page_size)
     answers = [probe.sequence(context, 1, i * needed, room=_STEPS) for i in range(batch)]
     yield (_next_tokens(answers) for _ in range(_STEPS))
-    probe.executor.run(Plan(released=tuple(answer.key for answer in answers)))
+    probe.run(Plan(released=tuple(answer.key for answer in answers)))
 
 
 def _next_tokens(answers: list[Sequence]) -> Plan:
@@ -154,8 +159,8 @@ def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
         answered = 1 if (batch, context) in _DECODE else 0
         answers = [probe.sequence(context, answered, i * pages) for i in range(batch)]
         start, rows = (context - 1, 1) if answered else (0, context)
-        yield probe.run(inference_plan((answer, start, rows) for answer in answers))
-        probe.executor.run(Plan(released=tuple(a.key for a in answers)))
+        yield probe.timed(inference_plan((answer, start, rows) for answer in answers))
+        probe.run(Plan(released=tuple(a.key for a in answers)))
 
 
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
@@ -165,7 +170,7 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
             continue
         with _micro_batch(probe, batch, rows) as micro_batch:
             yield from _there_and_back(probe, micro_batch, batch * rows, half)
-            yield probe.run(Plan(updates=(OptimStep(_JOB, learning_rate=1e-30),)))
+            yield probe.timed(Plan(updates=(OptimStep(_JOB, learning_rate=1e-30),)))
 
 
 @contextmanager
@@ -178,7 +183,7 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, training, probe.base.depth, buckets)
     executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=FreshAdapter.of((method,), 0)))
     (micro_batch,) = steps.next_step(_KEYS)
-    executor.run(Plan(micro_batches=announce_batches([micro_batch])))
+    probe.run(Plan(micro_batches=announce_batches([micro_batch])))
     yield micro_batch
     executor.call(CloseSession(_JOB))
     executor.call(DropAdapters((f"{_JOB}@0", f"{_JOB}@1")))
@@ -193,7 +198,7 @@ def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int
     while not micro_batch.done:
         span = micro_batch.next_span(depth if micro_batch.is_paused else half)
         window = training_segment(micro_batch, 0, rows, micro_batch.direction, span)
-        yield probe.run(replace(inference, training=(window,)))
+        yield probe.timed(replace(inference, training=(window,)))
         micro_batch.advance(0, rows, span)
         inference = Plan()
-    probe.executor.run(Plan(released=(answer.key,)))
+    probe.run(Plan(released=(answer.key,)))

@@ -12,6 +12,8 @@ from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import PreparedJob
+from coserve.engine.scoring import check_lengths
+from coserve.errors import AdapterError, DataError, ValidationDataError
 from coserve.executors.executor import FreshAdapter, TraceLayers
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
@@ -25,11 +27,29 @@ _FIRST: Final = 512  # examples read: a job needs at least the bytes for a part 
 
 
 def read_beginning(engine: Engine, spec: JobSpec) -> PreparedJob:
-    """Reads the job with only the first examples of its data. Takes no lock: steps go on meanwhile. Raises
-    DataError, AdapterError or ConfigError."""
+    """Reads the job with only the first examples of its data and of its validation. Takes no lock: steps go
+    on meanwhile. Raises DataError, AdapterError or ConfigError."""
     objective = objective_of(spec.objective, engine.config.grader_hosts)
     read = partial(engine.prepare, Path(spec.data), objective=objective, most=_FIRST)
-    return prepare_job(engine, spec, spec.job, read)
+    prepared = prepare_job(engine, spec, spec.job, read)
+    read_validation(engine, spec, prepared, _FIRST)
+    return prepared
+
+
+def read_validation(
+    engine: Engine, spec: JobSpec, prepared: PreparedJob, most: int | None = None
+) -> Prepared | None:
+    """The first `most` examples of a job's validation file, None where it has no file. Raises
+    ValidationDataError for those that are of another kind than the job learns from, or too long."""
+    if spec.validation is None:
+        return None
+    try:
+        found = engine.prepare(Path(spec.validation), prepared.config, prepared.objective, most)
+    except DataError as error:
+        raise ValidationDataError(f"validation {error}") from error
+    virtual = prepared.first(engine.base).virtual.count
+    check_lengths(engine, found.examples, virtual, prepared.answer_tokens)
+    return found
 
 
 def prepare_job(
@@ -83,8 +103,10 @@ def _first(
 
 
 def _read_adapter(engine: Engine, name: str, folder: str) -> AdapterVersion:
-    base = engine.base
-    return read_adapter(Path(folder), name, base, exact_type(base.dtype), base.device)
+    base, path = engine.base, Path(folder)
+    if not path.is_dir():
+        raise AdapterError(f"the adapter {path.name!r}, which it begins with or learns from, was deleted")
+    return read_adapter(path, name, base, exact_type(base.dtype), base.device)
 
 
 def _foresee(

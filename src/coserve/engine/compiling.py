@@ -12,7 +12,7 @@ from coserve.executors.executor import CompileGrammar, Executor
 from coserve.model.grammar import Grammar, Grammars
 from coserve.wire.messages import Submit
 
-SECONDS: Final = 10.0  # that compiling may take; the largest that a server lets through take 0.3
+SECONDS: Final = 10.0  # limit of one compilation; the largest grammar that a server accepts takes 0.3
 _THREADS: Final = 2  # so that a long compilation does not delay the others
 _TOO_LONG: Final = f"compiling the grammar takes longer than {SECONDS:.0f} s: use a smaller schema"
 
@@ -22,7 +22,7 @@ class _Compiling:
     """One grammar, and the requests that wait for it with their arrivals."""
 
     waiting: dict[str, tuple[Submit, float]] = field(default_factory=dict)
-    began: float | None = None  # when a thread began it
+    began: float | None = None  # time at which a thread began it
 
 
 class Compiling:
@@ -100,13 +100,14 @@ class Compiling:
         return grammar
 
     def _compiled(self, text: str, compiling: _Compiling, outcome: Outcome[Grammar | None]) -> None:
-        """Submits or refuses the waiting requests. The frame holds the grammar until each request does."""
+        """Submits or refuses the waiting requests. Its frame refers to the grammar until each request
+        does."""
         del self._under_way[text]
         if isinstance(outcome, CoserveError):
             self._refuse_all(compiling, outcome)
         for command, arrival in compiling.waiting.values():
             try:
-                if not self.keep(command, arrival):  # else it came when the thread had looked for somebody
+                if not self.keep(command, arrival):  # else it came after the thread had looked
                     self._submit(command, arrival)
             except BaseException as error:
                 self._refuse(command, error)

@@ -37,9 +37,12 @@ class Completion:
         drive: Callable[[], bool],
         cancel: Callable[[], None],
         grammar: Grammar | None = None,
+        alternative: int = 0,
     ) -> None:
-        """`grammar` is what the answer has to match, held until it ends."""
+        """`grammar` is the one that the answer has to match, held until it ends. `alternative` is the adapter
+        that answers: 0 is the one asked for, numbers from 1 on are the alternatives to it."""
         self.sequence = sequence
+        self.alternative = alternative
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
@@ -60,7 +63,7 @@ class Completion:
             while self._deltas:
                 yield self._deltas.popleft()
             if self.finish_reason is not None or not self._drive():
-                while self._deltas:  # another thread may have driven to the end meanwhile
+                while self._deltas:  # another thread may have reached the end meanwhile
                     yield self._deltas.popleft()
                 self._raise()
                 return

@@ -1,4 +1,4 @@
-"""One engine: a frozen base, its answers and its training."""
+"""One engine: frozen bases, mostly one, their answers and their training."""
 
 import random
 import threading
@@ -13,41 +13,34 @@ import torch
 from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank, check_name
-from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.adapters.paging.cache import AdapterCache, AdapterTier
-from coserve.adapters.paging.reader import Reader
-from coserve.adapters.paging.stored import KnownVersion, Outline, Outlines, StoredVersion
+from coserve.adapters.paging.stored import KnownVersion, StoredVersion
 from coserve.attention.offloaded import offloaded_page_nbytes
 from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, PassDone, RequestFailed, StepDone, TokenEvent
 from coserve.core.plan import StepResult
-from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.request import BASE, SLO, FinishReason, Request, SamplingParams
+from coserve.engine.adapters import EngineAdapters
 from coserve.engine.admission import Admission
+from coserve.engine.approximations import Approximations
 from coserve.engine.arrivals import Arrivals
+from coserve.engine.bases import Bases
 from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.memory import EngineMemory
-from coserve.engine.paged import PagedAdapters
 from coserve.engine.reading import Data, read_data
 from coserve.engine.rollouts import SCOPE, Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.engine.stats import count
 from coserve.engine.training import Training
 from coserve.engine.training_client import TrainingClient
-from coserve.errors import AdapterError, ConfigError, CoserveError, RequestError
-from coserve.executors.executor import (
-    CompileGrammar,
-    DropAdapters,
-    FetchAdapter,
-    LoadAdapter,
-    ReadAdapter,
-)
+from coserve.errors import ConfigError, CoserveError, RequestError
+from coserve.executors.executor import CompileGrammar
 from coserve.executors.opening import open_executor
 from coserve.memory.pages import PagePool
 from coserve.model.sampling_table import check_sampling
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.offloading import Offloading
@@ -71,7 +64,10 @@ class Engine:
     """Answers requests and trains adapters on one frozen base, in the same steps.
 
     `generate` and `finetune` return handles at once; iterating any handle drives `step`, which advances all
-    of them. Safe to use from several threads.
+    of them. `adapters` loads, registers and saves adapters. Safe to use from several threads.
+
+    More bases, of any width and depth, may join (`add_base`): each then has an `Engine` of its own for its
+    requests, adapters and jobs. All of these share one schedule, one ledger and their steps (BlockLLM, 4.3).
     """
 
     def __init__(
@@ -80,56 +76,141 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         tokenizer: Any = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        beside: "Engine | None" = None,
+        base_id: str = BASE,
     ) -> None:
-        self.config, self.clock = config, clock
-        policy = make_policy(config.policy, **config.policy_options)  # a wrong policy is refused first
-        self.memory = EngineMemory(config)
+        """`beside` and `base_id` are for `add_base`: the engine of the first base, and the id of this one."""
+        self.config, self.clock, self.base_id = config, clock, base_id
+        policy = make_policy(config.policy, **config.policy_options)  # refused before the model loads
+        self.memory: EngineMemory = EngineMemory(config, None if beside is None else beside.memory, base_id)
         special = config.allow_special_tokens
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
         opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.streaming = self.executor.spec.streaming
+        if beside is not None and self.streaming is not None:
+            raise ConfigError(f"engine.memory: the base {base_id!r} does not fit beside others")
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
         self._plans_ahead = config.plans_ahead and not reads and not config.base
         self.text = texts()
-        reader = Reader(self._read_stored, self.executor.pause_training)
-        room = self.executor.spec.host_room
-        self.cache = AdapterCache(reader.begin, self._drop_adapter, self.memory.stored_room, room)
-        self.bank = AdapterBank(self.cache)
-        self.completions: dict[int, Completion] = {}
         self._random = random.Random(config.seed)
         self._requests = 0
-        self._lock = threading.RLock()
-        self.arrivals = Arrivals(self.executor)
-        self.scheduler = self._make_scheduler(policy)
+        settings = self._scheduler_config()
+        self._pages, self.cost = PagePool(config.pages, config.page_size), CostModel()
+        if beside is None:
+            self.bases: Bases[Engine] = Bases(self.executor)
+            self.completions: dict[int, Completion] = {}
+            self._lock = threading.RLock()
+            self.arrivals = Arrivals(self.executor)
+            self.scheduler = self._make_scheduler(policy, settings)
+        else:
+            self.bases, self.completions, self._lock = beside.bases, beside.completions, beside._lock
+            self.arrivals, self.scheduler = beside.arrivals, beside.scheduler
         if self.streaming is not None:
             places = {*range(self.base.depth)} - self.streaming.plan.resident
-            self.scheduler.cost.reads.start(places, self.streaming.plan.read_nbytes, self.streaming.rate)
-        self.memory.open(self.executor, self.base, self.cache, self.scheduler.config)
-        self._outlines = Outlines(self.base, self.base.dtype, opened.slot_nbytes)
-        self.paged = PagedAdapters(self.cache, self.scheduler, reader)
-        admission = Admission(
-            self.memory, self.executor, self.base, self.scheduler.config, self._steps(policy)
+            self.cost.reads.start(places, self.streaming.plan.read_nbytes, self.streaming.rate)
+        self.adapters: EngineAdapters = EngineAdapters(
+            self.executor,
+            self.base,
+            self.scheduler.requests,
+            self.memory,
+            opened.slot_nbytes,
+            self._refuse_while_trained,
+            lambda: self.training.admission.advance(),
+            self._lock,
+            self.arrivals.pause_training,
+            None if beside is None else beside.adapters,
+            base_id,
         )
-        own = self.executor, self.base, self.bank, self.scheduler, admission
-        self.sessions = Sessions(*own, self._drive, self._lock)
+        self.memory.open(self.executor, self.base, self.adapters.cache, settings)
+        bound = None if config.deterministic else config.approximation_delay
+        self._approximations = Approximations(
+            self.adapters.cache,
+            self.scheduler,
+            self.adapters.reader,
+            self.memory,
+            self.base.nbytes,
+            self.cost,
+            bound,
+        )
+        admission = Admission(
+            self.memory,
+            self.executor,
+            self.base,
+            settings,
+            self._steps(policy, settings),
+            None if beside is None else beside.training.admission,
+        )
+        own = self.executor, self.base, self.adapters.bank, self.scheduler, admission
+        self.sessions = Sessions(*own, self._drive, self._lock, base_id)
         self.rollouts = Rollouts(self.generate, self.text, self._others_wait, config.max_running)
-        self.training = Training(
-            *own, self.sessions, self.rollouts, self._drive, self.save_adapter, self._lock
+        self.training: Training = Training(
+            *own, self.sessions, self.rollouts, self._drive, self.adapters.save, self._lock, base_id
         )
         if config.calibrate:
             self.calibrate()
+        self._join(settings)
+
+    def add_base(self, base: str, model: str | Path | PreTrainedModel, tokenizer: Any = None) -> "Engine":
+        """Loads one more base under the id `base`, with the settings of this engine, and returns its
+        `Engine`: what that answers and trains is in the same steps as all else.
+
+        It has pages of its own, as many as this engine's, a queue and bytes in common with all. Its preempted
+        sequences are computed again, and none is longer than its pages: the second tier is the first base's.
+        Takes seconds, in which nobody steps. Raises ModelError or ConfigError, with nothing changed.
+        """
+        with self.arrivals.arriving(), self._lock:
+            first = self.bases.first
+            first._check_more(base)
+            config = replace(self.config, swap_space=0, calibrate=False)
+            added = Engine(model, config, tokenizer, self.clock, beside=first, base_id=base)
+            if self.config.calibrate:
+                added.calibrate()
+            return added
+
+    def _check_more(self, base: str) -> None:
+        """Raises ConfigError where no base of this id can join."""
+        config = self.config
+        if not base or base in self.bases:
+            said = f"there is a base {base!r} already" if base else "a base's id must not be empty"
+            raise ConfigError(said)
+        for name, is_set in (
+            ("executor", config.executor != "local"),
+            ("async_scheduling", self._plans_ahead),
+            ("base", bool(config.base)),
+            ("base_memory", self.streaming is not None or config.base_memory != "auto"),
+        ):
+            if is_set:
+                raise ConfigError(f"engine.{name} is for engines of one base, and this one is to have more")
+
+    def _refuse_while_trained(self, adapter: str) -> None:
+        """Raises JobError if an adapter is in training, on whatever base."""
+        for engine in self.bases:
+            engine.training.refuse_while_trained(adapter)
+
+    def _join(self, settings: SchedulerConfig) -> None:
+        """Takes the work of this base into the steps from now on. Without a second tier of its own its
+        preempted sequences are computed again."""
+        self.bases.add(self.base_id, self, self.executor)
+        self.arrivals.watch(self.bases.device)
+        self.adapters.open()
+        if self.base_id != BASE:
+            self.scheduler.caches.add(self.base_id, BaseCache(settings, self._pages))
+            self.scheduler.cost.others[self.base_id] = self.cost
 
     def calibrate(self) -> None:
-        """Measures the costs of steps on this machine, in some seconds; nothing else may be under way."""
+        """Measures the costs of this base's steps on this machine, in some seconds; nothing else may be under
+        way."""
         room = self.base, self.config.page_size, self.config.pages
-        is_short = self.streaming is not None  # of memory
-        self.scheduler.cost.fit(measure(self.executor, *room, lean=is_short))
+        is_short = self.streaming is not None  # memory does not hold the base
+        self.cost.fit(measure(self.executor, *room, lean=is_short))
         self.memory.return_excess()
         threads = torch.get_num_threads()
-        # Two lanes would read a streamed base's weights twice.
-        if not is_short and (lanes := measure_lanes(self.executor, *room)) is not None:
-            self.scheduler.cost.lanes.start(*lanes)
+        # Two lanes would read a streamed base's weights twice, and several bases take turns.
+        is_first = self.base_id == BASE
+        if is_first and not is_short and (lanes := measure_lanes(self.executor, *room)) is not None:
+            self.cost.lanes.start(*lanes)
         torch.set_num_threads(threads)  # a lane's own number is MKL's for the whole process
 
     # The loop
@@ -138,29 +219,31 @@ class Engine:
         """Plans, runs and applies one step. Returns the events of all requests and jobs.
 
         Training alone lasts at most `scheduler.quantum`, as the caller may have requests that it hands over
-        after the step; with `scheduler.interruptible` all are announced (`arrivals`), and it lasts until one
-        is, at most `scheduler.max_quantum`.
+        after the step. With `scheduler.interruptible` all requests are announced (`arrivals`), and training
+        lasts until one is, at most `scheduler.max_quantum`.
         """
-        return self._step(self.scheduler.config.interruptible)
+        return self.bases.first._step(self.scheduler.config.interruptible)
 
     def _step(self, interruptible: bool) -> list[Event]:
+        """Runs one step of all bases; a method of the first one's engine."""
         with self._lock:
             self.scheduler.interruptible = interruptible
             is_awaited = self.arrivals.before_step()
-            if not self._is_stuck:  # commands would wait for the plan
-                self.paged.advance()
-            # A layer of training runs before who waits already gets the next step: not one of a large window.
-            self.scheduler.window_rows = 0 if is_awaited else self.training.admission.window_rows()
+            if not self._is_stuck:  # else commands would wait for the plan
+                self.adapters.paged.advance()
+            # A caller that waits already gets the next step after one layer: no large window in this one.
+            self.scheduler.window_rows = 0 if is_awaited else self._window_rows()
             result = self._next_result()
-            self._publish(result)
+            self.adapters.publish(result.updated.values())
             events = self.scheduler.apply(result, self.clock())
             for event in events:
                 self._deliver(event)
-            for event in self.rollouts.advance():
-                events.append(event)
-                self._deliver(event)
+            for engine in self.bases:
+                for event in engine.rollouts.advance():
+                    events.append(event)
+                    self._deliver(event)
             self.memory.return_excess()
-            return [e for e in events if not (isinstance(e, JobFailed) and e.job in self.jobs)]  # retried
+            return [e for e in events if not (isinstance(e, JobFailed) and self._is_retried(e.job))]
 
     def run(self) -> None:
         """Steps until nothing is left to do."""
@@ -180,23 +263,30 @@ class Engine:
         text: bool = True,
         scope: str | None = "",
         newcomer: bool = False,
+        alternatives: Sequence[str | None] = (),
     ) -> Completion:
         """Queues one request and returns its handle.
 
-        `prompt` is text, token ids, or chat messages; `adapter` a name (its current version is used to the
-        end) or a version's key. `arrival` is on the engine's clock and defaults to now. `continued` are the
-        answer's first tokens if another engine generated them: they count as its beginning, and the handle
-        reports only the tokens after them. Without `text` the answer stays tokens, and stop strings are left
-        to the caller. A prefix common to prompts of one `scope` is computed once; None shares nothing. The
-        first token of a `newcomer` goes first. Raises RequestError, AdapterNotFound or ConfigError, with
-        nothing queued.
+        `prompt` is text, token ids, or chat messages. `adapter` is a name, whose current version is used to
+        the end, or a version's key. `arrival` is on the engine's clock, in seconds, and defaults to now.
+        `continued` are the answer's first tokens if another engine generated them: they count as its
+        beginning, and the handle reports only the tokens after them. Without `text` the answer stays tokens,
+        and stop strings are left to the caller. A prefix common to prompts of one `scope` is computed once;
+        None shares nothing. The first token of a `newcomer` has priority.
+
+        Under load (`schedule.approximation`) one of the `alternatives`, names or keys of adapters, the most
+        accurate first, may answer in the adapter's place; None is the base. The handle tells which one does.
+        Raises RequestError, AdapterNotFound or ConfigError, with nothing queued.
         """
         # Before the lock is taken: no step waits while a grammar is compiled.
         grammar = check_sampling(sampling, self.base.vocabulary, self.grammars, continued)
         if grammar is not None:
             self.executor.call(CompileGrammar(grammar.text))
         with self.arrivals.arriving(), self._lock:
-            version = None if adapter is None else self.bank.look(adapter)
+            look = self.adapters.look
+            versions = [None if one is None else look(one) for one in (adapter, *alternatives)]
+            chosen = self._approximations.choose(versions, sampling.max_tokens, self.clock())
+            version = versions[chosen]
             request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
             request = replace(request, scope=scope, newcomer=newcomer)
             if unknown := [t for t in (*request.prompt, *continued) if not 0 <= t < self.base.vocabulary]:
@@ -205,14 +295,14 @@ class Engine:
                 raise ConfigError("stop strings need a tokenizer, and the engine was given none")
             stream = self.text.stream(sampling.stop) if text and self.text else None
             blocked = isinstance(version, StoredVersion)
-            sequence = self.scheduler.submit(request, self.clock(), continued, blocked)
+            sequence = self.scheduler.requests.submit(request, self.clock(), continued, blocked)
             cancel = partial(self._cancel_sequence, sequence.key)
-            completion = Completion(sequence, stream, self._drive, cancel, grammar)
+            completion = Completion(sequence, stream, self._drive, cancel, grammar, chosen)
             self.completions[sequence.key] = completion
             if completion.skip(continued):
-                self.scheduler.finish(sequence.key, FinishReason.STOP)
+                self.scheduler.requests.finish(sequence.key, FinishReason.STOP)
             if version is not None and not sequence.is_finished:
-                self.paged.came(sequence)
+                self.adapters.paged.came(sequence)
             return completion
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
@@ -226,73 +316,6 @@ class Engine:
         if self.text is None:
             raise ConfigError("text prompts need a tokenizer, and the engine was given none")
         return self.text.encode(prompt) if isinstance(prompt, str) else self.text.chat(cast(Messages, prompt))
-
-    # Adapters
-
-    def load_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
-        """Loads an adapter in PEFT's format, of any method, under `name`."""
-        base = self.base  # without the lock: steps go on meanwhile
-        return self.add_adapter(read_adapter(folder, name, base, base.dtype, base.device))
-
-    def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
-        """Publishes an adapter under its name, and keeps it in memory; returns it with its version number."""
-        with self._lock:
-            check_name(adapter.name)  # before the weights are on the device
-            self.training.refuse_while_trained(adapter.name)
-            self.memory.load(adapter)
-            adapter = replace(adapter, version=self.bank.next_version(adapter.name))
-            self.bank.publish(KnownVersion(adapter.name, adapter.version, self._load(adapter)))
-            return adapter
-
-    def register_adapter(self, name: str, folder: str | Path) -> StoredVersion:
-        """Publishes the adapter in `folder` under `name`; its weights stay on disk until a request needs
-        them, and may be evicted again. So the folder has to stay as it is."""
-        return self.add_stored(self.look_at_adapter(name, folder))
-
-    def look_at_adapter(self, name: str, folder: str | Path, new: bool = False) -> StoredVersion:
-        """Reads the outline of the adapter in `folder`, for `add_stored`. The weights of a `new` one are
-        checked, and not kept. Takes no lock. Raises AdapterError if the adapter does not fit this base."""
-        return self._outlines.look(name, folder, new)
-
-    def add_stored(self, stored: StoredVersion) -> StoredVersion:
-        """Publishes an adapter on disk under its name; returns it with its version number. Raises OutOfMemory
-        if it would never fit."""
-        with self._lock:
-            self.training.refuse_while_trained(stored.name)
-            self.memory.fit(stored.name, stored.cost)
-            stored = replace(stored, version=self.bank.next_version(stored.name))
-            self.bank.publish(stored)
-            return stored
-
-    def pin_adapter(self, name: str, pinned: bool = True) -> None:
-        """Loads a registered adapter and keeps it in memory, or unpins it."""
-        with self._lock:
-            self.paged.pin(self.bank.look(name).key, pinned)
-
-    def unload_adapter(self, name: str) -> None:
-        """Removes an adapter; answers under way keep it until they end."""
-        with self._lock:
-            self.training.refuse_while_trained(name)
-            self.bank.remove(name)
-            self.training.admission.advance()
-
-    def weights(self, name: str) -> AdapterVersion:
-        """An adapter's current version, or the version of a given key, with its weights, read from files if
-        they are not on the device. Raises AdapterNotFound."""
-        with self._lock:
-            known = self.bank.look(name)
-            if isinstance(known, StoredVersion) and self.cache.tier(known.key) is not AdapterTier.DEVICE:
-                return known.read(self.base, self.base.dtype, self.base.device)
-            return self.executor.call(FetchAdapter(known.key))
-
-    def save_adapter(self, name: str, folder: str | Path) -> None:
-        """Writes the adapter's current version in PEFT's format."""
-        with self._lock:
-            try:
-                config = self.base.model.config
-                write_adapter(self.weights(name), folder, str(config.name_or_path), config.model_type)
-            except OSError as error:
-                raise AdapterError(f"the adapter cannot be written to {folder}: {error.strerror}") from error
 
     # Fine-tuning
 
@@ -323,13 +346,13 @@ class Engine:
         aim = objective_of(objective)
         prepared = data if isinstance(data, Prepared) else self.prepare(data, training, aim)
         with self._lock:
-            start = self.weights(start_from) if isinstance(start_from, str) else start_from
+            start = self.adapters.weights(start_from) if isinstance(start_from, str) else start_from
             methods = tuple(method) if isinstance(method, Sequence) else (method,)
             reference = start if aim.has_reference else None
             if isinstance(aim, Distillation) and aim.teacher is not None:
-                reference = self.weights(aim.teacher)
+                reference = self.adapters.weights(aim.teacher)
             asked = PreparedJob(
-                job or f"job-{self.training.started + 1}", adapter, prepared, methods, training,
+                job or f"job-{self._started + 1}", adapter, prepared, methods, training,
                 start if resume is None else resume.adapter, resume, aim, reference,
             )  # fmt: skip
             return self.training.start(asked, keeping)
@@ -351,9 +374,9 @@ class Engine:
         its operations wait. Raises AdapterError, JobError, and OutOfMemory where it would never fit.
         """
         with self._lock:
-            start = self.weights(from_adapter) if isinstance(from_adapter, str) else from_adapter
+            start = self.adapters.weights(from_adapter) if isinstance(from_adapter, str) else from_adapter
             methods = tuple(method) if isinstance(method, Sequence) else (method,)
-            name = session or f"session-{self.sessions.opened + 1}"
+            name = session or f"session-{sum(one.sessions.opened for one in self.bases) + 1}"
             self.training.refuse_while_trained(adapter)
             self.training.refuse_taken(name)
             return self.sessions.open(name, adapter, methods, training, start)
@@ -373,15 +396,20 @@ class Engine:
 
     @property
     def jobs(self) -> dict[str, FineTuning]:
-        """Jobs that have not ended, by their ids."""
+        """Jobs on this base that have not ended, by their ids."""
         return self.training.jobs
+
+    @property
+    def _started(self) -> int:
+        """Jobs that were ever started, on all bases."""
+        return sum(one.training.started for one in self.bases)
 
     # State
 
     @property
     def has_work(self) -> bool:
         """Tells whether a step would do anything."""
-        return self.scheduler.has_work or self.rollouts.has_work
+        return self.scheduler.has_work or any(one.rollouts.has_work for one in self.bases)
 
     @property
     def _is_stuck(self) -> bool:
@@ -392,61 +420,52 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters since the start, and the current state."""
         with self._lock:
-            return count(self.scheduler, self.memory, self._pages, self.cache)
+            pages = [one._pages for one in self.bases]
+            return count(self.scheduler, self.memory, pages, self.adapters.cache)
 
     # Inside
 
     def _next_result(self) -> StepResult:
-        """The result of the oldest plan under way: of the last one where the base's weights could not be
-        read, and it stayed. With asynchronous scheduling the next plan is launched first, if it can be made
-        already. Not on a streamed or remote base: a command that a result leads to, such as one for a job's
-        state, would have to wait until that plan can run. Planning takes milliseconds, and its steps longer.
+        """The result of the oldest plan under way. A plan stays under way where the base's weights could not
+        be read.
+
+        With asynchronous scheduling the next plan is launched first, if it can be made already. A streamed or
+        remote base has none: a command that a result leads to, such as one for a job's state, would have to
+        wait until that plan can run, and planning takes milliseconds of its longer steps.
         """
         if not self.scheduler.under_way:
             plan = self.scheduler.plan(self.clock())
             if not self._plans_ahead:
-                return self.executor.run(plan)
-            self.executor.launch(plan)
+                return self.bases.device.run(plan)
+            self.bases.device.launch(plan)
         if self._plans_ahead and (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
-            self.executor.launch(ahead)
-        result = self.executor.collect()
+            self.bases.device.launch(ahead)
+        result = self.bases.device.collect()
         assert result is not None, "a plan that was launched has a result"
         return result
 
     def _others_wait(self) -> bool:
-        """Tells whether a request waits for room that is no job's rollout."""
-        return any(not (s.request.scope or "").startswith(SCOPE) for s in self.scheduler.waiting)
+        """Tells whether a request other than a job's rollout waits for room."""
+        return any(not (s.request.scope or "").startswith(SCOPE) for s in self.scheduler.requests.waiting)
 
-    def _read_stored(self, stored: StoredVersion) -> int:
-        """Loads a stored version onto the device; returns its bytes there. Runs on the reader's thread."""
-        return self.executor.call(ReadAdapter(stored)).nbytes
+    def _window_rows(self) -> int:
+        """The most rows of a window that runs alone in the next step, of whatever base."""
+        return min(one.training.admission.window_rows() for one in self.bases)
 
-    def _load(self, adapter: AdapterVersion) -> Outline:
-        return self.executor.call(LoadAdapter(adapter))
+    def _is_retried(self, job: str) -> bool:
+        """Tells whether a job whose step failed goes on."""
+        return any(job in one.jobs for one in self.bases)
 
-    def _drop_adapter(self, key: str, tier: AdapterTier) -> None:
-        self.executor.call(DropAdapters((key,), tier))
-
-    def _publish(self, result: StepResult) -> None:
-        """Publishes the versions of a step's optimizer steps, with the outlines of those before."""
-        for updated in result.updated.values():
-            name, _, number = updated.version.rpartition("@")
-            if name not in self.bank:  # removed while the plan was under way
-                self._drop_adapter(updated.version, AdapterTier.DEVICE)
-                continue
-            before = self.bank.look(name)
-            self.bank.publish(KnownVersion(name, int(number), before.outline))
-
-    def _steps(self, policy: Policy) -> Steps:
+    def _steps(self, policy: Policy, settings: SchedulerConfig) -> Steps:
         """Limits of a job's work under way at once."""
-        settings = self.scheduler.config
         window = settings.training_window or settings.reserved_rows
         return Steps(settings.micro_batches_in_flight, None if policy.whole else window, self.config.offload)
 
-    def _make_scheduler(self, policy: Policy) -> Scheduler:
+    def _scheduler_config(self) -> SchedulerConfig:
+        """Settings of the scheduler, with this base's limits. Raises ConfigError."""
         config = self.config
         try:
-            settings = SchedulerConfig(
+            return SchedulerConfig(
                 layers=self.base.depth,
                 max_positions=self.base.max_positions,
                 eos_token_ids=self.executor.spec.eos_ids,
@@ -457,8 +476,9 @@ class Engine:
             )
         except TypeError as error:
             raise ConfigError(f"engine.scheduler: {error}") from error
-        self._pages = PagePool(config.pages, config.page_size)
-        cost, spec = CostModel(), self.executor.spec
+
+    def _make_scheduler(self, policy: Policy, settings: SchedulerConfig) -> Scheduler:
+        config, cost, spec = self.config, self.cost, self.executor.spec
         swapping = Swapping(cost, spec.swap_pages, GUESS * spec.cache_nbytes / config.pages)
         offloading = Offloading(
             swapping, config.pages + 1, spec.offload_pages, config.page_size, spec.offload_refusal
@@ -487,6 +507,7 @@ class Engine:
             arrival=self.clock() if arrival is None else arrival,
             virtual=0 if version is None else version.virtual.count,
             virtual_rows=0 if version is None else version.virtual.prompt_count,
+            base=self.base_id,
         )
 
     def _drive(self) -> bool:
@@ -495,7 +516,7 @@ class Engine:
         with self._lock:
             if not self.has_work:
                 return False
-            self._step(interruptible=True)  # who else has requests is on another thread, and announces them
+            self.bases.first._step(interruptible=True)  # other threads announce their requests
             return True
 
     def _deliver(self, event: Event) -> None:
@@ -506,27 +527,28 @@ class Engine:
                 if event.finish_reason is not None:
                     self._complete(event.key, event.finish_reason)
                 elif stopped:
-                    self.scheduler.finish(event.key, FinishReason.STOP)
+                    self.scheduler.requests.finish(event.key, FinishReason.STOP)
             case Finished():
                 self._complete(event.key, event.finish_reason)
             case RequestFailed():
                 self._complete(event.key, FinishReason.CANCELLED, event.error)
             case PassDone() | StepDone() | JobFailed():
-                self.training.deliver(event)
-                self.sessions.deliver(event)
+                for engine in self.bases:
+                    engine.training.deliver(event)
+                    engine.sessions.deliver(event)
 
     def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
         completion = self.completions.pop(key)
         completion.finish(reason, error)
         adapter = completion.sequence.request.adapter
         if adapter is not None:
-            self.cache.release(adapter, key)
-            if self.training.admission.waiting:  # perhaps for this adapter's bytes
+            self.adapters.cache.release(adapter, key)
+            if self.training.admission.waiting:  # some may wait for this adapter's bytes
                 self.training.admission.advance()
 
     def _cancel_sequence(self, key: int) -> None:
         with self.arrivals.arriving(), self._lock:
-            self.scheduler.cancel(key)
+            self.scheduler.requests.cancel(key)
 
 
 def _text_of(model: str | Path | PreTrainedModel, special: bool) -> Text | None:

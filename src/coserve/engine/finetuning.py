@@ -34,10 +34,12 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A fine-tuning job with its data read. `methods` are the settings of its adapter's methods; `start` is
-    the version that training begins with, None for a fresh one; `resume` is the state to resume from.
-    `reference` is the adapter that an objective with a reference compares with, or that teaches; None is the
-    base alone."""
+    """A fine-tuning job with its data read.
+
+    `methods` are the settings of its adapter's methods. `start` is the version that training begins with,
+    None for a fresh one; `resume` is the state to resume from. `reference` is the adapter that an objective
+    compares with, or that teaches; None is the base alone.
+    """
 
     job: str
     adapter: str
@@ -56,7 +58,7 @@ class PreparedJob:
 
     @property
     def answer_tokens(self) -> int:
-        """The most tokens of an answer that is sampled for training; 0 where none is."""
+        """Most tokens of an answer that is sampled for training; 0 for objectives without such answers."""
         return self.objective.max_tokens if isinstance(self.objective, Reinforcement) else 0
 
     @property
@@ -71,7 +73,8 @@ class PreparedJob:
         return [sum(rows[i : i + group]) + self.answer_tokens for i in range(0, len(rows), group)]
 
     def check_objective(self, vocabulary: int) -> None:
-        """Raises ConfigError where a setting of the objective is none for a model of so many tokens."""
+        """Raises ConfigError where a setting of the objective is invalid for a model of `vocabulary`
+        tokens."""
         if isinstance(self.objective, Distillation) and self.objective.top_k > vocabulary:
             raise ConfigError(
                 f"distillation.top_k is {self.objective.top_k}, and the model has {vocabulary} tokens"
@@ -105,12 +108,12 @@ class Trainer(Protocol):
 
 
 class FineTuning:
-    """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`; both raise what made
-    it fail.
+    """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`; both raise the error
+    of a failed job.
 
     `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left. `status` is
-    queued (`reason` says what it waits for), running, and in the end succeeded, failed, cancelled or paused.
-    `notes` name deviations from the request.
+    queued (`reason` tells the cause), running, and in the end succeeded, failed, cancelled or paused. `notes`
+    name deviations from the request.
     """
 
     def __init__(
@@ -134,14 +137,14 @@ class FineTuning:
                 self._read += 1
                 yield self.history[self._read - 1]
             if not self.is_under_way or not self._trainer.drive():
-                yield from self.history[self._read :]  # another thread may have driven to the end meanwhile
+                yield from self.history[self._read :]  # another thread may have reached the end meanwhile
                 self._read = len(self.history)
                 self._raise()
                 return
 
     def result(self) -> "FineTuning":
-        """Runs the engine until the job has ended; raises the error of a failed job, or OutOfMemory where it
-        waits for bytes that nothing under way will free."""
+        """Runs the engine until the job has ended. Raises the error of a failed job, or OutOfMemory where the
+        job waits for bytes that no work under way will free."""
         while self.is_under_way and self._trainer.drive():
             pass
         self._raise()

@@ -5,11 +5,9 @@ from functools import partial
 from pathlib import Path
 
 from coserve.adapters.bypass import exact_type
-from coserve.engine.checking import prepare_job
+from coserve.engine.checking import prepare_job, read_validation
 from coserve.engine.engine import Engine
-from coserve.engine.scoring import check_lengths
 from coserve.engine.served_job import ReadJob
-from coserve.errors import DataError
 from coserve.train.checkpoint import newest_checkpoint, read_checkpoint
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
@@ -35,16 +33,9 @@ def read_job(engine: Engine, spec: JobSpec) -> ReadJob:
     if checkpoint is not None:
         resume = read_checkpoint(checkpoint.path, name, base, exact_type(base.dtype))
     prepared = prepare_job(engine, spec, name, _data(engine, spec), resume)
-    validation = reference = None
-    if spec.validation is not None:
-        try:
-            validation = engine.prepare(Path(spec.validation), prepared.config, prepared.objective)
-        except DataError as error:
-            raise DataError(f"validation {error}") from error
-        virtual = prepared.first(base).virtual.count
-        check_lengths(engine, validation.examples, virtual, prepared.answer_tokens)
-        if prepared.objective.has_reference and spec.start_from is not None:
-            reference = engine.look_at_adapter(reference_of(spec.job), spec.start_from)
+    validation, reference = read_validation(engine, spec, prepared), None
+    if validation is not None and prepared.objective.has_reference and spec.start_from is not None:
+        reference = engine.adapters.look_at(reference_of(spec.job), spec.start_from)
     return ReadJob(prepared, validation, checkpoint, reference)
 
 

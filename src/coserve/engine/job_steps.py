@@ -4,9 +4,9 @@ from coserve.adapters.virtual import Virtual
 from coserve.engine.finetuning import PreparedJob
 from coserve.model.base import Base
 from coserve.train.distilled import DistilledSteps
-from coserve.train.objectives import Distillation, Reinforcement, Supervised
+from coserve.train.objectives import KTO, Distillation, Reinforcement, Supervised
 from coserve.train.packing import Packing
-from coserve.train.preferences import PreferenceSteps
+from coserve.train.preferences import LabelledSteps, PreferenceSteps
 from coserve.train.reinforced import ReinforcedSteps
 from coserve.train.steps import JobSteps
 from coserve.train.supervised import SupervisedSteps
@@ -33,6 +33,11 @@ def make_steps(prepared: PreparedJob, adapter: str, base: Base) -> JobSteps:
                 objective, adapter, data.examples, config, packing, _of_reference(prepared, base),
                 data.digest, done,
             )  # fmt: skip
+        case KTO() as objective:
+            steps = LabelledSteps(
+                objective, adapter, data.examples, data.desirable, config, packing,
+                _of_reference(prepared, base), data.digest, done,
+            )  # fmt: skip
         case objective:
             steps = PreferenceSteps(
                 objective, adapter, data.examples, config, packing, _of_reference(prepared, base),
@@ -44,6 +49,6 @@ def make_steps(prepared: PreparedJob, adapter: str, base: Base) -> JobSteps:
 
 
 def _of_reference(prepared: PreparedJob, base: Base) -> Packing:
-    """Packs what a job's training is compared with: the base alone, or another adapter."""
+    """Packs the reference of a job's training: the base alone, or another adapter."""
     virtual = Virtual("") if prepared.reference is None else prepared.reference.virtual
     return Packing(prepared.job, base.depth, base.row_buckets, virtual.given_count, virtual.prompt_count)

@@ -25,7 +25,7 @@ from coserve.engine.job_files import adapter_of, read_job, reference_of
 from coserve.engine.scoring import Scoring
 from coserve.engine.served_job import PendingCheckpoint, ReadJob, ServedJob, leave_unscored
 from coserve.engine.validation import start_scoring
-from coserve.errors import CoserveError, JobError
+from coserve.errors import ConfigError, CoserveError, JobError
 from coserve.schedule.training_queue import starved_since
 from coserve.train.checkpoint import Checkpoint, write_checkpoint
 from coserve.train.objectives import Reinforcement
@@ -47,10 +47,6 @@ from coserve.wire.messages import (
 _GRADERS: Final = 4  # threads for the grader of a job
 
 
-def fault_of(error: CoserveError) -> Fault:
-    return Fault(type(error).__name__, str(error))
-
-
 class Jobs:
     """All jobs of one engine's process."""
 
@@ -61,7 +57,8 @@ class Jobs:
         self._unacknowledged: deque[Numbered] = deque()
         self._fresh: list[Numbered] = []  # not reported on this connection
         # Threads of its own for each job's grader: a slow one delays its own job alone.
-        engine.rollouts.asides = lambda: background.another(_GRADERS, "grader")
+        for one in engine.bases:
+            one.rollouts.asides = lambda: background.another(_GRADERS, "grader")
 
     # Commands of a server
 
@@ -92,10 +89,12 @@ class Jobs:
         if self._is_over(spec.job):  # its end is still to be reported
             return
         best = BestCheckpoint(spec.patience, spec.threshold, spec.validated) if spec.keep_best else None
-        self._jobs[spec.job] = job = ServedJob(spec, self._engine.clock(), command.weight, best)
-        self._background.do(
-            "reading the job", partial(read_job, self._engine, spec), partial(self._begin, job)
-        )
+        engine = next((one for one in self._engine.bases if one.base_id == spec.base), self._engine)
+        self._jobs[spec.job] = job = ServedJob(spec, engine, engine.clock(), command.weight, best)
+        if engine.base_id != spec.base:
+            self._give_up(job, ConfigError(f"there is no base {spec.base!r} in this engine"))
+            return
+        self._background.do("reading the job", partial(read_job, engine, spec), partial(self._begin, job))
 
     def stop(self, name: str, keep: bool) -> None:
         """Ends a job's training; with `keep` after a checkpoint of its state."""
@@ -140,7 +139,7 @@ class Jobs:
             return
         job.weight = weight
         if job.handle is not None and job.handle.status == JobStatus.RUNNING:
-            self._engine.training.set_weight(name, weight)
+            job.engine.training.set_weight(name, weight)
 
     def acknowledge(self, number: int) -> None:
         """Drops events up to this number."""
@@ -203,10 +202,10 @@ class Jobs:
         prepared = ready.prepared
         try:
             if ready.reference is not None:
-                self._engine.add_stored(ready.reference)
+                job.engine.adapters.add_stored(ready.reference)
             keeping = Keeping(job.spec.every, partial(self._keep, job))
             weighed = replace(prepared, config=replace(prepared.config, weight=job.weight))
-            job.handle = self._engine.training.start(weighed, keeping)
+            job.handle = job.engine.training.start(weighed, keeping)
         except CoserveError as error:
             self._end(job, JobStatus.FAILED, error)
             return
@@ -247,17 +246,17 @@ class Jobs:
         name = job.spec.job
         job.last = self._engine.clock()
         if handle.status == JobStatus.RUNNING:
-            self._engine.training.set_weight(name, job.weight)  # it may have changed while the job waited
+            job.engine.training.set_weight(name, job.weight)  # it may have changed while the job waited
         self._tell(_started(name, job.step, handle.steps, ready.prepared))
-        if ready.checkpoint is not None:  # the engine that wrote it may have died before reporting it
+        if ready.checkpoint is not None:  # the engine that wrote it may have ended before it reported it
             job.pending.append(PendingCheckpoint(self._scoring(job), ready.checkpoint))
             job.kept = ready.checkpoint.step
-        if handle.status == JobStatus.SUCCEEDED:  # nothing was left to do
+        if handle.status == JobStatus.SUCCEEDED:  # its last step was done already
             self._end(job, JobStatus.SUCCEEDED)
 
     def _stepped(self, job: ServedJob) -> None:
         assert job.handle is not None
-        now, updated = self._engine.clock(), job.handle.history[-1]  # with what its objective adds
+        now, updated = self._engine.clock(), job.handle.history[-1]  # with its objective's figures
         job.step = updated.step
         self._tell(
             JobStep(
@@ -280,12 +279,12 @@ class Jobs:
 
     def _keep(self, job: ServedJob, state: TrainingState) -> None:
         """Writes a state in the background. The state is a copy already."""
-        if state.step == job.kept:  # stopped just after one was due: two threads would write one folder
+        if state.step == job.kept:  # just written: two threads would write one folder
             return
         job.kept = state.step
         pending = PendingCheckpoint(self._scoring(job))
         job.pending.append(pending)
-        base_name = str(self._engine.base.model.config.name_or_path)
+        base_name = str(job.engine.base.model.config.name_or_path)
         write = partial(write_checkpoint, Path(job.spec.folder), state, base_name)
         self._background.do("writing the checkpoint", write, partial(self._written, job, pending))
 
@@ -293,8 +292,8 @@ class Jobs:
         """Starts scoring the version that the job has just published."""
         if job.ready is None:
             return None
-        version = self._engine.bank.look(adapter_of(job.spec.job))
-        return start_scoring(self._engine, version.key, job.ready, partial(self._advance, job))
+        version = job.engine.adapters.bank.look(adapter_of(job.spec.job))
+        return start_scoring(job.engine, version.key, job.ready, partial(self._advance, job))
 
     def _written(self, job: ServedJob, pending: PendingCheckpoint, outcome: Outcome[Checkpoint]) -> None:
         if not isinstance(outcome, CoserveError):
@@ -305,10 +304,10 @@ class Jobs:
             job.pending.remove(pending)
         if pending.scoring is not None:
             pending.scoring.cancel()
-        self._give_up(job, outcome)  # without its checkpoint the job has failed, whatever its end was
+        self._give_up(job, outcome)  # a job without its checkpoint has failed, however it ended
 
     def _end(self, job: ServedJob, status: JobStatus, error: CoserveError | None = None) -> None:
-        fault = None if error is None else fault_of(error)
+        fault = None if error is None else Fault.of(error)
         job.ending = JobEnded(job.spec.job, status, job.step, fault)
         self._settle(job)
 
@@ -337,8 +336,8 @@ class Jobs:
             return
         del self._jobs[name]
         for adapter in (adapter_of(name), reference_of(name)):
-            if adapter in self._engine.bank.names:  # not if it never began
-                self._engine.unload_adapter(adapter)
+            if adapter in self._engine.adapters.bank.names:  # not if it never began
+                job.engine.adapters.unload(adapter)
         if job.best is not None and job.ending.status == JobStatus.SUCCEEDED and job.best.best is not None:
             step, cost = job.best.best
             told = f"reward {-cost:.4f}" if _is_rewarded(job) else f"{cost:.4f}"
@@ -349,7 +348,8 @@ class Jobs:
             self.start(job.again)
 
     def _stop_if_hopeless(self, job: ServedJob, best: BestCheckpoint) -> None:
-        """Ends a job that trains and whose patience is over; what it has trained since is dropped."""
+        """Ends a job whose patience with early stopping is over. Steps since the best checkpoint are
+        dropped."""
         handle = job.handle
         if not best.is_hopeless or job.ending is not None or handle is None or not handle.is_under_way:
             return

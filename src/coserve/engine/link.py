@@ -23,8 +23,8 @@ from coserve.wire.codec import decode_commands, encode_answer
 from coserve.wire.messages import Acknowledge, Answer, Command
 
 _HEADER: Final = struct.Struct(">I")
-_LARGEST: Final = 64 << 20  # bytes of one frame that is read; a prompt of a million tokens has five
-_BACKLOG: Final = 64 << 20  # bytes not yet taken by a server; then it counts as dead
+_LARGEST: Final = 64 << 20  # bytes of one frame that is read; a prompt of a million tokens has 5 MB
+_BACKLOG: Final = 64 << 20  # bytes that a server has not read, from which on it counts as dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Inbox:
         self._arrivals: Arrivals | None = None
 
     def pauses(self, arrivals: Arrivals) -> None:
-        """Sets the `arrivals` that items are announced to."""
+        """Sets the `arrivals` to which items are announced."""
         self._arrivals = arrivals
 
     def put(self, item: Item) -> None:

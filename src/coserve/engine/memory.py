@@ -1,7 +1,7 @@
 """Memory of an engine: the ledger of its device, and the share of adapters.
 
 The base, the pages and a step's workspace are reserved for good. Jobs reserve through `engine.admission`;
-stored adapters have a set limit, or the rest.
+stored adapters have a set limit, or the rest. Bases of one engine share the ledger.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.paging.cache import AdapterCache
 from coserve.attention.offloaded import WORKSPACE as OFFLOAD_WORKSPACE
 from coserve.config import EngineConfig
+from coserve.core.request import BASE
 from coserve.core.size import read_memory, show_size
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.executors.executor import DeviceMemory, Executor, ReadMemory
@@ -20,31 +21,40 @@ from coserve.memory.budget import Capacity, budget_of, process_capacity
 from coserve.memory.compiled import bound_compiled_shapes, built_bytes
 from coserve.memory.ledger import Account, Bytes, Ledger
 from coserve.memory.malloc import resident_bytes, return_freed_memory
-from coserve.memory.measured import make_meter
+from coserve.memory.measured import Meter, make_meter
 from coserve.model.base import Base
 from coserve.model.load import usable_device
 from coserve.schedule.config import SchedulerConfig
 from coserve.train.needs import step_bytes
 
+_FIXED: Final = ("base", "pages", "steps")
 _ADAPTERS: Final = "adapters"
 _STORED: Final = "stored adapters"  # including those on disk
 _LIBRARIES: Final = "libraries"
-# Bytes by which a process beyond its budget grows before a step returns freed memory again: returning takes
-# 0.2 to 0.4 ms a MiB, and could otherwise find nothing in every step.
+# Bytes by which a process beyond its budget grows before a step returns freed memory again. Returning takes
+# 0.2 to 0.4 ms a MiB; without this bound every step would try it in vain.
 _REGROWN: Final = 8 << 20
 
 
 class EngineMemory:
-    """The ledger of one engine. All methods run between two steps."""
+    """The bytes of one base in the ledger of its engine, which all bases share (`beside` is that of the first
+    one). All methods run between two steps."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Must run before the model is loaded: the bytes free then are the capacity. Raises ConfigError where
-        the device cannot be used."""
+    def __init__(
+        self, config: EngineConfig, beside: "EngineMemory | None" = None, base_id: str = BASE
+    ) -> None:
+        """That of an engine's first base must be made before the model is loaded: the bytes free then are the
+        capacity. Raises ConfigError where the device cannot be used."""
+        self.base_id = base_id
         device = usable_device(config.device)
         bound_compiled_shapes()
-        self.meter = make_meter(device)
-        self.imports = resident_bytes()  # of the imports, which no budget counts
-        self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
+        self._all: list[EngineMemory] = [] if beside is None else beside._all  # of all bases that are loaded
+        self.meter: Meter = make_meter(device) if beside is None else beside.meter
+        # Bytes of the imports, which no budget counts.
+        self.imports: int = resident_bytes() if beside is None else beside.imports
+        self.ledger: Ledger = (
+            Ledger(budget_of(config.memory, device_capacity(device))) if beside is None else beside.ledger
+        )
         self._limit = _limit_of(config, self.ledger.budget)
         self._returned = 0  # resident bytes after freed memory was last returned
 
@@ -54,18 +64,20 @@ class EngineMemory:
         weights, pages = self.held().base, executor.spec.cache_nbytes
         workspace = step_bytes(base, config, pages) + OFFLOAD_WORKSPACE * (executor.spec.offload_pages > 0)
         fixed: dict[str, Bytes] = {
-            "base": {Account.BASE: weights},
-            "pages": {Account.PAGES: pages},
-            "steps": {Account.WORKSPACES: workspace},
+            base_owner("base", self.base_id): {Account.BASE: weights},
+            base_owner("pages", self.base_id): {Account.PAGES: pages},
+            base_owner("steps", self.base_id): {Account.WORKSPACES: workspace},
         }
         if missing := self.ledger.missing(fixed):
             raise ConfigError(
-                f"engine.memory: {show_size(self.ledger.budget)} are {show_size(missing)} too few for the "
+                f"engine.memory: {show_size(self.ledger.budget)} are {show_size(missing)} too few for "
+                f"{'the' if self.base_id == BASE else 'one more'} "
                 f"model ({show_size(weights)}), the cache ({show_size(pages)}; engine.cache_tokens) and a "
                 f"step ({show_size(workspace)})"
             )
         self.ledger.reserve(fixed)
-        if self._limit is not None:
+        self._all.append(self)
+        if self._limit is not None and self.base_id == BASE:
             asked = {_STORED: {Account.ADAPTERS: self._limit}}
             if missing := self.ledger.missing(asked):
                 raise ConfigError(
@@ -76,12 +88,15 @@ class EngineMemory:
 
     def count_process(self, grown: int | None = None) -> None:
         """Counts bytes that libraries took and will take beside the model, in a process of the engine's own.
-        What the process holds beyond its imports then stays within the budget: freed memory is returned to
-        the system where needed. Nothing is counted on a GPU. `grown` is what loading took beside the model
-        where it cannot be measured in this process. Raises ConfigError where there is no room."""
+
+        From then on the process's bytes beyond its imports stay within the budget: freed memory is returned
+        to the system where needed. Nothing is counted on a GPU. `grown` is the bytes that loading took beside
+        the model where they cannot be measured in this process. Raises ConfigError where there is no room.
+        """
         if self._base.device.type != "cpu":
             return
-        nbytes = (self._executor.spec.grown if grown is None else grown) + built_bytes()
+        loaded = sum(one._executor.spec.grown for one in self._all)
+        nbytes = (loaded if grown is None else grown) + built_bytes()
         wanted = {_LIBRARIES: {Account.LIBRARIES: nbytes}}
         if missing := self.ledger.missing(wanted):
             raise ConfigError(
@@ -105,11 +120,13 @@ class EngineMemory:
                 "than are free: unload others, let jobs end, or raise engine.memory"
             )
 
-    def stored_room(self) -> int:
-        """Bytes that all stored adapters may take in memory: the set limit, or all that is free."""
+    def stored_room(self, asks: bool = True) -> int:
+        """Bytes that all stored adapters may take in memory: the set limit, or all that is free, as the
+        device has it now or, unless it `asks`, had it last time."""
         if self._limit is not None:
             return self._limit
-        self.count_adapters()
+        if asks:
+            self.count_adapters()
         return self.ledger.free + self.ledger.of(_STORED)
 
     def fit(self, name: str, cost: int) -> None:
@@ -124,13 +141,14 @@ class EngineMemory:
     # State
 
     def audit(self) -> dict[Account, int]:
-        """Charges the bytes that are really held; returns bytes by account."""
-        held = self.held()
+        """Charges the bytes that the device holds, of all bases; returns bytes by account."""
         self.count_adapters()
-        self.ledger.charge("base", Account.BASE, held.base)
-        for job, accounts in held.sessions.items():
-            for account, nbytes in accounts.items():
-                self.ledger.charge(job_owner(job), account, nbytes)
+        for one in self._all:
+            held = one.held()
+            self.ledger.charge(base_owner("base", one.base_id), Account.BASE, held.base)
+            for job, accounts in held.sessions.items():
+                for account, nbytes in accounts.items():
+                    self.ledger.charge(job_owner(job), account, nbytes)
         self._returned = 0
         self.return_excess()
         return self.ledger.accounts()
@@ -144,13 +162,16 @@ class EngineMemory:
             self._returned = resident_bytes()
 
     def free_now(self) -> int:
-        """Bytes that nobody has, without asking the device; stored adapters that are being read count."""
+        """Bytes without an owner, without asking the device. Stored adapters that are being read count as
+        owners."""
         read = self._cache.nbytes().paged - self.ledger.of(_STORED)
         return max(self.ledger.free - max(read, 0), 0)
 
     def job_room(self) -> int:
         """Bytes available to a job that runs alone with no adapter loaded."""
-        fixed, held = sum(map(self.ledger.of, ("pages", "steps", _LIBRARIES))), self.held()
+        owners = {base_owner(name, one.base_id) for one in self._all for name in _FIXED}
+        owners -= {base_owner("base", self.base_id)}  # as it is now, and once a job trains
+        fixed, held = sum(map(self.ledger.of, (*owners, _LIBRARIES))), self.held()
         return self.ledger.budget - fixed - (self._limit or 0) - held.base - held.base_to_train
 
     def held(self) -> DeviceMemory:
@@ -159,10 +180,10 @@ class EngineMemory:
 
     def count_adapters(self) -> None:
         """Counts versions outside of jobs' reservations: loaded ones, finished ones, and those that answers
-        hold."""
-        held = self.held()
-        nbytes = self._cache.nbytes(held.slots)
-        own = sum(accounts[Account.ADAPTERS] for accounts in held.sessions.values())
+        hold, of all bases."""
+        held = [one.held() for one in self._all]
+        nbytes = self._cache.nbytes(sum(each.slots for each in held))
+        own = sum(accounts[Account.ADAPTERS] for each in held for accounts in each.sessions.values())
         self.ledger.charge(_STORED, Account.ADAPTERS, nbytes.paged)
         self.ledger.charge(_ADAPTERS, Account.ADAPTERS, nbytes.resident - own)
 
@@ -196,6 +217,11 @@ def device_capacity(device: torch.device) -> Capacity:
         free, total = torch.cuda.mem_get_info(device)
         return Capacity(total, free)
     return process_capacity()
+
+
+def base_owner(name: str, base_id: str) -> str:
+    """Name in the ledger of what each base has one of."""
+    return name if base_id == BASE else f"{name} of {base_id}"
 
 
 def job_owner(job: str) -> str:

@@ -6,7 +6,7 @@ from coserve.adapters.paging.cache import AdapterCache
 from coserve.adapters.paging.reader import Reads
 from coserve.core.sequence import Sequence
 from coserve.errors import CoserveError
-from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.open_requests import OpenRequests
 
 _PATIENT: Final = 4  # steps for which blocked requests give way to others, at most
 
@@ -16,13 +16,12 @@ class PagedAdapters:
     engine's lock.
 
     A request is blocked in the scheduler until its adapter is in memory, and pins the adapter until the
-    request ends. Reading starts when the request is queued. To keep steps short (two prompts in one delay its
-    tokens most), blocked requests enter one at a time, and for up to `_PATIENT` steps not beside other new
-    requests.
+    request ends. Reading starts when the request is queued. Two prompts in one step delay its tokens most, so
+    blocked requests enter one at a time, and for up to `_PATIENT` steps not beside other new requests.
     """
 
-    def __init__(self, cache: AdapterCache, scheduler: Scheduler, reads: Reads) -> None:
-        self._cache, self._scheduler, self._reads = cache, scheduler, reads
+    def __init__(self, cache: AdapterCache, requests: OpenRequests, reads: Reads) -> None:
+        self._cache, self._requests, self._reads = cache, requests, reads
         self._newest = 0  # key of the newest request seen running
         self._left_out = 0  # steps without an admission since one was ready
 
@@ -31,8 +30,8 @@ class PagedAdapters:
         read."""
         if not self._acquire(sequence):
             self._ask()
-        elif sequence in self._scheduler.blocked_on_adapter:
-            self._scheduler.unblock(sequence)
+        elif sequence in self._requests.blocked_on_adapter:
+            self._requests.unblock(sequence)
 
     def pin(self, key: str, pinned: bool) -> None:
         """Pins a version in memory, to be loaded when there is room, or unpins it. Raises what
@@ -57,7 +56,7 @@ class PagedAdapters:
         """Has missing adapters of blocked requests read; returns the requests whose adapters are in
         memory."""
         ready, wanted = [], []
-        for sequence in self._scheduler.blocked_on_adapter:
+        for sequence in self._requests.blocked_on_adapter:
             if self._acquire(sequence):
                 ready.append(sequence)
             else:
@@ -69,21 +68,21 @@ class PagedAdapters:
     def _let_in(self, ready: list[Sequence]) -> None:
         """Unblocks the most urgent of the `ready` unless other requests begin now; all of them on an idle
         engine."""
-        newest = max((sequence.key for sequence in self._scheduler.waiting), default=0)
+        newest = max((sequence.key for sequence in self._requests.waiting), default=0)
         others_begin, self._newest = newest > self._newest, max(newest, self._newest)
         if ready and others_begin and self._left_out < _PATIENT:
             self._left_out += 1
             return
         self._left_out = 0
-        is_idle = not self._scheduler.running and not self._scheduler.waiting
+        is_idle = not self._requests.running and not self._requests.waiting
         for sequence in ready if is_idle else ready[:1]:
-            self._scheduler.unblock(sequence)
+            self._requests.unblock(sequence)
 
     def _fail(self, key: str, error: CoserveError) -> None:
         """Fails the requests blocked on this version."""
-        for sequence in self._scheduler.blocked_on_adapter:
+        for sequence in self._requests.blocked_on_adapter:
             if _key(sequence) == key:
-                self._scheduler.fail(sequence.key, error)
+                self._requests.fail(sequence.key, error)
 
 
 def _key(sequence: Sequence) -> str:

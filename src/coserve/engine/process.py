@@ -11,6 +11,7 @@ server still has requests to pass on. Before the model is ready, SIGTERM exits a
 loses nothing that was reported.
 """
 
+import hashlib
 import logging
 import math
 import os
@@ -32,21 +33,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
 from coserve.adapters.sites import linear_names
+from coserve.core.request import BASE
 from coserve.core.size import show_size
 from coserve.engine.background import Background
 from coserve.engine.engine import Engine
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Item, Link, Received
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.worker import Worker
-from coserve.errors import CoserveError, WeightsUnreadable
+from coserve.errors import ConfigError, CoserveError, WeightsUnreadable
+from coserve.text.tokenizer import reads_alike
 from coserve.train.pruning.once import TRACING
 from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
-from coserve.wire.messages import Drain, Hello
+from coserve.wire.messages import Drain, FurtherBase, Hello
 
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# Seconds after which a thread that reads training data lets a step go on: with Python's own 5 ms, steps of
-# 4 ms took 21 beside it, with this 13.
+# Seconds for which a thread that reads training data keeps the interpreter from a step. With Python's default
+# of 5 ms, steps of 4 ms took 21 ms beside it; with this, 13 ms.
 SWITCH: Final = 5e-4
 _UNREADABLE: Final = 0.25  # seconds before weights that could not be read are read again
 _REMIND: Final = 60.0  # seconds until the log says again why all work waits
@@ -73,9 +76,10 @@ def main(pipes: SupervisorPipes) -> None:
         pipes.say(Status("loading"))
         engine = _load(start)
         engine.memory.count_process()
-        costs = _cost_file(start, engine)
+        costs = {one.base_id: _cost_file(start, one) for one in engine.bases}
         if start.config.calibrate:
-            know_costs(engine, costs, lambda: pipes.say(Status("measuring", _MEASURING)))
+            for one in engine.bases:
+                know_costs(one, costs[one.base_id], lambda: pipes.say(Status("measuring", _MEASURING)))
         link = Link(Path(start.socket), inbox)
     except CoserveError as error:
         pipes.say(Status("failed", str(error), kind=type(error).__name__))
@@ -84,15 +88,16 @@ def main(pipes: SupervisorPipes) -> None:
     hello = _hello(start, engine, seconds)
     inbox.pauses(engine.arrivals)
     worker = Worker(engine, hello, Background(inbox), costs)
-    engine.executor.on_progress(pipes.beat)
+    engine.bases.device.on_progress(pipes.beat)
     TRACING.on_progress = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()
     pipes.say(Status("ready", f"{_describe(hello)}; {_memory(engine)}", seconds))
     Loop(worker, inbox, pipes.beat).run()
     link.close()
-    if costs is not None:
-        costs.write(engine.scheduler.cost.learned)
+    for base, file in costs.items():
+        if file is not None:
+            file.write(engine.bases[base].cost.learned)
     pipes.say(Status("drained"))
     os._exit(0)  # does not wait for threads that still read jobs' data
 
@@ -101,17 +106,17 @@ class Loop:
     """Runs commands, a step and a report in turn until a drain is over. `beat` is called once a turn, and
     twice a second while idle.
 
-    While weights of a streamed base cannot be read, all work waits: steps are tried four times a second, and
-    commands, which take effect after the step under way, are kept in their order. A drain then ends at once,
-    without checkpoints: jobs go on from the last ones.
+    While weights of a streamed base cannot be read, all work waits. The step is tried again four times a
+    second, and commands, which take effect after it, are kept in their order. A drain then ends at once,
+    without checkpoints: jobs resume from the last ones.
     """
 
     def __init__(self, worker: Worker, inbox: Inbox, beat: Callable[[], object]) -> None:
         self._worker, self._inbox, self._beat = worker, inbox, beat
         self._server: Connection | None = None
         self._leaving = False  # as soon as no server is connected
-        self._kept: deque[Item] = deque()  # that came while weights could not be read
-        self._told = -math.inf  # when the log last had the reason
+        self._kept: deque[Item] = deque()  # items that came while weights could not be read
+        self._told = -math.inf  # time at which the log last had the reason
 
     def run(self) -> None:
         while not (self._worker.is_drained or self._gives_up):
@@ -204,27 +209,49 @@ def know_costs(engine: Engine, costs: CostFile | None, measuring: Callable[[], N
     called before measuring, which takes seconds."""
     found = None if costs is None else costs.read()
     if found is not None:
-        engine.scheduler.cost.recall(found)
+        engine.cost.recall(found)
         return
     measuring()
     engine.calibrate()
     if costs is not None:
-        costs.write(engine.scheduler.cost.learned)
+        costs.write(engine.cost.learned)
 
 
 def _load(start: EngineStart) -> Engine:
-    """Loads the engine, without step costs."""
+    """Loads the engine with all its bases, without step costs. Raises the error of a base that cannot be
+    loaded, with its id."""
     if start.threads is not None:
         torch.set_num_threads(start.threads)
     scheduler = {**start.config.scheduler, "interruptible": True}  # by messages to the inbox
-    return Engine(start.model, replace(start.config, calibrate=False, scheduler=scheduler))
+    engine = Engine(start.model, replace(start.config, calibrate=False, scheduler=scheduler))
+    for base, model in start.bases.items():
+        try:
+            added = engine.add_base(base, model)
+        except CoserveError as error:
+            raise type(error)(f"the base {base}: {error}") from error
+        _check_alike(engine, added)
+    return engine
+
+
+def _check_alike(engine: Engine, added: Engine) -> None:
+    """Raises ConfigError for a base whose tokenizer is another than the first base's, which the server reads
+    all texts with."""
+    first, other = engine.text, added.text
+    if first is None or other is None or not reads_alike(first.tokenizer, other.tokenizer):
+        raise ConfigError(
+            f"the base {added.base_id}: its tokenizer, special tokens or chat template are others than those "
+            "of the first base, and a server has one of these"
+        )
 
 
 def _cost_file(start: EngineStart, engine: Engine) -> CostFile | None:
-    """The file of measured costs; None where costs are not measured."""
+    """The file of a base's measured costs; None where costs are not measured."""
     if start.calibration is None or not start.config.calibrate:
         return None
-    return CostFile(Path(start.calibration), circumstances(engine.base, engine.config))
+    path = Path(start.calibration)
+    if engine.base_id != BASE:  # ids may have characters that names of files may not
+        path = path.with_stem(f"{path.stem}-{hashlib.sha256(engine.base_id.encode()).hexdigest()[:12]}")
+    return CostFile(path, circumstances(engine.base, engine.config))
 
 
 def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
@@ -248,6 +275,18 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         offloaded_tokens=engine.executor.spec.offload_pages * config.page_size,
         crash=start.crash,
         linears=linear_names(base.sites, base.depth),
+        bases={
+            one.base_id: FurtherBase(
+                start.bases[one.base_id],
+                one.base.parameters,
+                one.base.max_positions,
+                one.base.vocabulary,
+                one.base.hidden_size,
+                linear_names(one.base.sites, one.base.depth),
+            )
+            for one in engine.bases
+            if one.base_id != BASE
+        },
     )
 
 
@@ -255,7 +294,8 @@ def _describe(hello: Hello) -> str:
     """One line about the engine for the log."""
     size = f"{hello.parameters / 1e6:.0f}M parameters"
     kept = hello.dtype if hello.quantize == "none" else f"{hello.dtype} over {hello.quantize} weights"
-    return f"{size}, {kept} on {hello.device}, cache of {hello.cache_tokens} tokens"
+    others = "".join(f", {one.parameters / 1e6:.0f}M of {id}" for id, one in hello.bases.items())
+    return f"{size}{others}, {kept} on {hello.device}, cache of {hello.cache_tokens} tokens"
 
 
 def _memory(engine: Engine) -> str:

@@ -76,7 +76,7 @@ def circumstances(base: Base, config: EngineConfig) -> Circumstances:
     """
     return {
         "coserve": _version(),
-        "torch": str(torch.__version__),  # a kind of string of its own
+        "torch": str(torch.__version__),  # its type is a subclass of str
         "compiled kernels": library() is not None,
         "model": base.fingerprint,
         "dtype": str(base.dtype).removeprefix("torch."),

@@ -3,8 +3,8 @@ graded.
 
 While a step trains, the answers of the next one are sampled, so sampling and training share steps. Each
 answer has the log-probabilities of the version that sampled it, at most one step behind; the loss corrects
-for it. Rollouts have the bounds of the tier `flex`, a share of the running sequences, and make way for all
-who wait.
+for that. Rollouts have the bounds of the tier `flex`, use a share of the running sequences, and make way for
+all other requests that wait.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from coserve.train.reinforced import AnswerGroup, ReinforcedSteps, SampledAnswer
 FLEX: Final = SLO(deferral=60.0)  # seconds, as a server's tier has by default
 SCOPE: Final = "rollouts of "
 _AHEAD: Final = 1  # steps
-_SHARE: Final = 4  # of the sequences that may run at once, rollouts of all jobs have one in so many
+_SHARE: Final = 4  # rollouts of all jobs have one in so many of the sequences that may run at once
 
 
 class Generate(Protocol):
@@ -66,13 +66,13 @@ class _Job:
     aside: Aside
     ready: Callable[[], None]
     sampling: _Sampling | None = None
-    error: CoserveError | None = None  # what keeps its answers from coming
+    error: CoserveError | None = None  # the reason for which its answers cannot be had
 
 
 class Rollouts:
     """The rollouts of all reinforcement jobs of one engine. All methods run between two steps.
 
-    `text` decodes answers for graders. `asides` makes what each job's grader runs on.
+    `text` decodes answers for graders. `asides` makes the `Aside` on which each job's grader runs.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Rollouts:
         self._ask(job, job.sampling)
 
     def _ask(self, job: _Job, sampling: _Sampling) -> None:
-        """Asks for as many answers as there is room for; for one at least, so that the job goes on."""
+        """Asks for as many answers as there is room for, and for at least one, so that the job goes on."""
         under_way = sum(len(one.sampling.under_way) for one in self._jobs.values() if one.sampling)
         while sampling.waiting and (under_way < self._most or not sampling.under_way):
             if sampling.under_way and self._waits():

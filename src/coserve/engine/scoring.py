@@ -17,25 +17,25 @@ import torch
 from coserve.core.request import SLO, FinishReason, SamplingParams
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.errors import DataError
+from coserve.errors import ValidationDataError
 from coserve.train.example import IGNORED, Example
 from coserve.train.losses import LOSSES
-from coserve.train.objectives import Preferences
-from coserve.train.preferences import reward_metrics
+from coserve.train.objectives import KTO, Preferences
+from coserve.train.preferences import estimated_kl, kto_settings, labelled_metrics, reward_metrics
 
 _UNDER_WAY: Final = 2
 _SCORE: Final = SamplingParams(max_tokens=0, prompt_logprobs=0, ignore_eos=True)
 
 
 def check_lengths(engine: Engine, examples: Sequence[Example], virtual: int, answer: int = 0) -> None:
-    """Raises DataError for an example too long for an adapter with `virtual` virtual tokens, and an answer of
-    so many tokens."""
+    """Raises ValidationDataError for an example too long for an adapter with `virtual` virtual tokens,
+    together with `answer` tokens of an answer."""
     size = engine.config.page_size
     template = virtual % size > 0  # an adapter's page that sequences copy
     most = min(engine.base.max_positions, (engine.config.pages - template) * size) - virtual - answer
     for number, example in enumerate(examples, 1):
         if len(example) > most:
-            raise DataError(
+            raise ValidationDataError(
                 f"validation example {number} has {len(example)} tokens; this engine can read {most} at once"
             )
 
@@ -49,7 +49,7 @@ class Validation:
 
     @property
     def cost(self) -> float:
-        """The number that the best checkpoint has the lowest of: the loss, or the reward negated."""
+        """The number of which the best checkpoint has the lowest: the loss, or the negated reward."""
         return -self.metrics["reward"] if self.loss is None else self.loss
 
 
@@ -91,7 +91,7 @@ class Requests:
                 raise completion.error
         while self._waiting and len(self._under_way) < self._at_once:
             number, prompt, sampling = self._waiting.popleft()
-            # Never repeated, so other prompts get the prefix cache.
+            # Prompts that never repeat stay out of the prefix cache.
             self._under_way[number] = self._engine.generate(
                 prompt, self._version, sampling, self._slo, text=False, scope=None
             )
@@ -108,18 +108,18 @@ class Scoring(ABC):
     """Measures the adapter `version`, a key, on validation data. Advances between steps."""
 
     def __init__(self, engine: Engine, version: str) -> None:
-        self.result: Validation | None = None  # until all of it is known
+        self.result: Validation | None = None  # None until all of it is known
         self._engine, self._version = engine, version
         self._is_cancelled = False
-        engine.cache.acquire(version, self)
+        engine.adapters.cache.acquire(version, self)
 
     def advance(self) -> bool:
-        """Collects what has ended and goes on; True once the result is known. Raises the error of a request
-        that failed."""
+        """Collects requests that have ended and submits the next; True once the result is known. Raises the
+        error of a request that failed."""
         if self.result is None and not self._is_cancelled:
             self.result = self._advance()
             if self.result is not None:
-                self._engine.cache.release(self._version, self)
+                self._engine.adapters.cache.release(self._version, self)
         return self.result is not None
 
     def cancel(self) -> None:
@@ -127,7 +127,7 @@ class Scoring(ABC):
         if self.result is None and not self._is_cancelled:
             self._is_cancelled = True
             self._cancel()
-            self._engine.cache.release(self._version, self)
+            self._engine.adapters.cache.release(self._version, self)
 
     @abstractmethod
     def _advance(self) -> Validation | None:
@@ -157,10 +157,11 @@ class LossScoring(Scoring):
 
 
 class PairScoring(Scoring):
-    """The mean loss of pairs, with the figures that training has of them.
+    """The mean loss of pairs or, for KTO, of labelled answers, with the figures that training reports.
 
     `compared` are the log-probabilities of all answers under the reference, which the first validation of a
-    job fills in; `reference` is that adapter's name, None for the base.
+    job fills in. `reference` is that adapter's name, None for the base. `desirable` has a label for each
+    labelled answer. For KTO the whole file is one batch, for which the divergence is estimated once.
     """
 
     def __init__(
@@ -168,12 +169,13 @@ class PairScoring(Scoring):
         engine: Engine,
         version: str,
         examples: Sequence[Example],
-        objective: Preferences,
+        objective: Preferences | KTO,
         reference: str | None,
         compared: list[float],
+        desirable: Sequence[bool] = (),
     ) -> None:
         super().__init__(engine, version)
-        self._objective, self._compared = objective, compared
+        self._objective, self._compared, self._desirable = objective, compared, desirable
         self._own = _Scores(engine, version, examples)
         self._reference: _Scores | None = None
         if objective.has_reference and not compared:
@@ -199,9 +201,24 @@ class PairScoring(Scoring):
             gained = [own - before for own, before in zip(numbers, self._compared, strict=True)]
         else:
             numbers = gained = [one.logprob / one.labels for one in scored]
+        if isinstance(objective, KTO):
+            return self._labelled(objective, numbers[::2], gained)
         logprobs, places = torch.tensor(numbers, dtype=torch.float64), torch.arange(len(numbers))
         loss = LOSSES[objective.name].value(logprobs, places, inputs, {"beta": objective.beta})
         return Validation(float(loss) / (len(numbers) // 2), reward_metrics(objective.beta, gained))
+
+    def _labelled(self, objective: KTO, numbers: Sequence[float], gained: Sequence[float]) -> Validation:
+        kl = estimated_kl(gained[1::2])
+        compared, desirable = self._compared[::2], list(map(float, self._desirable))
+        logprobs, reference, marks = torch.tensor([numbers, compared, desirable], dtype=torch.float64)
+        loss = LOSSES[objective.name].value(
+            logprobs,
+            torch.arange(len(numbers)),
+            {"reference": reference, "desirable": marks},
+            kto_settings(objective, kl),
+        )
+        figures = labelled_metrics(objective.beta, kl, gained[::2], self._desirable)
+        return Validation(float(loss) / len(numbers), figures)
 
     def _cancel(self) -> None:
         for scores in (self._own, self._reference):
@@ -210,7 +227,7 @@ class PairScoring(Scoring):
 
 
 class _Score(NamedTuple):
-    """Of one example: the summed log-probability of its labels, and their number."""
+    """One example's summed log-probability of its labels, and their number."""
 
     logprob: float
     labels: int
@@ -226,7 +243,7 @@ class _Scores:
         self._found: dict[int, _Score] = {}
 
     def advance(self) -> list[_Score] | None:
-        """Those of all examples, in order, once all are known."""
+        """Scores of all examples, in order, once all are known."""
         for number, completion in self._requests.advance():
             if completion.finish_reason is FinishReason.LENGTH:
                 self._found[number] = self._score(self._examples[number], completion)

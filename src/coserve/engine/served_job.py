@@ -1,4 +1,4 @@
-"""The state of a server's job in the engine's process: what was read for it, its handle, checkpoints."""
+"""The state of a server's job in the engine's process: its data and settings, its handle, checkpoints."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from coserve.adapters.paging.stored import StoredVersion
 from coserve.core.job_status import JobStatus
 from coserve.engine.best_checkpoint import BestCheckpoint
+from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning, PreparedJob
 from coserve.engine.scoring import Scoring
 from coserve.train.checkpoint import Checkpoint
@@ -15,8 +16,9 @@ from coserve.wire.messages import JobEnded, JobSpec, StartJob
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """Everything read for a job. `checkpoint` is the one it resumes from. Validation of a job with a
-    reference asks the adapter `reference`, None for the base, and keeps what it said in `compared`."""
+    """All that was read for a job. `checkpoint` is the one that it resumes from. Validation with a reference
+    scores under the adapter `reference` (None is the base) once, and keeps its log-probabilities in
+    `compared`."""
 
     prepared: PreparedJob
     validation: Prepared | None
@@ -39,13 +41,17 @@ class PendingCheckpoint:
 
 @dataclass(slots=True, eq=False)
 class ServedJob:
-    """A job, and which of its events are reported. `handle` is set once it trains or waits for bytes
-    (`waits`); `noted` of its notes are reported, and whether it is `starved`. `best` follows its validation
-    where that decides which checkpoint is the result. `ending` is its last event, reported after its
-    checkpoints; `again` restarts it after that."""
+    """A job, the engine of its base, and those of its events that are reported.
+
+    `handle` is set once it trains or waits for bytes (`waits`). `noted` is the number of its notes that are
+    reported; `starved` tells whether its starvation is. `best` follows its validation where that decides
+    which checkpoint is the result. `ending` is its last event, reported after its checkpoints; `again`
+    restarts it after that.
+    """
 
     spec: JobSpec
-    last: float  # when its last step was, on the engine's clock
+    engine: Engine
+    last: float  # time of its last step, on the engine's clock
     weight: float
     best: BestCheckpoint | None = None
     ready: ReadJob | None = None

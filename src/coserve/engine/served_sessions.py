@@ -15,12 +15,12 @@ from coserve.core.training import PassOutput
 from coserve.engine.background import Background, Outcome
 from coserve.engine.checking import PreparedSession, prepare_session
 from coserve.engine.engine import Engine
-from coserve.engine.jobs import fault_of
 from coserve.engine.training_client import Operation, TrainingClient
 from coserve.errors import CoserveError, EngineLost, JobError
 from coserve.train.client_pass import ClientPass
 from coserve.wire.messages import (
     CloseTraining,
+    Fault,
     Forward,
     LoadTraining,
     OpenTraining,
@@ -30,7 +30,7 @@ from coserve.wire.messages import (
     StepOptimizer,
 )
 
-LARGE: Final = 4096  # numbers of a pass that is checked between two steps; 1 ms
+LARGE: Final = 4096  # numbers of a pass that is checked between two steps, in 1 ms
 
 
 class ServedSessions:
@@ -111,7 +111,7 @@ class ServedSessions:
                 command.adapter, outcome.methods, outcome.config, outcome.start, command.session
             )
         except CoserveError as error:
-            self._tell(Reply(command.ref, fault_of(error)))
+            self._tell(Reply(command.ref, Fault.of(error)))
             return
         self._clients[command.session] = client
         self._answer(command.ref, client.opened)
@@ -133,7 +133,7 @@ class ServedSessions:
             return  # the session was closed, and its commands have their replies
         _, *behind = self._behind.pop(command.session)
         if isinstance(outcome, CoserveError):
-            self._tell(Reply(command.ref, fault_of(outcome)))
+            self._tell(Reply(command.ref, Fault.of(outcome)))
         else:
             self._begin(command.ref, lambda: self._submit(client, command, outcome))
         for later in behind:
@@ -147,7 +147,7 @@ class ServedSessions:
         try:
             call()
         except BaseException as error:
-            self._tell(Reply(ref, fault_of(contained(error, "the session", JobError))))
+            self._tell(Reply(ref, Fault.of(contained(error, "the session", JobError))))
 
     def _answer(self, ref: int, operation: Operation[Any]) -> None:
         server = self._servers
@@ -156,7 +156,7 @@ class ServedSessions:
             if server != self._servers:
                 return
             if operation.error is not None:
-                self._tell(Reply(ref, fault_of(operation.error)))
+                self._tell(Reply(ref, Fault.of(operation.error)))
                 return
             match operation.result():
                 case PassOutput() as output:
@@ -172,13 +172,13 @@ class ServedSessions:
         """Ends a session, and drops its adapter."""
         self._opening.pop(name, None)
         for command in self._behind.pop(name, ()):
-            self._tell(Reply(command.ref, fault_of(JobError(f"session {name} was closed"))))
+            self._tell(Reply(command.ref, Fault.of(JobError(f"session {name} was closed"))))
         client = self._clients.pop(name, None)
         if client is None:
             return
         client.close()
-        if client.adapter in self._engine.bank:
-            self._engine.unload_adapter(client.adapter)
+        if client.adapter in self._engine.adapters.bank:
+            self._engine.adapters.unload(client.adapter)
 
 
 def _numbers(command: Forward) -> int:

@@ -16,6 +16,7 @@ from coserve.adapters.paging.stored import KnownVersion
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.plan import AdamW, OptimStep
+from coserve.core.request import BASE
 from coserve.core.training import AdamParams, Datum
 from coserve.engine.admission import Admission
 from coserve.engine.aside import at_once
@@ -54,8 +55,8 @@ Then = Callable[[T | CoserveError], None]
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """A session on the host. `shapes` are those of the adapter's parameters. `passes` counts passes since it
-    opened; `accumulated` of them have added gradients since the last optimizer step."""
+    """A session on the host. `shapes` are those of the adapter's parameters. `passes` is the number of passes
+    since it opened, of which `accumulated` have added gradients since the last optimizer step."""
 
     client: TrainingClient
     methods: tuple[object, ...]
@@ -81,8 +82,8 @@ class _Session:
 
 
 class Sessions:
-    """All sessions of one engine; a `SessionHost`. `aside(what, work, then)` runs work on files, and `then`
-    between two steps: at once, or on a thread of a server."""
+    """All sessions on one base of an engine; a `SessionHost`. `aside(what, work, then)` runs work on files,
+    and `then` between two steps: at once, or on a thread of a server."""
 
     def __init__(
         self,
@@ -93,11 +94,12 @@ class Sessions:
         admission: Admission,
         drive: Callable[[], bool],
         lock: AbstractContextManager[bool],
+        base_id: str = BASE,
     ) -> None:
         self.clients: dict[str, TrainingClient] = {}  # of sessions that have not ended, by name
-        self.opened = 0  # sessions that ever were
+        self.opened = 0  # number of sessions opened since the start
         self.aside: Callable[[str, Callable[[], Any], Then[Any]], None] = at_once
-        self._executor, self._base, self._bank = executor, base, bank
+        self._executor, self._base, self._bank, self._base_id = executor, base, bank, base_id
         self._scheduler, self._admission = scheduler, admission
         self._drive, self._lock = drive, lock
         self._sessions: dict[str, _Session] = {}
@@ -237,14 +239,14 @@ class Sessions:
     ) -> None:
         """Opens the session on the device, with the next version of its adapter."""
         client = session.client
-        version = self._bank.next_version(client.adapter)
+        version = self._bank.next_version(client.adapter, self._base_id)
         identity = Identity("", session.config.seed, 0, 0)  # a session has no order of examples
         outline = self._executor.call(
             OpenSession(
                 session.job, client.adapter, version, session.device_config, start, fresh, identity, resume
             )
         )
-        self._bank.publish(KnownVersion(client.adapter, version, outline))
+        self._bank.publish(KnownVersion(client.adapter, version, outline, base=self._base_id))
         client.version = f"{client.adapter}@{version}"
         session.is_open, session.accumulated = True, 0
 
@@ -278,7 +280,8 @@ class Sessions:
                 params = operation.params
                 optimizer = AdamW((params.beta1, params.beta2), params.eps, params.weight_decay)
                 step = OptimStep(session.job, params.learning_rate, params.grad_clip_norm, optimizer)
-                self._scheduler.training.add(session.job, (), session.config.weight, step)
+                weight, base = session.config.weight, self._base_id
+                self._scheduler.training.add(session.job, (), weight, step, base=base)
             case CallOperation():
                 operation.begin(operation)
 
@@ -288,7 +291,9 @@ class Sessions:
         batches = operation.work.micro_batches(
             session.packing, session.client.version, rows, keys, session.passes, session.config.seed
         )
-        self._scheduler.training.add(session.job, batches, session.config.weight, is_pass=True)
+        self._scheduler.training.add(
+            session.job, batches, session.config.weight, is_pass=True, base=self._base_id
+        )
 
     def _passed(self, session: _Session, event: PassDone) -> None:
         operation = session.current
@@ -306,9 +311,9 @@ class Sessions:
         self._advance(session)
 
     def _failed(self, session: _Session, error: CoserveError) -> None:
-        """Ends the operation under way. Gradients of earlier passes stay where a pass failed; those that an
-        optimizer step could not use are dropped. A pass that ran out of memory runs again, once, with half
-        the rows."""
+        """Ends the operation under way. After a failed pass the gradients of earlier passes stay; gradients
+        that an optimizer step could not use are dropped. A pass that ran out of memory runs again, once, with
+        half the rows."""
         operation = session.current
         is_pass = isinstance(operation, PassOperation)
         if is_pass and isinstance(error, OutOfMemory):
@@ -393,7 +398,7 @@ class Sessions:
             operation.succeed(session.client.version)
 
     def _end(self, session: _Session, error: CoserveError) -> None:
-        """Frees all that a session has, and fails its operations with `error`."""
+        """Frees a session's resources, and fails its operations with `error`."""
         job = session.job
         self._executor.call(CloseSession(job))
         del self._sessions[job], self.clients[job]

@@ -1,5 +1,7 @@
 """Statistics of an engine."""
 
+from collections.abc import Collection
+
 from coserve.adapters.paging.cache import AdapterCache
 from coserve.engine.memory import EngineMemory
 from coserve.memory.malloc import resident_bytes
@@ -8,9 +10,12 @@ from coserve.schedule.scheduler import Scheduler
 from coserve.wire.messages import EngineStats
 
 
-def count(scheduler: Scheduler, memory: EngineMemory, pages: PagePool, cache: AdapterCache) -> EngineStats:
-    """Counters since the engine's start, and its current state. The caller holds the engine's lock."""
-    stats = scheduler.stats
+def count(
+    scheduler: Scheduler, memory: EngineMemory, pages: Collection[PagePool], cache: AdapterCache
+) -> EngineStats:
+    """Counters since the engine's start, and its current state, over all its bases, whose `pages` are given.
+    The caller holds the engine's lock."""
+    stats, requests = scheduler.stats, scheduler.requests
     return EngineStats(
         steps=stats.steps,
         fused_steps=stats.fused_steps,
@@ -31,10 +36,10 @@ def count(scheduler: Scheduler, memory: EngineMemory, pages: PagePool, cache: Ad
         offloaded_read_bytes=stats.offloaded_read_bytes,
         offload_failures=stats.offload_failures,
         recomputed_tokens=stats.recomputed_tokens,
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting) + len(scheduler.blocked_on_adapter),
-        pages=pages.pages,
-        free_pages=pages.free_count,
+        running=len(requests.running),
+        waiting=len(requests.waiting) + len(requests.blocked_on_adapter),
+        pages=sum(pool.pages for pool in pages),
+        free_pages=sum(pool.free_count for pool in pages),
         asked_tokens=stats.asked_tokens,
         found_tokens=stats.found_tokens,
         cost_error=scheduler.cost.error,

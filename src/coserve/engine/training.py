@@ -12,6 +12,7 @@ from coserve.adapters.paging.stored import KnownVersion
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.job_status import JobStatus
+from coserve.core.request import BASE
 from coserve.engine.admission import Admission
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.job_steps import make_steps
@@ -38,9 +39,9 @@ from coserve.train.steps import JobSteps, StepWork, count_steps
 
 
 class Training:
-    """Starts jobs, feeds the scheduler, and handles its events. Callers of `deliver`, `refuse_while_trained`
-    and `refuse_taken` hold `lock`, the engine's; the other methods take it. `drive` steps the engine once,
-    `save` writes an adapter's files.
+    """Starts jobs on one base, feeds the scheduler, and handles its events. Callers of `deliver`,
+    `refuse_while_trained` and `refuse_taken` hold `lock`, the engine's; the other methods take it. `drive`
+    steps the engine once, `save` writes an adapter's files.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Training:
         drive: Callable[[], bool],
         save: Callable[[str, str | Path], None],
         lock: AbstractContextManager[bool],
+        base_id: str = BASE,
     ) -> None:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
-        self.started = 0  # jobs that ever were
+        self.started = 0  # number of jobs started since the start
         self.admission, self._sessions, self._rollouts = admission, sessions, rollouts
         self._executor, self._scheduler = executor, scheduler
-        self._base, self._bank = base, bank
+        self._base, self._bank, self._base_id = base, bank, base_id
         self._drive, self._save, self._lock = drive, save, lock
         self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
@@ -111,7 +113,7 @@ class Training:
 
     def refuse_taken(self, job: str) -> None:
         """Raises JobError if there is a job or a session of this name."""
-        if job in self.jobs or job in self._sessions.clients:
+        if job in self.jobs or job in self._sessions.clients or self.admission.has(job):
             raise JobError(f"there is a job {job!r} already, and it has not ended")
 
     def deliver(self, event: PassDone | StepDone | JobFailed) -> None:
@@ -196,7 +198,7 @@ class Training:
 
     def _open(self, prepared: PreparedJob) -> None:
         """Opens a job's training session."""
-        version = self._bank.next_version(prepared.adapter)
+        version = self._bank.next_version(prepared.adapter, self._base_id)
         steps = make_steps(prepared, f"{prepared.adapter}@{version}", self._base)
         start = prepared.start
         if start is not None:
@@ -217,7 +219,7 @@ class Training:
                 prepared.reference,
             )
         )
-        self._bank.publish(KnownVersion(prepared.adapter, version, outline))
+        self._bank.publish(KnownVersion(prepared.adapter, version, outline, base=self._base_id))
         self._steps[prepared.job] = steps
 
     def _begin(self, prepared: PreparedJob) -> None:
@@ -229,7 +231,7 @@ class Training:
         self._feed(job)
 
     def _answered(self, job: str) -> None:
-        """Goes on with a job whose next answers are there, unless it trains on earlier ones."""
+        """Continues a job whose next answers have been sampled, unless it still trains on earlier ones."""
         with self._lock:
             steps = self._steps.get(job)
             if steps is not None and not steps.is_under_way:
@@ -245,7 +247,7 @@ class Training:
 
     def _add(self, job: str, work: StepWork) -> None:
         weight, is_pass = self.jobs[job].weight, work.update is None
-        self._scheduler.training.add(job, work.micro_batches, weight, work.update, is_pass)
+        self._scheduler.training.add(job, work.micro_batches, weight, work.update, is_pass, self._base_id)
 
     def _goes_on_smaller(self, event: JobFailed) -> bool:
         """Repeats the step of a job that ran out of memory with leaner settings, once; True if it does."""

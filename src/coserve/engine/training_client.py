@@ -23,7 +23,7 @@ class Operation(Generic[R]):
 
     def result(self) -> R:
         """Steps the engine until the operation has ended. Raises its error, or OutOfMemory where the session
-        waits for bytes that nothing under way will free."""
+        waits for bytes that no work under way will free."""
         while not self.is_done and self._client.sessions.drive():
             pass
         if self.error is not None:
@@ -76,8 +76,8 @@ class StepOperation(Operation[Updated]):
 
 
 class CallOperation(Operation[R]):
-    """Anything else. `begin(operation)` is called in its turn; the next operation follows when it has
-    returned or, where the operation is `exclusive`, when that has ended."""
+    """Any other operation. `begin(operation)` is called in its turn. The next operation follows when `begin`
+    has returned or, if this one is `exclusive`, when it has ended."""
 
     def __init__(
         self,
@@ -126,10 +126,10 @@ class SessionHost(Protocol):
 
 class TrainingClient:
     """One training session, as its client drives it. Operations run in order of submission; answers and other
-    sessions go on beside them. What an operation is refused for is raised at once, and changes nothing.
+    sessions go on beside them. An operation that is refused raises at once, and changes nothing.
 
-    `job` is the session's name, `adapter` that of the adapter whose versions it publishes, `version` the key
-    of the newest one ("" until the session is open). `reason` says what an opening session waits for.
+    `job` is the session's name. `adapter` is the name of the adapter whose versions it publishes, `version`
+    the key of the newest one ("" until the session is open). `reason` tells why a session is not open yet.
     """
 
     def __init__(self, job: str, adapter: str, sessions: SessionHost) -> None:
@@ -163,12 +163,12 @@ class TrainingClient:
     def prepare(
         self, data: Sequence[Datum], loss: str, loss_config: Mapping[str, float] | None, backward: bool
     ) -> ClientPass:
-        """The first half of a pass, which looks at all of its data; may be called on any thread, and steps go
-        on meanwhile. Raises as `forward_backward`."""
+        """First half of a pass, which checks all of its data. May be called on any thread; steps go on
+        meanwhile. Raises as `forward_backward`."""
         return self.sessions.prepare(self.job, data, loss, loss_config or {}, backward)
 
     def submit(self, work: ClientPass, backward: bool) -> Operation[PassOutput]:
-        """The second half of a pass: queues what `prepare` has made. Raises JobError."""
+        """Second half of a pass: queues the result of `prepare`. Raises JobError."""
         return self.sessions.submit(self.job, work, backward)
 
     def optim_step(self, params: AdamParams = AdamParams()) -> Operation[Updated]:
@@ -188,9 +188,9 @@ class TrainingClient:
         return self.sessions.save(self.job, Path(folder), state=True)
 
     def load_state(self, folder: str | Path, optimizer: bool = True) -> Operation[str]:
-        """Goes on from the weights of a checkpoint, of any adapter of this shape, and with its moments unless
-        not `optimizer`; then any adapter's folder will do. Accumulated gradients are dropped. The result is
-        the key of the version published."""
+        """Continues from the weights of a checkpoint, of any adapter of this shape, and from its moments.
+        Without `optimizer` moments begin anew, and any adapter's folder will do. Accumulated gradients are
+        dropped. The result is the key of the version published."""
         return self.sessions.load(self.job, Path(folder), optimizer)
 
     def close(self) -> None:

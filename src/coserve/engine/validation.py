@@ -12,7 +12,7 @@ from coserve.engine.rollouts import FLEX, rewards_of
 from coserve.engine.scoring import Asked, LossScoring, PairScoring, Requests, Scoring, Validation
 from coserve.engine.served_job import ReadJob
 from coserve.errors import CoserveError
-from coserve.train.objectives import DPO, ORPO, Reinforcement
+from coserve.train.objectives import DPO, KTO, ORPO, Reinforcement
 
 _ANSWERS_UNDER_WAY: Final = 4
 
@@ -21,7 +21,7 @@ def start_scoring(
     engine: Engine, version: str, ready: ReadJob, look_again: Callable[[], None]
 ) -> Scoring | None:
     """Starts the validation of the adapter `version`, a key; None for a job without a validation file.
-    `look_again` is called between two steps when work aside has ended, and something may be known."""
+    `look_again` is called between two steps when work on another thread has ended."""
     if ready.validation is None:
         return None
     examples = ready.validation.examples
@@ -30,16 +30,17 @@ def start_scoring(
             references = ready.validation.references
             prompts = [example.tokens for example in examples]
             return RewardScoring(engine, version, prompts, references, objective, look_again)
-        case DPO() | ORPO() as objective:
+        case DPO() | ORPO() | KTO() as objective:
             reference = None if ready.reference is None else ready.reference.name
-            return PairScoring(engine, version, examples, objective, reference, ready.compared)
+            desirable = ready.validation.desirable
+            return PairScoring(engine, version, examples, objective, reference, ready.compared, desirable)
         case _:
             return LossScoring(engine, version, examples)
 
 
 class RewardScoring(Scoring):
-    """The mean reward of greedy answers to prompts. They have the bounds of the tier `flex`, as those that
-    are trained on; a grader runs aside."""
+    """The mean reward of greedy answers to prompts. The answers have the bounds of the tier `flex`, as a
+    reinforcement job's do; the grader runs on another thread."""
 
     def __init__(
         self,

@@ -1,8 +1,10 @@
 """Executes a server's commands on the engine and sends one report per step."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from msgspec import structs
 
@@ -11,13 +13,14 @@ from coserve.adapters.settings import settings_of
 from coserve.core.contained import contained
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.request import SamplingParams
+from coserve.engine.adapters import EngineAdapters
 from coserve.engine.background import Background, Outcome
 from coserve.engine.checking import read_beginning
 from coserve.engine.compiling import Compiling
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import PreparedJob
-from coserve.engine.jobs import Jobs, fault_of
+from coserve.engine.jobs import Jobs
 from coserve.engine.remembered import CostFile
 from coserve.engine.served_sessions import ServedSessions
 from coserve.errors import (
@@ -25,6 +28,7 @@ from coserve.errors import (
     ConfigError,
     ConflictError,
     CoserveError,
+    DataError,
     EngineLost,
     InternalError,
     JobError,
@@ -38,6 +42,7 @@ from coserve.wire.messages import (
     CheckMethod,
     Command,
     Drain,
+    Fault,
     Hello,
     PinAdapter,
     RemoveAdapter,
@@ -52,7 +57,7 @@ from coserve.wire.messages import (
 )
 
 _STATS_EVERY = 1.0  # seconds
-_SPEAK_EVERY = 1.0  # seconds; a server takes several without a report as a hang
+_SPEAK_EVERY = 1.0  # seconds; a server takes several of them without a report for a hang
 _REMEMBER_EVERY = 60.0  # seconds
 
 
@@ -60,28 +65,35 @@ class Worker:
     """Serves one server at a time on one engine, all on the loop's thread.
 
     Requests and replies belong to the connected server; jobs and their events outlive the connection. `costs`
-    stores step costs as they are corrected.
+    store step costs as they are corrected, by base.
     """
 
     def __init__(
-        self, engine: Engine, hello: Hello, background: Background, costs: CostFile | None = None
+        self,
+        engine: Engine,
+        hello: Hello,
+        background: Background,
+        costs: Mapping[str, CostFile | None] = MappingProxyType({}),
     ) -> None:
         self.draining = False
-        self.unreadable = ""  # why weights of the base cannot be read now, for which all work waits
+        self.unreadable = ""  # reason for which weights cannot be read, and all work waits
         self._engine, self._hello, self._background = engine, hello, background
         self._jobs = Jobs(engine, background)
         self._sessions = ServedSessions(engine, background, lambda reply: self._replies.append(reply))
-        self._compiling = Compiling(engine.grammars, engine.executor, background, self._generate, self._fail)
+        self._compiling = {  # by base
+            one.base_id: Compiling(one.grammars, one.executor, background, self._generate, self._fail)
+            for one in engine.bases
+        }
         self._connection = 0  # counts servers, so that a late reply never reaches the next one
         self._answers: dict[str, Completion] = {}
         self._ids: dict[int, str] = {}  # ids of answers, by their sequences' keys
         self._tokens: list[Token] = []
         self._replies: list[Reply] = []
         self._stale = True  # whether work was done since the last statistics
-        self._told = 0.0  # when the last statistics were sent
-        self._spoke = 0.0  # when the last report was sent
+        self._told = 0.0  # time of the last statistics
+        self._spoke = 0.0  # time of the last report
         self._costs = costs
-        self._remembered = time.monotonic()  # when the costs were last written
+        self._remembered = time.monotonic()  # time at which the costs were last written
 
     # The server
 
@@ -102,7 +114,8 @@ class Worker:
         """Cancels all requests: their server is gone."""
         for name in list(self._answers):
             self._cancel(name)
-        self._compiling.clear()
+        for compiling in self._compiling.values():
+            compiling.clear()
         self._sessions.disconnected()
         self._connection += 1
         self._tokens.clear()
@@ -131,10 +144,10 @@ class Worker:
             case CheckMethod():
                 self._check(command)
             case CheckJob():
-                read = partial(read_beginning, self._engine, command.spec)
-                self._background.do(
-                    "checking the job", read, partial(self._checked, command.ref, self._connection)
-                )
+                engine = self._engine.bases[command.spec.base]
+                checked = partial(self._checked, engine, command.ref, self._connection)
+                read = partial(read_beginning, engine, command.spec)
+                self._background.do("checking the job", read, checked)
             case StartJob():
                 if not self.draining:  # else the next engine resumes it
                     self._jobs.start(command)
@@ -165,7 +178,8 @@ class Worker:
     @property
     def is_drained(self) -> bool:
         """Tells whether a drain is over: every job has stopped and every answer has ended."""
-        return self.draining and not self._jobs.names and not self._answers and not self._compiling
+        compiles = any(self._compiling.values())
+        return self.draining and not self._jobs.names and not self._answers and not compiles
 
     def step(self) -> None:
         """Runs one step of the engine and records its events for the report."""
@@ -174,8 +188,8 @@ class Worker:
         for event in events:
             self._tell(event)
         self._jobs.after_step(events)
-        if self._costs is not None and time.monotonic() >= self._remembered + _REMEMBER_EVERY:
-            self._remember(self._costs)
+        if self._costs and time.monotonic() >= self._remembered + _REMEMBER_EVERY:
+            self._remember()
 
     def until_report(self) -> float:
         """Seconds until the next report is due, even an empty one."""
@@ -186,7 +200,8 @@ class Worker:
 
     def report(self) -> Report | None:
         """The report for the server; None where it would be empty and is not due."""
-        self._compiling.end_overdue()
+        for compiling in self._compiling.values():
+            compiling.end_overdue()
         tokens, replies, news = tuple(self._tokens), tuple(self._replies), self._jobs.take_news()
         if not (tokens or replies or news or self.is_drained or self.until_report() == 0.0):
             return None
@@ -201,17 +216,19 @@ class Worker:
 
     # Inside
 
-    def _remember(self, costs: CostFile) -> None:
+    def _remember(self) -> None:
         """Stores the current step costs in the background."""
         self._remembered = time.monotonic()
-        write = partial(costs.write, self._engine.scheduler.cost.learned)
-        self._background.do("remembering what steps cost", write, lambda _: None)
+        for base, file in self._costs.items():
+            if file is not None:
+                write = partial(file.write, self._engine.bases[base].cost.learned)
+                self._background.do("remembering what steps cost", write, lambda _: None)
 
     def _fail(self, command: Command, error: BaseException) -> None:
         """Ends the request, job or call of a command that failed."""
         match command:
             case Submit():
-                fault = fault_of(contained(error, "the request"))
+                fault = Fault.of(contained(error, "the request"))
                 self._tokens.append(Token(command.id, fault=fault))
             case AddAdapter() | PinAdapter() | RemoveAdapter():
                 self._reply(command.ref, contained(error, "the adapter", AdapterError))
@@ -227,19 +244,26 @@ class Worker:
                 raise error
 
     def _reply(self, ref: int, error: CoserveError | None = None) -> None:
-        self._replies.append(Reply(ref, None if error is None else fault_of(error)))
+        self._replies.append(Reply(ref, None if error is None else Fault.of(error)))
 
     def _submit(self, command: Submit) -> None:
         if self.draining:
             raise EngineLost("the engine is shutting down and takes no new requests")
-        if command.id in self._answers or command.id in self._compiling:
+        if command.id in self._answers or any(command.id in each for each in self._compiling.values()):
             raise ConflictError(f"there is a request {command.id!r} already")
         arrival = self._engine.clock() - command.age
-        if not self._compiling.keep(command, arrival):
+        if not self._compiling[self._engine_of(command).base_id].keep(command, arrival):
             self._generate(command, arrival)
 
+    def _engine_of(self, command: Submit) -> Engine:
+        """The engine of the base that a request is for: its adapter's. Raises AdapterNotFound and
+        ConfigError."""
+        if command.adapter is None:
+            return self._engine.bases[command.base]
+        return self._engine.bases[self._engine.adapters.bank.look(command.adapter).base]
+
     def _generate(self, command: Submit, arrival: float) -> None:
-        completion = self._engine.generate(
+        completion = self._engine_of(command).generate(
             command.prompt,
             command.adapter,
             self._fitting(command),
@@ -249,6 +273,7 @@ class Worker:
             text=False,
             scope=command.scope,
             newcomer=command.newcomer,
+            alternatives=command.alternatives,
         )
         self._answers[command.id] = completion
         self._ids[completion.sequence.key] = command.id
@@ -258,15 +283,17 @@ class Worker:
         does not know of these."""
         if command.adapter is None or command.sampling.max_tokens == 0:
             return command.sampling
-        virtual = self._engine.bank.look(command.adapter).virtual.count
-        room = self._engine.scheduler.room(len(command.prompt), virtual)
+        known = self._engine.adapters.bank.look(command.adapter)
+        virtual = known.virtual.count
+        room = self._engine.scheduler.requests.queues.room(len(command.prompt), virtual, known.base)
         if not virtual or not 1 <= room < command.sampling.max_tokens:
             return command.sampling
         held = min(command.sampling.min_tokens, room)
         return replace(command.sampling, max_tokens=room, min_tokens=held)
 
     def _cancel(self, name: str) -> None:
-        self._compiling.cancel(name)
+        for compiling in self._compiling.values():
+            compiling.cancel(name)
         completion = self._answers.pop(name, None)
         if completion is not None:
             del self._ids[completion.sequence.key]
@@ -279,9 +306,10 @@ class Worker:
         if name is None:  # cancelled meanwhile, or a validation example
             return
         if isinstance(event, RequestFailed):
-            self._tokens.append(Token(name, fault=fault_of(event.error)))
+            self._tokens.append(Token(name, fault=Fault.of(event.error)))
             del self._answers[name], self._ids[event.key]
             return
+        alternative = self._answers[name].alternative
         if isinstance(event, TokenEvent):
             self._tokens.append(
                 Token(
@@ -291,36 +319,44 @@ class Worker:
                     event.prompt_logprobs,
                     event.finish_reason,
                     cached=event.cached,
+                    alternative=alternative,
                 )
             )
         else:
-            self._tokens.append(Token(name, finish=event.finish_reason))
+            self._tokens.append(Token(name, finish=event.finish_reason, alternative=alternative))
         if event.finish_reason is not None:
             del self._answers[name], self._ids[event.key]
 
     def _load(self, command: AddAdapter) -> None:
-        if command.key in self._engine.bank:
+        if command.key in self._engine.adapters.bank:
             self._reply(command.ref)
             return
-        look = partial(self._engine.look_at_adapter, command.key, command.path, command.new)
+        adapters = self._engine.bases[command.base].adapters
+        look = partial(adapters.look_at, command.key, command.path, command.new)
         self._background.do(
-            "looking at the adapter", look, partial(self._looked_at, command, self._connection)
+            "looking at the adapter", look, partial(self._looked_at, adapters, command, self._connection)
         )
 
-    def _looked_at(self, command: AddAdapter, connection: int, outcome: Outcome[StoredVersion]) -> None:
+    def _looked_at(
+        self,
+        adapters: EngineAdapters,
+        command: AddAdapter,
+        connection: int,
+        outcome: Outcome[StoredVersion],
+    ) -> None:
         error = outcome if isinstance(outcome, CoserveError) else None
-        if isinstance(outcome, StoredVersion) and command.key not in self._engine.bank:
+        if isinstance(outcome, StoredVersion) and command.key not in adapters.bank:
             try:  # it may be a repeated request
-                self._engine.add_stored(outcome)
+                adapters.add_stored(outcome)
             except CoserveError as refusal:
                 error = refusal
-        if isinstance(error, InternalError):  # from an unforeseen fault of a file
+        if isinstance(error, InternalError):  # the file caused an unforeseen exception
             error = AdapterError(str(error))
         if connection == self._connection:
             self._reply(command.ref, error)
 
     def _pin(self, command: PinAdapter) -> None:
-        self._engine.pin_adapter(command.key, command.pinned)
+        self._engine.adapters.pin(command.key, command.pinned)
         self._reply(command.ref)
 
     def _check(self, command: CheckMethod) -> None:
@@ -334,22 +370,22 @@ class Worker:
         # Thousands of patterns take long, so steps do not wait for them.
         self._background.do("checking the settings", partial(settings_of, command.method), checked)
 
-    def _checked(self, ref: int, connection: int, outcome: Outcome[PreparedJob]) -> None:
-        """Reports errors about a job's adapter, its memory, and bugs; others are reported once the job is
-        accepted."""
+    def _checked(self, engine: Engine, ref: int, connection: int, outcome: Outcome[PreparedJob]) -> None:
+        """Reports errors about a job's data, its adapter, its memory, and bugs; others are reported once the
+        job is accepted."""
         error: CoserveError | None = outcome if isinstance(outcome, CoserveError) else None
         try:
             if isinstance(outcome, PreparedJob):
-                self._engine.training.check(outcome)
+                engine.training.check(outcome)
         except CoserveError as refusal:
             error = refusal
         if isinstance(error, InternalError):
             error = ConfigError(str(error))
-        elif not isinstance(error, OutOfMemory | AdapterError):
+        elif not isinstance(error, DataError | OutOfMemory | AdapterError):
             error = None
         if connection == self._connection:
             self._reply(ref, error)
 
     def _unload(self, command: RemoveAdapter) -> None:
-        self._engine.unload_adapter(command.key)
+        self._engine.adapters.unload(command.key)
         self._reply(command.ref)

@@ -80,20 +80,21 @@ class DeterministicExecutor(LocalExecutor):
         super().launch(replace(plan, split=None))
 
     def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Samples once all groups have passed: where weights cannot be read in a later group the plan runs
-        again whole, and must find the sequences' newest tokens as they were."""
+        """Samples once all rows have passed: where weights cannot be read in a later group or window the
+        plan runs again whole, and must find the sequences' newest tokens as they were."""
         passed: list[InferenceBatch] = []
         for group in _groups(lane.inference):
             inference = self._inference_rows(group)
             self._forward(inference, [])
             passed.append(inference)
+        kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
+        trained = [done for segment in kept for done in self._keep_alone(segment)]
         found: dict[int, Sampled] = {}
         for inference in passed:
             for key, sampled in self.sampler.sample(inference).items():
                 earlier = found[key].prompt_logprobs if key in found else ()
                 found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
-        kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
-        return found, [done for segment in kept for done in self._keep_alone(segment)]
+        return found, trained
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         tokens, common = self.table.batch(segments, 0)

@@ -24,6 +24,11 @@ class InferenceBatch:
     adapters: list[tuple[slice, Bypasses]]
     layers: range  # all of the model's
 
+    @property
+    def padding(self) -> slice:
+        """Rows of no segment."""
+        return slice(sum(self.counts), self.hidden.shape[1])
+
     def input(self, layer: int) -> Tensor:
         """See `Traveller`."""
         return self.hidden

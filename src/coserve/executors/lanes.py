@@ -1,7 +1,7 @@
 """Lanes of a step side by side: a split of the processor's threads, or two streams on a GPU."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -58,7 +58,9 @@ class LaneRunner:
     def __init__(self, device: torch.device) -> None:
         self._lanes = Lanes(device)
         self._training: Future[tuple[_Done, float]] | None = None  # in a lane of its own
+        self._asked: tuple[TrainingSegment, ...] = ()  # of it
         self._trained: list[TrainingSegment] = []  # done, and not returned yet
+        self._is_stopped = False  # some of what was asked for did not run, and nobody was told
         self._seconds = 0.0  # of training in a lane of its own
 
     @property
@@ -71,29 +73,36 @@ class LaneRunner:
         if self._training is not None:
             training, self._training = self._training, None
             (_, trained), self._seconds = training.result()
-            self._trained += trained
+            self._note(self._asked, trained)
 
     def run(
-        self, lanes: Sequence[Lane], work: Callable[[Lane], _Done]
-    ) -> tuple[dict[int, Sampled], tuple[TrainingSegment, ...], tuple[float, float]]:
-        """Runs a plan's lanes. Returns tokens, the finished training not yet returned, and the seconds that
-        inference and this training took side by side."""
+        self, lanes: Sequence[Lane], work: Callable[[Lane], _Done], again: bool
+    ) -> tuple[dict[int, Sampled], tuple[TrainingSegment, ...], bool, tuple[float, float]]:
+        """Runs a plan's lanes; `again` where its answers failed, and its training may be under way. Returns
+        tokens, the finished training not yet returned, whether training that was asked for has ended before
+        all of it ran, and the seconds that inference and this training took side by side."""
         if len(lanes) == 1:
             (sampled, trained), answering = work(lanes[0]), 0.0
-            self._trained += trained
+            self._note(lanes[0].training, trained)
         else:
-            sampled, answering = self._run_split(lanes, work)
-        trained, self._trained = self._trained, []
+            sampled, answering = self._run_split(lanes, work, again)
+        done, self._trained = tuple(self._trained), []
+        is_stopped, self._is_stopped = self._is_stopped, False
         seconds, self._seconds = (answering, self._seconds), 0.0
-        return sampled, tuple(trained), seconds
+        return sampled, done, is_stopped, seconds
+
+    def _note(self, asked: Iterable[TrainingSegment], trained: Sequence[TrainingSegment]) -> None:
+        self._trained += trained
+        self._is_stopped |= not {*asked} <= {*trained}
 
     def _run_split(
-        self, lanes: Sequence[Lane], work: Callable[[Lane], _Done]
+        self, lanes: Sequence[Lane], work: Callable[[Lane], _Done], again: bool
     ) -> tuple[dict[int, Sampled], float]:
         """Returns tokens, and their lane's seconds; without inference it waits for training."""
         answers, training = lanes
-        if training.training:
+        if training.training and not again:
             assert self._training is None, "one piece of training beside inference at a time"
+            self._asked = tuple(training.training)
             self._training = self._lanes.begin(1, training.share, partial(_timed, work, training))
         if not answers.inference:
             self.settle()

@@ -23,6 +23,7 @@ from coserve.core.plan import (
     InferenceSegment,
     Lane,
     MicroBatchOutput,
+    OffloadReads,
     OptimStep,
     Plan,
     Prefix,
@@ -70,6 +71,9 @@ _log = logging.getLogger(__name__)
 
 _NAP: Final = 0.001  # seconds of idle time in one step, so that arrivals wait no longer
 
+Swapped = tuple[tuple[int, ...], tuple[float, float]]  # copies that failed, seconds of writing and of reading
+_NO_SWAPS: Final[Swapped] = (), (0.0, 0.0)
+
 
 class LocalExecutor(Executor):
     """The `Executor` of one device: runs plans on its caches and sequence rows, and makes no decisions."""
@@ -105,7 +109,7 @@ class LocalExecutor(Executor):
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
         self._offload_space = offload_space
         self._offloaded = None if offload_space is None else offload_space.cache
-        self._swapped: StepResult | None = None  # what came of moving the pages of the oldest plan
+        self._swapped: Swapped | None = None  # what came of moving the pages of the oldest plan
         self._lanes = LaneRunner(base.device)
         is_free = self.base.device.type == "cpu" and not self.is_deterministic
         self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
@@ -178,7 +182,7 @@ class LocalExecutor(Executor):
         """Runs the oldest plan. Where weights of the base cannot be read it stays the oldest, and runs again
         next time: what of it has run computes the same once more."""
         if self._launched:
-            moved = self._swapped = self._swapped or self._swap(self._launched[0])
+            self._swapped = self._swapped or self._swap(self._launched[0])
             if self._is_stuck:
                 self.base.chain.on_layer()  # a plan that is tried again and again is no hang
             self._is_stuck = True
@@ -186,17 +190,12 @@ class LocalExecutor(Executor):
             self._is_stuck = False
             self._launched.popleft()
             self._begun = self._swapped = None
-            seconds = result.seconds + moved.seconds
-            failed, moving = moved.swap_failed, moved.swap_seconds
-            self._results.append(replace(result, seconds=seconds, swap_failed=failed, swap_seconds=moving))
+            self._results.append(result)
 
     @torch.no_grad()
-    def _swap(self, plan: Plan) -> StepResult:
+    def _swap(self, plan: Plan) -> Swapped:
         """Moves the pages of a plan; once, as what runs again may have written into them."""
-        if self._swap_space is None:
-            return StepResult(0.0)
-        failed, seconds = self._swap_space.run(plan)
-        return StepResult(sum(seconds), swap_failed=failed, swap_seconds=seconds)
+        return _NO_SWAPS if self._swap_space is None else self._swap_space.run(plan)
 
     @torch.no_grad()
     def _run(self, plan: Plan) -> StepResult:
@@ -205,15 +204,16 @@ class LocalExecutor(Executor):
             self._lanes.settle()
         self._pause.begin(plan.pausable, alone=not plan.inference)
         started, read = time.perf_counter(), self._read
-        if self._begun is None:
+        is_again = self._begun is not None
+        if not is_again:
             for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
                 self._fill(prefix)
             self._begin(plan)
             self._begun = plan
         with self._threads_for(plan):
-            sampled, trained, lanes = self._lanes.run(plan.lanes, self._run_lane)
+            sampled, trained, is_paused, lanes = self._lanes.run(plan.lanes, self._run_lane, is_again)
         if (failure := self._pause.failure) is not None:
-            if not plan.inference and not trained:  # the plan is as if it had not run
+            if not plan.inference and not trained and plan.split is None:  # the plan is as if it had not run
                 raise failure
             _log.warning("training is paused: %s", failure)
         if plan.idle:
@@ -225,15 +225,24 @@ class LocalExecutor(Executor):
         if self.base.device.type == "cuda" and plan.split is None:  # lanes wait for their own streams
             torch.cuda.synchronize(self.base.device)
         self._failed |= failed.keys()
-        is_paused = plan.split is None and not {*plan.training} <= {*trained}
         self._pauses += is_paused
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
-        done = StepResult(
-            seconds, sampled, updated, failed, trained, is_paused, lanes, self._read - read, outputs=outputs
+        copies_failed, moving = self._swapped or _NO_SWAPS
+        return StepResult(
+            seconds + sum(moving),
+            sampled,
+            updated,
+            failed,
+            trained,
+            is_paused,
+            lanes,
+            self._read - read,
+            copies_failed,
+            moving,
+            {} if self._offloaded is None else self._offloaded.take_lost(),
+            OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
+            outputs,
         )
-        if self._offloaded is None:
-            return done
-        return replace(done, lost=self._offloaded.take_lost(), offload_reads=self._offloaded.take_reads())
 
     def _threads_for(self, plan: Plan) -> AbstractContextManager[None]:
         """Context in which a step that only answers may leave a core to the reading of weights."""
@@ -275,6 +284,9 @@ class LocalExecutor(Executor):
     def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Returns the tokens, and the training that ran."""
         sampled, kept = self._pass(lane)
+        forward = {segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD}
+        if not forward <= {*kept}:  # stopped
+            return sampled, kept
         return sampled, kept + self._backward_all(lane)
 
     def _backward_all(self, lane: Lane) -> list[TrainingSegment]:
@@ -348,6 +360,8 @@ class LocalExecutor(Executor):
 
     def _keep_alone(self, segment: TrainingSegment) -> list[TrainingSegment]:
         """Runs a window forward by itself; returns the part that ran before a pause."""
+        if self._pause.is_due:
+            return []
         if (job := segment.job) in self._short:
             return [segment]  # its job has failed
         trained = [segment]
@@ -359,7 +373,8 @@ class LocalExecutor(Executor):
         self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
     ) -> list[TrainingSegment]:
         """Runs all rows through the layers: a window joins at its span's first layer and leaves after its
-        last, or at a pause. Returns the windows with the layers they passed."""
+        last, at a pause, or where weights cannot be read and no answer waits for them. Returns the windows
+        with the layers they passed."""
         kept = self._by_batch_key(kept)
         windows = [self._forward_window(segment) for segment in kept]
         through = 0  # layers that windows have passed
@@ -382,6 +397,11 @@ class LocalExecutor(Executor):
         try:
             self.base.chain.forward(travellers, self._compose, passed)
         except LayerAbandoned:
+            stop()
+        except WeightsUnreadable as error:
+            if inference is not None:
+                raise
+            self._pause.failure = error
             stop()
         pairs = zip(kept, windows, strict=True)
         return [replace(segment, span=window.span) for segment, window in pairs if window.layers]
@@ -406,7 +426,9 @@ class LocalExecutor(Executor):
             training.append((slice(start, start + window.window.rows), window.bypasses))
             start += window.window.rows
         lora = self.slot_pools.batch([] if inference is None else inference.adapters).with_rows(training)
-        return FusedRows(parts, lora.rest, lora, inference is None), self.base.arguments.concat(calls)
+        padding = slice(0, 0) if inference is None else inference.padding
+        rows = FusedRows(parts, lora.rest, lora, inference is None, padding)
+        return rows, self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows
@@ -455,9 +477,9 @@ class LocalExecutor(Executor):
         self, tokens: Tensor, positions: Tensor, adapters: Sequence[tuple[slice, Bypasses]]
     ) -> tuple[Tensor, LayerCalls]:
         """`Base.prologue` of rows padded to one of the device's row buckets."""
-        missing = self.base.row_buckets.pad_rows(len(tokens)) - len(tokens)
-        rows = outside_layers(self.base.early_sites, adapters)
-        return self.base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)), rows)
+        if missing := self.base.row_buckets.pad_rows(len(tokens)) - len(tokens):
+            tokens, positions = (F.pad(each, (0, missing)) for each in (tokens, positions))
+        return self.base.prologue(tokens, positions, outside_layers(self.base.early_sites, adapters))
 
     def _by_kind(self, segments: list[InferenceSegment]) -> list[InferenceSegment]:
         if all(segment.adapter is None for segment in segments):
@@ -524,6 +546,8 @@ class LocalExecutor(Executor):
     def _update(self, updates: Sequence[OptimStep]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}
         failed: dict[str, CoserveError] = {}
+        if not updates:
+            return updated, failed
         short = Shortages(self.held.drop_activations)
         due: list[tuple[TrainingSession, OptimStep]] = []
         for update in updates:

@@ -49,7 +49,7 @@ ReadTokenizer: TypeAlias = Callable[[], Any]
 
 
 def no_tokenizer() -> None:
-    """For a model without a tokenizer."""
+    """Stands in for the tokenizer of a model without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,13 +38,12 @@ class Sampler:
         done = [i for i, s in enumerate(batch.segments) if s.start + s.length == self.table[s.key].length]
         if not done:
             return {}
-        picked = torch.tensor([ends[i] - 1 for i in done], device=self.base.device)
         segments = [batch.segments[i] for i in done]
         keys = [segment.key for segment in segments]
         adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
-        logits = self._logits(batch.hidden[:, picked], adapters)
+        logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
         rows = self.table.rows(segments)
-        tokens = self._choose(logits, rows, self.table.lengths(rows))
+        tokens = self._choose(logits, rows, self.table.lengths(keys))
         wanted = [self.table[key].start.sampling.logprobs for key in keys]
         logprobs = self._logprobs(logits, tokens, wanted)
         drawn = self.table.sampled(keys, rows, tokens)
@@ -56,8 +55,8 @@ class Sampler:
     ) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Log-probabilities of the prompt tokens that follow rows of this pass, where requested."""
         found = {}
-        for segment, end in zip(batch.segments, ends, strict=True):
-            if self.table[segment.key].start.sampling.prompt_logprobs is not None:
+        for segment, end in zip(batch.segments, ends, strict=True) if self.table.scored else ():
+            if segment.key in self.table.scored:
                 hidden = batch.hidden[:, end - segment.length : end]
                 found[segment.key] = self._prompt_logprobs(segment, hidden)
         return found
@@ -102,3 +101,10 @@ class Sampler:
             adapters = adapter_ranges(self.loaded, [segment], [len(chunk)])
             found += self._score(self._logits(chunk[None], adapters), of_chunk, most)
         return tuple(found)
+
+
+def _rows(hidden: Tensor, picked: list[int]) -> Tensor:
+    """Rows [1, n, width] of hidden [1, rows, width]: a view of the first, as of decode rows, or a copy."""
+    if picked[-1] == len(picked) - 1:  # they ascend
+        return hidden[:, : len(picked)]
+    return hidden[:, torch.tensor(picked, device=hidden.device)]

@@ -1,4 +1,4 @@
-"""Running sequences on the device: their last tokens, lengths and block tables, read by indexing."""
+"""Running sequences on the device: their last tokens and block tables, read by indexing."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class SequenceState:
 
 
 class SequenceTable:
-    """One row per running sequence: its last token, length, block table and sampling parameters.
+    """One row per running sequence: its last token, block table and sampling parameters.
 
     Its tokens follow its adapter's virtual tokens. The pages that it shares with other sequences come first
     in its block table and are only read; virtual tokens that do not fill a page are copied into its first own
@@ -50,11 +50,11 @@ class SequenceTable:
         self.sampling = sampling
         self._attention = attention
         self._last_token = torch.zeros(capacity, dtype=torch.long, device=device)
-        self._length = torch.zeros(capacity, dtype=torch.long, device=device)
         self._block_table = torch.full(
             (capacity, max_pages), attention.padding_page, dtype=torch.long, device=device
         )
         self._states: dict[int, SequenceState] = {}
+        self.scored: set[int] = set()  # keys of those whose prompts are to be scored
         self._free = list(range(capacity - 1, -1, -1))
 
     def __getitem__(self, key: int) -> SequenceState:
@@ -98,6 +98,7 @@ class SequenceTable:
             return None
         self._block_table[state.row] = self._attention.padding_page
         self.sampling.clear(state.row)
+        self.scored.discard(key)
         self._free.append(state.row)
         return state.start.adapter
 
@@ -127,25 +128,25 @@ class SequenceTable:
     def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
         """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them."""
         self._last_token[rows] = tokens
-        self._length[rows] += 1
         self.sampling.record(rows, tokens)
         drawn: list[int] = tokens.tolist()
         for key, token in zip(keys, drawn, strict=True):
             self._states[key].tokens.append(token)
         return drawn
 
-    def lengths(self, rows: Tensor) -> Tensor:
-        """Number of tokens known of each row, which is also the position of the next sampled token."""
-        return self._length[rows]
+    def lengths(self, keys: Sequence[int]) -> Tensor:
+        """Number of tokens known of each sequence [n], which is also the position of the next sampled one."""
+        return self._tensor([self._states[key].length for key in keys])
 
     def _enter(self, sequence: SequenceStart) -> None:
         assert sequence.key not in self._states, "a sequence is named once"
         row, tokens = self._free.pop(), [*sequence.prompt, *sequence.output]
         self._states[sequence.key] = SequenceState(sequence, row, tokens)
-        self._length[row] = len(tokens)
         if sequence.output:
             self._last_token[row] = sequence.output[-1]
         params = sequence.sampling
+        if params.prompt_logprobs is not None:
+            self.scored.add(sequence.key)
         assert params.seed is not None, "a seed is drawn when the request is made"
         self.sampling.set(row, params, params.seed, sequence.prompt, sequence.output)
 

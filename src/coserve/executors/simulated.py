@@ -80,7 +80,10 @@ class SimulatedExecutor(VirtualClock):
     def run(self, plan: Plan) -> StepResult:
         """See `Executor`."""
         assert not self._launched, "no other plan is under way"
-        return self._run(plan)
+        self.launch(plan)
+        result = self.collect()
+        assert result is not None, "it was launched"
+        return result
 
     def on_progress(self, beat: Callable[[], object]) -> None:
         """See `Executor`. Steps take no time here."""
@@ -92,7 +95,6 @@ class SimulatedExecutor(VirtualClock):
     def _run(self, plan: Plan) -> StepResult:
         if plan.pauses < self._pauses:
             plan = plan.without_training()
-        began = self.now
         for key in plan.released:
             self._known.pop(key, None)
             self._batches.pop(key, None)
@@ -101,7 +103,7 @@ class SimulatedExecutor(VirtualClock):
         for batch in plan.micro_batches:
             self._batches[batch.key] = _Batch(batch)
         seconds, trained, lanes = self._time(plan)
-        paused = plan.split is None and trained != plan.training
+        paused = self._is_paused(plan, trained)
         self._pauses += paused
         writing = sum(len(move.pages) for move in plan.swap_out) * self._swap_seconds[0]
         reading = sum(len(move.pages) for move in plan.swap_in) * self._swap_seconds[1]
@@ -116,9 +118,23 @@ class SimulatedExecutor(VirtualClock):
             reads=self._reads(),
             outputs=self._outputs(trained),
         )
-        self.now += result.seconds + plan.idle + (0.0 if plan.is_empty else self._host())
+        began = self._began()
+        self._end(plan, result.seconds, 0.0 if plan.is_empty else self._host())
         self.observe(plan, result, began)
         return result
+
+    def _is_paused(self, plan: Plan, trained: tuple[TrainingSegment, ...]) -> bool:
+        """Tells whether training of a plan was stopped, of which `trained` was done."""
+        return plan.split is None and trained != plan.training
+
+    def _began(self) -> float:
+        """Time at which the oldest plan under way began."""
+        return self.now
+
+    def _end(self, plan: Plan, seconds: float, host: float) -> None:
+        """Advances the clock to the end of the oldest plan under way, which took `seconds`, and by the host's
+        own."""
+        self.now += seconds + plan.idle + host
 
     def _sample(self, key: int, segment: InferenceSegment) -> Sampled:
         known = self._known[key]

@@ -19,13 +19,13 @@ import msgspec
 from coserve.errors import DataError
 
 MEMORY: Final = 3 * 2**30  # bytes of address space of the child, of which pyarrow's libraries take 0.5
-_SECONDS: Final = 60  # of processor time, and one more for each MiB of the file
+_SECONDS: Final = 60  # seconds of processor time, and one more for each MiB of the file
 _MOST_SAID: Final = 2000  # bytes of the child's error
-REFUSED: Final = 3  # the child's exit status for a file that it can tell the fault of
+REFUSED: Final = 3  # exit status for a file whose fault is known
 NO_MEMORY: Final = 4
-NO_END: Final = 5  # for one that does not end
+NO_END: Final = 5  # exit status for a file that does not end
 _ENDS_WITHIN: Final = 10.0  # seconds after its last row
-# Of the environment only where libraries lie: a parser's hole should find no keys.
+# Only the paths of libraries: the environment may hold keys, and a parser may have a hole.
 _KEPT: Final = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "TMPDIR")
 
 

@@ -18,7 +18,7 @@ from coserve.errors import DataError
 from coserve.jobs.columns import NO_MEMORY, REFUSED
 
 _ROWS: Final = 64  # decoded at once
-_MOST_WRITTEN: Final = 2**16  # bytes of a file: of what is said on stderr
+_MOST_WRITTEN: Final = 2**16  # bytes written to any file, which is stderr alone
 _MOST_COLUMNS: Final = 1000
 
 
@@ -34,7 +34,7 @@ def limit(memory: int, seconds: int) -> None:
 
 
 def rows_of(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """Rows of a file or folder, a few at a time. Raises DataError, and what pyarrow does."""
+    """Rows of a file or folder, a few at a time. Raises DataError and pyarrow's errors."""
     batches = _saved(path) if path.is_dir() else _parquet(path)
     for batch in batches:
         for start in range(0, batch.num_rows, _ROWS):
@@ -102,7 +102,7 @@ def main() -> int:
             out.writelines(msgspec.json.encode(row) + b"\n" for row in there)
             out.flush()
     except BrokenPipeError:
-        return 0  # nobody reads on
+        return 0  # the reader is gone
     except MemoryError:
         return NO_MEMORY
     except DataError as error:
@@ -128,4 +128,4 @@ def _refused(text: str) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # where nobody reads on, stdout could not be flushed at a regular end
+    os._exit(status)  # a regular exit would flush stdout, and fail where the reader is gone

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 
@@ -34,12 +34,13 @@ LONGEST: Final = 16 * 2**20  # bytes of a line, characters of a paragraph or of 
 MOST_UNPACKED: Final = 2**30  # bytes of a compressed file
 _RATIO: Final = 100  # unpacked to packed; text of chats has 3 to 10
 _ALWAYS: Final = 16 * 2**20  # unpacked bytes that any file may have, whatever its ratio
+_TEXT_COLUMNS: Final = ("prompt", "completion", "chosen", "rejected")  # or messages
 _NESTED_COLUMNS: Final = ("messages", "conversations", "history", "preferred_output", "non_preferred_output")
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".txt", ".txt.gz", ".csv", ".csv.gz", ".parquet")
 
 
 def suffix_of(filename: str) -> str:
-    """The one of `SUFFIXES` that says how a file of this name is read."""
+    """The element of `SUFFIXES` that determines how a file of this name is read."""
     lower = filename.lower()
     packed = ".gz" if lower.endswith(".gz") else ""
     inner = Path(lower.removesuffix(packed)).suffix
@@ -48,8 +49,8 @@ def suffix_of(filename: str) -> str:
 
 
 def values(path: Path, name: str, expected: str) -> Values:
-    """The values of a file or folder, in order. `name` is the source's in errors, and `expected` are the
-    words for an object of a wanted format. Raises DataError where the rest cannot be read."""
+    """The values of a file or folder, in order. `name` is the source's name in errors, and `expected`
+    describes an object of a wanted format. Raises DataError where the rest cannot be read."""
     suffix = suffix_of(path.name)
     if path.is_dir() or suffix == ".parquet":
         yield from column_rows(path, name, LONGEST, MOST_UNPACKED)
@@ -186,7 +187,7 @@ def _header(row: list[str], name: str, place: Place) -> list[str]:
 
 
 def _row(row: dict[str, str]) -> object | DataError:
-    """A row whose columns of lists are JSON."""
+    """A row whose columns of lists are JSON, and columns of text are too where they hold messages."""
     nested = [*_NESTED_COLUMNS, *(["input"] if "preferred_output" in row else [])]
     found: dict[str, object] = {**row}
     for column in nested:
@@ -197,4 +198,19 @@ def _row(row: dict[str, str]) -> object | DataError:
             found[column] = msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError) as error:
             return DataError(f'expected "{column}" to be JSON; {error}')
+    for column in _TEXT_COLUMNS:
+        if (messages := _messages(row.get(column, ""))) is not None:
+            found[column] = messages
     return found
+
+
+def _messages(text: str) -> list[Any] | None:
+    """The messages that a cell holds as JSON; None for other text, even if it looks like it."""
+    if not text.lstrip().startswith("[{"):
+        return None
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    is_chat = isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found)
+    return found if is_chat else None

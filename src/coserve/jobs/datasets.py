@@ -2,18 +2,21 @@
 objects of one of the formats in `formats.py`, or such objects themselves."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from coserve.errors import DataError
 from coserve.jobs import containers
 from coserve.jobs.containers import Place, Values
 from coserve.jobs.formats import (
     ANY,
+    LABELLED,
     PREFERENCES,
     PROMPTS,
     SUPERVISED,
     Format,
+    LabelledRecord,
     PreferenceRecord,
     PromptRecord,
     Record,
@@ -23,33 +26,60 @@ from coserve.jobs.formats import (
 )
 
 _MOST_ERRORS: Final = 3
-_LOOKED_AT: Final = 1000  # records after the first error in which further ones are looked for
+_LOOKED_AT: Final = 1000  # records after the first error that are searched for further ones
 
 Source = str | Path | Iterable[Mapping[str, Any]]
+_R = TypeVar("_R", bound=Record)
 
 
-def read(source: Source, name: str | None = None) -> Iterator[SupervisedRecord]:
-    """Records for supervised training, of a file or of dicts in the form of its lines.
+class Records(Iterator[_R]):
+    """Records of a source, one after another. `place` is that of the last one: "train.jsonl, line 7"."""
+
+    def __init__(self, placed: Iterator[tuple[str, _R]]) -> None:
+        self.place = ""
+        self._placed = placed
+
+    def __next__(self) -> _R:
+        self.place, record = next(self._placed)
+        return record
+
+
+def place_of(records: Iterable[object], number: int) -> str:
+    """The place of the last of some records in an error: in its source, or its number where it has none."""
+    return records.place if isinstance(records, Records) else f"example {number}"
+
+
+def read(source: Source, name: str | None = None, most: int | None = None) -> Records[SupervisedRecord]:
+    """The first `most` records for supervised training, of a file or of dicts in the form of its lines.
 
     `name` is the source's name in errors, by default the file's name or "data". Raises DataError, which lists
     the first invalid records, at most three, once the first of them is reached.
     """
-    return cast(Iterator[SupervisedRecord], _records(source, name, SUPERVISED))
+    return cast(Records[SupervisedRecord], _records(source, name, SUPERVISED, most))
 
 
-def read_preferences(source: Source, name: str | None = None) -> Iterator[PreferenceRecord]:
+def read_preferences(
+    source: Source, name: str | None = None, most: int | None = None
+) -> Records[PreferenceRecord]:
     """Preference pairs of a source, as `read` reads examples."""
-    return cast(Iterator[PreferenceRecord], _records(source, name, PREFERENCES))
+    return cast(Records[PreferenceRecord], _records(source, name, PREFERENCES, most))
 
 
-def read_prompts(source: Source, name: str | None = None) -> Iterator[PromptRecord]:
+def read_labelled(
+    source: Source, name: str | None = None, most: int | None = None
+) -> Records[LabelledRecord]:
+    """Labelled completions of a source, as `read` reads examples."""
+    return cast(Records[LabelledRecord], _records(source, name, LABELLED, most))
+
+
+def read_prompts(source: Source, name: str | None = None, most: int | None = None) -> Records[PromptRecord]:
     """Prompts with references of a source, as `read` reads examples."""
-    return cast(Iterator[PromptRecord], _records(source, name, PROMPTS))
+    return cast(Records[PromptRecord], _records(source, name, PROMPTS, most))
 
 
-def read_any(source: Source, name: str | None = None) -> Iterator[Record]:
+def read_any(source: Source, name: str | None = None) -> Records[Record]:
     """Records of whichever kind the source has, as `read` reads examples."""
-    return _records(source, name, ANY)
+    return _records(source, name, ANY, None)
 
 
 def parse(value: object, formats: tuple[Format, ...] = SUPERVISED) -> Record:
@@ -89,9 +119,14 @@ class _Errors:
         return DataError("\n".join(self._found))
 
 
-def _records(source: Source, name: str | None, formats: tuple[Format, ...]) -> Iterator[Record]:
-    """Records of one format, the first one's."""
-    name = name or _name_of(source)
+def _records(
+    source: Source, name: str | None, formats: tuple[Format, ...], most: int | None
+) -> Records[Record]:
+    return Records(islice(_placed(source, name or _name_of(source), formats), most))
+
+
+def _placed(source: Source, name: str, formats: tuple[Format, ...]) -> Iterator[tuple[str, Record]]:
+    """Records of one format, the first one's, with their places."""
     errors = _Errors(name)
     first: tuple[Place, Format] | None = None
     is_empty, looked = True, 0
@@ -109,7 +144,7 @@ def _records(source: Source, name: str | None, formats: tuple[Format, ...]) -> I
             errors.add(place, error)
         else:
             if not errors:
-                yield record
+                yield f"{name}, {place}", record
         looked += bool(errors)
         if errors.is_full or looked > _LOOKED_AT:
             break

@@ -10,10 +10,11 @@
 | text | `text` | `TextRecord` |
 | preference | `prompt`, `chosen`, `rejected` | `PreferenceRecord` |
 | OpenAI's preference | `input`, `preferred_output`, `non_preferred_output` | `PreferenceRecord` |
+| labelled completion | `prompt`, `completion`, `label` | `LabelledRecord` |
 | prompt with references | `messages`, `prompt` or `question`, and any other keys | `PromptRecord` |
 
-A file has one format. Supervised training reads the first six, preference optimisation the next two,
-reinforcement the last, in which every other key of the record is part of the reference.
+A file has one format. Supervised training reads the first six, preference optimisation the next two, KTO
+labelled completions, reinforcement the last, in which every other key of the record is part of the reference.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,8 +72,18 @@ class PreferenceRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelledRecord:
+    """A prompt with one answer, as the continuations of a `PreferenceRecord`, and whether it is desirable."""
+
+    prompt: tuple[Message, ...]
+    answer: tuple[Message, ...]
+    desirable: bool
+    tools: Tools = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """A prompt to be answered, and what a grader compares answers with: `reference`, values by key."""
+    """A prompt to be answered, with `reference`, values by key that a grader compares answers with."""
 
     messages: tuple[Message, ...]
     reference: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +91,7 @@ class PromptRecord:
 
 
 SupervisedRecord = ChatRecord | CompletionRecord | TextRecord
-Record = SupervisedRecord | PreferenceRecord | PromptRecord
+Record = SupervisedRecord | PreferenceRecord | LabelledRecord | PromptRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +114,10 @@ def _chat(value: Mapping[str, Any]) -> ChatRecord:
 
 def _answered(messages: tuple[Message, ...], tools: Tools = ()) -> ChatRecord:
     if not any(turn.role == "assistant" for turn in messages):
-        raise DataError('expected at least one message with the role "assistant"; found none')
+        raise DataError(
+            'expected at least one message with the role "assistant"; found none: chats that await an answer '
+            "are for reinforcement"
+        )
     return ChatRecord(messages, tools)
 
 
@@ -156,7 +170,7 @@ def _text_record(value: Mapping[str, Any]) -> TextRecord:
 
 
 def _preference(value: Mapping[str, Any]) -> PreferenceRecord:
-    """Text is a turn. Without a prompt it is what lists of messages have in common."""
+    """A text is a turn. Without a prompt the prompt is the common prefix of two lists of messages."""
     if value.get("prompt") is not None:
         prompt = _turns(value, "prompt", "user")
         chosen, rejected = (_answering(value, key) for key in ("chosen", "rejected"))
@@ -188,6 +202,21 @@ def _openai_preference(value: Mapping[str, Any]) -> PreferenceRecord:
     return PreferenceRecord(prompt, chosen, rejected, read_tools(asked))
 
 
+def _labelled(value: Mapping[str, Any]) -> LabelledRecord:
+    """Text is a turn, as in preference pairs."""
+    if (desirable := _label(value["label"])) is None:
+        raise DataError(f'expected "label" to be true or false; found {quoted(value["label"])}')
+    prompt, answer = _turns(value, "prompt", "user"), _answering(value, "completion")
+    return LabelledRecord(_asking(prompt, "prompt"), answer, desirable, read_tools(value))
+
+
+def _label(value: object) -> bool | None:
+    """A label, which is text in tables; None for what is none."""
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().lower())
+    return value if isinstance(value, bool) else None
+
+
 def _prompt(value: Mapping[str, Any]) -> PromptRecord:
     """A prompt; every key that is no part of it is the reference."""
     field = next(key for key in ("messages", "prompt", "question") if key in value)
@@ -200,9 +229,12 @@ def _prompt(value: Mapping[str, Any]) -> PromptRecord:
 
 def _turns(value: Mapping[str, Any], key: str, role: str) -> tuple[Message, ...]:
     """Messages, or text as one turn of `role`."""
-    if isinstance(value[key], str):
+    found = value[key]
+    if isinstance(found, str):
         return (Message(role, text_of(value, key)),)
-    return read_messages(value[key], key)
+    if not isinstance(found, list | tuple):
+        raise DataError(f'expected "{key}" to be text or a list of messages; found {kind(found)}')
+    return read_messages(found, key)
 
 
 def _asking(messages: tuple[Message, ...], field: str) -> tuple[Message, ...]:
@@ -235,8 +267,13 @@ def _unlearned(turn: Message) -> Message:
     return replace(turn, weight=0) if turn.role == "assistant" else turn
 
 
+def _is_labelled(value: Mapping[str, Any]) -> bool:
+    """Tells whether a completion has a label. Other values under this key are of a supervised file's own."""
+    return _has("prompt", "completion", "label")(value) and _label(value["label"]) is not None
+
+
 def _is_graded_chat(value: Mapping[str, Any]) -> bool:
-    """Tells whether messages await an answer, and something is there to compare it with."""
+    """Tells whether messages await an answer, with a reference to compare it with."""
     turns = value.get("messages")
     if not isinstance(turns, list | tuple) or not turns or not isinstance(turns[-1], Mapping):
         return False
@@ -268,14 +305,17 @@ PREFERENCES: Final = (
         _openai_preference,
     ),
 )
+_LABELLED: Final = "prompts with labelled completions"
+LABELLED: Final = (Format(_LABELLED, _has("prompt", "completion", "label"), _labelled),)
 PROMPTS: Final = (
     Format("prompts in messages", _has("messages"), _prompt),
     Format("prompts", _has("prompt"), _prompt),
     Format("questions", _has("question"), _prompt),
 )
-# Where nothing says what the data is for. Chats of one file may end with an answer or await one.
+# For data without an objective. Chats of one file may end with an answer or await one.
 ANY: Final = (
     *PREFERENCES,
+    Format(_LABELLED, _is_labelled, _labelled),
     Format(_CHATS, _is_graded_chat, _prompt),
     *SUPERVISED,
     Format("prompts with references", _is_graded_prompt, _prompt),
@@ -286,9 +326,17 @@ _IN_WORDS: Final = {
     '"instruction" and "output", or "text"',
     PREFERENCES: '"prompt", "chosen" and "rejected", or "input", "preferred_output" and '
     '"non_preferred_output"',
+    LABELLED: '"prompt", "completion" and "label"',
     PROMPTS: '"messages", "prompt" or "question"',
     ANY: '"messages", "conversations", "prompt" and "completion", "question" and "answer", "instruction" and '
     '"output", "text", or "prompt", "chosen" and "rejected"',
+}
+# The data of each purpose, those with the most telling keys first.
+_PURPOSES: Final = {
+    PREFERENCES: "preference training (DPO, ORPO)",
+    LABELLED: "KTO",
+    SUPERVISED: "supervised training",
+    PROMPTS: "reinforcement",
 }
 
 
@@ -305,4 +353,13 @@ def detect(value: object, formats: tuple[Format, ...] = ANY) -> Format:
         if format.fits(value):
             return format
     keys = ", ".join(quoted(key).replace("'", '"') for key in list(value)[:8]) or "an empty object"
-    raise DataError(f"expected {expected(formats)}; found {keys}")
+    raise DataError(f"expected {expected(formats)}; found {keys}{_purpose(value)}")
+
+
+def _purpose(value: Mapping[str, Any]) -> str:
+    """The kind of data that an object is, and what that is for; empty where it is none."""
+    for formats, purpose in _PURPOSES.items():
+        for format in formats:
+            if format.fits(value):
+                return f": {format.name}, which are for {purpose}"
+    return ""

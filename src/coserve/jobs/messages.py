@@ -110,8 +110,8 @@ def decode_json(text: str, field: str) -> Any:
 
 
 def check_whole(value: object, field: str) -> None:
-    """Raises DataError where nested text is half of a surrogate pair, or nesting is deeper than anything that
-    walks through it without a limit can bear."""
+    """Raises DataError where nested text is half of a surrogate pair, or nesting is deeper than `MOST_NESTED`
+    levels, which recursive code bears."""
     _check_depth(value, field, MOST_NESTED)
     try:
         msgspec.json.encode(value)

@@ -21,7 +21,7 @@ class Arena:
     def __init__(self, limit: int | None = None) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}  # flat, smallest first
         self._limit = limit
-        self._out = 0  # bytes of what was handed out
+        self._out = 0  # bytes in use
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised contiguous tensor of this shape."""
@@ -30,7 +30,7 @@ class Arena:
             count *= size
         free = self._free.get((dtype, device), [])
         index = bisect_left(free, count, key=Tensor.numel)
-        # A piece over twice as large is left for who needs it.
+        # A piece over twice as large is left for larger tensors.
         if index < len(free) and free[index].numel() <= 2 * count:
             flat = free.pop(index)
         else:

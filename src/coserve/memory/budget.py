@@ -9,7 +9,7 @@ from typing import Final
 
 from coserve.core.size import read_memory
 
-SHARE: Final = 0.9  # of what is free that an engine takes unless told otherwise: others want some too
+SHARE: Final = 0.9  # default share of the free bytes: other processes need some
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -43,7 +43,7 @@ def _system() -> Iterator[tuple[int, int]]:
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError):  # elsewhere pages are counted, and nobody says how many are free
+    except (OSError, KeyError):  # other systems count pages, and do not report free ones
         total = free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield total, free
 
@@ -81,7 +81,7 @@ def _number(file: Path) -> int | None:
 
 
 def _own_limits() -> Iterator[tuple[int, int]]:
-    """RLIMIT_DATA and RLIMIT_AS: what is mapped counts there, whether or not it has been touched."""
+    """RLIMIT_DATA and RLIMIT_AS, which bound mapped bytes, touched or not."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     except OSError:

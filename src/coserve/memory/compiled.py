@@ -2,10 +2,11 @@
 
 On a CPU torch hands bfloat16 products to oneDNN, which builds code for every new shape. Both cache 1,024
 shapes by default, and a server keeps producing new ones: every rank by every number of rows, every attended
-length. A shape takes 0.15 to 0.4 MB on a CPU without bfloat16 units and 0.65 MB on one with them, so that a
-process grew for hundreds of jobs and by hundreds of megabytes. In the mix of 20 jobs of random ranks beside
-answers 1.2 % of all products found no code with 256 shapes (0.4 % with 1,024, 2.1 % with 64); building it
-takes 0.2 to 0.5 ms.
+length. A shape takes 0.15 to 0.4 MB on a CPU without bfloat16 units and 0.65 MB on one with them, so a
+process grows over hundreds of jobs by hundreds of megabytes.
+
+In a mix of 20 jobs of random ranks beside answers, 1.2 % of all products found no code with 256 shapes, 0.4 %
+with 1,024 and 2.1 % with 64. Building it takes 0.2 to 0.5 ms.
 """
 
 import os
@@ -16,9 +17,9 @@ _SETTINGS: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # 
 
 
 def built_bytes() -> int:
-    """Bytes that a budget counts for these shapes, as many as are kept, and for all else that libraries build
-    as they work, such as traces. After 64 prompts of 64 lengths, calibration and checks of four jobs a
-    process of the embedded model, with 256 shapes, held 127 MB that no account had."""
+    """Bytes that a budget counts for code of `SHAPES` shapes, and for everything else that libraries build at
+    run time, such as traces. After 64 prompts of 64 lengths, calibration and checks of four jobs, a process
+    of the embedded model with 256 shapes held 127 MB outside of all accounts."""
     return (32 << 20) + int(os.environ.get(_SETTINGS[0], SHAPES)) * (384 << 10)
 
 

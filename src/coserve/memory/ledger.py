@@ -21,11 +21,11 @@ class Account(StrEnum):
 
     BASE = "base"  # the frozen weights, in whatever layouts they are held
     PAGES = "pages"  # keys and values of all sequences
-    ACTIVATIONS = "activations"  # what backward passes need of the forward ones
+    ACTIVATIONS = "activations"  # tensors that forward passes keep for backward ones
     ADAPTERS = "adapters"  # versions that answers and training read
     OPTIMIZERS = "optimizers"  # master weights, their gradients, and AdamW's moments
-    WORKSPACES = "workspaces"  # what a step needs while it runs
-    LIBRARIES = "libraries"  # code that libraries load with a model, and what they build for its shapes
+    WORKSPACES = "workspaces"  # temporary tensors of a step
+    LIBRARIES = "libraries"  # code that libraries load with a model, and build for its shapes
 
 
 Bytes = Mapping[Account, int]

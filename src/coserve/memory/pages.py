@@ -30,7 +30,7 @@ class PagePool:
         self._readers = [0] * pages
         self._owned: dict[Hashable, list[int]] = {}
         self._names: dict[int, Hashable] = {}
-        self._found: dict[Hashable, int] = {}  # the other way round
+        self._found: dict[Hashable, int] = {}  # pages by name
         self.evicted: Callable[[int, Hashable], None] = lambda page, name: None
 
     @property

@@ -19,10 +19,11 @@ from coserve.adapters.lora_batch import LoraBatch
 from coserve.attention.backend import InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.kernels.attention import AttentionSpec
-from coserve.kernels.native.layer import DecodePages
-from coserve.kernels.native.lora import LoraRows
+from coserve.kernels.native.layer import LayerOwnWeights, LayerPages, no_own_weights
+from coserve.kernels.native.lora import LayerLora, no_lora
 from coserve.model.group import GroupRows, Prepared
 from coserve.model.placement import Placement
+from coserve.model.replaced import AppliedRows, grouped_product, saves_rows
 
 
 class Rows(Protocol):
@@ -87,9 +88,10 @@ class BatchPart(Protocol):
 
 class FusedRows(GroupRows):
     """Parts side by side in one forward run without a graph. `adapters` are applied one by one to their rows,
-    those of `lora` together.
+    those of `lora` together. Rows of `padding` are nobody's.
 
-    Each adapter reads and writes its own rows only, so a NaN in one never reaches another.
+    Each adapter reads and writes its own rows only, so a NaN in one never reaches another. Where one replaces
+    a linear, the base's product is not computed for its rows, unless a keeper receives it.
     """
 
     def __init__(
@@ -98,9 +100,10 @@ class FusedRows(GroupRows):
         adapters: Sequence[tuple[slice, Bypasses]],
         lora: LoraBatch | None = None,
         is_training: bool = False,
+        padding: slice = slice(0, 0),
     ) -> None:
         super().__init__()
-        self._is_training = is_training
+        self._is_training, self._padding = is_training, padding
         self._adapters, self._lora = adapters, None if lora is None or lora.is_empty else lora
         self._parts: list[tuple[slice, BatchPart]] = []
         start = 0
@@ -115,8 +118,9 @@ class FusedRows(GroupRows):
         if group is None and not self._keepers and not self._adapters and self._lora is None:
             return placement.forward(x)
         x = self._entering(path, x)
+        found = self._applied(path)
         if group is None:
-            y = placement.forward(x)
+            y, found = self._product(placement, x, found)
         else:
             y, added = self._ask(path, group, x)
         x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
@@ -126,18 +130,14 @@ class FusedRows(GroupRows):
             y2 += added
         elif self._lora is not None:
             self._lora.add_(path, x, y2)
-        for rows, bypasses in self._adapters:
-            bypass = bypasses.outputs.get(path)
-            if bypass is not None:
-                self._add(bypass, rows, x2, y2)
+        for rows, bypass in found:
+            self._add(bypass, rows, x2, y2)
         for rows, keeper in self._keepers:
             keeper.keep_sum(path, y2[rows])
         return y
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
-        if not self._adapters:
-            return y
-        found = [(rows, b.outputs[path]) for rows, b in self._adapters if path in b.outputs]
+        found = self._applied(path)
         if found:
             y = y.clone()  # a module may return its input
             for rows, bypass in found:
@@ -148,6 +148,10 @@ class FusedRows(GroupRows):
     def is_training(self) -> bool:
         """Tells that there are no rows of answers."""
         return self._is_training
+
+    def _applied(self, path: str) -> Sequence[AppliedRows]:
+        """The bypasses at a module's output, one by one."""
+        return [(rows, own.outputs[path]) for rows, own in self._adapters if path in own.outputs]
 
     def _is_changed(self, path: str) -> bool:
         return any(path in bypasses.inputs for _, bypasses in self._adapters)
@@ -161,6 +165,29 @@ class FusedRows(GroupRows):
             return added
 
         return None, meanwhile
+
+    def _product(
+        self, placement: Placement, x: Tensor, bypasses: Sequence[AppliedRows]
+    ) -> tuple[Tensor, Sequence[AppliedRows]]:
+        """The placement's product, or what replaces it for some rows; and the bypasses that are left to be
+        applied."""
+        if not bypasses:
+            return placement.forward(x), bypasses
+        replaced, others = list[AppliedRows](), list[AppliedRows]()
+        for rows, bypass in bypasses:
+            is_free = bypass.replaces and not any(_overlap(rows, kept) for kept, _ in self._keepers)
+            (replaced if is_free else others).append((rows, bypass))
+        # Padding goes along with the rows before it: alone it would cost the base's product.
+        spans = [(self._with_padding(rows), bypass) for rows, bypass in replaced]
+        x2 = x.flatten(0, -2)
+        if not placement.computes_rows or not saves_rows(x2, spans):
+            return placement.forward(x), bypasses
+        y = grouped_product(x2, placement.forward, spans)
+        return y.view(*x.shape[:-1], y.shape[-1]), others
+
+    def _with_padding(self, rows: slice) -> slice:
+        is_last = rows.stop == self._padding.start
+        return slice(rows.start, self._padding.stop) if is_last else rows
 
     def _entering(self, path: str, x: Tensor) -> Tensor:
         """Input of the linear at `path`: x, changed for the rows of adapters that change it."""
@@ -186,21 +213,29 @@ class FusedRows(GroupRows):
             return False
         return self._lora is None or not self._lora.covers(paths)
 
-    def decode_pages(self, layer: int) -> DecodePages | None:
-        """The layer's pages where all rows are decode rows, whose backend has them as `DecodePages`."""
+    def decode_pages(self, layers: Sequence[int]) -> LayerPages | None:
+        """The layers' pages where all rows are decode rows, whose backend has them as `LayerPages`."""
         if len(self._parts) != 1:
             return None
         part = self._parts[0][1]
         if not isinstance(part, InferenceRows) or not isinstance(part.backend, BatchedBackend):
             return None
-        return part.backend.decode_pages(layer, part.metadata)
+        return part.backend.decode_pages(layers, part.metadata)
 
-    def low_rank(self, paths: Sequence[str]) -> Sequence[LoraRows | None] | None:
-        """The rows' bypasses at each of these linears, None where one has none; None where rows have others,
-        or bypasses that no kernel in C reads."""
-        if self._adapters:
+    def low_rank(self, paths: tuple[str, ...]) -> LayerLora | None:
+        """The rows' low-rank bypasses at these linears for the kernel of a whole layer; None where rows have
+        some that it does not read."""
+        return no_lora(len(paths)) if self._lora is None else self._lora.native(paths)
+
+    def own_weights(self, modules: tuple[str, ...], others: tuple[str, ...]) -> LayerOwnWeights | None:
+        """Weights that replace these linears and norms for some rows, for the kernel of a whole layer; None
+        where rows have other bypasses, low-rank ones aside, at any of these or the `others`, or some that it
+        does not read."""
+        if not self._adapters:
+            return no_own_weights(len(modules))
+        if self._lora is None or self._adapters is not self._lora.rest:
             return None
-        return [None] * len(paths) if self._lora is None else self._lora.native(tuple(paths))
+        return self._lora.own_weights(modules, others)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if len(self._parts) == 1:
@@ -222,6 +257,10 @@ class LayerCalls:
 
     def __getitem__(self, layer: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self.calls[self.index[layer]]
+
+    def is_one(self, layers: range) -> bool:
+        """Tells whether all these layers get the same arguments."""
+        return len({self.index[layer] for layer in layers}) == 1
 
 
 class RowArguments:
@@ -250,6 +289,10 @@ class RowArguments:
             _merge(dims, [calls[i] for calls in every], function) for i, dims in enumerate(self._dims)
         )
         return LayerCalls(merged, first.index)
+
+
+def _overlap(one: slice, other: slice) -> bool:
+    return bool(one.start < other.stop and other.start < one.stop)
 
 
 def _row_dims(a: Any, b: Any) -> Any:

@@ -1,14 +1,16 @@
 """The chain: a model's blocks in order, and all loops that compute layers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from coserve.core.sequence import Direction
 from coserve.model.batch import BatchCell, LayerCalls, Rows
-from coserve.model.block import Block, Ends, ModelPart
+from coserve.model.block import Block, Call, Ends, ModelPart
+
+_AT_ONCE: Final = 8  # layers of a shortcut: of a large model they take as long as a heartbeat may
 
 
 class Traveller(Protocol):
@@ -34,11 +36,13 @@ Composed = tuple[Rows, LayerCalls]  # the rows in a run, and the layers' other a
 
 class Chain:
     """The blocks of one model, and its `ends`. `on_layer` is called before each block, in either direction,
-    as a heartbeat during long steps."""
+    as a heartbeat during long steps. `shortcut` is a faster way through neighbouring blocks that are given
+    the same arguments; it gives None where it does not lead there."""
 
     def __init__(self, blocks: Sequence[Block], ends: Ends, cell: BatchCell) -> None:
         self.blocks, self.ends = tuple(blocks), ends
         self.on_layer: Callable[[], object] = int  # nothing
+        self.shortcut: Callable[[Sequence[Block], Tensor, Call], Tensor | None] | None = None
         self._cell = cell
 
     def __len__(self) -> int:
@@ -76,9 +80,11 @@ class Chain:
         layer, with those that passed it."""
         together: list[T] = []
         composed: Composed | None = None
-        for layer in range(len(self)):
+        layer = 0
+        while layer < len(self):
             active = [traveller for traveller in travellers if layer in traveller.layers]
             if not active:
+                layer += 1
                 continue
             if composed is None or list(map(id, active)) != list(map(id, together)):
                 together, composed = active, compose(active)
@@ -86,12 +92,25 @@ class Chain:
             inputs = [traveller.input(layer) for traveller in active]
             with self._cell.set(rows):
                 hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
-                out = self.layer(layer, hidden, calls)
+                # Only who travels alone neither meets nor leaves anybody on the way.
+                most = _AT_ONCE if len(travellers) == 1 else 1
+                stop = min(layer + most, active[0].layers.stop)
+                out, count = self._several(range(layer, stop), hidden, calls)
             # Padding rows are part of the first traveller's input.
             parts = torch.split(out, [x.shape[1] for x in inputs], 1) if len(inputs) > 1 else (out,)
+            layer += count
             for traveller, part in zip(active, parts, strict=True):
-                traveller.take(layer, part)
-            passed(layer, active)
+                traveller.take(layer - 1, part)
+            passed(layer - 1, active)
+
+    def _several(self, layers: range, hidden: Tensor, calls: LayerCalls) -> tuple[Tensor, int]:
+        """Runs all of `layers` where there is a shortcut, else the first; returns the output and how many."""
+        if self.shortcut is not None and len(layers) > 1 and calls.is_one(layers):
+            blocks = self.blocks[layers.start : layers.stop]
+            if (out := self.shortcut(blocks, hidden, calls[layers.start])) is not None:
+                self.on_layer()
+                return out, len(layers)
+        return self.layer(layers.start, hidden, calls), 1
 
     def backward(self, top: int, layer_backward: Callable[[int], bool]) -> None:
         """Visits layers from `top` down; `layer_backward` computes one, and returns whether to continue

@@ -1,11 +1,11 @@
-"""Decoder layers whose decode rows are computed in one call of a kernel.
+"""Decoder layers whose decode rows are computed in one call of a kernel, one or several of them.
 
 A layer is recognised by experiment: the kernel and the layer's own module get the same random rows and pages
 when a base is loaded, and have to give the same output and write the same keys and values, bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Final
@@ -18,13 +18,13 @@ from coserve.attention.batched import BatchedBackend
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.native import ops
-from coserve.kernels.native.layer import Layer, Norm, PackedLinear, decode_layer
-from coserve.kernels.native.lora import LoraRows
+from coserve.kernels.native.layer import Layer, LayerOwnWeights, Norm, PackedLinear, decode_layers
+from coserve.kernels.native.lora import LayerLora
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell, FusedRows
-from coserve.model.block import Block, Call
+from coserve.model.block import Block, Call, Resident
 from coserve.model.linear import FrozenLinear
-from coserve.model.placement import MOST_ROWS, PackedPlacement
+from coserve.model.placement import MOST_ROWS
 
 _LINEARS: Final = (
     "self_attn.q_proj",
@@ -41,50 +41,84 @@ _PAGE, _PADDING = 16, 6  # the experiment's positions of a page, and rows
 _LENGTHS, _TABLE = (3, 18), ((2, 0), (1, 3))  # and the positions and pages of its sequences
 
 
-@dataclass(frozen=True, slots=True)
 class DecodeLayer:
-    """A block's shortcut for decode rows of the base, bare or with plain low-rank adapters."""
+    """A block's shortcut for decode rows of the base, bare or with plain low-rank adapters, and of full
+    fine-tunes. `norm_paths` are the norms' paths, `others` those of the block's other sites."""
 
-    index: int
-    cell: BatchCell
-    linears: tuple[FrozenLinear, ...]
-    norms: tuple[nn.Module, ...]
-    eps: tuple[float, ...]
-    centred: tuple[bool, ...]
-    width: int
-    spec: AttentionSpec
+    def __init__(
+        self,
+        index: int,
+        cell: BatchCell,
+        linears: tuple[FrozenLinear, ...],
+        norms: tuple[nn.Module, ...],
+        norm_paths: tuple[str, ...],
+        others: tuple[str, ...],
+        eps: Sequence[float],
+        centred: Sequence[bool],
+        width: int,
+        spec: AttentionSpec,
+    ) -> None:
+        self.index, self.cell, self.width = index, cell, width
+        self._linears, self._norms, self._eps, self._centred = linears, norms, eps, centred
+        self._paths = tuple(linear.path for linear in linears)
+        self._modules, self._others = (*self._paths, *norm_paths), others
+        self._spec = spec
+        self._latest: tuple[PackedLinear, Layer] | None = None  # with the first of its linears
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor | None:
         """The block's output for hidden [1, rows, width]; None where other rows are in the cell, or something
         that kernels do not read."""
-        rows = self.cell.rows
-        if not isinstance(rows, FusedRows) or hidden.shape[1] > MOST_ROWS:
-            return None
-        cos, sin = call[1].get(_ROTARY, (None, None))
-        weights = [_weight(norm) for norm in self.norms]
-        if cos is None or not ops.takes(hidden, cos, sin, *weights) or not hidden.is_contiguous():
-            return None
-        if not cos.shape == sin.shape == (1, hidden.shape[1], self.width):
-            return None
-        pages = rows.decode_pages(self.index)
-        added = rows.low_rank([linear.path for linear in self.linears])
-        linears = [] if added is None else [*self._packed(added)]
-        if pages is None or len(linears) < len(self.linears):
-            return None
-        first, second = map(Norm, weights, self.eps, self.centred)
-        layer = Layer(linears, (first, second), self.width, self.spec.scale, self.spec.window)
-        return decode_layer(layer, hidden, cos, sin, pages)
+        return through([self], hidden, call)
 
-    def _packed(self, added: Sequence[LoraRows | None]) -> Iterator[PackedLinear]:
-        for linear, lora in zip(self.linears, added, strict=True):
-            placement = linear.placement
-            if isinstance(placement, PackedPlacement) and (packed := placement.native) is not None:
-                yield packed if lora is None else replace(packed, lora=lora)
+    def native(self) -> Layer | None:
+        """The layer as kernels read it; None where they do not read its weights. Kept until these move: all
+        tensors of a block do so together, and `Placement.native` is another object then."""
+        first = self._linears[0].placement.native
+        if first is None:
+            return None
+        if self._latest is None or self._latest[0] is not first:
+            packed = [own for linear in self._linears if (own := linear.placement.native) is not None]
+            weights = [_weight(norm) for norm in self._norms]
+            if len(packed) < len(self._linears) or not ops.takes(*weights):
+                return None
+            before, after = map(Norm, weights, self._eps, self._centred)
+            layer = Layer(packed, (before, after), self.width, self._spec.scale, self._spec.window)
+            self._latest = first, layer
+        return self._latest[1]
+
+    def low_rank(self, rows: FusedRows) -> LayerLora | None:
+        """The bypasses of rows at the layer's linears; None where kernels do not read one of them."""
+        return rows.low_rank(self._paths)
+
+    def own_weights(self, rows: FusedRows) -> LayerOwnWeights | None:
+        """The weights that rows have of their own in the layer; None where kernels do not read one of them,
+        or rows have something else there, low-rank bypasses aside."""
+        return rows.own_weights(self._modules, self._others)
+
+
+def through(layers: Sequence[DecodeLayer], hidden: Tensor, call: Call) -> Tensor | None:
+    """The output of layers that follow each other in one call, as `DecodeLayer` gives one's."""
+    first = layers[0]
+    rows = first.cell.rows
+    if not isinstance(rows, FusedRows) or hidden.shape[1] > MOST_ROWS:
+        return None
+    cos, sin = call[1].get(_ROTARY, (None, None))
+    if cos is None or not ops.takes(hidden, cos, sin) or not hidden.is_contiguous():
+        return None
+    if not cos.shape == sin.shape == (1, hidden.shape[1], first.width):
+        return None
+    pages = rows.decode_pages([layer.index for layer in layers])
+    native = [found for layer in layers if (found := layer.native()) is not None]
+    lora = [added for layer in layers if (added := layer.low_rank(rows)) is not None]
+    own = [weights for layer in layers if (weights := layer.own_weights(rows)) is not None]
+    if pages is None or not len(native) == len(lora) == len(own) == len(layers):
+        return None
+    return decode_layers(native, lora, own, hidden, cos, sin, pages)
 
 
 @torch.no_grad()
 def find_decode_layers(base: Base) -> None:
-    """Gives the blocks that are recognised their shortcut."""
+    """Gives the blocks that are recognised their shortcut, and the chain one through several of them."""
     if not any(ops.takes(parameter) for parameter in base.model.parameters()):
         return
     experiment: _Experiment | None = None
@@ -95,6 +129,15 @@ def find_decode_layers(base: Base) -> None:
             if found is not None:
                 experiment = experiment or _Experiment(base)
                 block.shortcut = experiment.shortcut(index, block, *found)
+    base.chain.shortcut = through_blocks
+
+
+def through_blocks(blocks: Sequence[Block], hidden: Tensor, call: Call) -> Tensor | None:
+    """The output of blocks that follow each other and lie in memory, where all of them have their shortcut;
+    else None."""
+    found = [block.shortcut for block in blocks if isinstance(block.residence, Resident)]
+    layers = [shortcut for shortcut in found if isinstance(shortcut, DecodeLayer)]
+    return through(layers, hidden, call) if len(layers) == len(blocks) else None
 
 
 def _parts(layer: nn.Module) -> tuple[tuple[FrozenLinear, ...], tuple[nn.Module, ...]] | None:
@@ -143,12 +186,24 @@ class _Experiment:
             for table in _TABLE:
                 backend.fill(index, table, *pages)
             rows.append(_NotingRows(backend, self._common, self._hidden.shape[1]))
+        norm_paths = tuple(f"{block.path}.{name}" for name in _NORMS)
+        known_paths = {*norm_paths, *(linear.path for linear in linears)}
+        others = tuple(path for path in self._base.sites if block.holds(path) and path not in known_paths)
         own = self._run(rows[0], lambda: block.run(self._hidden, self._calls[index]), index)
         if not rows[0].specs or not rows[0].specs[0].is_plain:
             return None
         for centred in product((False, True), repeat=len(norms)):
             found = DecodeLayer(
-                index, self._base.cell, linears, norms, known, centred, cache.key, rows[0].specs[0]
+                index,
+                self._base.cell,
+                linears,
+                norms,
+                norm_paths,
+                others,
+                known,
+                centred,
+                cache.key,
+                rows[0].specs[0],
             )
             short = self._run(rows[1], partial(found, self._hidden, self._calls[index]), index)
             if short is not None and own is not None and all(map(torch.equal, own, short)):

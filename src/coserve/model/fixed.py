@@ -19,6 +19,7 @@ from coserve.kernels.attention import AttentionSpec
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.placement import Placement
+from coserve.model.replaced import AppliedRows
 
 ROWS = 16  # a frozen linear in bfloat16 takes as long for 16 rows as for a few: its weights' bytes dominate
 _SHIFTS = (1, 5, 11)  # places by which the proof moves rows around
@@ -37,6 +38,11 @@ class FixedRows(FusedRows):
                 "and the deterministic mode cannot hold"
             )
         return super().linear(path, placement, x)
+
+    def _product(
+        self, placement: Placement, x: Tensor, bypasses: Sequence[AppliedRows]
+    ) -> tuple[Tensor, Sequence[AppliedRows]]:
+        return placement.forward(x), bypasses  # of all rows: their number is fixed
 
     def _add(self, bypass: Bypass, rows: slice, x: Tensor, y: Tensor) -> None:
         added = y.clone()

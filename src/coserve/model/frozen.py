@@ -1,4 +1,4 @@
-"""The frozen parameters of a base, for whoever asks about them beside its passes."""
+"""The frozen parameters of a base, for uses beside its passes."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,8 @@
 """Samples the next token of many rows at once.
 
 A step samples for any mix of requests, with their parameters in a `SamplingTable`. If all are greedy,
-`sample` is one argmax, of bfloat16 numbers as they are where there is a kernel.
+`sample` is one argmax, of bfloat16 numbers as they are where there is a kernel. Where there is one for draws
+(`kernels.native.draw`) it gives most rows their tokens, the same ones as the path written out here.
 
 The order is transformers': bias, penalties, suppressed tokens, then temperature, top-k, top-p, min-p.
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from coserve.core.plan import TokenLogprobs
+from coserve.kernels.native import draw as native_draw
 from coserve.kernels.native import ops as native
 from coserve.model.noise import gumbel
 from coserve.model.sampling_table import SamplingTable
@@ -35,7 +37,19 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTabl
     """
     if table.is_plain and not table.drawing and native.takes(logits):
         return native.argmax(logits)
-    logits = table.adjusted(logits.float(), slots, positions)
+    if not table.is_plain:
+        logits = table.adjusted(logits.float(), slots, positions)
+    if not native_draw.takes(logits):
+        return _sample(logits.float(), slots, positions, table)
+    tokens = native_draw.draw(logits, slots, positions, table.columns)
+    left = (tokens == native_draw.UNDECIDED).nonzero().squeeze(1)
+    if len(left):
+        tokens[left] = _sample(logits[left].float(), slots[left], positions[left], table)
+    return tokens
+
+
+def _sample(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTable) -> Tensor:
+    """As `sample`, for adjusted logits in float32, without kernels: this specifies the kernel's tokens."""
     tokens = logits.argmax(dim=-1)
     if not table.drawing:
         return tokens
@@ -76,7 +90,7 @@ def narrowed(logits: Tensor, slots: Tensor, table: SamplingTable) -> tuple[Tenso
         scores = scores.masked_fill(beyond, -torch.inf)
     if table.floored:
         # p < min_p * p_max, without the softmax: its denominator is on both sides
-        floor = scores.amax(-1, keepdim=True) + table.min_p[slots, None].log()
+        floor = scores.amax(-1, keepdim=True) + table.floor[slots, None]
         scores = scores.masked_fill(scores < floor, -torch.inf)
     return scores, ids
 

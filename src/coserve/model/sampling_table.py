@@ -5,6 +5,7 @@ One column per slot, so that a batch is served by indexing and never by a loop o
 slots nothing is computed.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError
+from coserve.kernels.native.draw import DrawColumns
 from coserve.model.grammar import Grammar, Grammars, Matcher
 
 COLDEST = 1e-5  # lower temperatures are greedy: logits divided by them would leave float32's range
@@ -54,9 +56,10 @@ class _Entries:
 class SamplingTable:
     """Sampling parameters of `capacity` slots, on `device`; a slot is free, or belongs to one request.
 
-    Every buffer has shape [capacity]; `tail` is 1 - top_p, or negative without a top-p. Token counts, [V] per
-    slot, are kept for penalised slots only. `eos_ids` end an answer of this base and are suppressed below
-    `min_tokens`, unless ignored. `grammars` compiles answers' grammars; None without a tokenizer.
+    Every buffer has shape [capacity]; `tail` is 1 - top_p, or negative without a top-p, and `floor` is the
+    logarithm of min_p. Token counts, [V] per slot, are kept for penalised slots only. `eos_ids` end an answer
+    of this base and are suppressed below `min_tokens`, unless ignored. `grammars` compiles answers' grammars;
+    None without a tokenizer.
     """
 
     def __init__(
@@ -73,8 +76,9 @@ class SamplingTable:
         # Stacked, so that setting a slot is two copies to the device and not ten.
         self._floats = torch.zeros(6, capacity, dtype=torch.float32, device=self.device)
         self._ints = torch.zeros(4, capacity, dtype=torch.long, device=self.device)
-        self.temperature, self.tail, self.min_p, self.repetition, self.presence, self.frequency = self._floats
+        self.temperature, self.tail, self.floor, self.repetition, self.presence, self.frequency = self._floats
         self.seed, self.top_k, self.first_end, self.count_row = self._ints
+        self.columns = DrawColumns(self.temperature, self.tail, self.floor, self.seed, self.top_k)
         self._biases = _Entries(self.device)
         self._held = _Entries(self.device)
         self._rows: dict[int, int] = {}  # penalised slot -> its row of counts
@@ -105,7 +109,8 @@ class SamplingTable:
         row = self._count(slot, prompt, output) if _is_penalised(params) else NO_ROW
         tail = 1.0 - params.top_p if params.top_p < 1.0 else -1.0  # in double, as transformers computes it
         temperature = params.temperature if slot in self.drawing else 0.0
-        floats = (temperature, tail, params.min_p, params.repetition_penalty, params.presence_penalty,
+        floor = math.log(params.min_p) if params.min_p else -math.inf
+        floats = (temperature, tail, floor, params.repetition_penalty, params.presence_penalty,
                   params.frequency_penalty)  # fmt: skip
         top_k = params.top_k if params.top_k < self.vocab else 0
         ints = (_signed(seed), top_k, len(prompt) + params.min_tokens, row)

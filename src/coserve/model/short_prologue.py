@@ -2,7 +2,8 @@
 
 Most models embed the tokens, make rotary tables of the positions, and hand both to their layers. Where a
 trace of the prologue finds every argument of the layers to be such a call's result, the positions themselves
-or a constant, `ShortPrologue` makes the same calls and leaves the rest of the model's Python out.
+or a constant, `ShortPrologue` makes the same calls and leaves the rest of the model's Python out. Results
+that depend on the rows' positions alone, rotary tables, are computed once for each position.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from coserve.model.batch import LayerCalls
 Begun = tuple[Tensor, LayerCalls]  # embeddings [1, rows, width], and the layers' arguments
 _CONSTANTS: Final = (type(None), bool, int, float, str)
 _ROWS: Final = (6, 9)  # of the batches that a trace is checked with
+_TABLED: Final = 8192  # positions that tables have rows for, at most: 4 MiB for heads of 128 in bfloat16
+_TOKENS, _POSITIONS = 0, 1  # indices of results
 
 
 class _Unknown(Exception):
@@ -41,6 +44,38 @@ class _ModuleCall:
     module: nn.Module
     args: Any
     kwargs: Any
+
+    def run(self, results: Sequence[Any]) -> Any:
+        """The call's result, with these of earlier calls."""
+        return self.module(*_filled(self.args, results), **_filled(self.kwargs, results))
+
+
+class _TabledCall:
+    """A call whose results, a tuple of tensors [1, rows, width], depend on the rows' positions alone: they
+    are computed once for the first `count` positions. Batches with others are left to the call."""
+
+    @torch.no_grad()
+    def __init__(self, call: _ModuleCall, results: Sequence[Any], count: int) -> None:
+        """`results` are earlier calls' for some rows; zeros of as many rows as positions stand for them."""
+        self._call = call
+        others = (_zeros_like(each, count) for each in results[2:])
+        found = call.run([None, torch.arange(count)[None], *others])
+        self._tables: tuple[Tensor, ...] = tuple(made[0].contiguous() for made in found)
+
+    def run(self, results: Sequence[Any]) -> Any:
+        """As the call's own."""
+        positions = results[_POSITIONS][0]
+        try:
+            return tuple(table.index_select(0, positions)[None] for table in self._tables)
+        except IndexError:
+            return self._call.run(results)
+
+
+def _zeros_like(result: Any, rows: int) -> Any:
+    """Zeros in place of hidden states [1, rows, width]; anything else as it is."""
+    if not isinstance(result, Tensor) or result.ndim != 3:
+        return result
+    return result.new_zeros(()).expand(1, rows, result.shape[-1])
 
 
 class _Trace:
@@ -95,19 +130,50 @@ class _Trace:
 
 
 class ShortPrologue:
-    """A traced prologue: `begin` gives what the whole one gives, by the calls in it."""
+    """A traced prologue: `begin` gives the results of the whole one by its calls alone."""
 
     def __init__(
-        self, calls: Sequence[_ModuleCall], hidden: Any, layers: Any, index: tuple[int, ...]
+        self,
+        calls: Sequence[_ModuleCall | _TabledCall],
+        hidden: Any,
+        layers: Any,
+        index: tuple[int, ...],
     ) -> None:
         self._calls, self._hidden, self._layers, self._index = calls, hidden, layers, index
+
+    def tabled(self, tokens: Tensor, positions: Tensor, count: int) -> "ShortPrologue":
+        """This one with tables for `count` positions in place of the calls that they may stand for, judging
+        by one batch of rows: whether they may is to be proved."""
+        results: list[Any] = [tokens[None], positions[None]]
+        calls: list[_ModuleCall | _TabledCall] = []
+        for call in self._calls:
+            made = call.run(results)
+            results.append(made)
+            if isinstance(call, _ModuleCall) and _has_rows(made, len(positions)) and _uses(call):
+                calls.append(_TabledCall(call, results[:-1], count))
+            else:
+                calls.append(call)
+        return ShortPrologue(calls, self._hidden, self._layers, self._index)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> Begun:
         """Embeddings and the layers' arguments for tokens [rows] at positions [rows]."""
         results: list[Any] = [tokens[None], positions[None]]
         for call in self._calls:
-            results.append(call.module(*_filled(call.args, results), **_filled(call.kwargs, results)))
+            results.append(call.run(results))
         return _filled(self._hidden, results), LayerCalls(_filled(self._layers, results), self._index)
+
+
+def _has_rows(made: Any, rows: int) -> bool:
+    """Tells whether a call's result is a tuple of tensors [1, rows, width]."""
+    return isinstance(made, tuple) and all(
+        isinstance(each, Tensor) and each.ndim == 3 and each.shape[:2] == (1, rows) for each in made
+    )
+
+
+def _uses(call: _ModuleCall) -> bool:
+    """Tells whether a call is given the positions, and no token ids."""
+    given = [each for each in tree_flatten((call.args, call.kwargs))[0] if isinstance(each, _Known)]
+    return {_POSITIONS} <= {each.index for each in given} and all(each.index != _TOKENS for each in given)
 
 
 def _filled(value: Any, results: Sequence[Any]) -> Any:
@@ -151,10 +217,32 @@ def find_short_prologue(
         found = ShortPrologue(trace.calls, trace.name(hidden), trace.name(calls.calls), calls.index)
     except _Unknown:
         return None
-    for tokens, places in map(draw, _ROWS):
-        if not _is_same(found.begin(tokens, places), whole(tokens[None], places[None], int)):
-            return None
-    return found
+    batches = [draw(rows) for rows in _ROWS]
+    if not _proves(found, whole, batches):
+        return None
+    if device.type != "cpu":  # where an index beyond a table is no error that can be caught
+        return found
+    end = min(positions, _TABLED)  # near ones and far ones: some tables change with the farthest of a batch
+    near, last = torch.arange(4), torch.arange(max(end - 4, 0), end)
+    for places in (near, last, torch.cat([near, last]), torch.randint(end, (40,), generator=generator), near):
+        batches.append((torch.randint(vocabulary, places.shape, generator=generator), places))
+    try:
+        tabled = found.tabled(*batches[0], end)
+    except (TypeError, RuntimeError, ValueError, IndexError):  # a module that takes no zeros
+        return found
+    return tabled if _proves(tabled, whole, batches) else found
+
+
+def _proves(
+    short: ShortPrologue,
+    whole: Callable[[Tensor, Tensor, Callable[[], object]], Begun],
+    batches: Sequence[tuple[Tensor, Tensor]],
+) -> bool:
+    """Tells whether a short prologue is equal bit for bit for these token ids and positions, both [rows]."""
+    return all(
+        _is_same(short.begin(tokens, places), whole(tokens[None], places[None], int))
+        for tokens, places in batches
+    )
 
 
 def _is_same(one: Begun, other: Begun) -> bool:

@@ -14,7 +14,7 @@ from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.engine import Engine
-from coserve.errors import ConfigError, OutOfMemory
+from coserve.errors import ConfigError, CoserveError, OutOfMemory
 from coserve.executors.executor import FreshAdapter, OpenSession, ReadMemory
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.ledger import Account
@@ -87,6 +87,24 @@ class EngineRun:
         keep = save_policy(self._program.keep)
         return examples, TrainingConfig(learning_rate=1e-6, batch_size=load.batch, keep=keep)
 
+    @property
+    def trains(self) -> bool:
+        """Tells whether the program trains."""
+        return self._program.trains
+
+    def admit(self, engine: Engine) -> int | CoserveError:
+        """Admits the program's job to an engine and cancels it; returns the bytes that the engine had
+        reserved with it, or its refusal."""
+        examples, config = self.job()
+        try:
+            job = engine.finetune(examples, _JOB, settings_of(self._program.parts), config, job=_JOB)
+        except (ConfigError, OutOfMemory) as error:
+            return error
+        used = engine.memory.ledger.used
+        job.cancel()
+        engine.adapters.unload(_JOB)
+        return used
+
     def _answer(self, engine: Engine, load: ProgramSize) -> None:
         """Runs all prompts in one step, as many as the cache holds."""
         pages = -(-(load.length + 1) // engine.config.page_size)
@@ -117,37 +135,49 @@ class EngineRun:
         engine.executor.run(Plan(training=(segment,), micro_batches=announce_batches([micro_batch])))
 
 
-def refusal(
-    subject: Subject, program: Program, memory: int, on_cpu: bool = True, base_memory: int | None = None
-) -> str:
-    """Error with which a server's engine with `memory` bytes refuses the program, with settings that would
-    fit; empty where it accepts it. Uses the engine itself on tensors without data. On a CPU code that
-    libraries compile counts, too. With `base_memory` the base is streamed in as many bytes."""
-    try:
-        _admit(subject, program, memory, on_cpu, base_memory)
-    except (ConfigError, OutOfMemory) as error:
-        return str(error)
-    return ""
+def refusals(
+    subject: Subject,
+    programs: Sequence[Program],
+    memory: int,
+    on_cpu: bool = True,
+    base_memory: int | None = None,
+) -> list[str]:
+    """Errors with which a server's engine with `memory` bytes refuses each program alone, with settings that
+    would fit; empty where it accepts the program. Uses the engine itself on tensors without data. On a CPU
+    code that libraries compile counts, too. With `base_memory` the base is streamed in as many bytes."""
+    found = _admit(subject, programs, memory, on_cpu, base_memory)
+    return [str(one) if isinstance(one, CoserveError) else "" for one in found]
 
 
-def least_memory(subject: Subject, program: Program, base_memory: int) -> int:
-    """Bytes with which a server's engine on a CPU accepts the program, its base streamed in `base_memory`:
-    what it has reserved once the program is admitted to more than enough."""
-    return _admit(subject, program, _NO_LIMIT, True, base_memory)
+def least_memories(subject: Subject, programs: Sequence[Program], base_memory: int) -> list[int]:
+    """Bytes with which a server's engine on a CPU accepts each program alone, its base streamed in
+    `base_memory`: what it has reserved once the program is admitted to more than enough. Raises ConfigError
+    or OutOfMemory."""
+    found = []
+    for one in _admit(subject, programs, _NO_LIMIT, True, base_memory):
+        if isinstance(one, CoserveError):
+            raise one
+        found.append(one)
+    return found
 
 
-def _admit(subject: Subject, program: Program, memory: int, on_cpu: bool, base_memory: int | None) -> int:
-    """Admits the program to an engine; returns the bytes that this has reserved. Raises ConfigError or
-    OutOfMemory."""
-    run = EngineRun(subject, program, torch.device("cpu"))
+def _admit(
+    subject: Subject, programs: Sequence[Program], memory: int, on_cpu: bool, base_memory: int | None
+) -> list[int | CoserveError]:
+    """Admits each program, one after the other, to an engine with a cache of their size; returns the bytes
+    that the engine has reserved, or its refusal."""
+    if not programs:
+        return []
+    runs = [EngineRun(subject, program, torch.device("cpu")) for program in programs]
     with fake_tensors():
-        engine = Engine(subject.build(), run.config(memory, base_memory))
-        if on_cpu:
-            engine.memory.count_process(grown=0)  # nothing is loaded here
-        if program.trains:
-            examples, config = run.job()
-            engine.finetune(examples, _JOB, settings_of(program.parts), config)
-        return engine.memory.ledger.used
+        try:
+            engine = Engine(subject.build(), runs[0].config(memory, base_memory))
+            if on_cpu:
+                engine.memory.count_process(grown=0)  # nothing is loaded here
+        except (ConfigError, OutOfMemory) as error:
+            return [error] * len(programs)
+        idle = engine.memory.ledger.used  # before a job has the base's weights laid out for backward
+        return [run.admit(engine) if run.trains else idle for run in runs]
 
 
 def _held(engine: Engine) -> int:

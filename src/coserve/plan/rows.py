@@ -10,8 +10,9 @@ from coserve.errors import PromptTooLong
 from coserve.memory.compiled import built_bytes
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.malloc import resident_bytes
+from coserve.model.base import Base
 from coserve.model.load import load_base
-from coserve.plan.engine_run import least_memory, refusal
+from coserve.plan.engine_run import least_memories, refusals
 from coserve.plan.estimate import Estimate, estimate_peaks
 from coserve.plan.measure import measure_peaks
 from coserve.plan.recipes import Fields
@@ -105,11 +106,13 @@ def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: Non
     """The whole plan, for JSON. `tell` is called with progress messages. Raises ModelError or AdapterError
     for programs that no engine could run, and ServerError where measuring fails."""
     imports = resident_bytes()  # so far they are all that there is
-    check_length(subject, request.length)
+    tell("estimating the base")
     streamed = None
-    if request.device is None:
-        tell("estimating the base")
-        streamed = plan_streaming(subject, request.memory, request.base_memory)
+    with fake_tensors():
+        base = load_base(subject.build())
+        check_length(subject, base, request.length)
+        if request.device is None:
+            streamed = plan_streaming(subject, base, request.memory, request.base_memory)
     programs = list(request.programs())
     rows = list(plan_rows(subject, programs, request.budget, request.device, tell, streamed))
     return {
@@ -128,13 +131,12 @@ def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: Non
     }
 
 
-def check_length(subject: Subject, length: int) -> None:
-    """Raises UnsupportedModel for a model that coserve does not support, PromptTooLong beyond its
-    positions."""
-    with fake_tensors():
-        positions = load_base(subject.build()).max_positions
-    if length > positions:
-        raise PromptTooLong(f"{length} tokens do not fit into the {positions} positions of {subject.name}")
+def check_length(subject: Subject, base: Base, length: int) -> None:
+    """Raises PromptTooLong for more tokens than a base has positions."""
+    if length > base.max_positions:
+        raise PromptTooLong(
+            f"{length} tokens do not fit into the {base.max_positions} positions of {subject.name}"
+        )
 
 
 def plan_rows(
@@ -148,15 +150,15 @@ def plan_rows(
     """Rows one by one. With a `device` programs are measured, too; None only estimates. `streamed` is the
     engine's base where it is not in memory as a whole."""
     on_cpu = device is None or torch.device(device).type == "cpu"
+    tell("asking the engine what fits")
+    answers = iter(_ask_engine(subject, programs, budget, on_cpu, streamed))
     for program in programs:
         tell(f"estimating {program.system}, {program.name}")
         estimate, least = estimate_peaks(subject, program), None
-        if program.system is System.COSERVE and streamed is not None:
-            estimate = estimate.without(streamed.freed)
-            refused = refusal(subject, program, budget, on_cpu, streamed.room)
-            least = least_memory(subject, program, streamed.least) if refused else None
-        elif program.system is System.COSERVE:
-            refused = refusal(subject, program, budget, on_cpu)
+        if program.system is System.COSERVE:
+            refused, least = next(answers)
+            if streamed is not None:
+                estimate = estimate.without(streamed.freed)
         else:
             refused = "" if estimate.components.total <= budget else "it needs more than there is"
         found, how = None, ""
@@ -164,6 +166,21 @@ def plan_rows(
             tell(f"measuring {program.system}, {program.name}")
             found, how = measure_peaks(subject, program, device)
         yield Row(program, estimate, refused, found, how, least)
+
+
+def _ask_engine(
+    subject: Subject, programs: Sequence[Program], budget: int, on_cpu: bool, streamed: StreamedBase | None
+) -> Iterator[tuple[str, int | None]]:
+    """For each of the engine's programs the reason for which it does not fit into the budget, else "", and
+    the smallest budget with which it does, where its base is streamed."""
+    ours = [program for program in programs if program.system is System.COSERVE]
+    if streamed is None:
+        yield from ((why, None) for why in refusals(subject, ours, budget, on_cpu))
+        return
+    reasons = refusals(subject, ours, budget, on_cpu, streamed.room)
+    refused = [program for program, why in zip(ours, reasons, strict=True) if why]
+    least = iter(least_memories(subject, refused, streamed.least))
+    yield from ((why, next(least) if why else None) for why in reasons)
 
 
 def largest_error(rows: Sequence[Row]) -> float | None:

@@ -6,8 +6,7 @@ from typing import Any
 from coserve.config import EngineConfig
 from coserve.errors import ConfigError
 from coserve.executors.opening import base_room
-from coserve.memory.fake_tensors import fake_tensors
-from coserve.model.load import load_base
+from coserve.model.base import Base
 from coserve.plan.subject import Subject
 from coserve.streamed.model_files import saved_bytes
 from coserve.streamed.planner import Streaming
@@ -50,24 +49,23 @@ class StreamedBase:
 
 
 def plan_streaming(
-    subject: Subject, memory: str | int | float, base_memory: str | int | float = "auto"
+    subject: Subject, base: Base, memory: str | int | float, base_memory: str | int | float = "auto"
 ) -> StreamedBase | None:
     """The way in which an engine on a CPU with these settings streams the subject's base; None where it is in
-    memory as a whole. Reads some of the subject's files, to measure. Raises ConfigError for settings that are
-    wrong."""
+    memory as a whole. `base` is the subject's on tensors without data, among which this has to be called; it
+    counts as streamed afterwards. Reads some of the subject's files, to measure. Raises ConfigError for
+    settings that are wrong."""
     saved = 0 if subject.folder is None else saved_bytes(subject.folder, "none")
     config = EngineConfig(memory=memory, base_memory=base_memory)
-    with fake_tensors():
-        base = load_base(subject.build())
-        whole = base.nbytes
-        room = base_room(config, lambda: saved or whole)
-        if room is None:
-            return None
-        least, measured = least_streamed(base), subject.folder and model_rate(subject.folder)
-        try:
-            streaming = stream_shapes(base, room, measured or ASSUMED_RATE)
-        except ConfigError:
-            return StreamedBase(room, whole, least, base.depth, None, bool(measured))
+    whole = base.nbytes
+    room = base_room(config, lambda: saved or whole)
+    if room is None:
+        return None
+    least, measured = least_streamed(base), subject.folder and model_rate(subject.folder)
+    try:
+        streaming = stream_shapes(base, room, measured or ASSUMED_RATE)
+    except ConfigError:
+        return StreamedBase(room, whole, least, base.depth, None, bool(measured))
     if not streaming.plan.read_nbytes:
         return None
     return StreamedBase(room, whole, least, base.depth, streaming, bool(measured))

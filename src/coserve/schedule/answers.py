@@ -49,9 +49,11 @@ def stop_reason(sequence: Sequence, config: SchedulerConfig, read: int = 0) -> F
 
 def _fresh(sequence: Sequence, segment: InferenceSegment, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
     """Scores of the segment's prompt positions, without those reported before a preemption."""
+    if sequence.request.sampling.prompt_logprobs is None:
+        return ()
     end = min(segment.start + segment.length, len(sequence.request.prompt) - 1)
     fresh = end - max(segment.start, sequence.reported)
-    if sequence.request.sampling.prompt_logprobs is None or fresh <= 0:
+    if fresh <= 0:
         return ()
     sequence.reported = end
     return sampled.prompt_logprobs[-fresh:]

@@ -10,7 +10,7 @@ from coserve.errors import ConfigError
 SET_BY_ENGINE: Final = frozenset(
     {
         "layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing", "interruptible",
-        "row_buckets",
+        "row_buckets", "stages",
     }
 )  # fmt: skip
 
@@ -44,6 +44,7 @@ class SchedulerConfig:
     patience: float = 10.0  # deadline of waiting requests that state none; smaller lets fewer pass
     prefix_sharing: bool = False  # whether common prefixes of prompts are computed once
     row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no padding is needed
+    stages: int = 1  # of a pipeline: so many plans are under way, each with answers of its own
 
     @property
     def reserved_rows(self) -> int:
@@ -72,6 +73,7 @@ class SchedulerConfig:
             "max_margin": self.max_margin >= 0,
             "starvation": self.starvation is None or self.starvation >= 0,
             "patience": self.patience >= 0,
+            "stages": self.stages >= 1,
         }
         for name, holds in checks.items():
             if not holds:

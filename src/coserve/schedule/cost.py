@@ -8,6 +8,7 @@ bounds use this model alone; `margin` is its safety margin.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import mul
+from types import MappingProxyType
 from typing import Self
 
 from coserve.core.plan import (
@@ -18,6 +19,7 @@ from coserve.core.plan import (
     TrainingSegment,
     WeightReads,
 )
+from coserve.core.request import BASE
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.lanes import LaneCosts
@@ -31,6 +33,9 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "step": 1e-3,  # every step once
     "forward_layers": 1e-2,  # a forward pass over the whole depth: weights are read once for all rows
     "forward_rows": 1e-4,  # a row through the whole depth
+    # A pass over the whole depth that carries prompts or windows, beside `forward_layers`: decode rows alone
+    # take a compiled call (`model/decode_layer.py`). 7 ms of 19M parameters, of which 8 decode rows take 4.
+    "prefill_layers": 0.0,
     "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
     "decode_context": 1e-7,  # a cached token read by a decode row
     "forward_attention": 1e-8,  # a (row, earlier row) pair of a prefill or a kept window, whole depth
@@ -46,6 +51,7 @@ NAMES = tuple(DEFAULT_WEIGHTS)
     _STEP,
     _FORWARD_LAYERS,
     _FORWARD_ROWS,
+    _PREFILL_LAYERS,
     _TAIL_ROWS,
     _DECODE_CONTEXT,
     _FORWARD_ATTENTION,
@@ -67,28 +73,33 @@ _BACK = (_BACKWARD_LAYERS, _BACKWARD_ROWS, _BACKWARD_ATTENTION)
 _NO_PASS = (_LOSS_ROWS, _UPDATES)  # beside no reads of weights
 
 _RIDGE = 1e-6  # per sample; keeps features that always occur together at small, equal weights
-_RATE = 0.02  # of the error that one observation moves the weights by
+_RATE = 0.02  # share of an error that one observation corrects in the weights
 _RANGE = 3.0  # how far a weight may move from what was measured, either way
-_DRIFT = 0.1  # of the logarithmic error that one observation moves the factors by
-_MEMORY = 0.05  # of an observation in the running error
+_DRIFT = 0.1  # share of a logarithmic error that one observation corrects in the factors
+_MEMORY = 0.05  # weight of an observation in the running error
 _UNKNOWN_ERROR = 0.25  # before anything was measured
-_ALL = -1  # every bit
+_ALL = -1  # all bits set: every layer
 _NO_READS = WeightReads()
 _NO_OFFLOAD_READS = OffloadReads()
-_OUTLIER = 4.0  # a step this many times slower or faster teaches no more than one exactly so
+_NO_SECONDS: Mapping[str, float] = MappingProxyType({})
+_OUTLIER = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
 
 
 class Features:
-    """Features of a step, counted as its plan is built. `values` follows `NAMES`."""
+    """Features of a step, counted as its plan is built. `values` follows `NAMES`, and is of the passes
+    through the engine's first base; `others` has the features of those through each of the others, by its
+    id."""
 
     __slots__ = (
         "_adapters",
         "_back",
         "_covered",
         "_fills",
+        "_prefilled",
         "_returned",
         "answers",
         "offloaded",
+        "others",
         "trains",
         "values",
     )
@@ -99,19 +110,21 @@ class Features:
         self.trains = self.answers = False
         self.offloaded = 0  # cached tokens that are read from slower memory
         self._covered = 0  # a bit for each layer that some forward row visits; all bits are of every depth
+        self._prefilled = 0  # the same of rows that are not decode rows
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._back: tuple[int, ...] = ()  # bits of layers visited on each way back
         self._fills = 0  # passes over the whole depth that precede the step's own
         self._adapters: dict[str, float] = {}  # the share of the depth that rows of each pass
+        self.others: dict[str, Features] = {}
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The features of a plan that has not been applied yet (only then its sampled rows are known)."""
         features = cls.of_segments(plan.inference, plan.training)
         for prefix in plan.prefixes:
-            features.add_fill(prefix.tokens - prefix.rows, prefix.rows)
-        for _ in plan.updates:
-            features.add_update()
+            features.add_fill(prefix.tokens - prefix.rows, prefix.rows, prefix.base)
+        for update in plan.updates:
+            features.add_update(update.base)
         return features
 
     @classmethod
@@ -132,12 +145,35 @@ class Features:
         twin.values = self.values.copy()
         twin.trains, twin.answers = self.trains, self.answers
         twin.offloaded = self.offloaded
-        twin._covered = self._covered
+        twin._covered, twin._prefilled = self._covered, self._prefilled
         twin._returned = self._returned.copy()
         twin._back = self._back
         twin._fills = self._fills
         twin._adapters = self._adapters.copy()
+        twin.others = {base: each.copy() for base, each in self.others.items()} if self.others else {}
         return twin
+
+    def _of_base(self, base: str) -> "Features":
+        """The features of the passes through one base."""
+        if base == BASE:
+            return self
+        if base not in self.others:
+            self.others[base] = Features()
+        return self.others[base]
+
+    @property
+    def without_rows(self) -> "Features":
+        """The forward passes of these features, without their rows."""
+        empty = Features()
+        for base in (BASE, *self.others):
+            if self._of_base(base).values[_FORWARD_LAYERS]:
+                empty.add_inference(0, 0, 0, None, base=base)
+        return empty
+
+    @property
+    def _is_idle(self) -> bool:
+        """Tells whether the first base computes nothing, as all passes are through others."""
+        return bool(self.others) and not any(self.values[_STEP + 1 :])
 
     def as_dict(self) -> dict[str, float]:
         """The counts by name."""
@@ -149,20 +185,35 @@ class Features:
         return there + self.visits_back(layers)
 
     def visits_back(self, layers: int) -> int:
-        """Number of these that are on a way back."""
+        """Number of visits to layers with a bit in `layers` on a way back."""
         return sum((way & layers).bit_count() for way in self._back)
 
     def add(self, segment: InferenceSegment) -> None:
         """Adds a segment of a sequence."""
-        offloaded = segment.offloaded
-        self.add_inference(segment.context, segment.length, segment.tail_rows, segment.adapter, offloaded)
+        self.add_inference(
+            segment.context,
+            segment.length,
+            segment.tail_rows,
+            segment.adapter,
+            segment.offloaded,
+            segment.base,
+        )
 
     def add_inference(
-        self, start: int, rows: int, tail: int, adapter: str | None, offloaded: bool = False
+        self,
+        start: int,
+        rows: int,
+        tail: int,
+        adapter: str | None,
+        offloaded: bool = False,
+        base: str = BASE,
     ) -> None:
         """Adds `rows` rows after `start` cached ones, which are read from slower memory if `offloaded`;
         `tail` of the rows go through the head."""
         self.answers = True
+        if base != BASE:
+            self._of_base(base).add_inference(start, rows, tail, adapter, offloaded)
+            return
         values = self.values
         values[_FORWARD_LAYERS] = 1.0 + self._fills
         self._covered = _ALL
@@ -171,31 +222,42 @@ class Features:
         self.offloaded += start * offloaded
         if rows == 1:
             values[_DECODE_CONTEXT] += start + 1
-        else:
+        elif rows:
             values[_FORWARD_ATTENTION] += causal_pairs(start, rows)
+            values[_PREFILL_LAYERS] = 1.0 + self._fills
+            self._prefilled = _ALL
         if adapter is not None:
             self._add_adapter(adapter, 1.0)
 
-    def add_fill(self, given: int, rows: int) -> None:
-        """Adds a pass of `rows` virtual tokens after `given` ones whose keys and values are given."""
-        if rows:
+    def add_fill(self, given: int, rows: int, base: str = BASE) -> None:
+        """Adds a pass of `rows` virtual tokens, behind `given` ones whose keys and values are given."""
+        if base != BASE:
+            self._of_base(base).add_fill(given, rows)
+        elif rows:
             self._fills += 1
             self.values[_FORWARD_LAYERS] += 1.0
+            self.values[_PREFILL_LAYERS] += 1.0
             self.values[_FORWARD_ROWS] += rows
             self.values[_FORWARD_ATTENTION] += causal_pairs(given, rows)
 
     def add_training(self, segment: TrainingSegment) -> None:
         """Adds a window of a micro-batch."""
         self.trains = True
+        of_base = self if segment.base == BASE else self._of_base(segment.base)
+        of_base._add_window(segment)
+
+    def _add_window(self, segment: TrainingSegment) -> None:
         values, rows, span, depth = self.values, segment.length, segment.span, segment.layers
         if segment.direction.is_tail:
             values[_LOSS_ROWS] += rows
             return
         part = len(span) / depth
         if segment.direction is Direction.TRAIN_FORWARD:
-            self._covered |= (1 << span.last) - (1 << span.first)
-            covered = (self._covered & ((1 << depth) - 1)).bit_count()
-            values[_FORWARD_LAYERS] = covered / depth + self._fills
+            visited, whole = (1 << span.last) - (1 << span.first), (1 << depth) - 1
+            self._covered |= visited
+            self._prefilled |= visited
+            values[_FORWARD_LAYERS] = (self._covered & whole).bit_count() / depth + self._fills
+            values[_PREFILL_LAYERS] = (self._prefilled & whole).bit_count() / depth + self._fills
             values[_FORWARD_ROWS] += rows * part
             values[_FORWARD_ATTENTION] += segment.pairs * part
         else:
@@ -216,10 +278,10 @@ class Features:
         self._back += (read,)
         return read.bit_count()
 
-    def add_update(self) -> None:
+    def add_update(self, base: str = BASE) -> None:
         """Adds an optimizer step."""
         self.trains = True
-        self.values[_UPDATES] += 1.0
+        self._of_base(base).values[_UPDATES] += 1.0
 
     def _add_adapter(self, key: str, part: float) -> None:
         """Adds an adapter that rows pass for `part` of the depth; counted once for all rows of the same
@@ -261,7 +323,10 @@ class Costs:
 class CostModel:
     """Predicts the seconds of a step: a non-negative weight for each feature times its kind's factor, or the
     time in which weights are read (`reads`), whichever is longer, and the host's own time (`host`). The
-    time in which offloaded keys and values are read (`offload`) adds to that of computing."""
+    time in which offloaded keys and values are read (`offload`) adds to that of computing.
+
+    It is that of an engine's first base. Others have their own (`others`, by the base's id), whose seconds
+    add up, as bases compute one after the other; the host's time and margins are common to all."""
 
     _effective: list[float]  # weight times factor, by feature
 
@@ -273,6 +338,7 @@ class CostModel:
         self.lanes = LaneCosts()
         self.reads = ReadCosts()
         self.offload = OffloadCosts()
+        self.others: dict[str, CostModel] = {}
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
 
     @property
@@ -285,17 +351,18 @@ class CostModel:
         return self.predict_features(Features.of(plan))
 
     def predict_features(self, features: Features) -> float:
-        """Seconds that a step of these features will take, from its planning until its tokens are there."""
+        """Seconds of a step of these features, from its planning until its tokens are there."""
         return self._executed(features) + self.host
 
     def predict_iteration(self, batches: Iterable[MicroBatch]) -> float:
         """Seconds of a whole optimizer step on these micro-batches: FineInfer's t_f."""
-        whole = Features()
-        whole.add_update()
+        whole, base = Features(), BASE
         for batch in batches:
+            base = batch.base
             forward = training_segment(batch, 0, batch.length, Direction.TRAIN_FORWARD, Span(0, batch.layers))
             for way in batch.directions:
                 whole.add_training(replace(forward, direction=way))
+        whole.add_update(base)
         return self.predict_features(whole)
 
     @property
@@ -311,8 +378,8 @@ class CostModel:
         return int(max(left, 0.0) / max(self.weights["forward_rows"], 1e-9))
 
     def margin(self, config: SchedulerConfig, trains: bool, tokens: int = 1) -> float:
-        """Relative margin for predictions of steps with or without training, of which answers of `tokens`
-        tokens need as many in time."""
+        """Relative margin for predictions of steps with or without training. It is wide enough for answers of
+        `tokens` tokens to keep a bound on each of them (`Margin`)."""
         share = share_of_steps(config.reliability, tokens)
         return min(self.misses.covering(share, trains), config.max_margin)
 
@@ -338,23 +405,22 @@ class CostModel:
         host: float = 0.0,
         reads: WeightReads = _NO_READS,
         offload: OffloadReads = _NO_OFFLOAD_READS,
+        beside: Mapping[str, float] = _NO_SECONDS,
     ) -> None:
-        """Learns from one step that took its executor `seconds`, and the host `host` beside it. What it
-        waited for weights teaches `reads`, what it waited for offloaded keys and values `offload`, the rest
-        the weights of its features.
+        """Learns from one step that took its executor `seconds`, and the host `host` more. The time that it
+        waited for weights teaches `reads`, that for offloaded keys and values `offload`, and the rest the
+        weights of its features. `beside` are the seconds, of `seconds`, of each base but the first.
 
-        Each kind of work has a factor that follows recent steps: a busier machine, or more activations stored
-        than when it was measured. A kind learns from a step in proportion to its share of it. Weights within
-        a kind move slowly (a normalised gradient step in proportion to the square of each contribution) and
-        stay within a range of the measured ones, so that a long run of one kind of step cannot distort the
-        costs of others.
+        Each kind of work has a factor that follows recent steps: the machine may have become busier, or more
+        activations are stored than during the measurement. A kind learns from a step in proportion to its
+        share of it. Weights within a kind move slowly, by a normalised gradient step in proportion to the
+        square of each contribution. They stay within a range of the measured ones, so that a long run of one
+        kind of step cannot distort the costs of others.
         """
         if seconds <= 0:
             return
         features = _features(work)
-        values = features.values
         predicted = max(self._executed(features), 1e-9)
-        self.reads.observe(reads)
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
         # An optimizer step alone takes three times its few milliseconds now and then; that says nothing about
@@ -365,7 +431,19 @@ class CostModel:
             self.misses.observe((taken + host) / usual, features.trains)
             self._hosts += 1
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
+        for base, part in features.others.items():
+            self.others[base]._learn(part, beside.get(base, 0.0), _NO_READS, _NO_OFFLOAD_READS)
+        self._learn(features, seconds - sum(beside.values()), reads, offload)
+
+    def _learn(self, features: Features, seconds: float, reads: WeightReads, offload: OffloadReads) -> None:
+        """Corrects the weights and factors by the seconds of this base's passes."""
+        self.reads.observe(reads)
         self.offload.observe(features.offloaded, offload)
+        if seconds <= 0 or features._is_idle:
+            return
+        values = features.values
+        predicted = max(self._own(features), 1e-9)
+        taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
         if self.reads.layers or features.offloaded:
             predicted = max(self._computed(values), 1e-9)
             computed = max(seconds - reads.waited - offload.seconds, 0.0)
@@ -407,10 +485,19 @@ class CostModel:
         self.lanes.start(*costs.lanes)
 
     def _executed(self, features: Features) -> float:
-        """The executor's seconds of a step with these features.
+        """The executor's seconds of a step with these features, in all bases."""
+        if not features.others:
+            return self._own(features)
+        seconds = 0.0 if features._is_idle else self._own(features)
+        for base, part in features.others.items():
+            seconds += self.others[base]._own(part)
+        return seconds
 
-        Forward and back are passes of their own: where weights are read, each takes the longer of reading and
-        computing. What one waits for them is no time in which the other computes, and losses and updates come
+    def _own(self, features: Features) -> float:
+        """The seconds of this base's passes.
+
+        Forward and backward are passes of their own. Where weights are read, each takes the longer of reading
+        and computing: while one waits for weights, the other does not compute. Losses and updates come
         between passes.
         """
         computed = self._computed(features.values) + self.offload.seconds(features.offloaded)
@@ -437,7 +524,7 @@ class CostModel:
         self._effective = [w * self._factors[kind] for w, kind in zip(self._weights, _KIND_OF, strict=True)]
 
     def _correct_weights(self, values: list[float], taken: float, predicted: float) -> None:
-        # A weight of zero could never grow by its contribution, so each present feature is taken to
+        # A weight of zero could never grow by its contribution. So each present feature is taken to
         # contribute at least a hundredth.
         parts = [max(w * v, 0.01 * taken) if v else 0.0 for w, v in zip(self._effective, values, strict=True)]
         gain = _RATE * (taken - predicted) / sum(part * part for part in parts)

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-_MEMORY: Final = 0.05  # of one step
-_RANGE: Final = 4.0  # a step this many times slower or faster teaches no more than one exactly so
+_MEMORY: Final = 0.05  # weight of one step in the running mean
+_RANGE: Final = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
 
 
 class LaneCosts:

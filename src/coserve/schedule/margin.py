@@ -8,10 +8,8 @@ from math import log
 from typing import Final, Self
 
 WINDOW: Final = 256  # recent steps: some seconds, so that a machine that becomes busy is noticed at once
-HISTORY: Final = 1024  # steps of a kind that the longest is known of
-_BODY: Final = (
-    0.9  # share of steps that counts as usual; how far the rest lie beyond says how the tail goes on
-)
+HISTORY: Final = 1024  # recent steps of a kind of which the longest is kept
+_BODY: Final = 0.9  # share of steps below the threshold of the tail; the excess of the rest gives its slope
 _FEWEST: Final = 16  # steps before a quantile means anything
 _UNKNOWN: Final = 0.5  # margin until then
 LONGEST: Final = 256  # tokens of an answer that count; the chance of a single one would become too small
@@ -22,9 +20,11 @@ class Margin:
 
     Steps that train have larger errors, so each kind has its own. A kind with few recent steps uses the
     errors of all: otherwise training that was cut back on a busy machine would never get the steps that show
-    that the machine is free again. What happens to fewer than one of `WINDOW` steps (another process gets the
-    processor) does not continue their tail: where so rare a step counts, it is the longest of `HISTORY` at
-    least.
+    that the machine is free again.
+
+    Events rarer than one in `WINDOW` steps, such as another process that gets the processor, are not part of
+    the extrapolated tail. Where so rare a step counts, the margin is at least the longest of the last
+    `HISTORY` steps.
     """
 
     def __init__(self) -> None:
@@ -83,15 +83,15 @@ class _Tail:
         return cls(threshold, sum(beyond) / len(beyond) - threshold, len(beyond) / len(ordered))
 
     def quantile(self, share: float) -> float:
-        """The value that a `share` of all does not exceed, at least the threshold."""
+        """Quantile at `share` of the distribution, at least the threshold."""
         return self.threshold + self.excess * max(log(self.beyond / max(1.0 - share, 1e-9)), 0.0)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Upper quantile of `values`; above a threshold an exponential tail, so few samples suffice.
+    """Upper quantile of `values`, with an exponential tail above a threshold, so that few samples suffice.
 
-    Rare long steps decide whether whole answers keep their bound. So the tail is extrapolated: excesses over
-    a high threshold are nearly exponential (Pickands; Balkema and de Haan), and their mean is better known
+    Rare long steps decide whether whole answers keep their bound, so the tail is extrapolated. Excesses over
+    a high threshold are nearly exponential (Pickands; Balkema and de Haan), and their mean is known better
     than their maximum.
     """
     return _Tail.of(values, min(_BODY, share)).quantile(share)

@@ -39,7 +39,7 @@ def decoding(running: Iterable[Sequence], cost: CostModel, config: SchedulerConf
     Pages are taken from the last in this order, never from a sequence whose row is in the step.
     """
     running = list(running)
-    ready = sorted((one for one in running if one.remaining == 1), key=lambda one: not one.request.newcomer)
+    ready = sorted(_ready(running, config), key=lambda one: not one.request.newcomer)
     limit = step_limit(running, cost, config)
     if limit == INFINITE:
         return ready
@@ -55,9 +55,22 @@ def decoding(running: Iterable[Sequence], cost: CostModel, config: SchedulerConf
     return [sequence for sequence in ready if sequence.key in chosen]
 
 
+def _ready(running: list[Sequence], config: SchedulerConfig) -> list[Sequence]:
+    """Sequences with one row left. In a pipeline a row waits until the token before it has passed all stages.
+    So each plan takes an equal share of the sequences, those without a token for longest first."""
+    ready = [one for one in running if one.remaining == 1]
+    if config.stages == 1:
+        return ready
+    most = -(-sum(one.remaining <= 1 for one in running) // config.stages)
+    chosen = sorted((one for one in ready if not one.unsampled), key=_held_longest)[:most]
+    keys = {one.key for one in chosen}
+    return [one for one in ready if one.key in keys]
+
+
 def _add(features: Features, sequence: Sequence, rows: int, config: SchedulerConfig) -> None:
     start, tail = sequence.virtual + sequence.computed, int(rows == sequence.remaining)
-    features.add_inference(start, rows, tail, sequence.request.adapter, sequence.offloaded)
+    request = sequence.request
+    features.add_inference(start, rows, tail, request.adapter, sequence.offloaded, request.base)
 
 
 def _held_longest(sequence: Sequence) -> tuple[bool, float, int]:

@@ -24,7 +24,7 @@ class Offloading:
         self._swapping, self._first, self._refusal = swapping, first, refusal
         self._rests_until = -float("inf")
         self._count = count(1)
-        self._turns: dict[int, int] = {}  # of offloaded sequences, by when they last had one
+        self._turns: dict[int, int] = {}  # number of the last turn of each offloaded sequence, by key
 
     @property
     def pages(self) -> int:
@@ -53,9 +53,9 @@ class Offloading:
     def resting(self, sequences: Ordered[Sequence], now: float) -> frozenset[int]:
         """Keys of offloaded `sequences`, running or waiting, that have no rows in a step at `now`.
 
-        While others are ready to run, offloaded ones take turns, one in a step, and rest after it for as long
-        as its keys and values were read: so reading for somebody's long prompts takes at most half of the
-        time, and nobody waits for more than one of them between two tokens.
+        While other sequences are ready to run, offloaded ones take turns, one in a step. After its turn one
+        rests for as long as reading its keys and values took. So reading for long prompts takes at most half
+        of the time, and the others wait for at most one of them between two tokens.
         """
         others = [one for one in sequences if not (one.offloaded or one.loading)]
         offloaded = {one.key: self._turns.get(one.key, 0) for one in sequences if one.offloaded}
@@ -66,7 +66,7 @@ class Offloading:
         if not ready or (now < self._rests_until and any(one.pages for one in others)):
             return frozenset(offloaded)
         chosen = min(ready, key=offloaded.__getitem__)
-        offloaded[chosen] = next(self._count)  # its turn is over also where no pages are free for it
+        offloaded[chosen] = next(self._count)  # its turn counts also where no pages are free for it
         return frozenset(offloaded.keys() - {chosen})
 
     def read(self, seconds: float, now: float) -> None:

@@ -45,8 +45,8 @@ def prefill_limit(
     config: SchedulerConfig,
     trains: bool = False,
 ) -> float:
-    """Seconds for a step of the decode rows in `builder` and of prompts' rows from `line`, in their order.
-    Where training is under way in a lane of its own the step `trains`: its errors are those of such steps."""
+    """Most seconds of a step of the decode rows in `builder` and of prompt rows from `line`, in their order.
+    A step that `trains`, in a lane of its own, has the margin of such steps."""
     tokens = max((one.request.sampling.max_tokens for one in builder.answering), default=1)
     margin = cost.margin(config, trains, tokens)
     kept = step_limit(builder, margin)
@@ -61,7 +61,8 @@ def prefill_limit(
         """Largest delay of a first token relative to its bound, if every step took `step` seconds."""
         pace = max(step - decode, config.min_prefill_rows * row) / row  # rows a step
         seconds = max(step, decode + config.min_prefill_rows * row) * (1 + margin)
-        return max(((p.waited + p.rows / pace * seconds) / p.bound for p in prompts), default=0.0)
+        each = seconds / config.stages  # from one step to the next
+        return max(((p.waited + p.rows / pace * each) / p.bound for p in prompts), default=0.0)
 
     low, high = kept, max(kept, longest)
     if late(low) <= 1.0:
@@ -80,7 +81,8 @@ def _row_seconds(builder: PlanBuilder, sequence: Sequence, cost: CostModel, conf
     rows = min(sequence.remaining, config.prefill_rows(bounded=True))
     features = builder.features.copy()
     start = sequence.virtual + sequence.computed
-    features.add_inference(start, rows, 0, sequence.request.adapter, sequence.offloaded)
+    request = sequence.request
+    features.add_inference(start, rows, 0, request.adapter, sequence.offloaded, request.base)
     return max(cost.predict_features(features) - cost.predict_features(builder.features), 1e-9) / rows
 
 

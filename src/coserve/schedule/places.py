@@ -1,4 +1,4 @@
-"""Places for answers under way, and how long steps may be for those who come to find one."""
+"""Places for answers under way, and the length of steps that leaves places for new requests."""
 
 from math import exp
 from typing import Final
@@ -11,8 +11,8 @@ class Places:
     """Recent arrivals, and lengths of recent answers.
 
     Training makes answers take longer, so that more of them are under way at once. Where these take all
-    places (sequences that may run at once, or the pages for them) who comes waits for a place, and no bound
-    of those who answer shows it.
+    places (sequences that may run at once, or the pages for them), a new request waits for one, and no bound
+    of the running ones shows that.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Places:
         self._tokens += tokens
 
     def longest_step(self, now: float, places: float, tokens: float) -> float:
-        """The longest that steps can be on average for a quarter of the `places` to stay free.
+        """Longest mean step, in seconds, that leaves a quarter of the `places` free.
 
-        Little's law: requests that come at a rate r and have L steps of T seconds each are r L T at once. L
-        is that of recent answers, and `tokens` while few have ended; infinite while nobody comes.
+        Little's law: at r requests a second of L steps of T seconds each, r L T requests are under way. L is
+        that of recent answers, or `tokens` while few have ended. Infinite without arrivals.
         """
         self._pass(now)
         # As if the present answers' `tokens` had been seen once: the first to end are the short ones.

@@ -10,8 +10,8 @@ from coserve.schedule.segments import inference_segment
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """The segments chosen so far and their features; `now` is when their rows begin, `moving` seconds after
-    planning began: the time of swaps.
+    """The segments chosen so far, and their features. `now` is the time at which their rows begin: `moving`
+    seconds, the time of swaps, after planning began.
 
     `split` gives training a lane of its own, with its features in `beside`; None puts all in one pass.
     """
@@ -36,6 +36,10 @@ class PlanBuilder:
         """Inference rows chosen so far."""
         return sum(segment.length for segment in self.inference)
 
+    def rows_of(self, base: str) -> int:
+        """Inference rows chosen so far that pass one base."""
+        return sum(segment.length for segment in self.inference if segment.base == base)
+
     def predict(self, cost: CostModel) -> float:
         """Seconds of the step, without training in a lane of its own beside inference."""
         if self.split is None:
@@ -58,8 +62,8 @@ class PlanBuilder:
         alone = PlanBuilder(self.now, self.moving, training=self.training, updates=self.updates)
         for segment in self.training:
             alone.features.add_training(segment)
-        for _ in self.updates:
-            alone.features.add_update()
+        for update in self.updates:
+            alone.features.add_update(update.base)
         return alone
 
     def add(self, sequence: Sequence, rows: int, filled: int = 0) -> None:
@@ -78,5 +82,5 @@ class PlanBuilder:
 
 def _count(features: Features, sequence: Sequence, segment: InferenceSegment, filled: int) -> None:
     if filled:
-        features.add_fill(sequence.virtual - filled, filled)
+        features.add_fill(sequence.virtual - filled, filled, segment.base)
     features.add(segment)

@@ -27,14 +27,14 @@ from coserve.schedule.swapping import Swapping
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldOwner:
     """The owner of pages that are held for a swapped sequence."""
 
     key: int
 
 
 class HeldPages:
-    """Beginnings of swapped sequences, which nobody overwrites while they wait."""
+    """Beginnings of swapped sequences. Nothing overwrites these pages while the sequences wait."""
 
     def __init__(self, pages: PagePool) -> None:
         self._pages = pages
@@ -47,14 +47,14 @@ class HeldPages:
         """Keeps the first `count` pages of a sequence with tokens of its own while it has none."""
         held = sequence.pages[sequence.virtual // self._pages.page_size : count]
         if held:
-            self._pages.allocate(_Held(sequence.key), 0, held)
+            self._pages.allocate(_HeldOwner(sequence.key), 0, held)
             self._keys.add(sequence.key)
 
     def let_go(self, key: int) -> None:
         """Frees pages that were held for a sequence; they can be found until they are reused."""
         if key in self._keys:
             self._keys.remove(key)
-            self._pages.free(_Held(key))
+            self._pages.free(_HeldOwner(key))
 
     def let_all_go(self) -> bool:
         """Frees all pages that were held; tells whether there were any."""
@@ -153,8 +153,8 @@ class Prefixes:
         sequence.filled = 0
 
     def common(self, sequence: Sequence) -> int:
-        """Number of a running sequence's first pages that others read, too, or that any sequence of its
-        adapter fills: its copy needs none of these."""
+        """Number of a running sequence's first pages that its copy does not need: other sequences read them,
+        too, or any sequence of its adapter fills them."""
         count = sequence.virtual // self._pages.page_size
         while count < len(sequence.pages) and self._pages.readers(sequence.pages[count]) > 1:
             count += 1
@@ -172,7 +172,7 @@ class Prefixes:
         """Names the pages of a running sequence that are full of known, computed tokens."""
         size = self._pages.page_size
         full = (sequence.virtual + min(sequence.computed, sequence.known)) // size
-        if self._takes_part(sequence):
+        if full > sequence.named and self._takes_part(sequence):
             for index in range(sequence.named, full):
                 name = self._name(sequence, index - sequence.virtual // size)
                 self._pages.name(sequence.pages[index], name)
@@ -202,7 +202,7 @@ class Prefixes:
                 self._pages.forget(old)
             self._pages.name(page, name)
         assert request.adapter is not None, "virtual tokens are an adapter's"
-        prefix = Prefix(request.adapter, tuple(pages), request.virtual, request.virtual_rows)
+        prefix = Prefix(request.adapter, tuple(pages), request.virtual, request.virtual_rows, request.base)
         self._unfilled.append(prefix)
 
     def _virtual_names(self, request: Request) -> list[tuple[str, str, int]]:
@@ -241,7 +241,7 @@ class Prefixes:
         return None if name is None else self._pages.find(name)
 
     def _is_known(self, sequence: Sequence, index: int) -> bool:
-        """Tells whether what its page `index` holds is cached or in the second tier."""
+        """Tells whether the contents of its page `index` are cached or in the second tier."""
         name = self._known_name(sequence, index)
         return name is not None and (self._pages.find(name) is not None or name in self.swapped)
 

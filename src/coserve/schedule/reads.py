@@ -1,13 +1,13 @@
-"""Seconds in which a step reads the weights of a streamed base, beside which its rows are computed, and keys
-and values of offloaded sequences, for which they wait."""
+"""Seconds of reading in a step: the weights of a streamed base, while its rows are computed, and keys and
+values of offloaded sequences, which its rows wait for."""
 
 from collections.abc import Iterable
 
 from coserve.core.plan import OffloadReads, WeightReads
 
-_MEMORY = 0.1  # of one step's rate
-_OUTLIER = 4.0  # a step this many times slower teaches no more than one exactly so
-_FEW = 1 << 20  # bytes from which on a rate is one of the disk, not of a call
+_MEMORY = 0.1  # weight of one step's rate in the running mean
+_OUTLIER = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
+_FEW = 1 << 20  # least bytes of a measurement: a rate of fewer is that of the call, not the disk's
 
 
 class ReadCosts:
@@ -39,14 +39,14 @@ class ReadCosts:
         return visits * self.nbytes / self.rate if visits else 0.0
 
     def observe(self, reads: WeightReads) -> None:
-        """Learns the rate from what was read in one step."""
+        """Learns the rate from the reads of one step."""
         if reads.nbytes >= _FEW and reads.seconds > 0:
             self.rate += _MEMORY * (reads.nbytes / reads.seconds - self.rate)
 
 
 class OffloadCosts:
-    """Costs of reading keys and values that are not in the device's pages: a time for each cached token, of
-    all layers, as learned. `guess` is its first value."""
+    """Costs of reading keys and values that are not in the device's pages: learned seconds for each cached
+    token, of all layers. `guess` is their first value."""
 
     def __init__(self, guess: float = 1e-6) -> None:
         self.token_seconds = guess
@@ -57,7 +57,7 @@ class OffloadCosts:
         return tokens * self.token_seconds
 
     def observe(self, tokens: int, reads: OffloadReads) -> None:
-        """Learns from the reads of one step; from the first as a whole."""
+        """Learns from the reads of one step. The first one replaces the guess."""
         if not tokens or reads.seconds <= 0:
             return
         taken = reads.seconds / tokens

@@ -1,19 +1,18 @@
-"""Request queues: waiting, running and blocked sequences, and the pages of running ones."""
+"""Request queues: waiting, running and blocked sequences, and the pages of running ones, base by base."""
 
 from bisect import insort
 from collections.abc import Iterator
 from contextlib import suppress
 
-from coserve.core.request import FinishReason, Request
+from coserve.core.request import BASE, FinishReason, Request
 from coserve.core.sequence import Sequence
 from coserve.errors import EmptyPrompt, OutOfPages, PromptTooLong
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache, BaseCaches
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
 from coserve.schedule.newcomers import is_new
 from coserve.schedule.offloading import Offloading
-from coserve.schedule.prefixes import Prefixes
-from coserve.schedule.swapped_prefixes import SwappedPrefixes
+from coserve.schedule.stats import Stats
 from coserve.schedule.swapping import Swapping
 
 
@@ -22,7 +21,11 @@ def _age(sequence: Sequence) -> tuple[float, int]:
 
 
 class RequestQueues:
-    """The waiting line, the running sequences with their pages, and the blocked ones."""
+    """The waiting line, the running sequences with their pages, and the blocked ones.
+
+    All bases have these lines in common, and each its own pages (`caches`): a sequence that gets none waits
+    for pages of its base, and takes them from sequences of its base alone.
+    """
 
     def __init__(
         self,
@@ -30,18 +33,16 @@ class RequestQueues:
         pages: PagePool,
         swapping: Swapping | None = None,
         offloading: Offloading | None = None,
+        stats: Stats | None = None,
     ) -> None:
         self.blocked_on_adapter: list[Sequence] = []  # waiting for their adapters; most urgent first
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
-        self.preemptions = 0  # since the start
+        self.stats = stats or Stats()
         self.released: list[int] = []  # keys whose device state the next plan drops
-        self.swapping = swapping or Swapping(CostModel())
-        self.prefixes = Prefixes(pages, config.prefix_sharing, SwappedPrefixes(self.swapping, pages))
-        self.swapping.on_failure = self._lose_copy
-        self.offloading = offloading or Offloading(self.swapping)
+        self.caches = BaseCaches(BaseCache(config, pages, swapping, offloading))
+        self.caches.first.swapping.on_failure = self._lose_copy
         self._config = config
-        self._pages = pages
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
@@ -64,34 +65,38 @@ class RequestQueues:
     def check(self, request: Request) -> bool:
         """Tells whether a request needs more pages than the device has, so that it is offloaded. Raises
         RequestError if it could never run to its end."""
+        cache = self.caches[request.base]
+        positions, pages = cache.config.max_positions, cache.pages
         prompt, answer = len(request.prompt), request.sampling.max_tokens
         if prompt == 0:
             raise EmptyPrompt(f"request {request.id} has an empty prompt; it needs at least one token")
         virtual = f" after the {request.virtual} of its adapter" if request.virtual else ""
-        if (positions := request.virtual + prompt + answer) > self._config.max_positions:
+        if (together := request.virtual + prompt + answer) > positions:
             raise PromptTooLong(
                 f"request {request.id} has {prompt} prompt tokens and asks for up to {answer} more{virtual}, "
-                f"together {positions}; the model has {self._config.max_positions} positions"
+                f"together {together}; the model has {positions} positions"
             )
         most = prompt + max(answer, 1) - 1  # the last token of an answer never enters the cache
-        needed = self._pages.pages_for(request.virtual) + self.prefixes.pages_for(request.virtual, most)
-        is_long = needed > self._pages.pages
-        if is_long and (why := self.offloading.refusal(request, most)):
+        needed = pages.pages_for(request.virtual) + cache.prefixes.pages_for(request.virtual, most)
+        is_long = needed > pages.pages
+        if is_long and (why := cache.offloading.refusal(request, most)):
             raise OutOfPages(
                 f"request {request.id} can grow to {most} cached tokens{virtual}, {needed} pages of "
-                f"{self._pages.page_size}; there are {self._pages.pages} in all, and {why}"
+                f"{pages.page_size}; there are {pages.pages} in all, and {why}"
             )
         return is_long
 
-    def room(self, prompt: int, virtual: int) -> int:
-        """Most tokens of an answer to `prompt` tokens after `virtual` virtual ones; less than one where the
-        prompt does not fit. The second tier counts for prompts that do not fit into the device's pages."""
-        size = self._pages.page_size
+    def room(self, prompt: int, virtual: int, base: str = BASE) -> int:
+        """Most tokens of a base's answer to `prompt` tokens after `virtual` virtual ones; less than one where
+        the prompt does not fit. The second tier counts for prompts that do not fit into the device's
+        pages."""
+        cache = self.caches[base]
+        size = cache.pages.page_size
         template = virtual % size > 0
-        cached = (self._pages.pages - template) * size - virtual - prompt + 1
+        cached = (cache.pages.pages - template) * size - virtual - prompt + 1
         if cached < 1 and not virtual:
-            cached = max(cached, self.offloading.room(prompt))
-        return min(self._config.max_positions - virtual - prompt, cached)
+            cached = max(cached, cache.offloading.room(prompt))
+        return min(cache.config.max_positions - virtual - prompt, cached)
 
     def join(self, sequence: Sequence) -> None:
         """Adds a sequence to the waiting line."""
@@ -118,44 +123,42 @@ class RequestQueues:
             sequence.admitted_at = now
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, len(sequence.request.prompt))
+        self.stats.count_entered(sequence)
         return True
 
     def _give_pages(self, sequence: Sequence) -> bool:
-        """Allocates the pages of a sequence that enters, and has its copy read if it has one. What is held
-        for others is no reason for nobody to run."""
+        """Allocates the pages of a sequence that enters, and has its copy read if it has one. Pages held for
+        swapped sequences are given up where no sequence could run otherwise."""
+        cache = self.caches.of(sequence)
         if sequence.offloaded:
-            return self.offloading.enter(sequence)
+            return cache.offloading.enter(sequence)
         tokens = min(sequence.length + 1, sequence.longest - 1)
-        while not self.prefixes.enter(sequence, tokens):
-            if self._resident() or not self.prefixes.held.let_all_go():
+        while not cache.prefixes.enter(sequence, tokens):
+            if self._resident(sequence.request.base) or not cache.prefixes.held.let_all_go():
                 return False
         if sequence.filled and not sequence.loading:
-            self.swapping.read(sequence)
-            self.prefixes.held.let_go(sequence.key)
+            cache.swapping.read(sequence)
+            cache.prefixes.held.let_go(sequence.key)
         else:
             self._drop_copy(sequence)
         return True
 
-    def make_way(self, now: float) -> list[Sequence]:
-        """Starts newcomers ahead of a step's other work, preempting the latest others; returns those started.
+    def make_way(self, now: float) -> None:
+        """Starts newcomers ahead of a step's other work, preempting the latest others.
 
         A newcomer that would not fit in all others' pages waits and preempts none.
         """
-        entered = []
         for sequence in [one for one in self.waiting if is_new(one) and not one.under_way]:
             if sequence.offloaded:
-                if self.enter(sequence, now):
-                    entered.append(sequence)
+                self.enter(sequence, now)
                 continue
-            others = [one for one in self._resident() if not one.request.newcomer]
-            needed = self._pages.pages_for(sequence.virtual + sequence.length + 1)
-            if needed > self._pages.free_count + sum(len(one.pages) - one.shared for one in others):
+            base, pages = sequence.request.base, self.caches.of(sequence).pages
+            others = [one for one in self._resident(base) if not one.request.newcomer]
+            needed = pages.pages_for(sequence.virtual + sequence.length + 1)
+            if needed > pages.free_count + sum(len(one.pages) - one.shared for one in others):
                 continue
-            while not (is_in := self.enter(sequence, now)) and others:
+            while not self.enter(sequence, now) and others:
                 self.preempt(others.pop(), now)
-            if is_in:
-                entered.append(sequence)
-        return entered
 
     def look_up(self, *sequences: Sequence, copies: bool = True) -> None:
         """Counts cached and swapped tokens of waiting sequences, by default the next in line, as computed;
@@ -163,9 +166,10 @@ class RequestQueues:
         for sequence in sequences or self.waiting[: self._config.max_running]:
             if sequence.offloaded:
                 continue
-            if sequence.swapped is not None and not (copies and self.prefixes.reaches_copy(sequence)):
+            prefixes = self.caches.of(sequence).prefixes
+            if sequence.swapped is not None and not (copies and prefixes.reaches_copy(sequence)):
                 self._drop_copy(sequence)
-            self.prefixes.look_up(sequence)
+            prefixes.look_up(sequence)
 
     def grow(self, sequence: Sequence, now: float) -> bool:
         """Allocates pages for all tokens of a running sequence, preempting the latest others, newcomers last.
@@ -175,43 +179,46 @@ class RequestQueues:
         """
         if sequence.offloaded:
             return True
-        missing = self._pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
+        cache = self.caches.of(sequence)
+        missing = cache.pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
         while missing > 0:
-            taken = self._pages.allocate(sequence.key, missing)
+            taken = cache.pages.allocate(sequence.key, missing)
             if taken is not None:
                 sequence.pages.extend(taken)
                 return True
-            if len(self._resident()) == 1 and self.prefixes.held.let_all_go():
+            resident = self._resident(sequence.request.base)
+            if len(resident) == 1 and cache.prefixes.held.let_all_go():
                 continue
-            last = max(self._resident(), key=lambda one: (not one.request.newcomer, *_age(one)))
+            last = max(resident, key=lambda one: (not one.request.newcomer, *_age(one)))
             self.preempt(last, now)
             if last is sequence:
                 return False
         return True
 
-    def _resident(self) -> list[Sequence]:
-        """Running sequences with pages on the device."""
-        return [one for one in self.running if not one.offloaded]
+    def _resident(self, base: str) -> list[Sequence]:
+        """Running sequences with pages of a base on the device."""
+        return [one for one in self.running if one.request.base == base and not one.offloaded]
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Takes a running sequence's pages; its tokens are swapped out or will be computed again."""
         sequence.reached = max(sequence.reached, sequence.computed)
         if sequence.loading:
-            self.swapping.withdraw(sequence)
-        elif sequence.told is not None or sequence.filled:  # else it has nothing but what others have
+            self.caches.of(sequence).swapping.withdraw(sequence)
+        elif sequence.told is not None or sequence.filled:  # else all of its pages are shared
             self._swap_out(sequence, now)
         sequence.preemptions += 1
-        self.preemptions += 1
+        self.stats.preemptions += 1
         self._wait_again(sequence)
 
     def _swap_out(self, sequence: Sequence, now: float) -> None:
         """Has a sequence's pages copied to the second tier if that is worth it."""
-        first, size = self.prefixes.common(sequence), self._pages.page_size
-        end = self._pages.pages_for(sequence.virtual + sequence.computed)
+        cache = self.caches.of(sequence)
+        first, size = cache.prefixes.common(sequence), cache.pages.page_size
+        end = cache.pages.pages_for(sequence.virtual + sequence.computed)
         start = max(first * size - sequence.virtual, 0)
-        if self.swapping.is_worth(sequence, start, end - first, now):
-            self.swapping.write(sequence, first, end)
-            self.prefixes.held.hold(sequence, first)
+        if cache.swapping.is_worth(sequence, start, end - first, now):
+            cache.swapping.write(sequence, first, end)
+            cache.prefixes.held.hold(sequence, first)
 
     def _wait_again(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -227,8 +234,9 @@ class RequestQueues:
 
     def _drop_copy(self, sequence: Sequence) -> None:
         if sequence.swapped is not None:
-            self.swapping.drop(sequence)
-            self.prefixes.held.let_go(sequence.key)
+            cache = self.caches.of(sequence)
+            cache.swapping.drop(sequence)
+            cache.prefixes.held.let_go(sequence.key)
             sequence.computed = sequence.computed if sequence.pages else 0
 
     def retire(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -236,7 +244,7 @@ class RequestQueues:
         sequence.finish_reason = reason
         self._drop_copy(sequence)
         if sequence.loading:
-            self.swapping.withdraw(sequence)
+            self.caches.of(sequence).swapping.withdraw(sequence)
         if sequence.pages:
             self._leave(sequence)
         for line in (self.waiting, self.blocked_on_adapter):
@@ -245,15 +253,19 @@ class RequestQueues:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        (self.offloading if sequence.offloaded else self.prefixes).leave(sequence)
+        cache = self.caches.of(sequence)
+        (cache.offloading if sequence.offloaded else cache.prefixes).leave(sequence)
         if sequence.told is not None:
             self.released.append(sequence.key)
             sequence.told = None
 
 
 def count_places(queues: RequestQueues) -> float:
-    """Sequences that can run at once: as many as may, or have pages if all need what the present ones do."""
-    resident = queues._resident()
-    held = sum(len(one.pages) for one in resident)
-    by_pages = len(resident) * queues._pages.pages / held if held else float("inf")
-    return min(queues._config.max_running, by_pages)
+    """Number of sequences that can run at once: the configured one, or that for which there are pages if all
+    need as many as the present ones."""
+    by_pages = 0.0
+    for base in queues.caches:
+        resident = queues._resident(base)
+        held = sum(len(one.pages) for one in resident)
+        by_pages += len(resident) * queues.caches[base].pages.pages / held if held else 0.0
+    return min(queues._config.max_running, by_pages or float("inf"))

@@ -21,6 +21,7 @@ def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSeg
         tail,
         request.adapter,
         offloaded=sequence.offloaded,
+        base=request.base,
     )
 
 
@@ -32,7 +33,7 @@ def training_segment(
     if pairs is None:
         pairs = window_pairs(batch, start, rows)
     return TrainingSegment(
-        batch.key, batch.job, batch.adapter, start, rows, pairs, direction, span, batch.layers
+        batch.key, batch.job, batch.adapter, start, rows, pairs, direction, span, batch.layers, batch.base
     )
 
 
@@ -86,6 +87,7 @@ def _start(sequence: Sequence) -> SequenceStart:
         scope=request.scope,
         swapped=sequence.filled,
         offloaded=sequence.offloaded,
+        base=request.base,
     )
 
 
@@ -115,6 +117,7 @@ def batch_start(batch: MicroBatch) -> MicroBatchStart:
         pass_number=batch.pass_number,
         reference=batch.reference,
         top_k=batch.top_k,
+        base=batch.base,
     )
 
 

@@ -1,7 +1,7 @@
-"""Slack: how much training latency bounds allow, FlexLLM's SLO (6.2) and FineInfer's deferral bound (3.2).
+"""Slack: the training that latency bounds allow, FlexLLM's SLO (6.2) and FineInfer's deferral bound (3.2).
 
-All bounds become one number, the seconds by which a request may be delayed; a step's slack is the smallest
-of its requests'.
+All bounds become one number, the seconds by which a request may be delayed; a step's slack is the smallest of
+its requests'.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.utilization import own_slowdown
 
 INFINITE = float("inf")
-_SURE = 0.9  # of a later step's slack: what is waited for must fit when it comes
+_SURE = 0.9  # share of a later step's slack that is counted on, so that the awaited window fits
 
 
 @dataclass(frozen=True, slots=True)
 class Slack:
-    """Seconds of a step's inference, and of the training that its requests' bounds allow
-    (`policies.base.View`)."""
+    """Seconds of a step's inference, and of the training that its requests' bounds allow (fields of
+    `policies.base.View`)."""
 
     inference: float
     training: float
@@ -50,11 +50,12 @@ def measure(
     coming = _SURE * (longest - ahead.decode)
     deferral = INFINITE
     for sequence, seconds, steps in ahead:
-        left = _limits(sequence, builder.now, seconds, steps, ahead.step, cost, config)
+        now = ahead.begins(sequence)
+        left = _limits(sequence, now, seconds, steps, ahead.step, cost, config)
         # With no other bound in force, the default one.
         slowdown = sequence.request.slo.slowdown or (None if left else config.slowdown)
         if slowdown is not None and slowdown < INFINITE:
-            left_over = unspent(sequence, builder.now, seconds, own_slowdown(slowdown, utilization))
+            left_over = unspent(sequence, now, seconds, own_slowdown(slowdown, utilization))
             left.append((left_over, left_over))
         coming = min(coming, _coming(sequence, ahead.decode, cost, config))
         training = min(training, *(share for share, _ in left), INFINITE)
@@ -65,8 +66,8 @@ def measure(
 
 
 def _until_places_run_out(now: float, queues: RequestQueues, places: Places) -> float:
-    """Seconds that a step may take for those who come to find a place; any, where nobody minds waiting for
-    one."""
+    """Longest step, in seconds, that leaves places for new requests; infinite where no request bounds its
+    wait for one."""
     if not queues.running or not any(_minds(sequence) for sequence in queues):
         return INFINITE
     tokens = sum(one.request.sampling.max_tokens for one in queues.running) / len(queues.running)
@@ -87,8 +88,8 @@ def _limits(
     cost: CostModel,
     config: SchedulerConfig,
 ) -> list[tuple[float, float]]:
-    """Seconds that each bound in force leaves for training, in this step and in total, with the next token
-    `ahead` seconds away, of which `steps` steps are for a place."""
+    """(Seconds for training in this step, seconds in all) that each bound in force leaves. The next token is
+    `ahead` seconds away; `steps` of the steps before it are waits for a place."""
     slo, arrival = sequence.request.slo, sequence.request.arrival
     margin = cost.margin(config, trains=True)
     found: list[float] = []
@@ -100,13 +101,13 @@ def _limits(
         each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
         found.append((sequence.newest_at + slo.between_tokens - now) / (1 + each) - ahead)
     if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # a missed one cannot be met
-        # Shared out evenly: what is spent at once is missing when requests that arrive make steps longer.
-        # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
+        # Shared evenly among the steps left: later arrivals may make these longer.
+        # Errors of steps partly cancel: relative to the sum, that of n steps is n ** 0.5 times smaller.
         tokens = sequence.steps_left
         whole = (arrival + slo.end_to_end - now) / (1 + margin / tokens**0.5) - ahead - (tokens - 1) * step
         shared.append((whole / tokens, whole))
     if slo.deferral is not None:
-        # Any step may be the one that takes it beyond its bound: there is nothing left to make up for it.
+        # A single step may exceed the bound, and no later one can make up for it: the margin is that of one.
         each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
         found.append(_deferral(sequence, each))
     return [*shared, *zip(found, found, strict=True)]
@@ -129,9 +130,9 @@ def unspent(sequence: Sequence, now: float, ahead: float, slowdown: float) -> fl
     """Seconds that training may still take, so that `slowdown` holds when the next token comes `ahead`
     seconds from now.
 
-    It holds for the time to the first token, and then for the time since that one, over the same times less
-    what training has taken of them. What one step leaves is there for the next: training in few large pieces
-    reads the weights less often.
+    The slowdown holds for the time to the first token, and then for the time since that one, over the same
+    times less those that training took. Time that one step leaves is there for the next: training in few
+    large pieces reads the weights less often.
     """
     if sequence.since_first is None:
         since, taken = sequence.request.arrival, sequence.deferred
@@ -146,11 +147,12 @@ def _deferral(sequence: Sequence, margin: float) -> float:
 
 
 class _Ahead:
-    """Seconds until each sequence's next token: this step, and those that its prompt takes beyond it.
+    """Seconds until each sequence's next token: this step, and the further steps that its prompt takes.
 
-    These hold the rows of the prompts before it in the line, and a decode row of every running sequence. Who
-    waits while all places are taken has the steps until an answer ends before them; their number is the third
-    of each. `step` is this step's inference.
+    The further steps hold the rows of the prompts before it in the line, and a decode row of every running
+    sequence. A sequence that waits for a place also waits for the steps until an answer ends; their number is
+    the third item of each. `step` is this step's inference. In a pipeline a plan without inference, while
+    answers are in other plans, delays these, and counts as one of their steps.
     """
 
     def __init__(
@@ -158,7 +160,18 @@ class _Ahead:
     ) -> None:
         self._queues, self._cost, self._config = queues, cost, config
         self._planned = {segment.key: segment.length for segment in builder.inference}
+        self._now = builder.now
         self.step = cost.predict_features(builder.features) if builder.inference else 0.0
+        if not builder.inference and config.stages > 1 and queues.running:
+            self.step = self.decode
+
+    def begins(self, sequence: Sequence) -> float:
+        """Time at which the steps until a sequence's next token begin. That is now; where another plan of a
+        pipeline has its row, it is the end of that plan's last stage."""
+        return (sequence.newest_at or self._now) if self._is_elsewhere(sequence) else self._now
+
+    def _is_elsewhere(self, sequence: Sequence) -> bool:
+        return self._config.stages > 1 and sequence.unsampled > 0 and sequence.key not in self._planned
 
     def __iter__(self) -> Iterator[tuple[Sequence, float, int]]:
         queues = self._queues
@@ -168,6 +181,9 @@ class _Ahead:
         for place, sequence in enumerate(
             [*queues.running, *queues.waiting[: self._config.max_running]], start=-len(ends) - free
         ):
+            if self._is_elsewhere(sequence):
+                yield sequence, self.step, 0
+                continue
             rest = sequence.remaining - self._planned.get(sequence.key, 0)
             rows += rest
             further = self._further(sequence, sequence.length - rest, rows) if rest else 0.0
@@ -180,24 +196,25 @@ class _Ahead:
         They attend to the `start` tokens before the sequence's own, and every step pays for reading the
         weights, its adapter, and for the rows of running sequences.
         """
-        adapter, virtual = sequence.request.adapter, sequence.virtual
-        filled = self._queues.prefixes.rows(sequence.request)
+        request, virtual = sequence.request, sequence.virtual
+        adapter, base = request.adapter, request.base
+        filled = self._queues.caches[base].prefixes.rows(request)
         steps = -(-rows // self._config.prefill_rows(bounded=True))
         first, later = Features(), Features()
-        first.add_fill(virtual - filled, filled)
-        first.add_inference(virtual + start, rows, 1, adapter, sequence.offloaded)
+        first.add_fill(virtual - filled, filled, base)
+        first.add_inference(virtual + start, rows, 1, adapter, sequence.offloaded, base)
         read_again = start + rows // 2 if sequence.offloaded else 0  # of slower memory, on average
-        later.add_inference(read_again, 0, 0, adapter, sequence.offloaded)
+        later.add_inference(read_again, 0, 0, adapter, sequence.offloaded, base)
         passes = self._cost.predict_features(first) + (steps - 1) * self._cost.predict_features(later)
         return passes + steps * self._decode_rows
 
     @cached_property
     def decode(self) -> float:
-        """Seconds of a step with a decode row of each running sequence."""
+        """Seconds of a step with a decode row of each running sequence, or of a pipeline's share of them."""
         features = Features()
-        for sequence in self._queues.running:
-            start = sequence.virtual + sequence.length
-            features.add_inference(start, 1, 1, sequence.request.adapter, sequence.offloaded)
+        for sequence in self._queues.running[:: self._config.stages]:
+            start, request = sequence.virtual + sequence.length, sequence.request
+            features.add_inference(start, 1, 1, request.adapter, sequence.offloaded, request.base)
         return self._cost.predict_features(features)
 
     @cached_property
@@ -207,5 +224,6 @@ class _Ahead:
         features.add_inference(0, 0, 0, None)
         alone = self._cost.predict_features(features)
         for sequence in self._queues.running:
-            features.add_inference(sequence.virtual + sequence.length, 1, 1, None, sequence.offloaded)
+            start, base = sequence.virtual + sequence.length, sequence.request.base
+            features.add_inference(start, 1, 1, None, sequence.offloaded, base)
         return self._cost.predict_features(features) - alone

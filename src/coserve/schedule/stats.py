@@ -7,7 +7,7 @@ from typing import Final
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Sequence
 
-RECENT: Final = 256  # answers that the slowdown is said of
+RECENT: Final = 256  # recent answers in `slowdown`
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Stats:
     fused_possible: int = 0  # inference in the step, and training was there to join it
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    kept_rows: float = 0.0  # the way through the tail counts neither here nor there
+    kept_rows: float = 0.0  # forward; the tail counts neither here nor in `backward_rows`
     backward_rows: float = 0.0
     updates: int = 0
     preemptions: int = 0
@@ -60,7 +60,7 @@ class Stats:
         self.answer_deferred_seconds += sequence.deferred
         if sequence.taken_over_at is None:
             self.recent.append((now - arrival, sequence.deferred))
-        else:  # the wait for another engine is nothing that training took
+        else:  # without the time in another engine, of which training took nothing
             own = sequence.deferred - sequence.deferred_first
             self.recent.append((now - sequence.taken_over_at, own))
         if not slo.states_bound:

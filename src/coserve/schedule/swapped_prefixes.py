@@ -48,8 +48,8 @@ class SwappedPrefixes:
             self._lately_written += 1
 
     def _is_worth_writing(self) -> bool:
-        """Tells whether copying a page gains time, as often as pages were read lately; of none written yet,
-        all."""
+        """Tells whether copying a page gains time, at the recent share of written pages that are read. All
+        are copied while none was written."""
         self._lately_written *= _MEMORY
         self._lately_read *= _MEMORY
         swapping = self._swapping
@@ -60,8 +60,8 @@ class SwappedPrefixes:
         return writing < share * (added_seconds(swapping.cost, 0, self._page_size) - reading)
 
     def worth_reading(self, sequence: Sequence, start: int, pages: int) -> int:
-        """Number of `pages` copies with a sequence's tokens from `start` on that the plan has time to read,
-        and reads sooner than it would compute the tokens."""
+        """Number of `pages` copies, with a sequence's tokens from `start` on, that the plan has time to read
+        and that are read sooner than computed."""
         swapping = self._swapping
         seconds, left = (
             swapping.reading.seconds(swapping.now),
@@ -74,7 +74,7 @@ class SwappedPrefixes:
         return pages if pages * seconds < computing and not swapping.is_barred else 0
 
     def take(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
-        """Copies that are going to be read, by name: they are evicted no longer."""
+        """Copies that the plan is to read, by name. They can no longer be evicted."""
         taken = {name: self._copies.pop(name) for name in names}
         for number in taken.values():
             del self._names[number]

@@ -1,8 +1,8 @@
-"""The second tier of pages: what was computed once is read again instead of computed again.
+"""The second tier of pages: keys and values are read again instead of computed again.
 
-vLLM's swapping and Symbiosis' caches elsewhere (3.4), with the choice made anew for each preemption: by the
-predicted seconds of computing the tokens again, and those of writing and reading their pages. Pages of
-prefixes (`schedule.swapped_prefixes`) take what room is left.
+As vLLM's swapping, and Symbiosis' caches elsewhere (3.4), but chosen anew for each preemption, by the
+predicted seconds of computing the tokens again and those of writing and reading their pages. Pages of
+prefixes (`schedule.swapped_prefixes`) take the room that is left.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,8 +17,8 @@ from coserve.schedule.cost import CostModel, Features, added_seconds
 from coserve.schedule.newcomers import INFINITE
 
 GUESS: Final = 1e-9  # seconds a byte before anything was measured: a disk, rather fast, so that it is tried
-_MEMORY: Final = 0.25  # of a measurement in the running mean
-_OUTLIER: Final = 4.0  # a step this many times slower teaches no more than one exactly so
+_MEMORY: Final = 0.25  # weight of a measurement in the running mean
+_OUTLIER: Final = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
 _FORGOTTEN: Final = 60.0  # seconds in which half of what a slow tier taught is forgotten: it is tried again
 _BARRED: Final = 60.0  # seconds without further copies after one that could not be written or read
 
@@ -39,8 +39,8 @@ class Rate:
         return max(self.measured * left, self.guess)
 
     def observe(self, pages: int, seconds: float, now: float) -> None:
-        """Learns from a step that moved pages; from the first as a whole. A slow tier that is approached from
-        the guess would be tried until it is known as barely too slow, and be worth it again seconds later."""
+        """Learns from a step that moved pages. The first measurement replaces the guess: an approach in steps
+        would end just above the bound of what is worth it, and fall below it again seconds later."""
         if not pages or seconds <= 0:
             return
         known, taken = self.seconds(now), seconds / pages
@@ -155,7 +155,7 @@ class Swapping:
 
     @property
     def is_barred(self) -> bool:
-        """Tells whether the tier failed lately."""
+        """Tells whether the tier has failed in the last minute."""
         return self.now < self._barred + _BARRED
 
     def is_worth(self, sequence: Sequence, start: int, pages: int, now: float) -> bool:
@@ -170,7 +170,7 @@ class Swapping:
         return writing + reading < added_seconds(self.cost, sequence.virtual + start, rows, adapter)
 
     def has_time(self, copy: SwapCopy, now: float) -> bool:
-        """Tells whether the plan can read a copy as well."""
+        """Tells whether the plan has time to read a copy as well."""
         return self.seconds(now) + copy.pages * self.reading.seconds(now) <= self.limit
 
     def seconds(self, now: float) -> float:
@@ -265,16 +265,19 @@ class Swapping:
 
 
 def longest_moves(running: Iterable[Sequence], now: float, cost: CostModel, config: SchedulerConfig) -> float:
-    """Seconds that a step's swaps may take, so that each running sequence's next token keeps its bound:
-    nothing can be done beside them."""
+    """Most seconds of a step's swaps, so that each running sequence's next token keeps its bound: rows wait
+    for them."""
     running = [one for one in running if one.newest_at is not None]
-    due, margin, features = INFINITE, 0.0, Features()
+    due, margin = INFINITE, 0.0
     for one in running:
-        features.add_inference(one.virtual + one.computed, 1, 1, one.request.adapter, one.offloaded)
         if (bound := one.request.slo.between_tokens) is not None and one.newest_at is not None:
             due = min(due, one.newest_at + bound)
             tokens = one.request.sampling.max_tokens
             margin = max(margin, cost.margin(config, trains=False, tokens=tokens))
     if due == INFINITE:
         return INFINITE
+    features = Features()
+    for one in running:
+        start, request = one.virtual + one.computed, one.request
+        features.add_inference(start, 1, 1, request.adapter, one.offloaded, request.base)
     return max((due - now) / (1 + margin) - cost.predict_features(features), 0.0)

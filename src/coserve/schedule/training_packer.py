@@ -12,11 +12,15 @@ from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import Allowance
 from coserve.schedule.segments import training_segment, window_pairs
 
-_WORTH: Final = 0.99  # of a row's price, for which it is worth to wait: who arrives meanwhile has no slack
+_WORTH: Final = 0.99  # a larger window is awaited only where its rows cost less than this share
 
 
 class TrainingPacker:
-    """Adds training to a builder while the allowance lasts. `left` are its remaining seconds."""
+    """Adds training to a builder while the allowance lasts. `left` are its remaining seconds.
+
+    In a pipeline windows are cut in rows, and pass all layers in one plan: a window through some layers would
+    have one stage at work while the others wait for it.
+    """
 
     def __init__(
         self, builder: PlanBuilder, allowance: Allowance, cost: CostModel, config: SchedulerConfig
@@ -27,7 +31,7 @@ class TrainingPacker:
         self._builder = builder
         self._cost = cost
         self._config = config
-        self._pairs: dict[tuple[int, int, int], int] = {}  # of windows that were considered
+        self._pairs: dict[tuple[int, int, int], int] = {}  # attended pairs, by (key, start, rows)
         self._before = (
             cost.predict_features(builder.trained) if builder.inference and builder.split is None else 0.0
         )
@@ -37,12 +41,12 @@ class TrainingPacker:
         if not self._may_train(update.job):
             return False
         features = self._builder.trained.copy()
-        features.add_update()
+        features.add_update(update.base)
         seconds = self._cost.predict_features(features) - self._before
         if seconds > max(self.left, self._pop_minimum()):
             return False
         self._builder.updates.append(update)
-        self._builder.trained.add_update()
+        self._builder.trained.add_update(update.base)
         self._spend(seconds)
         return True
 
@@ -60,22 +64,24 @@ class TrainingPacker:
             if self._is_beside(chosen, batch) and rows + batch.rows_left <= most:
                 chosen.append(batch)
                 rows += batch.rows_left
-        while len(chosen) > 1 and not (layers := self._layers(chosen, most, self.left)):
+        least = self._least_layers(first)
+        while len(chosen) > 1 and (layers := self._layers(chosen, most, self.left)) < least:
             chosen.pop()
         if len(chosen) == 1 or rows > most:
             return False
         self._minimum = 0.0
         for batch in chosen:
             self._add(batch, most, layers)
-        if not self._builder.inference:  # what is left is worth less than all of them at one layer
+        if not self._builder.inference:  # a group stays at one layer: the rest of the time is not filled
             self.left = 0.0
         return True
 
     def _is_beside(self, chosen: Sequence[MicroBatch], other: MicroBatch) -> bool:
-        """Tells whether `other` belongs to another job, with the same direction and layer."""
-        if other.direction is not chosen[0].direction or other.job in (batch.job for batch in chosen):
+        """Tells whether `other` belongs to another job, with the same base, direction and layer."""
+        first = chosen[0]
+        if other.base != first.base or other.job in (batch.job for batch in chosen):
             return False
-        return other.next_span(1) == chosen[0].next_span(1)
+        return other.direction is first.direction and other.next_span(1) == first.next_span(1)
 
     def has(self, batch: MicroBatch) -> bool:
         """Tells whether the step has a window of this micro-batch."""
@@ -85,10 +91,12 @@ class TrainingPacker:
         """Adds the next window of a micro-batch: as much as fits, or its smallest part within the minimum."""
         if self._allowance.rows == 0 or not self._may_train(batch.job):
             return False
-        minimum, sizes = self._pop_minimum(), self._sizes(batch)
-        chosen = self._largest(batch, sizes, self.left)
-        if chosen is None and self._seconds([batch], sizes[-1], 1) <= minimum:
-            chosen = sizes[-1], 1
+        minimum, sizes, least = self._pop_minimum(), self._sizes(batch), self._least_layers(batch)
+        # The last stage of a pipeline alone has the tail, and all others wait for it.
+        left = self.left / (self._config.stages if batch.direction.is_tail else 1)
+        chosen = self._largest(batch, sizes, left)
+        if chosen is None and self._seconds([batch], sizes[-1], least) <= minimum:
+            chosen = sizes[-1], least
         if self._waits(batch, sizes, chosen):
             self.left = 0.0
             return False
@@ -108,19 +116,20 @@ class TrainingPacker:
     def _sizes(self, batch: MicroBatch) -> list[int]:
         """Row counts that the next window may have, largest first; a paused window can be cut to any of
         them."""
-        # A row's head and loss may take as long as several of its layers.
-        share = 4 if batch.direction.is_tail else 1
+        # A row's head and loss may take as long as several of its layers; those of a pipeline's last stage.
+        share = 4 if batch.direction.is_tail and self._config.stages == 1 else 1
         if self._config.training_window is not None:
             return [min(max(1, self._config.training_window // share), batch.rows_left)]
         most, least = self._allowance.rows, max(1, self._config.min_training_rows // share)
         if most is None:
             return [batch.rows_left]
         if self._allowance.arrivals is not None:
-            is_tail = batch.direction.is_tail  # which is not abandoned, and has chunks of its own anyway
+            is_tail = batch.direction.is_tail  # it is not abandoned, and is computed in chunks anyway
             most = max(self._config.reserved_rows // share, least) if is_tail else self._cheapest(batch, most)
-        # What is left of a step is worth less than a window that stays whole: see `_largest`. Parts of a loss
-        # share nothing but the head.
-        whole = not self._allowance.cut and not batch.direction.is_tail
+        # A window that stays whole is worth more than filling the rest of a step: see `_largest`. Parts of a
+        # loss share only the head.
+        in_pipeline = self._config.stages > 1
+        whole = not self._allowance.cut and not batch.direction.is_tail and not in_pipeline
         if whole or (self._builder.training and not self._builder.inference):
             return [min(most, batch.rows_left)]
         ladder = [most]
@@ -129,10 +138,10 @@ class TrainingPacker:
         return list(dict.fromkeys(min(rows, batch.rows_left) for rows in ladder))
 
     def _cheapest(self, batch: MicroBatch, most: int) -> int:
-        """Rows, of `most` at the most, of a window that has the machine to itself.
+        """Rows, at most `most`, of a window that has the machine to itself.
 
-        The more it has the less often weights are read, and the more is lost with each arrival, which has the
-        layer under way abandoned: half of its time on average. What has begun is not cut.
+        More rows read the weights less often, and lose more with each arrival, which abandons the layer under
+        way: half of its time on average. A window that has begun is not cut.
         """
         taken = sum(segment.length for segment in self._builder.training)
         whole = min(max(most - taken, self._config.reserved_rows), batch.rows_left)
@@ -151,19 +160,26 @@ class TrainingPacker:
         """
         for rows in sizes:
             layers = self._layers([batch], rows, budget)
-            if layers:
+            if layers >= self._least_layers(batch):
                 return rows, layers
         return None
+
+    def _least_layers(self, batch: MicroBatch) -> int:
+        """Fewest layers that the next window passes in one plan."""
+        return 1 if self._config.stages == 1 else len(batch.next_span(batch.layers))
 
     def _waits(self, batch: MicroBatch, sizes: Iterable[int], chosen: tuple[int, int] | None) -> bool:
         """Tells whether the step leaves its time for a larger window, whose rows are cheaper.
 
-        Fused, a window is cut to each step. Interleaved, steps without training go on until `coming` seconds
-        bear a layer of a larger one. The price of a row is its arithmetic, and its share of reading the
-        layer's weights: a window that was cut stays cut, so all layers to come are read for fewer rows.
+        Fused windows are cut to each step. Interleaved ones wait: steps without training go on until `coming`
+        seconds bear a layer of a larger window. The price of a row is its arithmetic, and its share of
+        reading the layer's weights. A cut window stays cut, so the weights of all layers to come are read for
+        fewer rows.
         """
         most = min(self._allowance.coming, self._config.quantum_with_inference)
         larger = [rows for rows in sizes if chosen is None or rows > chosen[0]]
+        if self._config.stages > 1:  # several plans are under way, and slack does not add up over them
+            most = 0.0
         bearable = [rows for rows in larger if most and self._seconds([batch], rows, 1) <= most]
         if not bearable or chosen is None:
             return bool(bearable)
@@ -171,7 +187,7 @@ class TrainingPacker:
         return self._price(whole, whole.length) < _WORTH * self._price(whole, chosen[0])
 
     def _price(self, whole: TrainingSegment, rows: int) -> float:
-        """Seconds of a row, on average, where so many of a window pass a layer that no others read."""
+        """Mean seconds of a row in a window of `rows` rows that passes a layer alone."""
         features = Features()
         step = self._cost.predict_features(features)
         features.add_training(replace(whole, length=rows, pairs=whole.pairs * rows // whole.length))

@@ -2,15 +2,16 @@
 
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
 from coserve.core.plan import MicroBatchOutput, OptimStep, Plan, TrainingSegment
+from coserve.core.request import BASE
 from coserve.core.sequence import MicroBatch, Position
 
 STARVED: Final = 10.0  # seconds without any training after which a job counts as starved
-_FEWEST: Final = 3  # plans without a piece: one step alone may take longer than that
+_FEWEST: Final = 3  # least plans without a piece of a starved job: one step may take longer than `STARVED`
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class QueueEntry:
 
     name: str
     weight: float
-    update: OptimStep | None  # what ends it; None: the last micro-batch does
+    update: OptimStep | None  # the optimizer step at its end; None: the work ends with the last micro-batch
     micro_batches: deque[MicroBatch] = field(default_factory=deque)  # those not known to be done
     outputs: dict[int, MicroBatchOutput] = field(default_factory=dict)  # by the micro-batch's key
     is_open: bool = False  # the work has not ended yet
@@ -71,7 +72,8 @@ class TrainingQueue:
         self._clock = 0.0  # virtual time of the job furthest behind when turns were last given
 
     def __contains__(self, update: OptimStep) -> bool:
-        """Tells whether this ends the current step of a job, and not that of an earlier one by its name."""
+        """Tells whether an optimizer step is that of a job's current work, not of an earlier job by its
+        name."""
         job = self._jobs.get(update.job)
         return job is not None and job.update is update
 
@@ -87,27 +89,33 @@ class TrainingQueue:
         weight: float = 1.0,
         update: OptimStep | None = None,
         is_pass: bool = False,
+        base: str = BASE,
     ) -> None:
-        """Gives a job the micro-batches of its next optimizer step, which `update` ends. They pass in order.
-        Those of a pass have no optimizer step at their end; one without micro-batches may follow.
+        """Gives a job the micro-batches of its next optimizer step, which `update` ends. They pass in order,
+        through the base of this id. Those of a pass have no optimizer step at their end; one without
+        micro-batches may follow.
 
         Jobs get rows in proportion to their weights. A job that was idle starts at the virtual time of the
         others instead of catching up.
         """
         update = None if is_pass else update or OptimStep(name)
+        if update is not None and update.base != base:
+            update = replace(update, base=base)
         job = self._jobs.setdefault(name, QueueEntry(name, weight, update))
         assert not job.is_open, f"job {name} has not finished its last step"
         job.weight = weight
         job.update, job.is_open, job.outputs = update, True, {}
-        job.micro_batches.extend(micro_batches)
+        for batch in micro_batches:
+            batch.base = base
+            job.micro_batches.append(batch)
         assert job.micro_batches or update is not None, f"a pass of job {name} needs a micro-batch"
         assert all(b.job == name and b.length > 0 for b in job.micro_batches), "rows of this job"
         job.progress = max(job.progress, self._clock)
         job.served_at, job.passed = None, 0
 
     def set_weight(self, name: str, weight: float) -> None:
-        """Changes a job's weight; its virtual time so far stays. One without work so far, as its answers are
-        still sampled, gets its weight with its first work."""
+        """Changes a job's weight; its virtual time so far stays. A job without work so far (its answers are
+        still sampled) gets its weight with its first work."""
         if (job := self._jobs.get(name)) is not None:
             job.weight = weight
 
@@ -144,9 +152,12 @@ class TrainingQueue:
         return list(islice((batch for batch in job.micro_batches if not batch.done), self._in_flight))
 
     def level(self, first: QueueEntry, jobs: Iterable[QueueEntry]) -> list[MicroBatch]:
-        """Micro-batches that may run in a group with those of the first job: of jobs ahead of it by no more
-        than it gets itself in that time, so that weights hold in the long run; and those that have begun, so
-        that small and large ones that went forward together come back together."""
+        """Micro-batches that may run in a group with those of the first job.
+
+        They belong to jobs that are ahead of it by no more than it gets itself in that time, so that weights
+        hold in the long run. Those that have begun may run, too, so that small and large ones that went
+        forward together come back together.
+        """
         reach = first.progress + self.ready(first)[0].length / first.weight
         return [
             batch for job in jobs for batch in self.ready(job) if batch.has_begun or job.progress <= reach
@@ -209,7 +220,7 @@ class TrainingQueue:
 
 
 def starved_since(queue: TrainingQueue, name: str) -> float | None:
-    """When a job that requests have left no time since (`STARVED`) got its last piece; None for any other."""
+    """Time of the last piece of a starved job (`STARVED`); None for others."""
     job = queue._jobs.get(name)
     return None if job is None else job.starved_since
 

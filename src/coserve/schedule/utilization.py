@@ -1,4 +1,4 @@
-"""Utilization by inference, and what it means for the slowdown of answers."""
+"""Utilization of the machine by inference, and its effect on the slowdown of answers."""
 
 from math import exp
 from typing import Final
@@ -31,11 +31,11 @@ class Utilization:
 
 
 def own_slowdown(slowdown: float, utilization: float) -> float:
-    """The slowdown that training may cause an answer directly, so that with all others slowed down as well it
-    is `slowdown`.
+    """The slowdown that training may cause an answer directly, so that it is `slowdown` with all others
+    slowed down as well.
 
     Answers that take longer overlap with more others. On a machine shared by all present (M/G/1 processor
-    sharing) the mean time is in proportion to 1 / (1 - utilization); training that takes a share of the
-    machine, (1 - utilization) (1 - 1 / slowdown) of it here, is another user.
+    sharing) the mean time is in proportion to 1 / (1 - utilization). Training is another user: its share of
+    the machine is (1 - utilization) (1 - 1 / slowdown).
     """
     return slowdown / (1.0 + utilization * (slowdown - 1.0))

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from coserve.errors import ConfigError, CoserveError
+from coserve.serve.adapter_registry.catalog import ApproximateModel
 from coserve.serve.adapter_registry.imports import digest
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import LASTING, Suspect, WorkItem
@@ -20,6 +21,7 @@ from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
 from coserve.serve.training.controller import JobController
+from coserve.serve.training.origins import sweep_origins
 from coserve.text import Text
 from coserve.wire.messages import Hello, Numbered
 
@@ -43,6 +45,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         await _name_adapters(state)
         await store.adapters.sweep()
         await store.tinker_checkpoints.sweep(store.folder / "tinker")
+        await sweep_origins(store)
         for tenant in await store.tenants.list():
             state.queue.know(tenant)
         reporting = Reporting(settings, store)
@@ -88,11 +91,12 @@ async def _wire(state: State, reporting: Reporting) -> None:
         state.watch.connected(hello.jobs)
 
     async def pin(_: Hello) -> None:
-        for adapter in await state.store.adapters.pinned(state.catalog.base.name):
-            try:
-                await link.pin(adapter.id, state.store.folder_of(adapter), True)
-            except CoserveError as error:
-                log.warning("the adapter %s cannot be pinned: %s", adapter.name, error)
+        for base in state.catalog.bases.values():
+            for adapter in await state.store.adapters.pinned(base.name):
+                try:
+                    await link.pin(adapter.id, state.store.folder_of(adapter), True, base.base_id)
+                except CoserveError as error:
+                    log.warning("the adapter %s cannot be pinned: %s", adapter.name, error)
 
     async def take(numbered: Numbered) -> None:
         if write_down is not None:
@@ -155,15 +159,28 @@ async def _running(link: EngineLink) -> AsyncIterator[None]:
 
 
 async def _name_adapters(state: State) -> None:
-    """Shares the configured adapters with all tenants, and unshares those of earlier starts.
+    """Shares the configured adapters with all tenants, and unshares those of earlier starts. Their chains get
+    no names of their own.
 
-    Their keys are digests of their contents, so a changed folder is another version.
+    The keys are digests of their contents, so a changed folder is another version, as is one of another base.
     """
-    shared = []
+    catalog, shared = state.catalog, list[Adapter]()
     for name, path in state.settings.adapters.items():
-        folder = Path(path).resolve()
-        content = await asyncio.to_thread(digest, folder)
-        key = "adapter-" + hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:24]
+        further = state.settings.adapter_bases.get(name)
+        base = further or catalog.base.name
+        key, folder = await _named(f"{further}/{name}" if further else name, path)
         kept = state.store.path_of(folder)
-        shared.append(Adapter(key, name, kept, state.catalog.base.name, state.catalog.base.created))
+        shared.append(Adapter(key, name, kept, base, catalog.base.created))
+        if chains := state.settings.chains.get(name):
+            catalog.chains[key] = tuple([
+                ApproximateModel(chain, *(await _named(chain, own) if own else (None, None)))
+                for chain, own in chains.items()
+            ])  # fmt: skip
     await state.store.adapters.share(shared)
+
+
+async def _named(name: str, path: str) -> tuple[str, Path]:
+    """The key of an adapter that the settings name, and its folder."""
+    folder = Path(path).resolve()
+    content = await asyncio.to_thread(digest, folder)
+    return "adapter-" + hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:24], folder

@@ -257,7 +257,7 @@ def _type_of(status: int) -> str:
 def _headers_of(status: int, code: str | None) -> dict[str, str]:
     if status == 409:
         return {"x-should-retry": "false"}
-    if code == "quota_exceeded":  # no client should wait with its user for what somebody has to delete
+    if code == "quota_exceeded":  # retrying is of no use until something is deleted
         return {"Retry-After": "60", "x-should-retry": "false"}
     if status in (429, 503):
         return {"Retry-After": "1"}

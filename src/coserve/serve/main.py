@@ -45,7 +45,7 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
     async with build_state(settings, settings.socket) as state:
         state.supervisor_silence = lambda: pipes.supervisor_silence
         gc.collect()
-        gc.freeze()  # what is there by now stays: no collection has to look at all of it while streams wait
+        gc.freeze()  # objects so far stay: no garbage collection walks them while streams wait
         limits = ConnectionLimits(
             settings.max_connections, settings.max_connections_address, settings.stall_seconds
         )
@@ -75,7 +75,7 @@ async def _beat(pipes: SupervisorPipes) -> None:
         is_silent = pipes.supervisor_silence > SILENT_SECONDS
         if (
             is_silent == was_silent != said
-        ):  # seen twice: after a pause of this process the pipe is read first
+        ):  # seen twice, as after a pause of this process the pipe is read first
             said = is_silent
             _say_supervised(is_silent)
         was_silent = is_silent

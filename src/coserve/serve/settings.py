@@ -13,7 +13,7 @@ from types import MappingProxyType
 import msgspec
 
 from coserve.config import EngineConfig
-from coserve.core.request import SLO
+from coserve.core.request import BASE, SLO
 from coserve.errors import ConfigError
 from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
 from coserve.schedule.policies import make_policy
@@ -42,8 +42,12 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?")
 class ServerSettings:
     """Settings of one server: models, address, access and limits.
 
-    `adapters` are PEFT folders by the name under which they are served. `slo` holds all three service tiers;
-    missing entries keep their defaults. Raises ConfigError, naming the key.
+    `bases` are folders of further base models by the name under which they are served, in the same engine.
+    `adapters` are PEFT folders by theirs, and `adapter_bases` the names of their bases, of those that are not
+    for `model`. `chains` are folders of
+    approximations of some of these, by the adapter's name and their own, the most accurate first; an empty
+    folder is the base itself. `slo` holds all three service tiers; missing entries keep their defaults.
+    Raises ConfigError, naming the key.
     """
 
     model: str  # folder or hub name
@@ -51,11 +55,14 @@ class ServerSettings:
     name: str = ""  # what clients call the base; empty: the model's hub name, or its folder's
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes a free one
+    bases: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
+    adapter_bases: Mapping[str, str] = field(default_factory=dict)
+    chains: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     adapter_root: Path | None = None  # /v1/load_lora_adapter reads below it only; None: not at all
     require_keys: bool = False  # on loopback too; elsewhere keys are needed in any case
     allow_insecure: bool = False  # serve without any key on an address that others reach
-    allowed_hosts: tuple[str, ...] = ()  # names the server answers to, beside its address and this machine's
+    allowed_hosts: tuple[str, ...] = ()  # accepted host names, beside its address and this machine's
     cors_origins: tuple[str, ...] = ()  # web pages that may ask, as https://chat.example.org; "*" for all
     max_queue: int = 1024  # requests waiting, of all tenants; more are answered 429
     max_queue_tenant: int = 256  # requests waiting, of one tenant
@@ -70,13 +77,13 @@ class ServerSettings:
     max_jobs: int = 4  # jobs that train at once; more wait
     max_file_bytes: int = 512 * 2**20  # largest upload
     max_n: int = 16  # most choices of one request
-    drain_seconds: float = 30.0  # what running answers get to finish when the server is told to stop
-    # Of silence, after which a process that hangs is ended and replaced; at least 2, or 0: none ever is.
+    drain_seconds: float = 30.0  # for running answers to finish when the server is told to stop
+    # Seconds of silence after which a hanging process is replaced; at least 2, or 0 for never.
     watchdog_seconds: float = 8.0
-    engine_wait_seconds: float = 120.0  # what requests and checks wait for an engine that is gone
+    engine_wait_seconds: float = 120.0  # most seconds that requests and checks wait for a missing engine
     checkpoint_steps: int = 50  # optimizer steps between two checkpoints of a job
-    report_to: tuple[str, ...] = ()  # experiment trackers that are told of all jobs
-    report_project: str = "coserve"  # what their runs belong to
+    report_to: tuple[str, ...] = ()  # experiment trackers that all jobs are reported to
+    report_project: str = "coserve"  # their project or experiment
     slo: Mapping[str, SLO] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
     standby: bool = True  # an imported engine waits: a restart is seconds faster, for some 400 MB
@@ -122,13 +129,23 @@ class ServerSettings:
             raise ConfigError(f"report_to has {min(unknown_reporters)!r}; there are {', '.join(REPORTERS)}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
-        for adapter in self.adapters:
-            if not adapter or adapter != adapter.strip():
-                raise ConfigError(
-                    f"adapters has the name {adapter!r}: it may not be empty or edged by spaces"
-                )
-        if self.base_name in self.adapters:
-            raise ConfigError(f"adapters has the name {self.base_name!r}, which is the base model's")
+        for table, names in (("adapters", self.adapters), ("bases", self.bases)):
+            for each in names:
+                if not each or each != each.strip():
+                    told = f"{table} has the name {each!r}"
+                    raise ConfigError(f"{told}: it may not be empty or edged by spaces")
+            if self.base_name in names:
+                raise ConfigError(f"{table} has the name {self.base_name!r}, which is the base model's")
+        if BASE in self.bases:
+            raise ConfigError(f"bases has the name {BASE!r}, which is the engine's for its first base")
+        if twice := set(self.bases) & set(self.adapters):
+            raise ConfigError(f"adapters has the name {min(twice)!r}, which is a base model's")
+        if strange := set(self.adapter_bases) - set(self.adapters):
+            raise ConfigError(f"adapter_bases has {min(strange)!r}, which is none of the adapters")
+        if strange := set(self.adapter_bases.values()) - set(self.bases):
+            raise ConfigError(f"adapter_bases names {min(strange)!r}, which is none of the bases")
+        if strange := set(self.chains) - set(self.adapters):
+            raise ConfigError(f"chains has {min(strange)!r}, which is none of the adapters")
         if unknown := set(self.slo) - set(TIERS):
             raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
         self._check_policy()
@@ -171,6 +188,15 @@ class ServerSettings:
     def base_name(self) -> str:
         """Name of the base model for clients."""
         return self.name or (Path(self.model).resolve().name if Path(self.model).exists() else self.model)
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """Names of all base models for clients, the first one's first."""
+        return self.base_name, *self.bases
+
+    def base_id(self, name: str) -> str:
+        """The engine's id of the base model of this name."""
+        return BASE if name == self.base_name else name
 
     @property
     def is_loopback(self) -> bool:

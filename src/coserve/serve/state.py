@@ -42,7 +42,7 @@ class State:
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.settings.max_queue, self.settings.max_queue_tenant)
-        self.catalog = Catalog(self.settings.base_name, int(time()), self.store)
+        self.catalog = Catalog(self.settings.base_name, int(time()), self.store, self.settings.bases)
         self.watch = TrainingWatch(self.metrics, self.queue, self.store)
 
 

@@ -15,8 +15,8 @@ DEGREES: Final = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a fleet is to hold: the share `within` of requests that keep all their bounds, and `training`
-    tokens a second of fine-tuning; of at most `devices` devices. A device of a hardware costs its `prices`,
+    """The demands on a fleet: the share `within` of requests that keep all their bounds, and `training`
+    tokens a second of fine-tuning, with at most `devices` devices. A device of a hardware costs its `prices`,
     or 1."""
 
     within: float = 0.99
@@ -31,6 +31,15 @@ class Wanted:
     def is_met(self, cell: Cell) -> bool:
         """Tells whether a fleet holds it on average over its seeds."""
         return (cell.mean("within") or 0.0) >= self.within and (cell.mean("training") or 0.0) >= self.training
+
+    def missed(self, cell: Cell) -> str:
+        """The rates that a fleet holds instead."""
+        within, training = cell.mean("within") or 0.0, cell.mean("training") or 0.0
+        trained = f", and {training:,.0f} of {self.training:,.0f} tokens/s trained" if self.training else ""
+        return (
+            f"{cell.devices} x {cell.hardware} under {cell.policy} have {within:.1%} of the requests within "
+            f"their bounds, not {self.within:.1%}{trained}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ class Advice:
             "hardware": settings.hardware,
             "engines": settings.engines,
             "degree": settings.degree,
+            "stages": settings.stages,
             "devices": settings.devices,
             "policy": settings.policy,
             "scheduler": dict(settings.scheduler),
@@ -66,8 +76,10 @@ def advise(
     choices: Mapping[str, Sequence[Any]] | None = None,
     seeds: Sequence[int] = (0,),
     progress: Progress = lambda name, share: None,
+    miss: Callable[[Cell], object] = lambda cell: None,
 ) -> list[Advice]:
-    """Fleets that hold what is wanted, the cheapest first; of equal price the one that trains most.
+    """Fleets that hold what is wanted, the cheapest first; of equal price the one that trains most. `miss` is
+    called with each that does not.
 
     Every policy, hardware, degree and combination of `choices` (fields of `SchedulerConfig`) is tried with as
     few engines as hold it, found by doubling and halving: more engines are taken to hold whatever fewer do.
@@ -76,13 +88,13 @@ def advise(
     found: list[Advice] = []
     refusals: list[str] = []
     for candidate in _candidates(settings, policies, hardware, degrees, choices or {}):
-        price = wanted.price(candidate.hardware) * candidate.degree
+        price = wanted.price(candidate.hardware) * candidate.engine_devices
         best = min((advice.price for advice in found), default=float("inf"))
-        most = min(
-            wanted.devices // candidate.degree, int(best / price) if best < float("inf") else wanted.devices
-        )
+        most = wanted.devices // candidate.engine_devices
+        if best < float("inf"):
+            most = min(most, int(best / price))
         try:
-            cell = _fewest(candidate, load, wanted, most, lambda one: run_cell(one, seeds, progress))
+            cell = _fewest(candidate, load, wanted, most, lambda one: run_cell(one, seeds, progress), miss)
         except ConfigError as error:
             refusals.append(str(error))
             continue
@@ -112,12 +124,16 @@ def _fewest(
     wanted: Wanted,
     most: int,
     run: Callable[[Simulator], Cell],
+    miss: Callable[[Cell], object],
 ) -> tuple[int, Cell] | None:
     """The smallest number of engines that holds what is wanted, and its cell; None where `most` do not."""
 
     def held(engines: int) -> Cell | None:
         cell = run(Simulator(replace(candidate, engines=engines), load))
-        return cell if wanted.is_met(cell) else None
+        if wanted.is_met(cell):
+            return cell
+        miss(cell)
+        return None
 
     if most < 1:
         return None

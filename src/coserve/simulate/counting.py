@@ -7,12 +7,12 @@ devices that share a model. Element-wise operations are not counted: the efficie
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
 from coserve.core.plan import InferenceSegment, Plan, TrainingSegment
-from coserve.core.sequence import Direction
+from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import causal_pairs
 from coserve.workload.shapes import ModelShape
 
@@ -61,13 +61,25 @@ class PlanCounter:
     """Counts the work of plans for a shape on `degree` devices (tensor parallelism).
 
     An adapter has `adapter_weights` weights. With `recompute` backward computes a layer's forward again, as
-    the engine does when it keeps inputs alone.
+    the engine does when it keeps inputs alone. Of a pipeline's stage `span` are the layers, and the head is
+    the last one's; None is the whole model.
     """
 
     shape: ModelShape
     adapter_weights: int = 0
     degree: int = 1
     recompute: bool = True
+    span: Span | None = None
+
+    @property
+    def layers(self) -> Span:
+        """Layers that are counted."""
+        return self.span or Span(0, self.shape.layers)
+
+    def stages(self, count: int) -> tuple["PlanCounter", ...]:
+        """Counters of a pipeline's stages, with equally many layers each but for one."""
+        edges = [number * self.shape.layers // count for number in range(count + 1)]
+        return tuple(replace(self, span=Span(first, last)) for first, last in pairwise(edges))
 
     @property
     def cache_token_bytes(self) -> float:
@@ -78,7 +90,11 @@ class PlanCounter:
     @property
     def device_weight_bytes(self) -> float:
         """Bytes of all weights on one device."""
-        return self.shape.parameters * self.shape.item_bytes / self.degree
+        shape, layers = self.shape, self.layers
+        ends = (layers.first == 0) + self._has_head  # the embedding and the head, of equal size
+        norms = shape.parameters - shape.layer_weights - 2 * shape.head_weights
+        inside = (shape.layer_weights + norms) * len(layers) / shape.layers
+        return (inside + ends * shape.head_weights) * shape.item_bytes / self.degree
 
     def count(self, plan: Plan) -> list[PassWork]:
         """The passes of a plan, in order."""
@@ -88,12 +104,13 @@ class PlanCounter:
         for prefix in plan.prefixes:
             if prefix.rows:
                 pairs = causal_pairs(prefix.tokens - prefix.rows, prefix.rows)
-                yield self._forward(self.shape.layers, prefix.rows, pairs, prefix.tokens + prefix.rows, [])
+                yield self._forward(len(self.layers), prefix.rows, pairs, prefix.tokens + prefix.rows, [])
         forward = [one for one in plan.training if one.direction is Direction.TRAIN_FORWARD]
         yield from self._forward_passes(plan.inference, forward)
-        if tail := sum(segment.tail_rows for segment in plan.inference):
+        tail = sum(segment.tail_rows for segment in plan.inference)
+        if tail and self._has_head:
             yield self._head(tail)
-        for window in plan.training:
+        for window in plan.training if self._has_head else ():
             if window.direction is Direction.LOGPROBS:
                 yield self._head(window.length)
             elif window.direction is Direction.LOSS:
@@ -102,7 +119,7 @@ class PlanCounter:
             [window for window in plan.training if window.direction is Direction.BACKWARD]
         )
         for _ in plan.updates:
-            size = self.adapter_weights / self.degree * _OPTIMIZER_BYTES
+            size = self._adapter_layer * len(self.layers) * _OPTIMIZER_BYTES
             yield PassWork(PassKind.UPDATE, 1, 0, adapter_bytes=size)
 
     # Forward
@@ -115,7 +132,7 @@ class PlanCounter:
         rows = sum(segment.length for segment in inference)
         pairs = sum(causal_pairs(segment.context, segment.length) for segment in inference)
         cached = sum(segment.context + segment.length for segment in inference)
-        for first, last, windows in _runs(training, self.shape.layers):
+        for first, last, windows in _runs(training, self.layers):
             if not (rows or windows):
                 continue
             added = sum(window.length for window in windows)
@@ -162,7 +179,7 @@ class PlanCounter:
 
     def _backward_passes(self, training: Sequence[TrainingSegment]) -> Iterator[PassWork]:
         """Passes back: the n-th windows of all jobs at a layer share its weights, those of one job do not."""
-        for first, last, windows in reversed([*_runs(training, self.shape.layers)]):
+        for first, last, windows in reversed([*_runs(training, self.layers)]):
             by_job: dict[str, list[TrainingSegment]] = {}
             for window in windows:
                 by_job.setdefault(window.job, []).append(window)
@@ -187,6 +204,10 @@ class PlanCounter:
         )
 
     # Parts
+
+    @property
+    def _has_head(self) -> bool:
+        return self.layers.last == self.shape.layers
 
     @property
     def _layer_weights(self) -> float:
@@ -219,9 +240,11 @@ def _rows_by_adapter(segments: Iterable[InferenceSegment]) -> list[int]:
 
 
 def _runs(
-    training: Sequence[TrainingSegment], layers: int
+    training: Sequence[TrainingSegment], layers: Span
 ) -> Iterator[tuple[int, int, Sequence[TrainingSegment]]]:
-    """Runs [first, last) of layers that the same windows visit, and these; all layers, in order."""
-    edges = sorted({0, layers, *(edge for one in training for edge in (one.span.first, one.span.last))})
+    """Runs [first, last) of layers that the same windows visit, and these; all of `layers`, in order."""
+    found = {edge for one in training for edge in (one.span.first, one.span.last)}
+    inside = {edge for edge in found if layers.first < edge < layers.last}
+    edges = sorted({layers.first, layers.last, *inside})
     for first, last in pairwise(edges):
         yield first, last, [one for one in training if one.span.first <= first and last <= one.span.last]

@@ -129,10 +129,11 @@ def make_router(name: str, machines: int) -> Router:
 
 @dataclass(slots=True)
 class FleetResult:
-    """What a fleet did in `seconds`, and until its last answer.
+    """The results of a fleet in `seconds`, and until its last answer.
 
-    `trained` are fine-tuning tokens within these seconds; `refused` says why requests could never be served.
-    `steps` and `events` are those of all schedulers.
+    `trained` are fine-tuning tokens within these seconds; `refused` says why requests could never be served;
+    `late` counts answers that are complete and have missed a bound. `steps` and `events` are those of all
+    schedulers.
     """
 
     seconds: float
@@ -143,6 +144,7 @@ class FleetResult:
     steps: int = 0
     events: int = 0
     ended: float = 0.0
+    late: int = 0
 
 
 class Fleet:
@@ -162,11 +164,17 @@ class Fleet:
         self._events: list[tuple[float, int]] = []  # (time of its next step, node), one for each that has any
 
     def run(
-        self, requests: Iterable[TimedRequest], jobs: Sequence[TimedJob], seconds: float, patience: float
+        self,
+        requests: Iterable[TimedRequest],
+        jobs: Sequence[TimedJob],
+        seconds: float,
+        patience: float,
+        most_late: float = float("inf"),
     ) -> FleetResult:
         """Replays requests, in order of their arrival. Jobs go to the machines in turn.
 
-        Training ends after `seconds`; answers that are not complete `patience` seconds later are given up.
+        Training ends after `seconds`; answers that are not complete `patience` seconds later are given up,
+        and so are all once more than `most_late` have missed a bound.
         """
         found = FleetResult(seconds)
         for number, job in enumerate(jobs):
@@ -178,7 +186,7 @@ class Fleet:
         coming = _Coming(requests)
         while True:
             at = self._events[0][0] if self._events else coming.next_at
-            if at == float("inf") or at > seconds + patience:
+            if at == float("inf") or at > seconds + patience or found.late > most_late:
                 break
             while coming.next_at <= at + AHEAD:
                 self._route(coming.take())
@@ -292,6 +300,7 @@ class _Node:
                 found.tokens += is_early
                 if event.finish_reason is not None:
                     answer.deferred, answer.is_done = sequence.deferred, True
+                    found.late += not answer.is_within
                     del self._open[event.key]
                     yield self.number
             elif isinstance(event, TrainingProgress):

@@ -33,7 +33,7 @@ class Backlog:
         self.executor = SimulatedExecutor(cost.predict)
         for number in range(waiting + _RUNNING):
             asked = Request(str(number), (0,) * 16, greedy(2000), None, slo, number * 1e-6)
-            self.scheduler.submit(asked, 0.0)
+            self.scheduler.requests.submit(asked, 0.0)
         batch = MicroBatch(self.scheduler.new_key(), "job", "job@0", (2048,) * 64, _LAYERS)
         self.scheduler.training.add("job", [batch])
         for _ in range(_SETTLED):

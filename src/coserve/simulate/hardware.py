@@ -5,11 +5,13 @@ own has the same fields. There are two kinds: a *roofline* of a device, for any 
 measured on one machine, for one shape: seconds per unit of the scheduler's features.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from typing import Annotated, Final
@@ -21,10 +23,11 @@ from coserve.schedule.cost import DEFAULT_WEIGHTS
 from coserve.simulate.counting import PassKind, PassWork
 from coserve.simulate.jitter import Jitter
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+_MOST: Final = 1e9  # of any number: a device of an exabyte, a step of a quarter of an hour; infinity is none
+Positive = Annotated[float, msgspec.Meta(gt=0, le=_MOST)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 _GIGA: Final = 1e9
 _TERA: Final = 1e12
 _MICRO: Final = 1e-6
@@ -37,6 +40,11 @@ class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: Annotated[tuple[tuple[Positive, Share], ...], msgspec.Meta(min_length=1)]
     bandwidth: Share
     attention: Share
+
+    def __post_init__(self) -> None:
+        for (before, _), (after, _) in pairwise(self.rows):
+            if after <= before:
+                raise ValueError(f"`rows` need to ascend; {after:g} comes after {before:g}")
 
 
 class Overhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,12 +183,35 @@ def hardware_named(name: str) -> Table:
 def read_hardware(path: Path) -> Table:
     """A table in a file. Raises ConfigError, with the field at fault."""
     try:
-        table: Table = msgspec.toml.decode(path.read_bytes(), type=Table)
+        text = path.read_text(encoding="utf-8")
+        table: Table = msgspec.toml.decode(text, type=Table)
         return table
     except OSError as error:
         raise ConfigError(f"{path}: expected a table of hardware: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected text in UTF-8: {error}") from error
+    except msgspec.ValidationError as error:
+        line = line_of_field(text, str(error))
+        raise ConfigError(f"{path}{f', line {line}' if line else ''}: {error}") from error
+    except msgspec.DecodeError as error:  # has the line itself
         raise ConfigError(f"{path}: {error}") from error
+
+
+def line_of_field(text: str, said: str) -> int | None:
+    """The line of a TOML file with the field that a validation error of msgspec names, or that of the table
+    which lacks it. None where the file does not have it on a line of its own."""
+    place, name = re.search(r" - at `\$\.?([^`]*)`", said), re.search(r"field `(\w+)`", said)
+    parts = re.sub(r"\[[^\]]*\]", "", place[1]).split(".") if place and place[1] else []
+    wanted = [*parts, *([name[1]] if name else [])]
+    table: list[str] = []
+    headers: dict[tuple[str, ...], int] = {(): 1}
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([\w.\- ]+)\]", line):
+            table = header[1].replace(" ", "").split(".")
+            headers.setdefault(tuple(table), number)
+        elif (key := re.match(r"\s*\"?([\w\-]+)\"?\s*=", line)) and [*table, key[1]] == wanted:
+            return number
+    return headers.get(tuple(wanted)) or headers.get(tuple(parts))
 
 
 def _share(points: tuple[tuple[float, float], ...], rows: float) -> float:

@@ -14,6 +14,14 @@ class Jitter:
     share: float = 0.01
     longer: float = 1.6
 
+    def __post_init__(self) -> None:
+        ranges = {"deviation": (0.0, 1.0), "share": (0.0, 1.0), "longer": (0.1, 100.0)}
+        for name, (least, most) in ranges.items():
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"jitter's field `{name}` is from {least:g} to {most:g}, not {getattr(self, name):g}"
+                )
+
     @property
     def mean(self) -> float:
         """The mean factor."""

@@ -16,7 +16,9 @@ from coserve.workload.trace_formats import BLOCK, TraceRow
 
 ARRIVALS: Final = ("poisson", "bursty", "steady", "spread")
 _BURSTS: Final = 3.0  # coefficient of variation of the gaps of bursty arrivals
-_EXAMPLES: Final = 16  # of a job, before they repeat
+_EXAMPLES: Final = 16  # of a job at least, before they repeat
+_MOST_ROWS: Final = 1 << 22  # of an optimizer step
+_MOST_REQUESTS: Final = 20_000_000  # of a run: two days of the largest services; a gigabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,15 @@ class TrainingLoad:
     batch: int = 4
     length: int = 512
 
+    def __post_init__(self) -> None:
+        if self.jobs < 0 or min(self.batch, self.length) < 1:
+            raise ConfigError("an optimizer step has at least one example of one token")
+        if self.batch * self.length > _MOST_ROWS:
+            raise ConfigError(
+                f"an optimizer step has at most {_MOST_ROWS:,} tokens, not {self.batch:,} examples of "
+                f"{self.length:,}"
+            )
+
     @property
     def rows(self) -> int:
         """Rows of a micro-batch: a whole mini-batch, of at most 2,048 where examples are shorter."""
@@ -35,11 +46,9 @@ class TrainingLoad:
 
     def make(self, engines: int) -> list[TimedJob]:
         """The jobs of so many engines."""
-        example = _zeros(self.length)
+        examples = (_zeros(self.length),) * (-(-_EXAMPLES // self.batch) * self.batch)
         return [
-            TimedJob(
-                0.0, f"trained-{n:04}", (example,) * _EXAMPLES, self.batch, epochs=ENDLESS, rows=self.rows
-            )
+            TimedJob(0.0, f"trained-{n:04}", examples, self.batch, epochs=ENDLESS, rows=self.rows)
             for n in range(self.jobs * engines)
         ]
 
@@ -70,6 +79,24 @@ class SimulatedLoad:
             raise ConfigError(f"there are no arrivals {self.arrivals!r}; there are {', '.join(ARRIVALS)}")
         if min(self.prompt, self.answer) < 1:
             raise ConfigError("prompts and answers have at least one token")
+        if self.adapters.count > _MOST_REQUESTS:
+            raise ConfigError(f"requests name at most {_MOST_REQUESTS:,} adapters")
+        if not 0 <= self.adapters.exponent < float("inf"):
+            raise ConfigError(f"popularity has an exponent of at least 0, not {self.adapters.exponent:g}")
+        if self.rate is not None:
+            self._refuse_too_many(self.rate)
+
+    def _refuse_too_many(self, rate: float) -> None:
+        if (expected := rate * self.seconds) > _MOST_REQUESTS:
+            raise ConfigError(
+                f"{expected:.3g} requests would come within {self.seconds:g} s; a run has at most "
+                f"{_MOST_REQUESTS:,}: take fewer seconds, or a lower rate"
+            )
+
+    @property
+    def whole(self) -> float:
+        """Seconds from the trace's first request until it begins anew."""
+        return self.trace[-1].at + _mean_gap(self.trace)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -102,8 +129,9 @@ class SimulatedLoad:
 
     def _traced(self, seed: int) -> Sequence[TraceRow]:
         """The trace from some request on, for `seconds`; seed 0 begins at its beginning."""
-        trace = self.trace
-        whole = trace[-1].at + _mean_gap(trace)
+        trace, whole = self.trace, self.whole
+        if self.rate is None and seed:  # it begins anew until the seconds are over
+            self._refuse_too_many(len(trace) / whole)
         scale = 1.0 if self.rate is None else len(trace) / (whole * self.rate)
         first = Random(seed).randrange(len(trace)) if seed else 0
         found, begin, number = [], trace[first].at, first

@@ -16,6 +16,7 @@ from coserve.core.plan import Plan, WeightReads
 from coserve.core.request import Request
 from coserve.core.sequence import MicroBatch
 from coserve.core.sequence import Sequence as Answer
+from coserve.executors.pipelined import PipelinedExecutor
 from coserve.executors.simulated import SimulatedExecutor
 from coserve.jobs.packing import pack
 from coserve.memory.pages import PagePool
@@ -38,7 +39,7 @@ class MachineSettings:
     kind when a load begins. `lanes` is the slowdown of inference and of training on half of the machine each,
     which it knows; None is twice, which it does not. `scheduler` are further fields of `SchedulerConfig`; an
     `interruptible` machine is a server: a request that arrives during a step pauses its training at the next
-    boundary between layers.
+    boundary between layers. A pipeline's `stages` are among them; it is not interruptible.
     """
 
     cache_tokens: int = 16384
@@ -64,13 +65,9 @@ class SimulatedMachine:
         config = SchedulerConfig(times.layers, settings.positions, **settings.scheduler)
         pages = PagePool(settings.cache_tokens // PAGE_SIZE, PAGE_SIZE)
         self.scheduler = Scheduler(config, pages, cost, make_policy(policy))
-        self.executor = SimulatedExecutor(
-            lambda plan: self._time(plan, jitter.draw(draw)),
-            host=lambda: times.host * jitter.draw(draw) if times.host else 0.0,
-            reads=self._take_reads,
-            lanes=settings.lanes or (2.0, 2.0),
-        )
         self._times, self._reads = times, WeightReads()
+        self._factor = partial(jitter.draw, draw)
+        self.executor = self._executor(config.stages, settings.lanes or (2.0, 2.0))
         self._is_streamed = bool(cost.reads.layers)
         self._steps: dict[str, Iterator[list[tuple[int, ...]]]] = {}
         self._weights: dict[str, float] = {}
@@ -88,11 +85,11 @@ class SimulatedMachine:
         """Submits a request."""
         name, adapter = str(next(self._numbers)), request.adapter and f"{request.adapter}@1"
         asked = Request(name, request.prompt, greedy(request.answer), adapter, request.slo, arrival)
-        return self.scheduler.submit(asked, self.clock())
+        return self.scheduler.requests.submit(asked, self.clock())
 
     def cancel(self, answer: Answer) -> None:
         """Ends an answer."""
-        self.scheduler.cancel(answer.key)
+        self.scheduler.requests.cancel(answer.key)
 
     def start(self, job: TimedJob) -> Callable[[], None]:
         """Starts a job; what is returned cancels it."""
@@ -110,8 +107,20 @@ class SimulatedMachine:
                 self._go_on(event.job)
         return events
 
-    def _time(self, plan: Plan, factor: float) -> float:
-        """Seconds of a plan that take `factor` times those predicted, and notes what it reads meanwhile."""
+    def _executor(self, stages: int, lanes: tuple[float, float]) -> SimulatedExecutor:
+        if stages == 1:
+            return SimulatedExecutor(self._time, self._host, reads=self._take_reads, lanes=lanes)
+        return PipelinedExecutor(
+            stages, lambda plan: self._times.by_stage(plan).times(self._factor()), self._host
+        )
+
+    def _host(self) -> float:
+        """Seconds of the host beside a step."""
+        return self._times.host * self._factor() if self._times.host else 0.0
+
+    def _time(self, plan: Plan) -> float:
+        """Seconds of a plan, and notes what it reads meanwhile."""
+        factor = self._factor()
         if self._is_streamed:
             self._reads = self._times.reads(plan, factor)
         return self._times.predict(plan) * factor

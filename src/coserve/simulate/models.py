@@ -17,6 +17,16 @@ _FIELDS: Final = {
     "vocabulary": "vocab_size",
     "positions": "max_position_embeddings",
 }
+_MOST: Final = {  # far beyond any model; a step counts its layers one by one
+    "hidden_size": 1 << 20,
+    "num_hidden_layers": 4096,
+    "intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 28,
+}
 _TYPES: Final = ("bfloat16", "float16", "float32")
 
 
@@ -47,8 +57,11 @@ def _shape(place: str, name: str, fields: Mapping[str, Any]) -> ModelShape:
     found = {ours: _number(place, theirs, fields.get(theirs)) for ours, theirs in _FIELDS.items()}
     groups = fields.get("num_key_value_heads")
     groups = found["heads"] if groups is None else _number(place, "num_key_value_heads", groups)
+    if found["heads"] % groups:
+        raise ConfigError(f"{place}: num_key_value_heads: {found['heads']} heads cannot share {groups}")
     width = fields.get("head_dim")
-    if width is not None and width * found["heads"] != found["hidden"]:
+    width = None if width is None else _number(place, "head_dim", width)
+    if (width or found["hidden"] / found["heads"]) * found["heads"] != found["hidden"]:
         raise ConfigError(f"{place}: head_dim: {width} times {found['heads']} heads is not {found['hidden']}")
     dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
     if dtype not in _TYPES:
@@ -57,6 +70,8 @@ def _shape(place: str, name: str, fields: Mapping[str, Any]) -> ModelShape:
 
 
 def _number(place: str, name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{place}: {name}: expected a whole number of at least 1, not {value!r}")
+    if type(value) is not int or not 1 <= value <= _MOST[name]:
+        raise ConfigError(
+            f"{place}: {name}: expected a whole number from 1 to {_MOST[name]:,}, not {value!r:.40}"
+        )
     return value

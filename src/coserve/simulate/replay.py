@@ -152,10 +152,10 @@ def replay(target: LoadTarget, workload: Workload, patience: float = float("inf"
     half on its way forward and half on its way back, layer by layer (`ours.tokens_trained`). Who has no
     answer `patience` seconds after the load is over is given up, and so are its jobs.
     """
-    return _Run(target, workload).until(workload.seconds + patience)
+    return _Replay(target, workload).until(workload.seconds + patience)
 
 
-class _Run:
+class _Replay:
     """A workload that is being replayed."""
 
     def __init__(self, target: LoadTarget, workload: Workload) -> None:
@@ -200,7 +200,7 @@ class _Run:
     def _ask(self, request: TimedRequest) -> None:
         arrival = self._load.started + request.at
         sequence = self._target.ask(request, arrival)
-        kept = sequence in self._target.scheduler.blocked_on_adapter
+        kept = sequence in self._target.scheduler.requests.blocked_on_adapter
         answered = AnswerTimes(arrival, slo=request.slo, kept=kept)
         self._load.answers.append(answered)
         self._open[sequence.key] = answered, sequence

@@ -12,26 +12,33 @@ from coserve.simulate.fleet import Fleet, FleetResult, make_router
 from coserve.simulate.hardware import Roofline
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.loads import SimulatedLoad
-from coserve.simulate.machine import MachineSettings, SimulatedMachine
-from coserve.simulate.times import RooflineTimes, times_on
+from coserve.simulate.machine import PAGE_SIZE, MachineSettings, SimulatedMachine
+from coserve.simulate.times import RooflineTimes, check_seconds, times_on
 from coserve.workload.shapes import ModelShape
 
 PATIENCE: Final = 60.0  # seconds after a load in which answers may end
 _MAX_RUNNING: Final = 256
+_MOST_ENGINES: Final = 100_000  # some 50 KB each
+_MOST_TOKENS: Final = 1 << 28  # whose pages are 16 million numbers
+_QUANTUM: Final = 0.1  # seconds in all stages of training alone, which answers meet in each and nobody pauses
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """A fleet: `engines` independent engines of `degree` devices each, behind a router. `scheduler` are
-    further fields of `SchedulerConfig`; `cache_tokens` of None are as many as fit, `jitter` of None is the
-    hardware's. Of the base at most `base_memory` bytes are in each device's memory, and the rest is streamed;
-    None is all of it."""
+    """A fleet: `engines` independent engines behind a router, each a pipeline of `stages` stages (one: no
+    pipeline) of `degree` devices that share a stage's layers.
+
+    `scheduler` are further fields of `SchedulerConfig`; `cache_tokens` of None are as many as fit, `jitter`
+    of None is the hardware's. Of the base at most `base_memory` bytes are in each device's memory, and the
+    rest is streamed; None is all of it.
+    """
 
     shape: ModelShape
     hardware: str
     policy: str = "hybrid"
     engines: int = 1
     degree: int = 1
+    stages: int = 1
     router: str = "least-loaded"
     rank: int = 16
     max_running: int = _MAX_RUNNING
@@ -43,7 +50,12 @@ class FleetSettings:
     @property
     def devices(self) -> int:
         """Devices of all engines."""
-        return self.engines * self.degree
+        return self.engines * self.engine_devices
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices of one engine."""
+        return self.degree * self.stages
 
 
 class Simulator:
@@ -51,20 +63,49 @@ class Simulator:
 
     def __init__(self, settings: FleetSettings, load: SimulatedLoad) -> None:
         """Raises ConfigError for settings that no fleet can have."""
-        if settings.engines < 1 or settings.degree < 1:
+        if min(settings.engines, settings.degree, settings.stages) < 1:
             raise ConfigError(
                 f"a fleet has at least one engine of one device, not {settings.engines} of {settings.degree}"
+                + (f" in {settings.stages} stages" if settings.stages != 1 else "")
             )
-        make_policy(settings.policy)
+        if settings.engines > _MOST_ENGINES:
+            raise ConfigError(f"a fleet has at most {_MOST_ENGINES:,} engines, not {settings.engines:,}")
+        policy = make_policy(settings.policy)
         make_router(settings.router, settings.engines)
         shape = settings.shape
         if shape.heads % settings.degree:
             raise ConfigError(
                 f"{shape.name} has {shape.heads} heads, which {settings.degree} devices cannot share"
             )
+        if min(settings.rank, settings.max_running) < 1:
+            raise ConfigError("adapters have a rank of at least 1, and engines run at least one sequence")
+        if settings.cache_tokens is not None and not PAGE_SIZE <= settings.cache_tokens <= _MOST_TOKENS:
+            raise ConfigError(
+                f"an engine has keys and values of {PAGE_SIZE} to {_MOST_TOKENS:,} tokens, not "
+                f"{settings.cache_tokens:,}"
+            )
+        if not load.trace and load.prompt + load.answer > shape.positions:
+            raise ConfigError(
+                f"prompts of {load.prompt:,} tokens and answers of {load.answer:,} are longer than the "
+                f"{shape.positions:,} positions of {shape.name}"
+            )
+        if load.training.jobs and load.training.length > shape.positions:
+            raise ConfigError(
+                f"examples of {load.training.length:,} tokens are longer than the {shape.positions:,} "
+                f"positions of {shape.name}"
+            )
+        if settings.stages > shape.layers:
+            raise ConfigError(
+                f"{shape.name} has {shape.layers} layers, which {settings.stages} stages cannot share"
+            )
+        if settings.stages > 1 and policy.splits:
+            raise ConfigError(
+                f"policy {settings.policy} trains in a lane of its own, which a pipeline's stages do not have"
+            )
         counter = PlanCounter(shape, shape.lora_weights(settings.rank), settings.degree)
         self.settings, self.load = settings, load
-        self.times, self.table = times_on(settings.hardware, counter, settings.base_memory)
+        self.times, self.table = times_on(settings.hardware, counter, settings.base_memory, settings.stages)
+        check_seconds(self.table.name, self.times)
         self._machine = self._settings_of_machines(counter)
 
     def _settings_of_machines(self, counter: PlanCounter) -> MachineSettings:
@@ -75,11 +116,17 @@ class Simulator:
         elif isinstance(self.table, Roofline):
             streaming = self.times.streaming if isinstance(self.times, RooflineTimes) else None
             resident = None if streaming is None else streaming.resident_nbytes
-            tokens = cache_tokens_of(counter, self.table, training.rows, training.jobs, resident)
+            parts = counter.stages(settings.stages) if settings.stages > 1 else (counter,)
+            tokens = min(
+                cache_tokens_of(part, self.table, training.rows, training.jobs, resident) for part in parts
+            )
+            tokens = min(tokens, _MOST_TOKENS)
         else:
             tokens = self.table.cache_tokens
         scheduler = {
-            "interruptible": True,
+            "interruptible": settings.stages == 1,
+            "stages": settings.stages,
+            **({"quantum": _QUANTUM, "max_quantum": _QUANTUM} if settings.stages > 1 else {}),
             "max_running": settings.max_running,
             "prefix_sharing": load.shares_prefixes,
             **settings.scheduler,
@@ -102,13 +149,15 @@ class Simulator:
         seed: int = 0,
         progress: Callable[[float], object] = lambda now: None,
         watch: Callable[[SimulatedMachine, int], object] = lambda machine, number: None,
+        most_late: float = float("inf"),
     ) -> FleetResult:
-        """One run of the load. `progress` is called with the simulated seconds, `watch` with each engine and
-        its number before it begins."""
+        """One run of the load, or its beginning where more than `most_late` answers miss a bound. `progress`
+        is called with the simulated seconds, `watch` with each engine and its number before it begins."""
         settings = self.settings
         machines = [self.machine(seed, number) for number in range(settings.engines)]
         for number, machine in enumerate(machines):
             watch(machine, number)
         fleet = Fleet(machines, make_router(settings.router, settings.engines), progress)
         load = self.load
-        return fleet.run(load.requests(seed), load.training.make(settings.engines), load.seconds, PATIENCE)
+        jobs = load.training.make(settings.engines)
+        return fleet.run(load.requests(seed), jobs, load.seconds, PATIENCE, most_late)

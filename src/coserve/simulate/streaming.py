@@ -1,5 +1,5 @@
-"""How a base larger than memory is streamed on modelled hardware: which layers stay, and how fast the others
-come (FineInfer, section 3.3)."""
+"""Streaming of a base larger than memory on modelled hardware: the layers that stay, and the rate at which
+the others are read (FineInfer, section 3.3)."""
 
 from collections.abc import Iterable
 from typing import Final

@@ -74,9 +74,12 @@ def sweep(
 
 
 def run_cell(
-    simulator: Simulator, seeds: Sequence[int], progress: Progress = lambda name, share: None
+    simulator: Simulator,
+    seeds: Sequence[int],
+    progress: Progress = lambda name, share: None,
+    most_late: float = float("inf"),
 ) -> Cell:
-    """Runs one cell."""
+    """Runs one cell. A run ends early once more than `most_late` answers have missed a bound."""
     settings, load = simulator.settings, simulator.load
     name = f"{settings.policy} on {settings.hardware}" + (f" at {load.rate:g}/s" if load.rate else "")
     runs, refusal = [], ""
@@ -86,7 +89,7 @@ def run_cell(
         def note(now: float, begun: float = begun, part: float = part) -> None:
             progress(name, begun + part * min(now / load.seconds, 1.0))
 
-        found = simulator.run(seed, note)
+        found = simulator.run(seed, note, most_late=most_late)
         runs.append(figures_of(found))
         refusal = refusal or next(iter(found.refused), "")
     return Cell(
@@ -117,8 +120,7 @@ class Difference:
 
 
 def compare(first: Cell, second: Cell, names: Sequence[str] = COMPARED) -> list[Difference]:
-    """What the second policy has more than the first, over the same seeds. Both have had the same
-    requests."""
+    """Differences of the second policy from the first, over the same seeds and requests."""
     found = []
     for name in names:
         pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(first.runs, second.runs, strict=True)]

@@ -11,11 +11,12 @@ from coserve.core.plan import OptimStep, Plan, WeightReads
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import ConfigError
+from coserve.executors.pipelined import StageSeconds
 from coserve.schedule.cost import CostModel, Costs, Features
 from coserve.schedule.reads import ReadCosts
 from coserve.schedule.segments import inference_plan, training_segment
 from coserve.simulate.aiconfigurator import PREFIX, measured_roofline
-from coserve.simulate.counting import PlanCounter
+from coserve.simulate.counting import PassKind, PlanCounter
 from coserve.simulate.hardware import MeasuredTable, Roofline, Table, hardware_named
 from coserve.simulate.streaming import beside_reads, read_costs, streaming_of
 from coserve.streamed.planner import Streaming
@@ -27,6 +28,9 @@ _DECODE: Final = ((1, 64), (8, 512), (32, 512), (128, 512), (128, 2048))
 _PREFILL: Final = ((1, 64), (1, 512), (4, 512), (1, 2048), (8, 32))
 _WINDOWS: Final = ((1, 32), (1, 256), (1, 512), (4, 512), (1, 2048))
 _JOB: Final = "calibration"
+_BACK: Final = (PassKind.LOSS, PassKind.BACKWARD, PassKind.UPDATE)
+_GIGA: Final = 1e9
+_SHORTEST, _LONGEST = 1e-8, 3600.0  # seconds of a step: a clock of days does not tell shorter ones apart
 
 
 class Times(ABC):
@@ -49,13 +53,17 @@ class Times(ABC):
         """Seconds of these without waiting for weights."""
 
     def reads(self, plan: Plan, factor: float) -> WeightReads:
-        """What a plan that takes `factor` times those seconds reads of a streamed base."""
+        """Reads of a streamed base by a plan that takes `factor` times the predicted seconds."""
         costs = self.read_costs
         if not costs.layers:
             return _NO_READS
         visits = Features.of(plan).visits(costs.layers)
         waited = max((self.predict(plan) - self.computed(plan)) * factor, 0.0)
         return WeightReads(int(visits * costs.nbytes), costs.seconds(visits) * factor, waited)
+
+    def by_stage(self, plan: Plan) -> StageSeconds:
+        """Seconds of a plan in each stage of a pipeline; a machine is a single stage."""
+        return StageSeconds((self.predict(plan),), (0.0,))
 
     @abstractmethod
     def known(self) -> CostModel:
@@ -104,10 +112,14 @@ class WeightedTimes(Times):
 class RooflineTimes(Times):
     """Seconds of counted work by a table of hardware. Its scheduler knows what it would have measured at its
     start: weights that are fitted to probes. `streaming` says which layers are read in every pass; None is
-    that all stay in memory."""
+    that all stay in memory. A pipeline has several `stages`, and sends rows from one to the next over the
+    link that a host's network is at, to its memory's."""
 
-    def __init__(self, counter: PlanCounter, table: Roofline, streaming: Streaming | None = None) -> None:
+    def __init__(
+        self, counter: PlanCounter, table: Roofline, streaming: Streaming | None = None, stages: int = 1
+    ) -> None:
         self.layers, self.host = counter.shape.layers, table.host_seconds
+        self._stages = counter.stages(stages)
         self.streaming = streaming
         self._counter, self._table = counter, table
 
@@ -124,8 +136,29 @@ class RooflineTimes(Times):
 
     def computed(self, plan: Plan) -> float:
         """See `Times`."""
+        if len(self._stages) > 1:
+            return self.by_stage(plan).total
         counter = self._counter
         return self._table.seconds(counter.count(plan), counter.shape.dtype, counter.degree)
+
+    def by_stage(self, plan: Plan) -> StageSeconds:
+        """See `Times`."""
+        dtype, degree = self._counter.shape.dtype, self._counter.degree
+        forward, back = [], []
+        for stage in self._stages:
+            work = stage.count(plan)
+            forward.append(self._table.seconds((one for one in work if one.kind not in _BACK), dtype, degree))
+            back.append(self._table.seconds((one for one in work if one.kind in _BACK), dtype, degree))
+        kept = sum(one.length for one in plan.training if one.direction is Direction.TRAIN_FORWARD)
+        rows = kept + sum(one.length for one in plan.inference)
+        returning = sum(one.length for one in plan.training if one.direction is Direction.BACKWARD)
+        return StageSeconds(tuple(forward), tuple(back), self._sending(rows), self._sending(returning))
+
+    def _sending(self, rows: int) -> float:
+        """Seconds in which rows get to the next stage: each device has its part."""
+        shape, table = self._counter.shape, self._table
+        link = table.host_link_gbs * _GIGA * table.efficiency.bandwidth
+        return rows * shape.hidden * shape.item_bytes / self._counter.degree / link
 
     @cached_property
     def read_costs(self) -> ReadCosts:
@@ -142,7 +175,7 @@ class RooflineTimes(Times):
 
     @cached_property
     def _learned(self) -> Costs:
-        """What the probes teach; once for all engines."""
+        """Costs fitted to the probes, once for all engines."""
         model = CostModel()
         model.fit((plan, self.computed(plan)) for plan in probes(self.layers))
         return model.learned
@@ -168,6 +201,21 @@ def probes(layers: int) -> Iterator[Plan]:
     yield Plan(updates=(OptimStep(_JOB),))
 
 
+def check_seconds(name: str, times: Times) -> None:
+    """Raises ConfigError where a step takes no time by a table, or hours: a run would not come to an end."""
+    rows, steps = _rows(count(-1, -1), 1, 64, 1), 0.0
+    for plan in (rows, *(plan for plan in probes(times.layers) if plan.training or plan.updates)):
+        seconds = times.predict(plan)
+        if not seconds <= _LONGEST or (plan is rows and seconds < _SHORTEST):
+            raise ConfigError(
+                f"{name}: a step takes {seconds:g} s by this table; a simulation's take {_SHORTEST:g} to "
+                f"{_LONGEST:g} s"
+            )
+        steps += seconds if plan is not rows else 0.0
+    if steps < _SHORTEST:
+        raise ConfigError(f"{name}: training takes {steps:g} s by this table, and would never end")
+
+
 def _rows(keys: Iterator[int], sequences: int, tokens: int, rows: int, adapter: str | None = None) -> Plan:
     """The last `rows` rows of so many sequences of `tokens` tokens each."""
     asked = Request("calibration", (0,) * tokens, adapter=adapter)
@@ -181,21 +229,25 @@ def table_named(hardware: str) -> Table:
 
 
 def times_on(
-    hardware: str, counter: PlanCounter, base_memory: int | None = None
+    hardware: str, counter: PlanCounter, base_memory: int | None = None, stages: int = 1
 ) -> tuple[Times, Roofline | MeasuredTable]:
     """The seconds of a shape on the hardware called `hardware`, and its table. Of the base at most
-    `base_memory` bytes are in each device's memory; None is all. Raises ConfigError."""
+    `base_memory` bytes are in each device's memory; None is all. The counter's devices are those of each of
+    a pipeline's `stages`. Raises ConfigError."""
     table = table_named(hardware)
     if isinstance(table, Roofline):
         if counter.shape.dtype not in table.peak_tflops:
             raise ConfigError(f"{table.name}: peak_tflops has no rate for {counter.shape.dtype}")
-        return RooflineTimes(counter, table, streaming_of(counter, table, base_memory)), table
+        if base_memory is not None and stages > 1:
+            raise ConfigError("a base is streamed by one engine, and not by the stages of a pipeline")
+        return RooflineTimes(counter, table, streaming_of(counter, table, base_memory), stages), table
     if base_memory is not None:
         raise ConfigError(f"the table {table.name!r} has no link that a base could be streamed over")
-    if (counter.shape.name, counter.shape.layers) != (table.shape, table.layers) or counter.degree > 1:
+    devices, measured = counter.degree * stages, (table.shape, table.layers)
+    if (counter.shape.name, counter.shape.layers) != measured or devices > 1:
         raise ConfigError(
             f"the table {table.name!r} was measured for one device and the shape {table.shape} of "
-            f"{table.layers} layers; it says nothing of {counter.degree} with {counter.shape.name} "
+            f"{table.layers} layers; it says nothing of {devices} with {counter.shape.name} "
             f"({counter.shape.layers} layers)"
         )
     return WeightedTimes(table.weights, table.layers, host=table.host_seconds), table

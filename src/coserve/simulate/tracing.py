@@ -80,12 +80,12 @@ class PerfettoTrace:
                 "ts": at,
                 "dur": result.seconds * _MICRO,
                 "pid": number,
-                "tid": 1,
+                "tid": 1 + self._steps % machine.scheduler.config.stages,
                 "args": said,
             }
         )
         scheduler = machine.scheduler
-        queues = {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
+        queues = {"running": len(scheduler.requests.running), "waiting": len(scheduler.requests.waiting)}
         self._events.append({"name": "requests", "ph": "C", "ts": at, "pid": number, "args": queues})
 
 

@@ -1,5 +1,5 @@
-"""Weights that a client does not have: their shapes and types are known, and whatever reads them fails by
-name instead of computing with anything."""
+"""Weights that a client does not have. Their shapes and types are known; reading their values raises an error
+with their name."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from coserve.errors import NotOffered
 
 _aten: Final = torch.ops.aten
-# Copies, and moves to another type or device. What they return has no data either.
+# Copies, and moves to another type or device. Their results have no data either.
 _WITHOUT_VALUES: Final = frozenset(
     (_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default)
 )
@@ -54,7 +54,7 @@ class AbsentWeight(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> "AbsentWeight":
-        """Raises NotOffered for what needs values."""
+        """Raises NotOffered for operations that need values."""
         if func not in _WITHOUT_VALUES:
             owner = next(found.owner for found in _absent_of((*args, *(kwargs or {}).values())))
             raise NotOffered(
@@ -75,8 +75,8 @@ def _absent_of(found: object) -> Iterator[AbsentWeight]:
 
 
 def check_methods(model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
-    """Raises NotOffered where adapters of PEFT that the model has already cannot work with absent weights:
-    those that have changed the base's weights, read them, or train them (`linears`, by path)."""
+    """Raises NotOffered where PEFT's adapters in the model cannot work with absent weights: those that have
+    changed the base's weights, or that read or train them (`linears`, by path)."""
     is_wrapped = False
     for config in _configs_of(model):
         is_wrapped = True
@@ -93,7 +93,7 @@ def check_methods(model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
 
 
 def check_frozen(path: str, linear: nn.Module) -> None:
-    """Raises NotOffered where a script wants to train what the executor has."""
+    """Raises NotOffered where a script trains weights that the executor has."""
     for name, parameter in linear.named_parameters(recurse=False):
         if parameter.requires_grad:
             raise NotOffered(f"{path}.{name} is to be trained, but the executor's weights are frozen")

@@ -13,16 +13,16 @@ from coserve.split.endpoint import Endpoint, HiddenRows
 from coserve.split.gather import assembled
 from coserve.split.privacy.modes import Noise, obfuscated, shared
 
-_SHARE_SECONDS: Final = 300.0  # that one of two parties may take for an answer
+_SHARE_SECONDS: Final = 300.0  # seconds that one of two parties may take for an answer
 
 
 @dataclass(frozen=True, slots=True)
 class BaseAccess:
-    """Names executors, and what they ask their clients for.
+    """Addresses of executors, with the credentials that these require.
 
-    `addresses` are separated by commas. `patience` is how long a call waits for an executor that went away,
-    in seconds. `privacy` is "none", "noise" or "shares": with shares the first half of the executors is one
-    party's, the second half the other's, in the same order.
+    `addresses` are separated by commas. `patience` is the seconds that a call waits for an executor that went
+    away. `privacy` is "none", "noise" or "shares": with shares the first half of the executors belongs to one
+    party and the second half to the other, in the same order.
     """
 
     addresses: str
@@ -41,8 +41,8 @@ class BaseAccess:
         return found
 
     def sources(self, endpoints: Sequence[Endpoint]) -> list[Source]:
-        """The sources of linears, given the executors; shards together are one. Raises ConfigError and
-        AdapterMismatch, and WeightsUnreadable where a mode of privacy cannot be set up."""
+        """The sources of linears, given the executors; all shards of the same linears are one source. Raises
+        ConfigError and AdapterMismatch, and WeightsUnreadable where a mode of privacy cannot be set up."""
         if self.privacy == "none":
             return assembled(endpoints)
         if self.privacy == "noise":

@@ -96,7 +96,7 @@ class Address:
         listening = socket.socket(socket.AF_UNIX)
         try:
             listening.bind(self.path)
-            os.chmod(self.path, 0o600)  # before anybody can connect
+            os.chmod(self.path, 0o600)  # before a client can connect
             listening.listen(_BACKLOG)
         except OSError:
             listening.close()
@@ -115,7 +115,7 @@ class Address:
 
 
 def prepare(connected: socket.socket) -> None:
-    """Small messages leave at once, and a vanished host is noticed."""
+    """Sets options so that small messages leave at once, and a vanished host is noticed."""
     if connected.family != socket.AF_UNIX:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -45,21 +45,24 @@ def attach(
     blocks: bool = False,
 ) -> Calls:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
-    weights; others stay as they are. `address` is the executor's, or a way to it that was made already; where
-    several executors have a shard each, those of all, with one key and `tls` or one each. `patience` is how
-    long a call waits for an executor that went away or gives no sign of life, in seconds. `privacy` is what
-    the executor may see of rows: everything with None. At a unix socket tensors are in shared memory, where
-    the executor gives some; `tls` says how the executor at a `tls:` address is known. `spans` says when a
-    feed-forward layer without an adapter in it is one call: "forward" where no gradient goes back through it,
-    "always", where the way back computes it anew, or "never". With `blocks` decoder layers without an adapter
-    in them are one call, those that follow each other together, in passes without a cache, and in those with
-    a graph, whose cache stays empty for these layers; the way back computes them anew.
+    weights; others stay as they are.
 
-    These linears must have the content hash of the executor's; where the model was made on the meta device,
+    `address` is the executor's, or a transport to it. Where several executors have a shard each, it is those
+    of all, with one `key` and `tls` for all or one for each. `patience` is the seconds that a call waits for
+    an executor that went away or gives no sign of life. `privacy` is the mode that hides rows from the
+    executor; None hides nothing. At a unix socket tensors are in shared memory, where the executor offers
+    some. `tls` is the settings for a `tls:` address.
+
+    `spans` tells when a feed-forward layer without an adapter is one call: "forward" where no gradient goes
+    back through it, "always" (the backward pass computes it anew), or "never". With `blocks` consecutive
+    decoder layers without an adapter are one call, in passes without a cache, and in those with a graph,
+    whose cache stays empty for these layers. The backward pass computes them anew.
+
+    The linears must have the content hash of the executor's. Where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters
-    of virtual layers do not require a gradient and have no data. What reads, changes or trains them (DoRA,
-    PiSSA, merging) gets NotOffered: here where its adapter is in the model already, else when it does so.
-    Raises AdapterMismatch, ConfigError and Unreachable; WrongAnswer in a call.
+    of virtual layers do not require a gradient and have no data. Methods that read, change or train them
+    (DoRA, PiSSA, merging) raise NotOffered: here where their adapter is in the model already, else when they
+    do so. Raises AdapterMismatch, ConfigError and Unreachable; WrongAnswer in a call.
     """
     if spans not in get_args(Spans):
         raise ConfigError(f"spans {spans!r} is none of {', '.join(get_args(Spans))}")
@@ -92,7 +95,7 @@ def attach(
 
 
 def _put_spans(model: nn.Module, calls: Calls, spans: Spans) -> None:
-    """Has modules of the model that the executor computes as a whole be one call."""
+    """Makes one call of each module of the model that the executor computes as a whole."""
     _, own = transformers_model(model)
     for shape in calls.base.spans:
         try:
@@ -104,7 +107,7 @@ def _put_spans(model: nn.Module, calls: Calls, spans: Spans) -> None:
 
 
 def _put_blocks(model: nn.Module, calls: Calls) -> None:
-    """Has decoder layers of the model that the executor computes as a whole be one call."""
+    """Makes calls of the decoder layers of the model that the executor computes as a whole."""
     _, own = transformers_model(model)
     shape = calls.base.blocks
     if shape is None:

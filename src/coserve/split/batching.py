@@ -16,9 +16,9 @@ from coserve.split.work import ProductQueue, Work
 
 Batching = Literal["opportunistic", "waiting", "lockstep", "none"]
 NEVER: Final = float("inf")
-MOST_AT_ONCE: Final = 64  # at once
-# Bytes of tensors, both ways, that calls of one product have together: larger ones gain nothing from company,
-# and a head's product of all training clients would be a copy of all their logits.
+MOST_AT_ONCE: Final = 64  # calls of one product
+# Bytes of tensors, both ways, of the calls of one product. Larger calls gain nothing from others, and a
+# head's product of all training clients would be a copy of all their logits.
 MOST_JOINED: Final = 64 << 20
 _SHARED: Final = 0.1  # of a product's seconds, that calls of keys beyond their share may add
 
@@ -27,13 +27,14 @@ _SHARED: Final = 0.1  # of a product's seconds, that calls of keys beyond their 
 class BatchingConfig:
     """The provider's settings.
 
-    With "opportunistic" a call waits for company at most `wait_factor` times the seconds that its own product
+    With "opportunistic" a call waits for others at most `wait_factor` times the seconds that its own product
     takes, and all calls of one pass through the model at most `wait_cap` seconds. "waiting" is the same with
-    a factor of 0: calls that wait anyway are computed together. With "lockstep" active clients wait for each
-    other at each product, with "none" each call is computed alone. `client_rows` are the rows that a client
-    may have waiting; more are not read. So many `products` are computed at once, each with its part of the
-    threads, and one that is alone with all of them; 0 is two where there are threads for that. Raises
-    ConfigError.
+    a factor of 0: only calls that wait anyway are computed together. With "lockstep" active clients wait for
+    each other at each product. With "none" each call is computed alone.
+
+    `client_rows` are the rows that a client may have waiting; more are not read. `products` is the number of
+    products computed at once, each with its part of the threads, or with all of them while it is alone; 0 is
+    two where there are threads for that. Raises ConfigError.
     """
 
     mode: Batching = "opportunistic"
@@ -67,7 +68,7 @@ class BatchingConfig:
 
 
 class BatchingPolicy(ABC):
-    """Decides what is computed next."""
+    """Chooses the calls that are computed next."""
 
     def __init__(self, most_rows: int) -> None:
         self._most_rows = most_rows
@@ -76,8 +77,8 @@ class BatchingPolicy(ABC):
     def choose(
         self, queues: Collection[ProductQueue], clients: Collection[ClientAccount], now: float
     ) -> ProductQueue | float:
-        """The queue to compute next, of one or more that are not empty; or the time at which to ask again, if
-        no call comes before."""
+        """The queue to compute next, of one or more queues that are not empty. Else the time at which to ask
+        again, if no call comes before."""
 
     @abstractmethod
     def together(self, queue: ProductQueue, now: float) -> list[Work]:
@@ -111,12 +112,12 @@ class Alone(BatchingPolicy):
 
 
 class Opportunistic(BatchingPolicy):
-    """A call waits for company a part of the seconds that its own product takes, so small ones pass quickly.
+    """A call waits for others a part of the seconds that its own product takes, so small ones pass quickly.
 
-    None waits but for a client whose next call is expected at the same product in time, and where a product
-    would be full. While the most urgent calls are held, others that are ready go first, if their product ends
-    before these have waited long enough: else these stop waiting. So being held costs a call no more than
-    it may wait, and the executor is never idle while a call is ready.
+    A call waits only for a client whose next call is expected at the same product in time, and only until a
+    product is full. While the most urgent calls are held, others that are ready go first, if their product
+    ends before the held ones have waited long enough; otherwise the held ones are computed. So a call waits
+    no longer than allowed, and the executor is never idle while a call is ready.
     """
 
     def __init__(self, most_rows: int, wait_factor: float, wait_cap: float) -> None:
@@ -142,9 +143,9 @@ class Opportunistic(BatchingPolicy):
         return until
 
     def together(self, queue: ProductQueue, now: float) -> list[Work]:
-        """Training joins inference as far as its rows add no more than inference may wait. Where keys
-        compete, calls of those beyond their share add a tenth to a product at most, to one of their own, too,
-        as it holds up the others."""
+        """Training joins inference as far as its rows add no more time than inference may wait. Where keys
+        compete, calls of those beyond their share add at most a tenth to a product, also to one of their own,
+        as it delays the others."""
         taken = self._first(_ordered(queue, now))
         is_urgent, level = taken[0].is_urgent(now), taken[0].client.share.level
         hosts = [w for w in taken if w.is_urgent(now) == is_urgent and w.client.share.level == level]
@@ -158,7 +159,7 @@ class Opportunistic(BatchingPolicy):
             if work.client.share.level:
                 shared -= added
             is_guest = work.is_urgent(now) != is_urgent or bool(work.client.share.level)
-            if is_guest and min(left, shared) <= 0:  # also where nothing is known yet
+            if is_guest and min(left, shared) <= 0:  # also before any measurement
                 return taken[:number]
         return taken
 
@@ -171,14 +172,14 @@ class Opportunistic(BatchingPolicy):
         return min(until, max(coming)) if coming else now
 
     def _allowance(self, work: Work, queue: ProductQueue) -> float:
-        """Seconds that a call may wait for company."""
+        """Seconds that a call may wait for others."""
         left = max(self._cap - work.own_pass.waited, 0.0)
         return min(self._factor * queue.cost.seconds(work.call.rows), left)
 
 
 class Lockstep(BatchingPolicy):
-    """All active clients on their way forward wait for each other at each product, and so do those on their
-    way back: the baseline of Symbiosis' table 5.
+    """All active clients in a forward pass wait for each other at each product, and so do those in a backward
+    pass: the baseline of Symbiosis' table 5.
 
     Where all of them wait at different products, the one that has come least far goes on, until it meets the
     others. No call waits longer than `ACTIVE_SECONDS`.

@@ -1,8 +1,8 @@
 """A script's decoder layers that are one call while no adapter is in them, in passes without a cache.
 
-A layer stays what it is: only its bound `forward` is replaced, and goes the layer's own way wherever the
-executor would not give the same. Layers that follow each other are one call within a pass of the decoder: the
-first of them gives what the last one would, and the others hand it on.
+Only the bound `forward` of a layer is replaced. It computes the layer itself wherever the executor's result
+would differ. Consecutive layers are one call within a pass of the decoder: the first of them returns the
+result of the last, and the others pass it on.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from coserve.split.spans import is_close
 from coserve.split.virtual import VirtualConv1D, VirtualLinear
 
 _log = logging.getLogger(__name__)
-# Arguments of a layer that change nothing that a call does not say: tables of positions follow from these.
+# Arguments of a layer that add nothing to a call: tables of positions follow from them.
 _HARMLESS: Final = frozenset({
     "position_embeddings", "use_cache", "cache_position", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "return_dict",
@@ -34,9 +34,9 @@ Lengths = tuple[int, ...]  # of the sequences that the rows of a batch belong to
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
-    """A call of several layers under way in a pass: its result `y` is what layers up to `last` hand on.
-    `passed` are those that have, with their other arguments."""
+class _LayersUnderWay:
+    """A call of several layers under way in a pass. Layers up to `last` return its result `y`; `passed` are
+    those that have done so, with their other arguments."""
 
     x: Tensor
     y: Tensor
@@ -46,7 +46,7 @@ class _Run:
 
     @property
     def next(self) -> int:
-        """The number of the layer that comes now."""
+        """The number of the layer that follows."""
         return self.passed[-1][0].shape.number + 1
 
 
@@ -54,7 +54,7 @@ class _Pass(threading.local):
     """The decoder's pass on this thread. Without `is_joined` each layer has to give its own output."""
 
     is_joined = False
-    run: _Run | None = None
+    run: _LayersUnderWay | None = None
 
 
 class BlockCalls:
@@ -90,14 +90,14 @@ class BlockCalls:
         return paths
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> "BlockCalls":
-        return self  # hooks of a copied decoder have nothing to do
+        return self  # hooks of a copied decoder do nothing
 
 
 class BlockCall:
     """The `forward` of a layer that an executor may compute.
 
-    Its first rows go both ways: where the results are not the layer's own (other norms, another position
-    table, dropout), it goes its own way until something in it changes.
+    Its first rows are computed both here and there. Where the results differ (other norms, another position
+    table, dropout), the layer is computed here until something in it changes.
     """
 
     def __init__(self, owner: BlockCalls, layer: nn.Module, shape: BlockShape) -> None:
@@ -141,18 +141,18 @@ class BlockCall:
             y = self.own(*args, **kwargs)
             self._compare(x, y, lengths)
             if not (self._is_same and torch.is_grad_enabled() and x.requires_grad):
-                return y  # else its graph is what a checkpoint would not find again
+                return y  # else a checkpoint would not find the same graph again
         if not self._is_same:
             return self.own(*args, **kwargs)
         paths = self._owner.joined(self.shape)[: self._owner.remote.most_layers(lengths)]
         y = self._owner.remote.call(paths, x, lengths)
         if len(paths) > 1:
             last = self.shape.number + len(paths) - 1
-            state.run = _Run(x, y, lengths, last, [(self, args[1:], kwargs)])
+            state.run = _LayersUnderWay(x, y, lengths, last, [(self, args[1:], kwargs)])
         return self._given(y)
 
     def _given(self, y: Tensor) -> Any:
-        """The output as the layer gives it."""
+        """The output in the layer's own format."""
         return (y,) if self._is_tuple else y
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ class BlockCall:
 
     @property
     def _is_bare(self) -> bool:
-        """Tells whether nothing but the base's own computation is in the layer, once."""
+        """Tells whether the layer contains only the base's own computation, and once."""
         layer = self.layer
         if torch.is_autocast_enabled("cpu") or (
             layer.training and getattr(layer, "gradient_checkpointing", False)
@@ -180,12 +180,12 @@ class BlockCall:
 
     @property
     def may_join(self) -> bool:
-        """Tells whether it can be one call with the layer before it: nobody sees what comes between."""
+        """Tells whether it can be one call with the layer before it: nothing reads the rows between them."""
         return self._is_bare and self._is_same and not is_watched(self.layer)
 
     @property
     def _is_known(self) -> bool:
-        """Tells whether it was compared as it is now."""
+        """Tells whether its present state was compared."""
         outcome = self._seen.get(self.layer.training)
         return outcome is not None and outcome[0] == self._content()
 
@@ -194,15 +194,15 @@ class BlockCall:
         return self._is_known and self._seen[self.layer.training][1]
 
     def _content(self) -> object:
-        """What a comparison holds for: the modules, and the tensors that the client has in them."""
+        """The state for which a comparison holds: the modules, and the tensors of the client in them."""
         modules = list(self.layer.modules())
         own = [module for module in modules if not isinstance(module, VirtualLinear | VirtualConv1D)]
         tensors = [x for module in own for x in (*module.parameters(False), *module.buffers(False))]
         return tuple(map(type, modules)), tuple((id(x), x._version) for x in tensors)
 
     def _lengths(self, x: Tensor, given: Mapping[str, Any]) -> Lengths | None:
-        """The lengths of the sequences in a batch [batch, rows, width]; None where attention would not be
-        each sequence's own from its first token on, or anything else is asked for."""
+        """The lengths of the sequences in a batch [batch, rows, width]. None where attention would not be
+        each sequence's own from its first token on, or where anything else is requested."""
         own = tuple(self._signature.parameters)[:2]  # the layer and its input
         others = {name: x for name, x in given.items() if name not in _HARMLESS and name not in own}
         mask, positions = others.pop("attention_mask", None), others.pop("position_ids", None)
@@ -218,7 +218,7 @@ class BlockCall:
         )
 
     def _compare(self, x: Tensor, y: Any, lengths: Lengths) -> None:
-        """Notes whether y is what the executor gives for x; nothing where y is not finite."""
+        """Notes whether y is the executor's result for x; notes nothing where y is not finite."""
         self._is_tuple = isinstance(y, tuple)
         own = y[0] if isinstance(y, tuple) and len(y) == 1 else y
         if not isinstance(own, Tensor) or own.shape != x.shape:
@@ -233,8 +233,9 @@ class BlockCall:
             _log.info("%s is not computed as a whole here", self.shape.path)
 
 
-def _again(run: _Run) -> Tensor:
-    """What the layers that have handed on a result give each by itself, where one behind them would not."""
+def _again(run: _LayersUnderWay) -> Tensor:
+    """Computes anew, one by one, the layers that have passed on a result, as a layer behind them cannot join
+    their call. Returns the last one's output."""
     x = run.x
     for block, args, kwargs in run.passed:
         y = block.own(x, *args, **kwargs)

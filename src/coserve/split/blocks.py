@@ -1,9 +1,9 @@
-"""Whole decoder layers of a base, which an executor computes for whole sequences: attention included.
+"""Whole decoder layers of a base, which an executor computes for whole sequences, attention included.
 
-A call brings rows and the lengths of their sequences, each from its first token on, so it needs no keys and
-values from before, and nothing is kept after it. On the way back the layers are computed anew, one after the
-other, from their inputs, of which the first comes with the call. So a row crosses once each way for any
-number of layers. A client asks for layers in which it has no adapter, in passes without a cache.
+A call brings rows and the lengths of their sequences, each from its first token on. So it needs no earlier
+keys and values, and nothing is kept after it. Backward, the layers are computed anew, one after the other,
+from their inputs, of which the first comes with the call. So a row crosses once each way for any number of
+layers. A client requests layers in which it has no adapter, in passes without a cache.
 """
 
 import logging
@@ -25,16 +25,16 @@ from coserve.split.spans import is_close, is_small, linears_of
 
 _log = logging.getLogger(__name__)
 LONGEST: Final = 2048  # tokens of a sequence: scores of attention that is not fused take their square
-_ROWS: Final = 2048  # of several sequences that are computed at once
+_ROWS: Final = 2048  # rows of several sequences that are computed at once
 _TRIED: Final = (5, 3)  # tokens of sequences
 
 
 class BlockModules:
-    """Decoder layers whose linears are frozen ones, and what clients are told of them."""
+    """Decoder layers whose linears are frozen ones, with their description for clients."""
 
     def __init__(self, model: PreTrainedModel, linears: Collection[str], dtype: torch.dtype) -> None:
-        """Takes the model's decoder over: of it stay the layers that can be computed here as a whole. Raises
-        UnsupportedModel, and whatever the model raises, where it cannot be driven so."""
+        """Takes over the model's decoder, of which the layers stay that can be computed here as a whole.
+        Raises UnsupportedModel, and the model's own exceptions where it cannot be driven so."""
         self._decoder: Any = model.get_decoder()
         self._dtype, self._width = dtype, layer_width(model)
         self._sequences = _Sequences()
@@ -43,7 +43,7 @@ class BlockModules:
         self._blocks = [Block(path, layer) for path, layer in adopt(model).items()]
         name = f"coserve-blocks-{id(self):x}"
         AttentionInterface.register(name, self._attention)
-        AttentionMaskInterface.register(name, lambda *_, **__: None)  # a layer's own window says all
+        AttentionMaskInterface.register(name, lambda *_, **__: None)  # a layer's window says all
         model.set_attn_implementation(name)
         own = {block.path: linears_of(block.path, block.module) for block in self._blocks}
         chosen = [
@@ -144,8 +144,8 @@ class BlockModules:
         return torch.cat(found, 2).transpose(1, 2).contiguous(), None
 
     def _is_alone(self, number: int) -> bool:
-        """Tells whether two sequences in one call give what each gives alone, by a trial; this finds the
-        layer's window, too."""
+        """Tells by a trial whether two sequences in one call give the same as each gives alone. This finds
+        the layer's window, too."""
         path = self._blocks[number].path
         x = torch.randn(sum(_TRIED), self._width, generator=torch.Generator().manual_seed(0)).to(self._dtype)
         try:

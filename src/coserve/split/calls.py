@@ -1,4 +1,4 @@
-"""The seam between virtual layers and whoever has their rows computed: one executor, or a mode of privacy."""
+"""The seam between virtual layers and the computation of their rows: one executor, or a mode of privacy."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -45,19 +45,19 @@ from coserve.wire.frames import (
     timeout_option,
 )
 
-MOST_UNDER_WAY: Final = 4  # calls of one connection: an executor reads no more before it has answered one
+MOST_UNDER_WAY: Final = 4  # most unanswered calls of one connection that an executor reads
 _AT_ONCE: Final = 1 << 16  # bytes of a message that a computing thread sends itself
 _SKIP: Final = 1 << 20  # bytes of a refused payload that are read at once
-_LAST_SECONDS: Final = 0.2  # that a refused client has to read why
+_LAST_SECONDS: Final = 0.2  # seconds in which a refused client can read the reason
 
 In = TypeVar("In")  # ToExecutor or ToClient
 Decode = Callable[[bytes, Limits], In]
-Rest = Callable[[], None]  # sends what is left of a message; blocks, and raises OSError
+Rest = Callable[[], None]  # sends the rest of a message; blocks, and raises OSError
 
 
 class Channel(ABC, Generic[In]):
-    """One end of a connection; `In` is what the other end says. One thread may send while another receives.
-    Tensors are contiguous, on the CPU, of the base's type, [rows, width]."""
+    """One end of a connection; `In` is the type of the other end's messages. One thread may send while
+    another receives. Tensors are contiguous, on the CPU, of the base's type, [rows, width]."""
 
     limits: Limits = Limits()  # of what is received
 
@@ -66,36 +66,36 @@ class Channel(ABC, Generic[In]):
         """Sends a message with its tensors, which may be changed afterwards. Blocks; raises OSError."""
 
     def send_now(self, message: ToExecutor | ToClient, tensors: Sequence[Tensor] = ()) -> Rest | None:
-        """Sends what can be sent without waiting; returns what sends the rest, None where nothing is left.
-        Nothing else may be sent before that."""
+        """Sends as much as is possible without waiting. Returns a function that sends the rest, None where
+        nothing is left. No other message may be sent before that."""
         return lambda: self.send(message, tensors)
 
     @abstractmethod
     def receive(self) -> In | None:
-        """Waits for the next message; None at the end. Raises TimeoutError (the next call goes on),
-        ConnectionError for what is no message, OSError."""
+        """Waits for the next message; None at the end. Raises TimeoutError (the next call continues),
+        ConnectionError for invalid bytes, OSError."""
 
     @abstractmethod
     def receive_tensors(
         self, message: LinearCall | LinearAnswer, rows: int, widths: Sequence[int], dtype: CallDtype
     ) -> list[Tensor]:
-        """The tensors [rows, width] that the last message has. Raises ConnectionError where it has others,
-        TimeoutError where they do not come, OSError: the connection is of no use then."""
+        """The tensors [rows, width] of the last message. Raises ConnectionError where it has others,
+        TimeoutError where they do not come, and OSError. The connection cannot be used after these."""
 
     @abstractmethod
     def skip_tensors(self, message: LinearCall | LinearAnswer) -> None:
-        """Leaves out the last message's tensors. Raises as `receive_tensors`."""
+        """Discards the last message's tensors. Raises as `receive_tensors`."""
 
     @abstractmethod
     def shut(self) -> None:
         """Ends both directions, which wakes threads that wait here. Any thread may call it."""
 
     def close(self) -> None:
-        """Shuts, and frees what it has; once nobody waits here."""
+        """Shuts the channel and frees its resources, once no thread waits here."""
         self.shut()
 
     def refuse(self, message: ToClient) -> None:
-        """Says a last message, as far as that takes no time, and closes."""
+        """Sends a last message, as far as that is possible at once, and closes."""
         with suppress(OSError):
             self.send(message)
         self.close()
@@ -106,8 +106,8 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, hello: ClientHello, silence: float) -> tuple[Channel[ToClient], BaseHello]:
-        """A connection that was greeted. `silence` is how many seconds without a byte end it within a
-        message. Raises Unreachable, and what the executor refuses."""
+        """A greeted connection. It ends after `silence` seconds without a byte within a message. Raises
+        Unreachable, and the error of an executor's refusal."""
 
 
 class SocketChannel(Channel[In]):
@@ -122,9 +122,8 @@ class SocketChannel(Channel[In]):
         tick: float = 0.0,
         silence: float = 0.0,
     ) -> None:
-        """`stream` is the socket where that is None. `receive` raises TimeoutError after `tick` seconds.
-        `silence` is how many seconds without a byte end the connection within a message, either way. 0 is
-        for ever."""
+        """`stream` is the socket where it is None. `receive` raises TimeoutError after `tick` seconds. The
+        connection ends after `silence` seconds without a byte within a message, either way; 0 is never."""
         self.socket = sock
         self._stream: ByteStream = sock if stream is None else stream
         self._decode, self._tick, self._silence = decode, tick, silence
@@ -182,7 +181,7 @@ class SocketChannel(Channel[In]):
         self.socket.close()
 
     def refuse(self, message: ToClient) -> None:
-        timer = threading.Timer(_LAST_SECONDS, self.shut)  # whatever the other end sends meanwhile
+        timer = threading.Timer(_LAST_SECONDS, self.shut)  # even while the other end sends
         timer.start()
         with suppress(OSError):
             self.send(message)

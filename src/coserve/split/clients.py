@@ -1,4 +1,4 @@
-"""The executor's accounts of its clients: what waits for each, when it was heard of, what was computed."""
+"""The executor's accounts of its clients: waiting calls, times of messages, computed rows."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -7,15 +7,15 @@ from coserve.split.costs import RecentRate
 from coserve.split.key_shares import KeyShare
 from coserve.split.messages import ClientStatus, Direction, LinearCall, WorkClass
 
-ACTIVE_SECONDS: Final = 1.0  # without a sign of it, after which nobody waits for a client any longer
-_MOST_SEEN: Final = 1 << 14  # products of one pass: a base has fewer
-_MEMORY: Final = 0.25  # of a newest measurement in the running mean
-_OVERDUE: Final = 2.0  # times its usual seconds, after which a call is no longer expected
+ACTIVE_SECONDS: Final = 1.0  # seconds without a sign of a client, after which others no longer wait for it
+_MOST_SEEN: Final = 1 << 14  # bound on the products of one pass, which is above that of any base
+_MEMORY: Final = 0.25  # weight of the newest measurement in the running mean
+_OVERDUE: Final = 2.0  # a call is no longer expected after so many times its usual seconds
 ProductName = tuple[str, ...]  # the direction, the rows' type, and the paths
 
 
 def product_of(call: LinearCall) -> ProductName:
-    """Names what a call asks for: calls with the same name can be computed together."""
+    """Name of a call's product: calls with the same name can be computed together."""
     return call.direction, call.dtype, *call.paths
 
 
@@ -38,8 +38,9 @@ class _Step:
 
 @dataclass(slots=True)
 class Pass:
-    """A client's way through the model, with the seconds that it waited for company: it ends where the client
-    calls a product again. `progress` is how many groups of linears it has passed, those within spans too."""
+    """A client's pass through the model, with the seconds that it waited for others. It ends where the client
+    calls a product again. `progress` is the number of groups of linears that it has passed, those within
+    spans included."""
 
     seen: set[ProductName] = field(default_factory=set)
     waited: float = 0.0
@@ -48,18 +49,18 @@ class Pass:
 
 @dataclass(slots=True, eq=False)
 class ClientAccount:
-    """One connection. `heard` is when its newest call came or its newest answer was ready; times are of the
-    executor's clock, in seconds."""
+    """One connection. `heard` is the time of its newest call or answer. Times are seconds of the executor's
+    clock."""
 
     name: str
     joined: float
     share: KeyShare = field(default_factory=KeyShare)  # of its key
-    heard: float = float("-inf")  # so that nobody waits for a client that never called
+    heard: float = float("-inf")  # no call waits for a client that never called
     waiting_calls: int = 0  # without an answer
     waiting_rows: int = 0
     calls: int = 0  # that were answered with a product
     rows: int = 0
-    held: float = 0.0  # seconds that its calls waited for company
+    held: float = 0.0  # seconds that its calls waited for others
     newest: tuple[WorkClass, Direction] | None = None  # of its calls
     received: RecentRate = field(default_factory=RecentRate)  # bytes of tensors
     sent: RecentRate = field(default_factory=RecentRate)
@@ -83,8 +84,8 @@ class ClientAccount:
         return own
 
     def expected(self, now: float) -> "Expected | None":
-        """Its next call, as after the same product before; None while it waits itself, or where nothing is
-        known, or it is long overdue."""
+        """Its next call, as it followed the same product before. None while one of its calls waits, and where
+        the next one is unknown or long overdue."""
         step = self._steps.get(self._last)
         if step is None or self.waiting_calls or now >= (until := self.heard + _OVERDUE * step.seconds):
             return None
@@ -115,8 +116,8 @@ class ClientAccount:
         return self.waiting_calls > 0 or now - self.heard < ACTIVE_SECONDS
 
     def may_call(self, now: float) -> bool:
-        """Tells whether a call of this client may come while others wait: it is active, and not one of those
-        that wait themselves."""
+        """Tells whether a call of this client may come while others wait: it is active, and none of its own
+        calls waits."""
         return self.waiting_calls == 0 and self.is_active(now)
 
     def status(self, now: float) -> ClientStatus:

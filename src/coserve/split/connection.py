@@ -1,9 +1,9 @@
 """A client's connection to a base executor.
 
-Calls are answered out of order. A thread that waits for an answer receives it itself, and those that came
-before it for others: an answer that passes through a thread of the connection's own costs a handover. An
-executor keeps nothing between calls, so when it goes away, each call without an answer is sent again to its
-successor at the same address.
+Calls are answered out of order. A thread that waits for an answer receives it itself, together with the
+answers for other threads that come before it: a receiving thread of the connection's own would cost a
+handover for each. An executor keeps nothing between calls. So when it goes away, each call without an answer
+is sent again to its successor at the same address.
 """
 
 import threading
@@ -29,14 +29,14 @@ from coserve.split.messages import (
 )
 from coserve.split.transport import SocketTransport
 
-SILENT_SECONDS: Final = 5.0  # at least, that an executor may give no sign of life while calls wait
-_MOST_SENT: Final = 4  # times that a call is sent: it may be what ends executors
+SILENT_SECONDS: Final = 5.0  # least seconds of silence, while calls wait, that end the connection
+_MOST_SENT: Final = 4  # times that a call is sent: the call itself may end executors
 _RETRY_SECONDS: Final = 0.1  # between two attempts to reconnect
 Rows = Sequence[Tensor]  # each [rows, width], contiguous, on the CPU, of the base's type
 
 
 class PendingAnswer:
-    """A call, which may be sent again until its answer is there. It is received once somebody waits for it,
+    """A call, which may be sent again until its answer is there. It is received once a thread waits for it,
     or for a later one of the same connection."""
 
     __slots__ = ("_connection", "call", "outcome", "rows", "sent", "widths")
@@ -71,9 +71,9 @@ class ExecutorConnection:
     """Any thread may call, and wait."""
 
     def __init__(self, where: Address | Transport, hello: ClientHello, patience: float = 60.0) -> None:
-        """Connects. `patience` is how long calls wait for an executor that went away or gives no sign of
-        life, in seconds. Raises Unreachable, and what the executor refuses: AdapterMismatch for another base,
-        ConfigError for a key or a version."""
+        """Connects. `patience` is the seconds that calls wait for an executor that went away or gives no sign
+        of life. Raises Unreachable, and the error of a refusal: AdapterMismatch for another base, ConfigError
+        for a key or a version."""
         self._transport = SocketTransport(where) if isinstance(where, Address) else where
         self.address = str(self._transport)
         self._hello, self._patience = hello, patience
@@ -96,7 +96,7 @@ class ExecutorConnection:
 
     def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> PendingAnswer:
         """Sends a call, whose number is replaced; the result has the answer's tensors [rows, width]. It
-        raises what the executor refuses, EngineLost and Unreachable."""
+        raises the executor's error, EngineLost and Unreachable."""
         with self._sending:
             if self._closed is not None:
                 raise self._closed
@@ -125,7 +125,7 @@ class ExecutorConnection:
     def _take_turn(self, answer: PendingAnswer, until: float | None) -> bool:
         """Waits for the turn to receive, or for the answer; tells whether it got the turn."""
         with self._turn:
-            self._followers += 1  # before it looks: an answer that comes later is told
+            self._followers += 1  # set before the check, so that a later answer wakes it
             try:
                 while answer.outcome is None and self._is_receiving:
                     if not self._turn.wait(None if until is None else until - time.monotonic()):
@@ -138,7 +138,7 @@ class ExecutorConnection:
 
     def close(self) -> None:
         """Ends the connection; calls without an answer fail."""
-        self._channel.shut()  # which wakes who sends
+        self._channel.shut()  # wakes the thread that sends
         with self._sending:
             self._end(Unreachable(f"the connection to the executor at {self.address} was closed"))
 
@@ -169,7 +169,7 @@ class ExecutorConnection:
             )
         except OSError:
             error = None  # a malformed answer ends its connection, as a dead executor does
-        except BaseException:  # interrupted between two bytes: what follows them has no meaning
+        except BaseException:  # interrupted between two bytes: those that follow have no meaning
             channel.shut()
             raise
         channel.shut()
@@ -232,7 +232,7 @@ class ExecutorConnection:
             self._send_unsent()
 
     def _send_unsent(self) -> None:
-        """Sends what may be under way; the lock is held."""
+        """Sends calls as far as the limits of calls under way allow; the lock is held."""
         while self._unsent and self._has_room(self._unsent[0].call):
             found = self._unsent.popleft()
             if found.sent < _MOST_SENT:
@@ -259,7 +259,7 @@ class ExecutorConnection:
         try:
             self._channel.send(found.call, found.rows)
         except OSError:
-            self._channel.shut()  # which wakes who receives
+            self._channel.shut()  # wakes the thread that receives
         except BaseException:  # interrupted: part of the call may have been sent
             self._channel.shut()
             raise
@@ -272,7 +272,7 @@ def call_of(paths: Sequence[str], rows: Rows, dtype: CallDtype, **fields: Any) -
 
 
 def another_base(address: str, found: BaseHello, expected: BaseHello) -> str:
-    """Says that the base at an address has changed."""
+    """The error for an address whose base has changed."""
     names = [
         base.fingerprint if base.shard is None else f"shard {base.shard} of {base.fingerprint}"
         for base in (found, expected)

@@ -3,9 +3,9 @@
 from math import exp
 from typing import Final
 
-_FADE: Final = 0.98  # of what earlier products taught, with each further one
-_OUTLIER: Final = 4.0  # a product this many times slower teaches no more than one exactly so
-_ALIKE: Final = 1e-6  # variance of the row counts, relative to their square, below which they are one
+_FADE: Final = 0.98  # factor on the weight of earlier products, with each further one
+_OUTLIER: Final = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
+_ALIKE: Final = 1e-6  # variance of the row counts, relative to their square, below which they count as equal
 _SPAN: Final = 10.0  # seconds that a rate is taken over; older ones fade
 
 
@@ -29,7 +29,7 @@ class ProductCost:
         """Learns from one product."""
         if seconds <= 0:
             return
-        if self._sums[0] and self._longest == float("inf"):  # of one row count nothing follows for others
+        if self._sums[0] and self._longest == float("inf"):  # one row count says nothing of others
             seconds = min(seconds, _OUTLIER * self.seconds(rows))
         weight = seconds**-2
         new = (1.0, rows, rows * rows, seconds, rows * seconds)

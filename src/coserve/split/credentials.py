@@ -7,7 +7,7 @@ from typing import Final
 from coserve.errors import ConfigError
 from coserve.split.tls import ClientTls
 
-EXECUTOR_KEY: Final = "COSERVE_EXECUTOR_KEY"  # in the environment: the key that executors ask for
+EXECUTOR_KEY: Final = "COSERVE_EXECUTOR_KEY"  # environment variable of the key that executors require
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Base executors as an engine calls them: where one is away, what is under way waits and is tried again.
+"""Base executors as an engine calls them: where one is away, calls under way wait and are tried again.
 
 A connection waits some seconds for a successor of its executor and then ends. Every later call tries to
 connect once more, so that an executor that comes back after hours is found too.
@@ -20,17 +20,17 @@ from coserve.split.messages import VERSION, BaseHello, ClientHello, LinearCall
 from coserve.split.tls import ClientTls
 from coserve.split.transport import SocketTransport
 
-_BEAT_SECONDS: Final = 0.25  # between two signs of life of who waits
+_BEAT_SECONDS: Final = 0.25  # seconds between two signs of life of a waiting thread
 
 
 class Endpoint:
-    """One base executor. Whatever keeps an answer from coming is raised as WeightsUnreadable: a later call
-    may succeed. `beat` is called again and again by who waits for an answer."""
+    """One base executor. Any failure of a call is raised as WeightsUnreadable: a later call may succeed.
+    `beat` is called repeatedly by threads that wait for an answer."""
 
     def __init__(
         self, address: str | Address, key: str = "", patience: float = 5.0, tls: ClientTls | None = None
     ) -> None:
-        """Connects. `patience` is how long calls wait for an executor that went away, in seconds, before they
+        """Connects. `patience` is the seconds that calls wait for an executor that went away before they
         fail; `tls` is for a `tls:` address. Raises ConfigError and Unreachable."""
         where = Address.parse(address) if isinstance(address, str) else address
         self.address = str(where)
@@ -42,14 +42,14 @@ class Endpoint:
         self._connection = ExecutorConnection(self._transport, self._greeting, patience)
         self.base: BaseHello = self._connection.base
 
-    def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "_Answer":
+    def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "_EndpointAnswer":
         """See `ExecutorConnection.submit`."""
         connection = self._connection
         try:
             try:
-                return _Answer(self, connection.submit(call, rows, widths))
+                return _EndpointAnswer(self, connection.submit(call, rows, widths))
             except CoserveError:  # it has ended
-                return _Answer(self, self._successor(connection).submit(call, rows, widths))
+                return _EndpointAnswer(self, self._successor(connection).submit(call, rows, widths))
         except CoserveError as error:
             raise WeightsUnreadable(str(error)) from error
 
@@ -69,7 +69,7 @@ class Endpoint:
             return self._connection
 
 
-class _Answer:
+class _EndpointAnswer:
     def __init__(self, endpoint: Endpoint, answer: PendingAnswer) -> None:
         self._endpoint, self._answer = endpoint, answer
 
@@ -89,11 +89,11 @@ class _Answer:
 
 
 class HiddenRows:
-    """Endpoints in a mode of privacy, as one source. Wrong answers are errors as all others are."""
+    """Endpoints in a mode of privacy, as one source. A wrong answer is an error like any other."""
 
     def __init__(self, hidden: Calls, address: str, plain: Calls | None = None) -> None:
-        """`address` names them in errors. Until `hide` calls are `plain`, where that is given: a mode with
-        fewer digits would not let a base pass its proof, whose rows are of random tokens."""
+        """`address` names them in errors. Calls go to `plain` until `hide`, where that is given: a mode with
+        fewer digits would fail the proof of the base, whose rows are of random tokens."""
         self._hidden, self.address = hidden, address
         self._calls = hidden if plain is None else plain
         self.base: BaseHello = hidden.base

@@ -40,8 +40,8 @@ _PRODUCTS: Final = 2
 
 
 class BaseLinears:
-    """Placements of a model's linears by path, spans and slices of them, whole decoder layers, and what
-    clients are told of these."""
+    """Placements of a model's linears by path, spans and slices of them, whole decoder layers, and their
+    description for clients."""
 
     _spans: Mapping[str, SpanModule] = {}
     _slices: Mapping[str, SliceModule] = {}
@@ -101,7 +101,7 @@ class BaseLinears:
             dtype = DTYPES[self.hello.dtype]
             spans = find_spans(model, chosen, dtype)
             self._spans = {span.shape.path: span for span in spans}
-            slices = find_slices(model, chosen, dtype)  # before layers' forwards are those of blocks
+            slices = find_slices(model, chosen, dtype)  # before blocks replace forwards
             self._slices = {own.shape.path: own for own in slices}
             self._blocks = find_blocks(model, chosen, dtype)
             blocks = None if self._blocks is None else self._blocks.shape
@@ -205,13 +205,13 @@ class BaseExecutor:
 
     @property
     def busy_seconds(self) -> float:
-        """Since when the product under way is computed; 0 without one."""
+        """Seconds for which the product under way has been computed; 0 without one."""
         began = list(self._under_way.values())
         return self._clock() - min(began) if began else 0.0
 
     def submit(self, work: Work) -> None:
-        """Queues a call that was checked, of a client that has joined; computes it at once where nothing else
-        waits and it is short."""
+        """Queues a checked call of a client that has joined. It is computed at once where no other waits and
+        it is short."""
         if works := self._queues.offer(work):
             self._compute(works)
 
@@ -249,7 +249,7 @@ class BaseExecutor:
     def _run(self) -> None:
         while works := self._queues.take():
             self._compute(works)
-            del works  # nothing is kept while it waits
+            del works  # keeps no tensors while it waits
 
     def _compute(self, works: Sequence[Work]) -> None:
         self._use_threads(1.0 if self._queues.is_last() else 1 / self.config.products)

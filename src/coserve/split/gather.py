@@ -62,9 +62,8 @@ def _one(sources: Sequence[Source]) -> Source:
 
 
 def assembled(sources: Sequence[Source]) -> list[Source]:
-    """These sources, of which shards of the same linears are one, at the place of the first. Raises
-    ConfigError where a shard is missing or there twice, AdapterMismatch where shards do not fit each other.
-    """
+    """These sources, with shards of the same linears made one source, at the place of the first. Raises
+    ConfigError where a shard is missing or duplicated, AdapterMismatch where shards do not fit each other."""
     parts: dict[_Key | int, list[Source]] = {}
     for place, source in enumerate(sources):
         base = source.base

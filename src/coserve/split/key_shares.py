@@ -1,27 +1,26 @@
-"""The seconds of products that each key of an executor's clients has had lately.
+"""The seconds of products that each key of an executor's clients has had recently.
 
-Where calls of several keys wait, or are about to come as after the same products before, a key with several
-of them goes behind those of others once it has had more than each of the others: so who opens ten connections
-with one key gets no more than who opens one. A key with one call at a time is never held up, as it has no
-advantage; small and large clients with a key each go on meeting. What a key has had fades: how busy it
-was while it was alone holds it up for about a second. Where calls of one key come alone, nothing depends
-on it.
+A key competes where calls of several keys wait, or are expected as after the same products before. A key with
+several calls goes behind those of others once it has had more than each of the others. So a client with ten
+connections of one key gets no more than one with a single connection. A key with one call at a time is never
+delayed, as it has no advantage; small and large clients with a key each go on meeting. The seconds fade: use
+of the idle executor delays a key for about a second. Calls of a single key are not affected.
 """
 
 from collections.abc import Mapping
 from math import exp
 from typing import Final
 
-FADE_SECONDS: Final = 1.0  # in which what a key has had fades to 1/e
+FADE_SECONDS: Final = 1.0  # seconds in which the past of a key fades to 1/e
 # Seconds of products that make a difference between keys. Below it the order is that of calls' progress, in
 # which they meet and become one product.
 SLACK_SECONDS: Final = 0.1
-_FORGOTTEN: Final = 0.01 * SLACK_SECONDS  # what a key without connections has had, where it can be dropped
+_FORGOTTEN: Final = 0.01 * SLACK_SECONDS  # seconds below which a key without connections is dropped
 
 
 class KeyShare:
-    """Seconds that one key has had, fading; `level` is how many times `SLACK_SECONDS` these are beyond those
-    of each other key that competes, 0 for a key with one call at a time."""
+    """Seconds that one key has had, fading. `level` is their excess over those of each other key that
+    competes, in units of `SLACK_SECONDS`; 0 for a key with one call at a time."""
 
     __slots__ = ("_at", "_had", "connections", "level")
 
@@ -30,7 +29,7 @@ class KeyShare:
         self._had = self._at = 0.0
 
     def had(self, now: float) -> float:
-        """What is left of its seconds at `now`."""
+        """Its seconds as faded at `now`."""
         return self._had * exp(-max(now - self._at, 0.0) / FADE_SECONDS)
 
     def add(self, seconds: float, now: float) -> None:

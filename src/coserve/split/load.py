@@ -1,9 +1,9 @@
 """Loads a base whose frozen linears base executors compute (Symbiosis, 3.2).
 
-The model is made on the meta device. Linears that an executor has become remote ones, and of their weights
-no byte is read; all else is loaded from the model's files: norms, embeddings, fused experts, routers, and
-linears that no executor has. Here stays, too, a head that shares the embedding's weight, as that is here
-anyway and logits are long, and any other linear outside of the layers.
+The model is made on the meta device. Linears that an executor has become remote ones, and no byte of their
+weights is read. Everything else is loaded from the model's files: norms, embeddings, fused experts, routers,
+and linears that no executor has. A head that shares the embedding's weight stays here, as that is here anyway
+and logits are long, and so does any other linear outside of the layers.
 """
 
 import weakref
@@ -95,8 +95,8 @@ def _load(
 
 
 class _Unread(nn.Module):
-    """Stands for a linear while the rest of a model is loaded: tensors of its shapes, without data, which are
-    no parameters; models' code that draws weights asks for them."""
+    """Stands for a linear while the rest of a model is loaded. Its tensors have the linear's shapes, no data,
+    and are no parameters; code of models that initialises weights reads them."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -148,8 +148,8 @@ class _RemoteLinears:
         return make_base(model, layers, origin, self._cell)
 
     def _put_spans(self, model: PreTrainedModel, sites: Sequence[str]) -> None:
-        """Has modules whose linears are all remote ones of one executor, which computes them as a whole, be
-        one call."""
+        """Makes one call of each module whose linears are all remote ones of one executor, which computes it
+        as a whole."""
         for source, shape in self._offered.spans():
             module = model.get_submodule(shape.path)
             if all(path in self._taken for path in shape.linears) and "forward" not in vars(module):
@@ -206,7 +206,7 @@ def _one_type(sources: Sequence[Source], dtype: torch.dtype | str) -> Dtype:
 
 
 def _beat_of(base: "weakref.ref[Base]") -> Callable[[], object]:
-    """Gives the base's sign of life, for who waits."""
+    """Gives the base's sign of life while a call is waited for."""
 
     def beat() -> None:
         if (found := base()) is not None:

@@ -50,9 +50,9 @@ class GroupShape(msgspec.Struct, frozen=True):
 
 class SpanShape(msgspec.Struct, frozen=True):
     """A module of linears and of operations between them that treats each row alone, such as a feed-forward
-    layer: the widths of its input and output, and the paths of its linears. It is a call like a linear's, by
-    its own path; on the way back its input comes ahead of the gradient of its output, as nothing is kept of
-    the way forward."""
+    layer: the widths of its input and output, and the paths of its linears. It is called like a linear, by
+    its own path. Backward, its input comes before the gradient of its output, as nothing is kept of the
+    forward call."""
 
     path: _Name
     inputs: _Count
@@ -61,7 +61,7 @@ class SpanShape(msgspec.Struct, frozen=True):
 
 
 class SliceShape(msgspec.Struct, frozen=True):
-    """What lies between the attention of a decoder layer and that of the next: from the linear `output`,
+    """The modules between the attention of a decoder layer and that of the next: from the linear `output`,
     where the layer's attention ends, through the rest of the layer to the linears that the next layer's
     attention begins with. `linears` are those of the layer, `following` the next one's with the widths of
     their outputs: none after the last layer. `digests` are content hashes of what both layers have beside
@@ -89,9 +89,9 @@ class BlockShape(msgspec.Struct, frozen=True):
 
 
 class BlocksShape(msgspec.Struct, frozen=True):
-    """Decoder layers in their order: the width of their rows, and the most tokens of a sequence. Some that
-    follow each other are a call of their paths, for rows of whole sequences whose lengths it says; on the
-    way back their input comes ahead of the gradient of their output."""
+    """Decoder layers in their order: the width of their rows, and the most tokens of a sequence. Consecutive
+    ones are a call of their paths, for rows of whole sequences whose lengths the call states. Backward, their
+    input comes before the gradient of their output."""
 
     width: _Count
     longest: _Count
@@ -110,8 +110,8 @@ class ShardShape(msgspec.Struct, frozen=True):
 
 class Limits(msgspec.Struct, frozen=True):
     """The provider's limits: rows of one call, bytes of its tensors one way, and rows of all calls of a
-    client without an answer, of which one may have more. A client keeps to the last, as it might wait to send
-    a call that is not read before it has received an answer."""
+    client without an answer (one call may have more). A client keeps to the last limit itself: else it might
+    wait to send a call that is not read before it has received an answer."""
 
     rows: _Count = 8192
     payload: _Count = 1 << 30
@@ -163,7 +163,7 @@ class BaseHello(WireMessage, frozen=True):
 
     @property
     def _calls(self) -> tuple[object, ...]:
-        """What there is to call."""
+        """The type, shapes and names of all calls."""
         return (
             self.fingerprint,
             self.dtype,
@@ -176,12 +176,11 @@ class BaseHello(WireMessage, frozen=True):
 
 
 class LinearCall(WireMessage, frozen=True):
-    """Products of siblings, or the gradient of their input, or the same of a span or of decoder layers, or
-    the products of a slice; `nbytes` of payload follow, or are at the beginning of a slot of the shared
-    memory.
+    """Products of siblings, or the gradient of their input; the same of a span or of decoder layers; or the
+    products of a slice. `nbytes` of payload follow, or are at the beginning of a slot of the shared memory.
 
-    `deadline` is in seconds from now, None without one. `lengths` are those of the sequences that rows belong
-    to, one after the other: for decoder layers alone.
+    `deadline` is in seconds from now, None without one. `lengths` are those of the sequences that the rows
+    belong to, one after the other: for decoder layers only.
     """
 
     number: _Number
@@ -243,7 +242,7 @@ class ClientStatus(msgspec.Struct, frozen=True):
     seconds: float  # since it connected
     calls: int  # answered
     rows: int
-    held_seconds: float  # in which its calls waited for company
+    held_seconds: float  # in which its calls waited for others
     waiting_calls: int
     waiting_rows: int
     received_bytes: int  # of tensors, as all that follow

@@ -30,7 +30,7 @@ class EndpointGroup(RemoteGroup):
 
 
 class RemotePlacement(Placement):
-    """A linear of a base executor. Of its weight there is nothing here."""
+    """A linear of a base executor, without a weight in this process."""
 
     offers = frozenset({Offer.BACKWARD})
 
@@ -83,7 +83,7 @@ class Offered:
         return shape.digests[path]
 
     def spans(self) -> list[tuple[Source, SpanShape]]:
-        """Spans whose linears are all asked of the executor that has them."""
+        """Spans whose linears all come from the same executor as the span."""
         return [
             (source, span)
             for source in self._sources()
@@ -92,7 +92,7 @@ class Offered:
         ]
 
     def slices(self) -> list[tuple[Source, SliceShape]]:
-        """Slices whose linears are all asked of the executor that has them."""
+        """Slices whose linears all come from the same executor as the slice."""
         return [
             (source, own)
             for source in self._sources()
@@ -104,7 +104,7 @@ class Offered:
         return dict.fromkeys(source for source, _ in self._found.values())
 
     def _is_asked(self, source: Source, paths: Iterable[str]) -> bool:
-        """Tells whether this source is the one that is asked for these linears."""
+        """Tells whether calls of all these linears go to this source."""
         return all(path in self._found and self._found[path][0] is source for path in paths)
 
     def placement(self, path: str, has_bias: bool) -> RemotePlacement:

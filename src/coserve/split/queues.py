@@ -26,9 +26,9 @@ from coserve.split.messages import (
 )
 from coserve.split.work import ProductQueue, Work
 
-MOST_PRODUCTS: Final = 2000  # in a status: those computed most often
-# Seconds of a product that the thread computes which has read its call: handing it to another took 130 to
-# 150 us of 450, and until it is computed the connection is not read.
+MOST_PRODUCTS: Final = 2000  # most products in a status: those computed most often
+# A product of fewer seconds is computed by the thread that has read its call. Handing it to another took 130
+# to 150 us of 450. Until it is computed the connection is not read.
 _SHORT: Final = 2e-3
 # Connections whose threads may do so: each such thread gets OpenMP threads of its own, one for each core but
 # its own, which stay until it ends. With more clients at work than these, queues are seldom empty.
@@ -76,7 +76,7 @@ class CallQueues:
         self._groups |= {path: (path,) for path in alone}
         self._queues: dict[ProductName, ProductQueue] = {}
         self._tallies: dict[tuple[Direction, tuple[str, ...]], _Tally] = {}
-        self._clients: dict[ClientAccount, None] = {}  # in the order in which they came
+        self._clients: dict[ClientAccount, None] = {}  # in order of arrival
         self._computing: set[ClientAccount] = set()  # those whose threads have computed
         self._shares = KeyShares()
         self.received, self.sent = RecentRate(), RecentRate()
@@ -94,7 +94,7 @@ class CallQueues:
             return account
 
     def leave(self, client: ClientAccount) -> None:
-        """Drops a connection's account, and its calls that wait. Nobody waits for it any longer."""
+        """Drops a connection's account, and its calls that wait. Other calls no longer wait for it."""
         with self._changed:
             if client in self._clients:
                 del self._clients[client]
@@ -111,9 +111,9 @@ class CallQueues:
             self._changed.notify()
 
     def offer(self, work: Work) -> list[Work]:
-        """As `put`; returns the call where the caller is to compute it: it is the only one, waits for no
-        company, takes less than `_SHORT` seconds, and its connection is one of the first `MOST_COMPUTING`
-        with such calls."""
+        """As `put`, but returns the call where the caller is to compute it. It does if the call is the only
+        one, waits for no others, takes less than `_SHORT` seconds, and its connection is one of the first
+        `MOST_COMPUTING` with such calls."""
         with self._changed:
             is_only = not self._queues and not self._busy
             self._add(work)
@@ -136,7 +136,7 @@ class CallQueues:
                 if works:
                     self._busy += 1
                     if self._queues:
-                        self._changed.notify()  # of another that takes
+                        self._changed.notify()  # wakes another thread in `take`
                     return works
                 self._changed.wait(None if again == NEVER else max(again - self._clock(), 0.0))
             return []
@@ -189,8 +189,8 @@ class CallQueues:
     def status(
         self, but: ClientAccount | None = None
     ) -> tuple[tuple[ProductStatus, ...], tuple[ClientStatus, ...]]:
-        """Products that were asked for, in the order of the base's linears and at most `MOST_PRODUCTS`; and
-        all clients now but one."""
+        """The products that were computed, in the order of the base's linears and at most `MOST_PRODUCTS`;
+        and all clients now except one."""
         with self._changed:
             now = self._clock()
             clients = tuple(client.status(now) for client in self._clients if client is not but)
@@ -268,5 +268,5 @@ class CallQueues:
         return self._tallies.setdefault(self._name(work), _Tally())
 
     def _name(self, work: Work) -> tuple[Direction, tuple[str, ...]]:
-        call = work.call  # of decoder layers those that follow each other are one product
+        call = work.call  # consecutive decoder layers are one product
         return call.direction, call.paths if call.lengths else self._groups[call.paths[0]]

@@ -30,7 +30,7 @@ class RemoteGroup(Group):
         self._inputs, self.outputs = shape.inputs, shape.outputs
         self._cut = _CutCalls(calls, max(shape.inputs, sum(shape.outputs.values())))
 
-    def launch(self, x: Tensor, paths: Sequence[str], is_training: bool = False) -> "_Answer":
+    def launch(self, x: Tensor, paths: Sequence[str], is_training: bool = False) -> "_ConvertedAnswer":
         widths = [self.outputs[path] for path in paths]
         return self._cut.launch("forward", [x], paths, widths, is_training)
 
@@ -81,12 +81,12 @@ class RemoteBlocks:
         self.shape, self.longest = shape, min(shape.longest, self._most)
 
     def most_layers(self, lengths: Sequence[int]) -> int:
-        """How many layers can be one call for sequences of these lengths: the fewer the longer they are."""
+        """Most layers of one call for sequences of these lengths; longer ones allow fewer."""
         return min(MOST_PATHS, max(1, self._most // max(lengths)))
 
     def call(self, paths: Sequence[str], x: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Outputs of these layers, one after the other, for x [..., width] of sequences of these lengths; in
-        the current graph if there is one, which keeps x and nothing else."""
+        """Outputs of these layers, one after the other, for x [..., width] of sequences of these lengths. In
+        a graph only x is kept."""
         if torch.is_grad_enabled() and x.requires_grad:
             y: Tensor = _Whole.apply(x, self, tuple(paths), tuple(lengths))  # type: ignore[no-untyped-call]
             return y
@@ -116,7 +116,7 @@ class RemoteBlocks:
                 lengths=tuple(part),
             )
             answers.append(self._calls.submit(call, own, [self.shape.width]))
-        return _Answer(answers, like, [self.shape.width]).result()[0]
+        return _ConvertedAnswer(answers, like, [self.shape.width]).result()[0]
 
     def _parts(self, lengths: Sequence[int], layers: int) -> Iterator[list[int]]:
         """Sequences of one call each: as many as an executor takes at once."""
@@ -151,7 +151,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _CutCalls:
-    """Calls that are cut to what an executor takes at once."""
+    """Calls cut to the rows that an executor takes at once."""
 
     def __init__(self, calls: Calls, widest: int) -> None:
         """`widest` is how many numbers of a row cross one way at most."""
@@ -166,7 +166,7 @@ class _CutCalls:
         paths: Sequence[str],
         widths: Sequence[int],
         is_training: bool,
-    ) -> "_Answer":
+    ) -> "_ConvertedAnswer":
         """Starts a call with these tensors [..., width], for an answer of tensors [..., width] for each of
         `widths`."""
         base, work = self._calls.base, "training" if is_training else "inference"
@@ -179,7 +179,7 @@ class _CutCalls:
             self._calls.submit(call_of(paths, part, base.dtype, direction=direction, work=work), part, widths)
             for part in zip(*parts, strict=True)
         ]
-        return _Answer(answers, like, widths)
+        return _ConvertedAnswer(answers, like, widths)
 
 
 def as_sent(tensor: Tensor, base: BaseHello) -> Tensor:
@@ -188,7 +188,7 @@ def as_sent(tensor: Tensor, base: BaseHello) -> Tensor:
     return flat.to("cpu", DTYPES[base.dtype]).contiguous()
 
 
-class _Answer:
+class _ConvertedAnswer:
     """Tensors [..., width] for each width, of the type and on the device of `like` [..., any]."""
 
     def __init__(self, answers: Sequence[Answer], like: Tensor, widths: Sequence[int]) -> None:
@@ -207,7 +207,7 @@ class _Answer:
 
 
 class _First:
-    def __init__(self, answer: _Answer) -> None:
+    def __init__(self, answer: _ConvertedAnswer) -> None:
         self._answer = answer
 
     def result(self) -> Tensor:

@@ -28,11 +28,11 @@ from coserve.split.tls import TlsFiles, TlsStream
 _log = logging.getLogger(__name__)
 MOST_CLIENTS: Final = 64
 BEAT_SECONDS: Final = 1.0  # between signs of life to clients that wait
-# A product that takes longer than any: the executor says no more that it is alive.
+# A product that takes longer hangs: the executor gives no further sign of life.
 _STUCK_SECONDS: Final = 120.0
-_REFUSED_SECONDS: Final = 0.05  # before accepting again where the system refuses, as without files left
-_KEYS_SECONDS: Final = 5.0  # between two looks at whether clients' keys are still right ones
-KeyCheck = Callable[[str], bool]  # whether a key is a right one; called on threads of clients
+_REFUSED_SECONDS: Final = 0.05  # seconds before accepting again after a refusal, as without files left
+_KEYS_SECONDS: Final = 5.0  # seconds between two checks of connected clients' keys
+KeyCheck = Callable[[str], bool]  # tells whether a key is valid; called on threads of clients
 
 
 def shared_key(key: str) -> KeyCheck:
@@ -51,8 +51,8 @@ def check_access(address: Address, has_keys: bool, has_certificate: bool) -> Non
 
 
 class SplitService:
-    """Accepts clients at an address. `key` is what they must present, empty for none; `key_check` may accept
-    others."""
+    """Accepts clients at an address. `key` is the one that they must present, empty for none; `key_check` may
+    accept others."""
 
     def __init__(
         self,
@@ -142,13 +142,13 @@ class SplitService:
             self._clients.discard(client)
 
     def _beat(self) -> None:
-        """Signs of life, unless a product takes for ever."""
+        """Sends signs of life, unless a product hangs."""
         while not self._closing.wait(BEAT_SECONDS):
             if self._executor.busy_seconds < _STUCK_SECONDS:
                 self._for_each(ClientSession.beat)
 
     def _check_keys(self) -> None:
-        """Ends connections whose key is no longer a right one."""
+        """Ends connections whose key is no longer valid."""
         while not self._closing.wait(_KEYS_SECONDS):
             self._for_each(self._check_key)
 

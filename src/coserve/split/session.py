@@ -1,7 +1,8 @@
-"""One client of a base executor: a thread reads its calls, and another sends what cannot be sent at once.
+"""One client of a base executor: one thread reads its calls, and another sends messages that cannot be sent
+at once.
 
-A client has few calls under way, so that one that is slow to read its answers holds up itself alone. Whatever
-is wrong with its connection ends that one.
+A client has few calls under way, so one that reads its answers slowly delays only itself. Any error of its
+connection ends that connection alone.
 """
 
 import logging
@@ -35,7 +36,7 @@ from coserve.split.work import Outcome, Work
 from coserve.wire.messages import Fault
 
 _log = logging.getLogger(__name__)
-# Without a byte, within a message or an unread answer: the client is stopped or gone.
+# Seconds without a byte, within a message or an unread answer, after which the client is stopped or gone.
 SILENT_SECONDS: Final = 30.0
 
 
@@ -51,12 +52,12 @@ class ClientSession:
         slot_bytes: int = 0,
         silence: float = SILENT_SECONDS,
     ) -> None:
-        """`accepts` tells whether a key is a right one; `left` is called once, when the session is over.
+        """`accepts` tells whether a key is valid; `left` is called once, when the session is over.
         `slot_bytes` are offered as shared memory to clients at a unix socket; 0 is none. `silence` is that of
         the channel."""
         self._channel, self._executor, self._left = channel, executor, left
         self._accepts, self._slot_bytes, self._silence = accepts, slot_bytes, silence
-        self.key: str | None = None  # that was accepted
+        self.key: str | None = None  # the accepted one
         self._table = GroupTable(executor.hello)
         self._account: ClientAccount | None = None  # after its greeting
         self._under_way = 0  # messages without an answer
@@ -75,8 +76,8 @@ class ClientSession:
         self._channel.shut()
 
     def refuse(self, error: CoserveError) -> None:
-        """Says why, and ends."""
-        self._channel.refuse(_fault(error))
+        """Sends the error, and ends."""
+        self._channel.refuse(Fault.of(error))
 
     def beat(self) -> None:
         """Tells a client that waits that the executor is alive. Does not block."""
@@ -87,7 +88,7 @@ class ClientSession:
         try:
             self._read()
         except CoserveError as error:
-            self._channel.refuse(_fault(error))
+            self._channel.refuse(Fault.of(error))
         except OSError as error:
             _log.info("a client's connection ended: %s", error)
         finally:
@@ -125,7 +126,7 @@ class ClientSession:
                 continue
 
     def _greet(self) -> bool:
-        """Greets; False where nobody is there. Raises what refuses the client."""
+        """Greets the client; False where it has left. Raises the error that refuses it."""
         self._channel.limits = self._executor.hello.limits
         timer = threading.Timer(HANDSHAKE_SECONDS, self._channel.shut)
         timer.start()
@@ -178,7 +179,7 @@ class ClientSession:
 
     def _reply(self, call: LinearCall, outcome: Outcome) -> None:
         if isinstance(outcome, CoserveError):
-            self._post(LinearAnswer(call.number, 0, _fault(outcome)), (), call.rows)
+            self._post(LinearAnswer(call.number, 0, Fault.of(outcome)), (), call.rows)
         else:
             nbytes = sum(tensor.nbytes for tensor in outcome)
             self._post(LinearAnswer(call.number, nbytes, slot=call.slot), outcome, call.rows)
@@ -192,7 +193,7 @@ class ClientSession:
         with self._lock:
             if self._waiting:
                 if rows is None:
-                    return  # what waits is a sign of life as well
+                    return  # a waiting message is a sign of life as well
                 rest: Rest | None = partial(self._channel.send, message, tensors)
             else:
                 try:
@@ -207,8 +208,8 @@ class ClientSession:
                 self._make_room(rows)
 
     def _wait_for_room(self, rows: int) -> None:
-        """Waits until so many messages, and rows in all of them, have been answered that one of `rows` may be
-        under way; a single one may have any number of rows."""
+        """Waits until enough messages, and rows in them, have been answered for one of `rows` to be under
+        way. A single message may have any number of rows."""
         most = self._executor.hello.limits.waiting_rows
         with self._lock:
             self._answered.wait_for(
@@ -223,7 +224,7 @@ class ClientSession:
         self._answered.notify()
 
     def _write(self) -> None:
-        """Sends what waits; where that fails only makes room, until the reader has ended too."""
+        """Sends waiting messages. After a failure it only makes room, until the reader has ended too."""
         while (item := self._rests.get()) is not None:
             rest, rows = item
             try:
@@ -235,7 +236,3 @@ class ClientSession:
                 self._waiting -= 1
                 if rows is not None:
                     self._make_room(rows)
-
-
-def _fault(error: CoserveError) -> Fault:
-    return Fault(type(error).__name__, str(error))

@@ -35,7 +35,7 @@ class Shard:
 
     @property
     def shape(self) -> ShardShape:
-        """As clients are told."""
+        """The shard as clients are told of it."""
         return ShardShape(self.number, self.count)
 
     def rows(self, outputs: int) -> slice:

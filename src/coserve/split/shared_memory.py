@@ -1,17 +1,17 @@
 """Tensors in memory that a client and an executor of one host share; headers go over their unix socket.
 
 The executor makes the memory, a file without a name (memfd) whose size is sealed, and passes it at the
-greeting (SCM_RIGHTS): nobody else can open it, nobody can shorten it under the other, which would end that
-one with SIGBUS, and it goes with the last of both, however they end. It has a slot for each call that may be
-under way. A call's tensors are at the beginning of its slot; the answer replaces them there, as a slot is at
-least as wide as either (Symbiosis, 3.5). What does not fit goes over the socket. The header, which is sent
-after the bytes were written and read before they are, orders the two processes' accesses: no polling.
+greeting (SCM_RIGHTS). So no other process can open it, neither end can shorten it (which would end the other
+with SIGBUS), and it is freed with the last of both, however they end. It has a slot for each call that may be
+under way. A call's tensors are at the beginning of its slot. The answer replaces them there, as a slot is at
+least as wide as either (Symbiosis, 3.5). Tensors that do not fit go over the socket.
 
-The executor computes on the slot itself. A client that changes it meanwhile changes its own answer: sizes and
-shapes come from the header, which was read and checked once.
+A header is sent after the bytes were written, and received before they are read, which orders the accesses of
+the two processes without polling. The executor computes on the slot itself. A client that changes it
+meanwhile changes its own answer: sizes and shapes come from the header, which was read and checked once.
 
-Copies: rows into the slot, product into the slot, answer out of it: three, without the kernel, where a socket
-makes four in it, in pieces of its buffer.
+There are three copies (rows into the slot, product into the slot, answer out of it), without the kernel. A
+socket makes four in the kernel, in pieces of its buffer.
 """
 
 import array
@@ -44,6 +44,9 @@ from coserve.split.payload import CALL_DTYPES
 from coserve.wire.frames import frame_views, send_views
 
 SLOT_BYTES: Final = 32 << 20  # 4,096 rows of 2,048 in float32; memory that nobody wrote to takes no room
+# Bytes that a slot keeps between calls, enough for calls of layers. Those of the head, rows x vocabulary, are
+# larger, come once a step, and would stay in memory for each client.
+_KEPT: Final = 8 << 20
 _CAN: Final = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")  # Linux
 
 
@@ -56,7 +59,8 @@ class Slots:
         if os.fstat(file).st_size < size or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError("the shared memory's size is not sealed, or too small")
         self.shape = shape
-        self._whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        self._mapped = mmap.mmap(file, size)
+        self._whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self._start = self._whole.data_ptr()
         self._views = {
             dtype: [slot.view(kind) for slot in torch.split(self._whole, shape.nbytes)]
@@ -80,6 +84,13 @@ class Slots:
         for tensor in tensors:
             ctypes.memmove(start, tensor.data_ptr(), tensor.nbytes)
             start += tensor.nbytes
+
+    def trim(self, slot: int) -> None:
+        """Gives a slot's memory beyond its first `_KEPT` bytes back to the system, for both processes."""
+        start = slot * self.shape.nbytes
+        first = -(-(start + _KEPT) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if (nbytes := (start + self.shape.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
+            self._mapped.madvise(mmap.MADV_REMOVE, first, nbytes)
 
 
 def make_slots(nbytes: int) -> tuple[int, Slots] | None:
@@ -165,11 +176,12 @@ class ClientSharedChannel(SharedChannel[ToClient]):
     ) -> None:
         super().__init__(sock, decode, slots, tick, silence)
         self._free = list(range(slots.shape.count))  # the last is the one in caches
-        self._of_call: dict[int, int] = {}
+        self._of_call: dict[int, tuple[int, int]] = {}  # slots, and bytes sent in them
 
     def send(self, message: ToExecutor | ToClient, tensors: Sequence[Tensor] = ()) -> None:
         if isinstance(message, LinearCall) and message.nbytes <= self._slots.shape.nbytes and self._free:
-            slot = self._of_call[message.number] = self._free.pop()
+            slot = self._free.pop()
+            self._of_call[message.number] = slot, message.nbytes
             self._slots.write(slot, tensors)
             super().send(msgspec.structs.replace(message, slot=slot))
         else:
@@ -178,7 +190,7 @@ class ClientSharedChannel(SharedChannel[ToClient]):
     def receive(self) -> ToClient | None:
         message = super().receive()
         if isinstance(message, LinearAnswer) and message.slot is None:  # its slot has nothing to be read
-            self._release(message.number)
+            self._release(message.number, 0)
         return message
 
     def receive_tensors(
@@ -186,14 +198,18 @@ class ClientSharedChannel(SharedChannel[ToClient]):
     ) -> list[Tensor]:
         if message.slot is None:
             return super().receive_tensors(message, rows, widths, dtype)
-        if message.slot != self._of_call.get(message.number):
+        slot, _ = self._of_call.get(message.number, (None, 0))
+        if message.slot != slot:
             raise ConnectionError(f"an answer in slot {message.slot}, which is not the call's")
         answer = [tensor.clone() for tensor in super().receive_tensors(message, rows, widths, dtype)]
-        self._release(message.number)
+        self._release(message.number, message.nbytes)
         return answer
 
-    def _release(self, number: int) -> None:
-        if (slot := self._of_call.pop(number, None)) is not None:
+    def _release(self, number: int, received: int) -> None:
+        slot, sent = self._of_call.pop(number, (None, 0))
+        if slot is not None:
+            if max(sent, received) > _KEPT:
+                self._slots.trim(slot)
             self._free.append(slot)
 
 
@@ -213,7 +229,7 @@ class FileStream:
         self.file: int | None = None
 
     def recv(self, bufsize: int, /) -> bytes:
-        """As a socket's; keeps the file."""
+        """See `socket.recv`; keeps a file descriptor that comes with the bytes."""
         space = socket.CMSG_SPACE(array.array("i").itemsize)
         data, ancillary, _, _ = self._socket.recvmsg(bufsize, space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, given in ancillary:
@@ -224,15 +240,15 @@ class FileStream:
         return data
 
     def recv_into(self, buffer: memoryview, /) -> int:
-        """As a socket's."""
+        """See `socket.recv_into`."""
         return self._socket.recv_into(buffer)
 
     def sendmsg(self, buffers: Iterable[memoryview], /) -> int:
-        """As a socket's."""
+        """See `socket.sendmsg`."""
         return self._socket.sendmsg(buffers)
 
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
-        """As a socket's."""
+        """See `socket.setsockopt`."""
         self._socket.setsockopt(level, option, value)
 
     def close(self) -> None:

@@ -63,8 +63,8 @@ def _replace(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
 
 
 def _inside(sites: Sites, shape: SliceShape) -> tuple[str, ...]:
-    """Where an adapter would change what the slice computes: its linears, and all sites that are no linears
-    in the layer and in the next."""
+    """Paths at which an adapter would change the slice's results: its linears, and all sites that are no
+    linears in the layer and in the next."""
     stage = sites[shape.output].stage
     stages = {stage, stage + 1} if shape.following else {stage}
     others = (path for path, site in sites.items() if site.kind is not Kind.LINEAR and site.stage in stages)
@@ -139,7 +139,7 @@ class SlicedLayer:
         return y
 
     def refuse(self) -> None:
-        """Has the layer go its own way from now on."""
+        """Has the layer computed without slices from now on."""
         self.is_same = False
         _log.info("%s is no slice here: its linears are called one by one", self._remote.shape.path)
 
@@ -226,6 +226,7 @@ class _Computed(Placement):
     """A linear whose product is there."""
 
     bias = None
+    computes_rows = False
 
     def __init__(self, product: Tensor) -> None:
         self._product = product

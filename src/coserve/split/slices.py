@@ -1,4 +1,4 @@
-"""Slices: what lies between two layers' attention, which an executor computes as one call.
+"""Slices: the modules between two layers' attention, which an executor computes as one call.
 
 Clients keep the keys and values, so their attention cuts the model into slices, as the offloading of
 attention does (Lamina, arXiv 2405.01814): from the linear where a layer's attention ends to those with which
@@ -31,9 +31,9 @@ _TRIED: Final = 7  # rows
 
 
 class SliceModule:
-    """The slice after one layer's attention, and what clients are told of it."""
+    """The slice after one layer's attention, with its description for clients."""
 
-    def __init__(self, shape: SliceShape, layer: "_Layer", following: "_Layer | None") -> None:
+    def __init__(self, shape: SliceShape, layer: "_SlicedLayer", following: "_SlicedLayer | None") -> None:
         self.shape = shape
         self._layer, self._following = layer, following
 
@@ -79,7 +79,7 @@ def find_slices(model: PreTrainedModel, linears: Collection[str], dtype: torch.d
     except UnsupportedModel:
         return []
     width = layer_width(model)
-    own = [_Layer.of(path, layer, linears, width) for path, layer in layers.items()]
+    own = [_SlicedLayer.of(path, layer, linears, width) for path, layer in layers.items()]
     found = []
     for layer, following in zip(own, [*own[1:], None], strict=True):
         if layer is not None:
@@ -89,7 +89,7 @@ def find_slices(model: PreTrainedModel, linears: Collection[str], dtype: torch.d
     return found
 
 
-def _shape(layer: "_Layer", following: "_Layer | None", width: int) -> SliceShape:
+def _shape(layer: "_SlicedLayer", following: "_SlicedLayer | None", width: int) -> SliceShape:
     after = [] if following is None else following.inputs
     layers = [layer] if following is None else [layer, following]
     return SliceShape(
@@ -111,7 +111,7 @@ def digest_beside(layer: nn.Module) -> str:
     return digest_of({name: sample_of(x) + view_of(x.cpu().contiguous()) for name, x in own.items()})
 
 
-class _Layer:
+class _SlicedLayer:
     """A decoder layer whose attention begins with linears of the same input (`inputs`) and ends with one
     (`output`); `others` are the paths of its linears outside of attention."""
 
@@ -133,7 +133,7 @@ class _Layer:
         self._gate = inner.forward = _Gate(inner.forward)
 
     @staticmethod
-    def of(path: str, module: nn.Module, linears: Collection[str], width: int) -> "_Layer | None":
+    def of(path: str, module: nn.Module, linears: Collection[str], width: int) -> "_SlicedLayer | None":
         """The layer at `path`, None where it is built in another way or has other linears than these; `width`
         is that of rows between layers."""
         own = linears_of(path, module)
@@ -154,7 +154,7 @@ class _Layer:
             return None
         inputs, output = ends[0]
         others = [linear for linear in own if linear not in inside]
-        return _Layer(path, module, attention, [own[linear] for linear in inputs], own[output], others)
+        return _SlicedLayer(path, module, attention, [own[linear] for linear in inputs], own[output], others)
 
     def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [1, rows, width] for its input and the rows [1, rows, in] that attention gives
@@ -165,7 +165,7 @@ class _Layer:
         return y
 
     def before_attention(self, hidden: Tensor) -> Tensor:
-        """What attention is given [1, rows, in] for the layer's input [1, rows, width]."""
+        """Attention's input [1, rows, in] for the layer's input [1, rows, width]."""
         with self._gate.replaced(_reached):
             try:
                 self._forward(hidden, **self._lacking)

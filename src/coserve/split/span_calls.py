@@ -1,7 +1,7 @@
 """A client's modules that are one call each while no adapter is in them.
 
-A module stays what it is: only its bound `forward` is replaced, and goes the module's own way wherever a span
-would not give the same.
+Only the bound `forward` of a module is replaced. It computes the module itself wherever a span's result would
+differ.
 """
 
 import logging
@@ -28,8 +28,8 @@ TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e
 class SpanCall(ABC):
     """The `forward` of a module that an executor may compute.
 
-    Its first rows go both ways: where the span's results are not the module's own (another activation,
-    dropout), the module goes its own way from then on.
+    Its first rows are computed both here and there. Where the results differ (another activation, dropout),
+    the module is computed here from then on.
     """
 
     def __init__(self, module: nn.Module, span: RemoteSpan) -> None:
@@ -53,19 +53,19 @@ class SpanCall(ABC):
             y = own(module, x)
             self._compare(x.detach(), y, is_training)
             if not (torch.is_grad_enabled() and x.requires_grad):
-                return y  # else its graph is what a checkpoint would not find again
+                return y  # else a checkpoint would not find the same graph again
         return self._called(x) if self._is_same.get(is_training) else own(module, x)
 
     @abstractmethod
     def _is_bare(self, module: nn.Module, x: Tensor) -> bool:
-        """Tells whether nothing but the base's own computation is wanted for this input."""
+        """Tells whether this input needs only the base's own computation."""
 
     @abstractmethod
     def _called(self, x: Tensor) -> Tensor:
         """The span's result for x [..., in]."""
 
     def _compare(self, x: Tensor, y: Any, is_training: bool) -> None:
-        """Notes whether y is what the span gives for x; nothing where y is not finite."""
+        """Notes whether y is the span's result for x; notes nothing where y is not finite."""
         shape = (*x.shape[:-1], self._span.shape.outputs)
         if not isinstance(y, Tensor) or y.shape != shape or x.shape[-1] != self._span.shape.inputs:
             is_same = False
@@ -79,8 +79,8 @@ class SpanCall(ABC):
 
 
 class ScriptSpan(SpanCall):
-    """The one of a model that a script drives, whose linears are virtual layers until PEFT puts its own
-    there."""
+    """The span call of a model that a script drives. Its linears are virtual layers until PEFT replaces
+    them."""
 
     def __init__(self, module: nn.Module, span: RemoteSpan, spans: Spans) -> None:
         super().__init__(module, span)
@@ -89,7 +89,7 @@ class ScriptSpan(SpanCall):
         self._names = [(path, path[start:].split(".")) for path in span.shape.linears]
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> "ScriptSpan":
-        return ScriptSpan(memo[id(self._module)], self._span, self._spans)  # of the copy that is being made
+        return ScriptSpan(memo[id(self._module)], self._span, self._spans)  # of the copy being made
 
     def _is_bare(self, module: nn.Module, x: Tensor) -> bool:
         if torch.is_grad_enabled() and x.requires_grad and self._spans != "always":
@@ -113,7 +113,8 @@ class ScriptSpan(SpanCall):
 
 
 class EngineSpan(SpanCall):
-    """The one of an engine's base, where rows say whether an adapter is inside, or outputs are to be kept."""
+    """The span call of an engine's base. The rows of a run determine whether an adapter is inside, or outputs
+    are to be kept."""
 
     def __init__(self, module: nn.Module, span: RemoteSpan, inside: Sequence[str], cell: BatchCell) -> None:
         """`inside` are paths of modules where adapters may be."""
@@ -158,5 +159,5 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def is_random(module: nn.Module) -> bool:
-    """Tells whether it draws at random now."""
+    """Tells whether the module draws random numbers in its present mode."""
     return isinstance(module, _DropoutNd) and module.training and module.p > 0

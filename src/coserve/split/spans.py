@@ -1,10 +1,9 @@
 """Spans: modules of a base that an executor computes as one call, feed-forward layers above all.
 
-Between two linears of such a module there is nothing that a client keeps and an executor lacks, unless an
-adapter is there. So a row crosses once each way, not once for each linear and at the widths between them: of
-Llama-3.1-8B's feed-forward layer 16 KB a token instead of 100 KB. A span keeps nothing between calls: on the
-way back it is computed anew from its input. Attention is no span: it depends on other rows, whose keys and
-values clients have.
+Between two linears of such a module there is no state of the client, unless an adapter is there. So a row
+crosses once each way, instead of once for each linear and at the widths between them: 16 KB a token instead
+of 100 KB for Llama-3.1-8B's feed-forward layer. A span keeps nothing between calls: backward it is computed
+anew from its input. Attention is no span: it depends on other rows, whose keys and values clients have.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,14 +16,14 @@ from coserve.model.linear import FrozenLinear
 from coserve.split.messages import Direction, SpanShape
 
 MOST_SPANS: Final = 512  # offered; a base with more of them has experts of a few linears each
-_ROWS: Final = 2048  # computed at once: what is between the linears is several times as wide as a row
+_ROWS: Final = 2048  # computed at once: rows between the linears are several times as wide
 _TRIED: Final = 7  # rows
 _BESIDE: Final = 0.02  # bytes of norms and the like beside linears, at most: fused experts are far more
-_APART: Final = 0.05  # relative: rounding is less in every type, and another row's influence is more
+_APART: Final = 0.05  # relative: above rounding in every type, and below another row's influence
 
 
 class SpanModule:
-    """A module whose linears are frozen ones, and what clients are told of it."""
+    """A module whose linears are frozen ones, with its description for clients."""
 
     def __init__(self, module: nn.Module, shape: SpanShape) -> None:
         self._module, self.shape = module, shape
@@ -51,8 +50,7 @@ class SpanModule:
 
 def find_spans(model: nn.Module, linears: Collection[str], dtype: torch.dtype) -> list[SpanModule]:
     """The largest modules that have two or more of these frozen linears, no other tensor, and outputs that
-    depend on the same row of their one input alone: which they are is seen from what they contain, and by
-    trying them."""
+    depend on the same row of their one input alone. They are found by their contents, and by trying them."""
     found: list[SpanModule] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{span.shape.path}.") for span in found):
@@ -75,7 +73,7 @@ def linears_of(path: str, module: nn.Module) -> dict[str, FrozenLinear]:
 
 
 def is_small(layer: nn.Module, linears: Collection[FrozenLinear]) -> bool:
-    """Tells whether nothing but norms and the like is in a layer beside these linears of it."""
+    """Tells whether a layer contains only norms and the like beside these linears of it."""
     beside = sum(x.nbytes for x in (*layer.parameters(), *layer.buffers()))
     return bool(linears) and beside <= _BESIDE * sum(own.placement.nbytes for own in linears)
 
@@ -104,6 +102,6 @@ def _tried(
 
 
 def is_close(found: Tensor, wanted: Tensor, apart: float = _APART) -> bool:
-    """Tells whether these are the same numbers but for rounding; False for those that are not finite."""
+    """Tells whether these are the same numbers up to rounding; False for numbers that are not finite."""
     found, wanted = found.float(), wanted.float()
     return bool((found - wanted).norm() <= apart * wanted.norm())

@@ -22,7 +22,7 @@ from coserve.split.tls import ClientTls
 from coserve.wire.frames import ByteStream, FrameReader, send_with_payload
 from coserve.wire.messages import Fault
 
-PATIENCE: Final = 10.0  # seconds until an executor that says nothing counts as none
+PATIENCE: Final = 10.0  # seconds without a message after which no executor is there
 NAME: Final = "coserve status"  # of the connection that asks
 T = TypeVar("T", bound=ToClient)
 
@@ -61,7 +61,7 @@ def _asked(stream: ByteStream, address: Address, key: str) -> ExecutorStatus:
 
 
 def _next(reader: FrameReader, address: Address, kind: type[T]) -> T:
-    """The next message. Raises what it refuses, and Unreachable where it is none of this kind."""
+    """The next message. Raises the error of a refusal, and Unreachable for another kind of message."""
     data = reader.read()
     answer = None if data is None else decode_to_client(data, Limits())
     if isinstance(answer, Fault):

@@ -99,7 +99,7 @@ class TlsFiles:
 
 
 def fingerprint_of(certificate: bytes) -> str:
-    """SHA-256 of a certificate in DER, in hexadecimal: what a client may pin."""
+    """SHA-256 of a certificate in DER, in hexadecimal, which a client may pin."""
     return hashlib.sha256(certificate).hexdigest()
 
 
@@ -136,12 +136,12 @@ class TlsStream:
         return self._tls.getpeercert(binary_form=True) or b""
 
     def recv(self, bufsize: int, /) -> bytes:
-        """As a socket's."""
+        """See `socket.recv`."""
         into = bytearray(bufsize)
         return bytes(into[: self.recv_into(memoryview(into))])
 
     def recv_into(self, buffer: memoryview, /) -> int:
-        """As a socket's. A timeout of the socket raises BlockingIOError."""
+        """See `socket.recv_into`. A timeout of the socket raises BlockingIOError."""
         self._ensure_open()
         while True:
             try:
@@ -162,12 +162,12 @@ class TlsStream:
         part = next(iter(buffers))[:_PART]
         with self._lock:
             sent = self._tls.write(part)
-            data = self._outgoing.read()  # with what a received message made it answer
+            data = self._outgoing.read()  # includes answers to received messages
         self._socket.sendall(data)
         return sent
 
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
-        """As a socket's."""
+        """See `socket.setsockopt`."""
         self._socket.setsockopt(level, option, value)
 
     def _ensure_open(self) -> None:

@@ -23,7 +23,7 @@ from coserve.wire.frames import ByteStream
 from coserve.wire.messages import Fault
 
 HANDSHAKE_SECONDS: Final = 10.0
-TICK_SECONDS: Final = 0.2  # after which a client that waits for an answer looks up
+TICK_SECONDS: Final = 0.2  # seconds after which a waiting client checks for timeouts
 
 
 class SocketTransport(Transport):
@@ -90,8 +90,8 @@ class SocketTransport(Transport):
 
 
 def greet(channel: Channel[ToClient], hello: ClientHello, name: str) -> BaseHello:
-    """Greets an executor. Raises what it refuses, Unreachable, OSError."""
-    with suppress(OSError):  # who refuses at once has said why
+    """Greets an executor. Raises the error of its refusal, Unreachable or OSError."""
+    with suppress(OSError):  # an executor that refuses at once has sent the reason
         channel.send(hello)
     answer: ToClient | None = None
     while True:

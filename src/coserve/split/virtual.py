@@ -13,7 +13,7 @@ from coserve.split.remote_group import RemoteGroup
 
 
 class Siblings(GroupRows):
-    """The linears of one group in a model that nobody drives: the first that is called asks for all."""
+    """The linears of one group in a model that runs its own forward: the first one called requests all."""
 
     def __init__(self, group: RemoteGroup) -> None:
         super().__init__()

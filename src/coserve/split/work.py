@@ -13,7 +13,7 @@ from coserve.split.messages import Direction, LinearCall
 
 Outcome = Sequence[Tensor] | CoserveError
 Urgency = tuple[bool, int, bool, float, float]  # smaller is more urgent
-AGE_SECONDS: Final = 0.5  # in which a call without a deadline is due; training waits behind inference so long
+AGE_SECONDS: Final = 0.5  # seconds after which a call without a deadline is due, and training is as inference
 
 
 @dataclass(slots=True, eq=False)
@@ -25,18 +25,18 @@ class Work:
     reply: Callable[[Outcome], None]
     client: ClientAccount
     came: float = 0.0  # by the executor's clock
-    held: tuple[float, float] | None = None  # since when it waits for company, and how long it may at most
+    held: tuple[float, float] | None = None  # waits for others since then, and until then at most
     own_pass: Pass = field(default_factory=Pass)
     progress: int = 0  # groups of linears that its pass has come to
     nbytes: int = 0  # of its tensors, both ways
 
     @property
     def product(self) -> ProductName:
-        """Names what it asks for."""
+        """The name of its product."""
         return product_of(self.call)
 
     def is_urgent(self, now: float) -> bool:
-        """Tells whether it goes with inference: training does after `AGE_SECONDS`."""
+        """Tells whether it is treated as inference: training is after `AGE_SECONDS`."""
         return self.call.work == "inference" or now - self.came >= AGE_SECONDS
 
     def is_late(self, now: float) -> bool:
@@ -44,10 +44,10 @@ class Work:
         return self.call.deadline is not None and now - self.came > self.call.deadline
 
     def urgency(self, now: float) -> Urgency:
-        """Sorts calls: inference ahead of training; within a class those of keys within their share
+        """Sort key of calls: inference before training; within a class those of keys within their share
         (`KeyShare.level`); of these by deadline, and without one by progress.
 
-        Those that have come least far go first until they meet others, and go on with them: in the order of
+        Calls that have come least far go first until they meet others, and go on with them; in order of
         arrival they would stay apart. A call without a deadline is due after `AGE_SECONDS`.
         """
         is_due = self.call.deadline is not None or now - self.came >= AGE_SECONDS
@@ -59,19 +59,19 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class ProductQueue:
-    """Calls that wait for one product, in the order of arrival, and what that product costs."""
+    """Calls that wait for one product, in the order of arrival, and the cost of that product."""
 
     cost: ProductCost
     works: list[Work] = field(default_factory=list)
 
     @property
     def direction(self) -> Direction:
-        """Of its calls."""
+        """The direction of its calls."""
         return self.works[0].call.direction
 
     @property
     def product(self) -> ProductName:
-        """Of its calls."""
+        """The product of its calls."""
         return self.works[0].product
 
     @property
@@ -85,5 +85,5 @@ class ProductQueue:
         return sum(work.nbytes for work in self.works)
 
     def urgency(self, now: float) -> Urgency:
-        """Of its most urgent call."""
+        """The urgency of its most urgent call."""
         return min(work.urgency(now) for work in self.works)

@@ -54,7 +54,7 @@ class FileTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _FileState:
     """Signs that a file may have changed."""
 
     inode: int
@@ -72,9 +72,9 @@ class _Descriptor:
         os.close(self.number)
 
     @property
-    def state(self) -> _State:
+    def state(self) -> _FileState:
         found = os.fstat(self.number)
-        return _State(found.st_ino, found.st_size, found.st_mtime_ns)
+        return _FileState(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 class WeightFile:
@@ -104,7 +104,7 @@ class WeightFile:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The file's name, for messages."""
         return "the scratch file" if self.path is None else str(self.path)
 
     def read(self, start: int, into: memoryview) -> None:
@@ -180,7 +180,7 @@ class WeightFile:
             reason = error.strerror or str(error)
             raise WeightsUnreadable(f"weights cannot be read from {self.name}: {reason}") from error
 
-    def _expect_unchanged(self, start: int, read: memoryview, state: _State) -> None:
+    def _expect_unchanged(self, start: int, read: memoryview, state: _FileState) -> None:
         key = start, len(read)
         if key not in self._samples:
             if state != self._known:

@@ -136,22 +136,22 @@ class _Loading:
             sizes = [_nbytes_of(block) for block in blocks]
             refuse_too_little(sizes, ends, self._budget, list(map(self._most_stored, blocks)))
         own, stored = self._store_all()
-        sizes = [one.nbytes for one in stored]
+        sizes = [one.nbytes for one in stored.values()]
         refuse_too_little(sizes, ends, self._budget)
         plan = plan_residence(sizes, self._budget - ends)
         for place in plan.resident:
-            _keep(blocks[place], stored[place])
-        streamed = {place: one for place, one in enumerate(stored) if place not in plan.resident}
+            _keep(blocks[place], stored.pop(place))  # nothing else may hold its buffer
         base.fingerprint = fingerprint_of(base.model.config, self._samples, self._linears, self._quantize)
-        complete(base, own, lambda: self._placed(plan, streamed))
+        complete(base, own, lambda: self._placed(plan, stored))
         return base, Streaming(plan, base.nbytes, self._rate)
 
     def _most_stored(self, block: Block) -> int:
         """Bytes that a block has at most once it is stored as it is, in the files or in the scratch file."""
         return max(self._files.nbytes_of(block), aligned_bytes(block.module.state_dict().values()))
 
-    def _store_all(self) -> tuple[Own, list[StoredBlock]]:
-        """Loads and stores one block after the other, as the model's own forward comes to them."""
+    def _store_all(self) -> tuple[Own, dict[int, StoredBlock]]:
+        """Loads and stores one block after the other, as the model's own forward comes to them. Blocks are
+        by place."""
         blocks = self._base.chain.blocks
         buffer = ReadBuffer(max(map(self._files.nbytes_of, blocks)))
         stored: dict[str, StoredBlock] = {}
@@ -180,7 +180,7 @@ class _Loading:
             own = own_forward(self._base)
         for one in stored.values():
             one.forget()
-        return own, [stored[block.path] for block in blocks]
+        return own, {place: stored[block.path] for place, block in enumerate(blocks)}
 
     @contextmanager
     def _one_by_one(

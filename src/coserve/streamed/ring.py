@@ -145,7 +145,8 @@ class Ring:
             yield visit[0]
 
     def _next(self, visit: Visit) -> Visit:
-        """Without experience: the next block in this direction, and then a pass forward."""
+        """The block that follows where no pass is known yet: the next one in this direction, then a pass
+        forward."""
         place, is_back = visit
         above, below = (p for p in self._blocks if p > place), (p for p in self._blocks if p < place)
         found = max(below, default=None) if is_back else min(above, default=None)

@@ -89,7 +89,7 @@ class ControlTokens:
         return found
 
     def text_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text` without control tokens, whatever it spells."""
+        """Token ids of `text`; text that spells a control token is plain text."""
         return self.ids(self.hide(text), add_special_tokens)
 
     def prepare(self) -> None:

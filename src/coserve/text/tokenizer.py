@@ -1,5 +1,6 @@
 """The tokenizer of a model: the interface that coserve uses, and loading."""
 
+import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +50,20 @@ def load_tokenizer(model: str | Path) -> Tokenizer:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{model} has no tokenizer.json that can be read: {reason}") from error
     return found
+
+
+def reads_alike(one: Tokenizer, other: Tokenizer) -> bool:
+    """Tells whether two tokenizers make the same tokens of every text and every chat, and the same text of
+    tokens."""
+    return _reading_of(one) == _reading_of(other)
+
+
+def _reading_of(tokenizer: Tokenizer) -> tuple[object, ...]:
+    fields = json.loads(tokenizer.backend_tokenizer.to_str())
+    names = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    parts = [fields.get(name) for name in names]
+    added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+    return parts, tokenizer.chat_template, dict(tokenizer.special_tokens_map), added
 
 
 def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:

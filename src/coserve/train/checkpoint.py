@@ -17,7 +17,6 @@ the one before it is used. Nothing here ever deletes a checkpoint.
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.sites import Frame
+from coserve.core import disk
 from coserve.errors import JobError
 from coserve.train.state import Identity, TrainingState
 
@@ -62,7 +62,7 @@ def write_checkpoint(folder: Path, state: TrainingState, base_name: str = "") ->
         existing = _checked(path)
         if existing is not None:
             return existing
-        _make_folder(folder)
+        disk.make_folder(folder)
         partial = folder / f".{path.name}.partial"
         if partial.exists():  # left by a killed process
             shutil.rmtree(partial)
@@ -71,7 +71,7 @@ def write_checkpoint(folder: Path, state: TrainingState, base_name: str = "") ->
         if path.exists():
             path.rename(_free_name(folder, f"{path.name}.damaged"))
         partial.rename(path)
-        _sync(folder)
+        disk.sync_path(folder)
     except (OSError, SafetensorError) as error:
         raise JobError(f"the checkpoint {path} cannot be written: {error}") from error
     written = _checked(path)
@@ -85,17 +85,17 @@ def write_weights(folder: Path, adapter: AdapterVersion, base_name: str, model_t
     is there. Raises JobError."""
     partial, before = folder.with_name(f".{folder.name}.partial"), None
     try:
-        _make_folder(folder.parent)
+        disk.make_folder(folder.parent)
         if partial.exists():  # left by a killed process
             shutil.rmtree(partial)
         write_adapter(adapter, partial, base_name, model_type)
         for file in partial.iterdir():
-            _sync(file)
-        _sync(partial)
+            disk.sync_path(file)
+        disk.sync_path(partial)
         if folder.exists():
             before = folder.rename(_free_name(folder.parent, f".{folder.name}.before"))
         partial.rename(folder)
-        _sync(folder.parent)
+        disk.sync_path(folder.parent)
         if before is not None:
             shutil.rmtree(before)
     except (OSError, SafetensorError) as error:
@@ -144,12 +144,12 @@ def _write_files(folder: Path, state: TrainingState, base_name: str) -> None:
     (folder / _STATE).write_text(json.dumps(fields, indent=2) + "\n")
     files = {}
     for file in sorted(folder.iterdir()):
-        _sync(file)
+        disk.sync_path(file)
         files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
     manifest = folder / _MANIFEST
     manifest.write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
-    _sync(manifest)
-    _sync(folder)
+    disk.sync_path(manifest)
+    disk.sync_path(folder)
 
 
 def _checked(path: Path) -> Checkpoint | None:
@@ -191,23 +191,6 @@ def _free_name(folder: Path, name: str) -> Path:
     while (folder / f"{name}-{number}").exists():
         number += 1
     return folder / f"{name}-{number}"
-
-
-def _make_folder(folder: Path) -> None:
-    """Makes a folder with its parents, each synced to disk before the next."""
-    if not folder.exists():
-        _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sha256(file: Path) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from coserve.errors import ConfigError, DataError
+from coserve.jobs.datasets import place_of
 from coserve.jobs.formats import ChatRecord, CompletionRecord, SupervisedRecord
 from coserve.text.chat import encode_chat
 from coserve.text.control import text_ids
@@ -45,7 +46,7 @@ class Prepared:
     """A tokenised data set. `truncated` examples lost their ends; `dropped` ones had no label left.
 
     `digest` is the SHA-256 of the examples' content and order. Prompts have `references`, one for each, that
-    graders compare answers with.
+    graders compare answers with; labelled answers are `desirable` or not.
     """
 
     examples: tuple[Example, ...]
@@ -53,6 +54,7 @@ class Prepared:
     dropped: int = 0
     digest: str = ""
     references: tuple[Mapping[str, Any], ...] = ()
+    desirable: tuple[bool, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -90,7 +92,7 @@ def prepare(
     max_length: int | None = None,
     allow_special_tokens: bool = False,
 ) -> Prepared:
-    """Tokenizes all records; DataError names the example (from 1), or says that none has a label.
+    """Tokenizes all records; DataError names the place of one, or says that none has a label.
 
     Text that spells a control token stays text, unless `allow_special_tokens`.
     """
@@ -102,7 +104,7 @@ def prepare(
                 tokens, wanted = _encode(record, tokenizer, loss_on, allow_special_tokens)
                 example = _shifted(tokens, wanted, max_length)
             except DataError as error:
-                raise DataError(f"example {number}: {error}") from error
+                raise DataError(f"{place_of(records, number)}: {error}") from error
             yield example, max_length is not None and len(tokens) > max_length
 
     return _prepared(made())

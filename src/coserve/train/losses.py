@@ -125,6 +125,19 @@ def _orpo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Setting
     return -(means[0::2] + settings["beta"] * ratio).sum()
 
 
+def _kto(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, equation 7), as TRL computes it: what an
+    answer gains on the `reference` beyond `kl`, an estimate of the divergence from it, is to be high where
+    all of the example's `desirable` are 1, and low where they are 0."""
+    numbers = torch.stack([logprobs - inputs["reference"], inputs["desirable"], torch.ones_like(logprobs)])
+    gained, marked, tokens = logprobs.new_zeros(3, int(examples.max()) + 1).index_add(1, examples, numbers)
+    desirable = (2 * marked > tokens).to(logprobs.dtype)
+    weights = settings["desirable_weight"] * desirable + settings["undesirable_weight"] * (1 - desirable)
+    margins = (2 * desirable - 1) * settings["beta"] * (gained - settings["kl"])
+    losses: Tensor = weights * (tokens > 0) * torch.sigmoid(-margins)
+    return losses.sum()
+
+
 def _distillation(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
     """The Kullback-Leibler divergence of the student from the teacher over the teacher's likeliest tokens
     (Hinton et al. 2015, section 2, cut to k tokens): both at a temperature, times its square, which keeps the
@@ -150,6 +163,12 @@ LOSSES: Final[Mapping[str, Loss]] = {
     ),
     "dpo": Loss(_dpo, inputs=("reference",), settings={"beta": 0.1}, couples=True, group=2),
     "orpo": Loss(_orpo, settings={"beta": 0.1}, couples=True, group=2),
+    "kto": Loss(
+        _kto,
+        inputs=("reference", "desirable"),
+        settings={"beta": 0.1, "kl": 0.0, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+        couples=True,
+    ),
 }
 
 OF_CANDIDATES: Final[Mapping[str, Loss]] = {

@@ -1,17 +1,20 @@
 """Objectives of fine-tuning jobs: what their steps minimise, with its settings.
 
 `supervised` learns examples, `distillation` what another adapter predicts in them, `dpo` and `orpo` learn
-from pairs of answers of which one is preferred, `reinforcement` from the rewards of answers that the model
-samples. An objective's name is that of OpenAI's fine-tuning methods where it is one of them.
+from pairs of answers of which one is preferred, `kto` from single answers that are desirable or not,
+`reinforcement` from the rewards of answers that the model samples. An objective's name is that of OpenAI's
+fine-tuning methods where it is one of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
 from coserve.errors import ConfigError
 from coserve.train.grading.graders import GRADERS, Grader, grader_from
 from coserve.train.grading.http import HttpGrader
+from coserve.train.grading.multi import MultiGrader
+from coserve.train.grading.similarity import TextSimilarityGrader
 
 MOST_TOP_K: Final = 64  # tokens of a teacher's distribution: every one of a row passes through plans
 
@@ -77,6 +80,25 @@ class ORPO:
 
 
 @dataclass(frozen=True, slots=True)
+class KTO:
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, section 4), the mean over answers, each
+    of which is desirable or not and weighed by that. The reference is as DPO's. The divergence from it is
+    estimated in each step, on the step's prompts with answers to other prompts."""
+
+    name: ClassVar[str] = "kto"
+    group: ClassVar[int] = 2  # an answer, and another one to the same prompt for the estimate
+    has_reference: ClassVar[bool] = True
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_beta(self.name, self.beta)
+        for field in ("desirable_weight", "undesirable_weight"):
+            _check_range(self.name, field, getattr(self, field), float, 0.0, 1000.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Reinforcement:
     """Group relative policy optimisation (GRPO; Shao et al. 2024): of the `group_size` answers to a prompt
     each has the advantage (reward - mean) / std within its group, and all tokens of a step count alike
@@ -104,10 +126,14 @@ class Reinforcement:
 
 
 Preferences = DPO | ORPO
-Objective = Supervised | Distillation | DPO | ORPO | Reinforcement
+Objective = Supervised | Distillation | DPO | ORPO | KTO | Reinforcement
 SUPERVISED: Final = Supervised()
+ALL_GRADERS: Final[Mapping[str, Callable[..., Grader]]] = {
+    **GRADERS,
+    **{kind.type: kind for kind in (TextSimilarityGrader, HttpGrader, MultiGrader)},
+}
 OBJECTIVES: Final[Mapping[str, type[Objective]]] = {
-    kind.name: kind for kind in (Supervised, Distillation, DPO, ORPO, Reinforcement)
+    kind.name: kind for kind in (Supervised, Distillation, DPO, ORPO, KTO, Reinforcement)
 }
 
 
@@ -128,8 +154,7 @@ def objective_of(
             f"the training method {name!r} has no setting {unknown[0]!r}, only {', '.join(known) or 'none'}"
         )
     if kind is Reinforcement:
-        kinds = {**GRADERS, HttpGrader.type: HttpGrader}
-        settings["grader"] = grader_from(settings.get("grader", {}), kinds, allowed_hosts=allowed_hosts)
+        settings["grader"] = grader_from(settings.get("grader", {}), ALL_GRADERS, allowed_hosts=allowed_hosts)
     return kind(**settings)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coserve.errors import DataError
+from coserve.jobs.datasets import place_of
 from coserve.jobs.formats import PreferenceRecord
 from coserve.jobs.messages import Message, Tools
 from coserve.text.chat import encode_chat, encode_prompt
@@ -29,7 +30,7 @@ def prepare_pairs(
     preferred answer, then the other. Only tokens of the answers have labels.
 
     Pairs of which an answer has no label left, or whose answers are equal, are dropped. DataError names the
-    example (from 1), or says that none is left.
+    place of one, or says that none is left.
     """
     kept: list[Example] = []
     truncated = dropped = 0
@@ -37,10 +38,10 @@ def prepare_pairs(
         try:
             made = pair if isinstance(pair, TokenPair) else _tokens_of(pair, tokenizer, allow_special_tokens)
         except DataError as error:
-            raise DataError(f"example {number}: {error}") from error
-        cut = [_cut(example, max_length) for example in (made.chosen, made.rejected)]
-        truncated += any(is_cut for _, is_cut in cut)
-        chosen, rejected = (example for example, _ in cut)
+            raise DataError(f"{place_of(pairs, number)}: {error}") from error
+        shortened = [cut(example, max_length) for example in (made.chosen, made.rejected)]
+        truncated += any(is_cut for _, is_cut in shortened)
+        chosen, rejected = (example for example, _ in shortened)
         if chosen.label_count and rejected.label_count and chosen != rejected:
             kept += [chosen, rejected]
         else:
@@ -57,12 +58,22 @@ def _tokens_of(
 ) -> TokenPair:
     assert tokenizer is not None, "records are text"
     prompt, tools = record.prompt, record.tools
-    before = len(encode_prompt(prompt, tokenizer, allow_special_tokens, tools))
-    chosen, rejected = (
-        _answer((*prompt, *answer), before, tokenizer, allow_special_tokens, tools)
-        for answer in (record.chosen, record.rejected)
+    chosen, rejected = encode_answers(
+        prompt, (record.chosen, record.rejected), tokenizer, allow_special_tokens, tools
     )
     return TokenPair(chosen, rejected)
+
+
+def encode_answers(
+    prompt: tuple[Message, ...],
+    answers: Iterable[tuple[Message, ...]],
+    tokenizer: Tokenizer,
+    allow_special_tokens: bool,
+    tools: Tools,
+) -> list[Example]:
+    """The prompt with each of the answers to it, with labels for what the assistant says in the answer."""
+    before = len(encode_prompt(prompt, tokenizer, allow_special_tokens, tools))
+    return [_answer((*prompt, *answer), before, tokenizer, allow_special_tokens, tools) for answer in answers]
 
 
 def _answer(
@@ -81,7 +92,8 @@ def _answer(
     return Example(tuple(tokens), (*labels[1:], IGNORED))
 
 
-def _cut(example: Example, most: int | None) -> tuple[Example, bool]:
+def cut(example: Example, most: int | None) -> tuple[Example, bool]:
+    """The example's first `most` tokens, and whether that is less than all of it."""
     if most is None or len(example) <= most:
         return example, False
     return Example(example.tokens[:most], (*example.labels[: most - 1], IGNORED)), True

@@ -60,4 +60,6 @@ class TrainingPause:
     @property
     def is_due(self) -> bool:
         """Tells whether training stops here."""
+        if self.failure is not None:
+            return True
         return self._obeys and (self._layers > 0 or self._has_abandoned) and self._asked.is_set()

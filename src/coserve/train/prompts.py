@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from coserve.errors import DataError
+from coserve.jobs.datasets import place_of
 from coserve.jobs.formats import PromptRecord
 from coserve.text.chat import encode_prompt
 from coserve.text.tokenizer import Tokenizer
@@ -31,8 +32,8 @@ def prepare_prompts(
     allow_special_tokens: bool = False,
 ) -> Prepared:
     """Tokenizes records; token prompts stay as they are. Examples have no labels. Prompts of more than
-    `max_length` tokens are dropped: cut ones would ask something else. DataError names the record (from 1)
-    that the grader cannot grade, or says that none is left.
+    `max_length` tokens are dropped: cut ones would ask something else. DataError names the place of a
+    record that the grader cannot grade, or says that none is left.
     """
     kept: list[Example] = []
     references: list[Mapping[str, Any]] = []
@@ -46,7 +47,7 @@ def prepare_prompts(
             )
             grader.check(made.reference)
         except DataError as error:
-            raise DataError(f"example {number}: {error}") from error
+            raise DataError(f"{place_of(prompts, number)}: {error}") from error
         if not made.tokens or (max_length is not None and len(made.tokens) > max_length):
             dropped += 1
             continue

@@ -123,7 +123,7 @@ def attend_window_keeping(
     return Attended(concat_rows(outs, 1), concat_rows(lses, 1))
 
 
-class _Rows(Protocol):
+class _SomeRows(Protocol):
     """Some of a window's rows, in attention's layout."""
 
     def of(self, x: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class _Even:
         return x.transpose(1, 2).flatten(0, 1)[None]
 
 
-def _beside(start: int, pieces: Sequence[int], device: torch.device) -> _Rows:
+def _beside(start: int, pieces: Sequence[int], device: torch.device) -> _SomeRows:
     """Whole examples from row `start` on, as separate sequences."""
     first = pieces[0]
     if len(pieces) == 1:
@@ -205,11 +205,11 @@ def _beside(start: int, pieces: Sequence[int], device: torch.device) -> _Rows:
 class _Piece:
     """Rows that attend in one call, and their queries, keys and values."""
 
-    rows: _Rows
+    rows: _SomeRows
     tensors: tuple[Tensor, Tensor, Tensor]
 
 
-def _kept_of(rows: _Rows, kept: Attended) -> Attended:
+def _kept_of(rows: _SomeRows, kept: Attended) -> Attended:
     """The kept attention outputs of these rows."""
     lse = rows.of(kept.lse[..., None].transpose(1, 2))
     return Attended(rows.of(kept.out.transpose(1, 2)), lse.squeeze(-1))
@@ -221,7 +221,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, past: PastKV, window: Window) -> It
     keys, values = past.ahead
     start = window.prompt
     if start:
-        rows: _Rows = _Together(0, start)
+        rows: _SomeRows = _Together(0, start)
         keys, values = [_joined(keys, rows.of(k))], [_joined(values, rows.of(v))]
         yield _Piece(rows, (rows.of(q), keys[0], values[0]))
     if past.own is not None:

@@ -19,10 +19,10 @@ BEAT_SECONDS: Final = 0.5  # between two heartbeats, at least
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """Start order of an engine's process: the model to load, and the path of the Unix socket to listen on (a
-    file there is replaced). `threads` are torch's; None is its default. `calibration` is the file of measured
-    step costs; without one they are measured at every start. `crash` describes how the previous engine
-    crashed; empty where there was none, or it was ended from outside."""
+    """Start order of an engine's process: the model to load, further bases by their ids, and the path of the
+    Unix socket to listen on (a file there is replaced). `threads` are torch's; None is its default.
+    `calibration` is the file of measured step costs; without one they are measured at every start. `crash`
+    describes how the previous engine crashed; empty where there was none, or it was ended from outside."""
 
     model: str
     socket: str
@@ -31,6 +31,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     calibration: str | None = None
     log_level: str = "info"
     crash: str = ""
+    bases: dict[str, str] = {}
 
 
 class Status(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -7,6 +7,7 @@ pipes.
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from types import ModuleType
 from typing import Final
 
 from coserve.wire.child import SupervisorPipes
@@ -31,13 +33,24 @@ def launch(arguments: Sequence[str]) -> None:
     faulthandler.enable()
     pipes = SupervisorPipes()
     pipes.own_crashes()
-    if LOW_PRIORITY in arguments:
-        low_priority_import([module])
-    import_module(module).main(pipes)
+    import_uncollected(module, LOW_PRIORITY in arguments).main(pipes)
 
 
-def low_priority_import(modules: Sequence[str]) -> None:
-    """Imports modules at the lowest priority, and returns at the usual one.
+def import_uncollected(module: str, low_priority: bool = False) -> ModuleType:
+    """Imports a module without collections of garbage meanwhile, and leaves all objects that are there then
+    out of later ones: a million, which stay. With `low_priority` at the lowest priority."""
+    gc.disable()
+    try:
+        if low_priority:
+            low_priority_import(module)
+        return import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def low_priority_import(module: str) -> None:
+    """Imports a module at the lowest priority, and returns at the usual one.
 
     A thread gets the low priority, as only root may raise that of a process again. Where threads have no
     priority of their own (outside of Linux) this is a plain import.
@@ -46,14 +59,11 @@ def low_priority_import(modules: Sequence[str]) -> None:
     def work() -> None:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
-        for name in modules:
-            import_module(name)
+        import_module(module)  # where it fails the caller's own import raises
 
     thread = threading.Thread(target=work, name="low-priority-import")
     thread.start()
     thread.join()
-    for name in modules:  # there already; one that failed raises here, where the caller hears it
-        import_module(name)
 
 
 def _die_with_parent() -> None:

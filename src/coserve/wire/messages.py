@@ -7,14 +7,15 @@ without a server. Their events are numbered, and reported on every new connectio
 and acknowledged them.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from coserve.core.job_status import JobStatus
 from coserve.core.plan import TokenLogprobs, Updated
-from coserve.core.request import SLO, FinishReason, SamplingParams
+from coserve.core.request import BASE, SLO, FinishReason, SamplingParams
 from coserve.core.training import AdamParams, Datum, PassOutput
+from coserve.errors import CoserveError
 
 MethodFields = dict[str, Any] | list[dict[str, Any]]
 Options = dict[str, float | int | str | list[float] | None]  # fields of TrainingConfig
@@ -31,9 +32,10 @@ class Submit(WireMessage, frozen=True):
     """A request for text. `sampling.seed` must be set, so that another engine can continue the answer.
 
     `continued` are the answer's first tokens, from an engine that died: they count towards `max_tokens` and
-    are not reported again. `adapter` is the key of a version loaded on this connection before. `age` is the
-    seconds since the request arrived. Requests of one `scope` share prefixes. The first token of a `newcomer`
-    has priority.
+    are not reported again. `adapter` is the key of a version loaded on this connection before, as those of
+    `alternatives` are, one of which may answer in its place under load: the most accurate first, None is the
+    base. Without an adapter the base of the id `base` answers. `age` is the seconds since the request
+    arrived. Requests of one `scope` share prefixes. The first token of a `newcomer` has priority.
     """
 
     id: str
@@ -45,6 +47,8 @@ class Submit(WireMessage, frozen=True):
     age: float = 0.0
     scope: str | None = ""
     newcomer: bool = False
+    alternatives: tuple[str | None, ...] = ()
+    base: str = BASE
 
 
 class Cancel(WireMessage, frozen=True):
@@ -57,14 +61,15 @@ class Cancel(WireMessage, frozen=True):
 class AddAdapter(WireMessage, frozen=True):
     """Registers the adapter in a folder (PEFT's format) as `key`; a `Reply` with `ref` follows.
 
-    Its files are checked now, with the weights of a `new` one; weights are loaded on the first request. A
-    known key is a success.
+    It is one of the base of the id `base`. Its files are checked now, with the weights of a `new` one;
+    weights are loaded on the first request. A known key is a success.
     """
 
     ref: int
     key: str
     path: str
     new: bool = False
+    base: str = BASE
 
 
 class RemoveAdapter(WireMessage, frozen=True):
@@ -100,7 +105,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     are the losses of its checkpoints so far, by step. Where validation has a reward and no loss, its negative
     counts.
     `objective` is the type and the settings of the training method (`train.objectives`), and `teacher` the
-    folder of the adapter that teaches in distillation, None for the base.
+    folder of the adapter that teaches in distillation, None for the base. `base` is the id of the base that
+    it trains on.
     """
 
     job: str
@@ -117,6 +123,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     patience: int | None = None
     threshold: float = 0.0
     validated: dict[int, float] = {}
+    base: str = BASE
 
 
 class CheckJob(WireMessage, frozen=True):
@@ -229,8 +236,20 @@ Command = (
 # Engine to server
 
 
+class FurtherBase(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Properties of a base beside the engine's first one: those of `Hello` that are its own."""
+
+    model: str
+    parameters: int
+    positions: int
+    vocabulary: int
+    width: int
+    linears: dict[str, tuple[str, ...]] = {}
+
+
 class Hello(WireMessage, frozen=True):
-    """The first message of a connection: the engine's identity and its model's properties."""
+    """The first message of a connection: the engine's identity and the properties of its first base; `bases`
+    has those of the others, by id."""
 
     generation: str  # unique for each start of an engine
     model: str
@@ -253,6 +272,14 @@ class Hello(WireMessage, frozen=True):
     offloaded_tokens: int = 0  # most tokens of a sequence in slower memory
     crash: str = ""  # how the engine before this one brought itself down; empty where it did not
     linears: dict[str, tuple[str, ...]] = {}  # targets of adapters: in attention, feed_forward and the head
+    bases: dict[str, FurtherBase] = {}
+
+    def of(self, base: str) -> "Hello":
+        """The same of one base. A base that this engine does not have gives the first one's, and requests for
+        it are refused by the engine."""
+        if (found := self.bases.get(base)) is None:
+            return self
+        return msgspec.structs.replace(self, **msgspec.structs.asdict(found), offloaded_tokens=0)
 
 
 class Fault(WireMessage, frozen=True):
@@ -261,11 +288,17 @@ class Fault(WireMessage, frozen=True):
     kind: str
     text: str
 
+    @classmethod
+    def of(cls, error: CoserveError) -> Self:
+        """The message for an error."""
+        return cls(type(error).__name__, str(error))
+
 
 class Token(WireMessage, frozen=True):
     """A token of an answer, or its end alone (`token` is None).
 
-    The first token has the number of `cached` prompt tokens.
+    The first token has the number of `cached` prompt tokens. `alternative` is what answers: 0 the adapter
+    asked for, from 1 on one of the alternatives to it.
     """
 
     id: str
@@ -275,6 +308,7 @@ class Token(WireMessage, frozen=True):
     finish: FinishReason | None = None
     fault: Fault | None = None  # the request was refused; nothing follows
     cached: int = 0
+    alternative: int = 0
 
 
 class Reply(WireMessage, frozen=True):

@@ -9,8 +9,7 @@
 import csv
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from math import isfinite
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,8 @@ import msgspec
 from coserve.errors import DataError
 
 BLOCK: Final = 512  # tokens of a Mooncake block
+MOST_TOKENS: Final = 1 << 24  # of a prompt or an answer: more than any model has positions
+_LATEST: Final = 1e11  # seconds since 1970: three thousand years
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,9 @@ class _Fields:
 
 
 def _date(text: str) -> float:
-    # Seven decimals are more than a datetime has.
-    return (
-        datetime.fromisoformat(text.strip()[:26].removesuffix("Z")) - datetime(1970, 1, 1)
-    ).total_seconds()
+    """Seconds of a date, in UTC where it has no other zone."""
+    date = datetime.fromisoformat(text.strip())
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 _AZURE: Final = _Fields("TIMESTAMP", "ContextTokens", "GeneratedTokens", _date)
@@ -121,9 +121,9 @@ def _rows(path: Path, records: Iterator[Record]) -> Iterator[TraceRow]:
 def _time(place: str, fields: _Fields, value: Any) -> float:
     try:
         found = fields.seconds(value)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{place}: expected {fields.at} to be a time, got {value!r}") from error
-    if not isfinite(found):
+    if not abs(found) <= _LATEST:
         raise DataError(f"{place}: expected {fields.at} to be a time, got {value!r}")
     return found
 
@@ -132,10 +132,12 @@ def _tokens(place: str, name: str, value: Any) -> int:
     """A number of tokens, at least one. A request without an answer is one that failed."""
     try:
         found = int(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{place}: expected {name} to be a number of tokens, got {value!r}") from error
     if found < 1 or isinstance(value, bool) or (isinstance(value, float) and value != found):
         raise DataError(f"{place}: expected {name} to be a number of tokens, at least one, got {value!r}")
+    if found > MOST_TOKENS:
+        raise DataError(f"{place}: expected {name} to be at most {MOST_TOKENS:,} tokens, got {value!r:.40}")
     return found
 
 

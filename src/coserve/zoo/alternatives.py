@@ -78,15 +78,40 @@ class Pruning(msgspec.Struct, frozen=True, tag="surrogate"):
     machine: str
 
 
+class ApproximateChain(msgspec.Struct, frozen=True):
+    """The chain of a full fine-tune with its foundation's components at `places`. `nbytes` are those of the
+    weights that are left of its own, `fidelity` is of the whole chain, the full fine-tune as its teacher."""
+
+    name: str
+    places: tuple[int, ...]
+    nbytes: int
+    fidelity: Fidelity
+
+
+class Ladder(msgspec.Struct, frozen=True, tag="ladder of chains"):
+    """Approximate chains of the full fine-tune `model`, the most accurate first. Their components of
+    `foundation` have a similarity of at least `threshold` each, the chains one of at least `least`. `nbytes`
+    and `own` are of the exact chain; all are judged on `tokens` tokens."""
+
+    model: str
+    foundation: str
+    threshold: float
+    least: float
+    tokens: int
+    nbytes: int
+    own: Fidelity
+    chains: tuple[ApproximateChain, ...]
+
+
 class StoredAlternative(msgspec.Struct, frozen=True):
     """A manifest: `models` are digests of what it belongs to, by name; `tensors` ids by name; `text` the
-    SHA-256 of what it was trained on."""
+    SHA-256 of what it was trained or judged on."""
 
     name: str
     models: dict[str, str]
     tensors: dict[str, str]
     text: str
-    made: Stitching | Pruning
+    made: Stitching | Pruning | Ladder
 
     @property
     def kind(self) -> str:
@@ -122,6 +147,11 @@ class AlternativeFolder:
     def of_model(self, model: str) -> list[str]:
         """Names of the alternatives that belong to a model. Raises ZooError for a damaged manifest."""
         return [one.name for one in self.all().values() if model in one.models]
+
+    def ladder_of(self, model: str) -> StoredAlternative | None:
+        """The ladder of a full fine-tune, which has one at most. Raises ZooError for a damaged manifest."""
+        own = (one for one in self.all().values() if isinstance(one.made, Ladder) and one.made.model == model)
+        return next(own, None)
 
     def write(self, alternative: StoredAlternative) -> None:
         """Adds an alternative whose tensors are stored, for good. Raises OSError."""

@@ -26,8 +26,9 @@ _BEFORE_ATTENTION: Final = ("PREFIX_TUNING",)
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """Where a layer's tensors belong, by the first part of their names in it."""
+class _LayerModules:
+    """A layer's modules that belong to its attention, by the first part of their names; the others belong to
+    its feed-forward."""
 
     tail: str  # of its path, as "layers.7"
     attention: frozenset[str]
@@ -41,7 +42,7 @@ class Architecture:
     config: Any
     width: int
     vocabulary: int
-    _layers: tuple[_Layer, ...]
+    _layers: tuple[_LayerModules, ...]
     _in_front: frozenset[str]
 
     @staticmethod
@@ -133,7 +134,7 @@ class Architecture:
         return tuple(Component(self.kind(place), own) for place, own in enumerate(found))
 
 
-def _layer(path: str, layer: nn.Module) -> _Layer:
+def _layer(path: str, layer: nn.Module) -> _LayerModules:
     """A layer's attention, and the norms around it: of the layer's own norms, in the order of its modules,
     the first half, rounded up."""
     heavy = {name for name, module in layer.named_children() if any(p.ndim > 1 for p in module.parameters())}
@@ -141,7 +142,9 @@ def _layer(path: str, layer: nn.Module) -> _Layer:
     attention = sublayers(layer).get(Kind.ATTENTION)
     if attention is None:
         raise UnsupportedModel(f"the layer {path} has no attention")
-    return _Layer(".".join(path.split(".")[-2:]), frozenset({attention, *norms[: (len(norms) + 1) // 2]}))
+    return _LayerModules(
+        ".".join(path.split(".")[-2:]), frozenset({attention, *norms[: (len(norms) + 1) // 2]})
+    )
 
 
 def _in_front(model: PreTrainedModel, first_layer: str) -> Iterable[str]:

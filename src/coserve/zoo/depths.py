@@ -40,8 +40,8 @@ class Depth(msgspec.Struct, frozen=True):
 
 
 class Depths(msgspec.Struct, frozen=True):
-    """How good a model is with each alternative at each depth, by the alternative's name; `own` is the model
-    itself on the same held-out text."""
+    """Fidelity of a model with each alternative at each depth, by the alternative's name; `own` is that of
+    the model itself on the same held-out text."""
 
     model: str
     own: Fidelity

@@ -1,6 +1,6 @@
 """Figures of a zoo: its chains as blocks, and the bytes that it takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -45,13 +45,27 @@ def storage(zoo: Zoo, applications: Mapping[str, Application], threshold: float 
     separate = sum(_separate_bytes(zoo, one, applications) for one in applications.values())
     exact = zoo.nbytes(applications)
     measured = comparisons(zoo, applications)
-    kept = {
-        name: _without(one, _replaceable(one, applications, measured, threshold))
-        for name, one in applications.items()
-    }
+    kept = {name: _without(one, equivalents(one, measured, threshold)) for name, one in applications.items()}
     needed = zoo.reachable(applications) - zoo.reachable(kept)
     saved = sum(map(zoo.tensors.nbytes, needed))
     return Storage(separate, exact, exact - saved)
+
+
+def equivalents(
+    one: Application, measured: Sequence[Comparison], threshold: float = THRESHOLD
+) -> dict[int, float]:
+    """Places of a full fine-tune at which its foundation has something equivalent, with the similarities."""
+    found: dict[int, float] = {}
+    if one.is_adapter or not one.parent:
+        return found
+    for comparison in measured:
+        if {comparison.one, comparison.other} != {one.name, one.parent}:
+            continue
+        for group in comparison.groups:
+            mine = group.one if comparison.one == one.name else group.other
+            if group.similarity >= threshold:
+                found |= dict.fromkeys(range(*mine), group.similarity)
+    return found
 
 
 def _separate_bytes(zoo: Zoo, one: Application, others: Mapping[str, Application]) -> int:
@@ -64,24 +78,7 @@ def _separate_bytes(zoo: Zoo, one: Application, others: Mapping[str, Application
     return own + (0 if parent is None else _separate_bytes(zoo, parent, others))
 
 
-def _replaceable(
-    one: Application, others: Mapping[str, Application], measured: Sequence[Comparison], threshold: float
-) -> set[int]:
-    """Places of a full fine-tune at which its foundation has something equivalent."""
-    if one.is_adapter or not one.parent:
-        return set()
-    found: set[int] = set()
-    for comparison in measured:
-        if {comparison.one, comparison.other} != {one.name, one.parent}:
-            continue
-        for group in comparison.groups:
-            mine = group.one if comparison.one == one.name else group.other
-            if group.similarity >= threshold:
-                found |= set(range(*mine))
-    return found
-
-
-def _without(one: Application, places: set[int]) -> Application:
+def _without(one: Application, places: Collection[int]) -> Application:
     """The application without the weights of components at these places."""
     kept = {key for place, own in enumerate(one.chain) if place not in places for key in own.tensors.values()}
     weights = {

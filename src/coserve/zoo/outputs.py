@@ -16,7 +16,7 @@ from coserve.adapters.sites import Kind, decoder_layers, sublayers
 
 
 @dataclass(slots=True)
-class _Seen:
+class _PassStates:
     """Hidden states of one pass, [rows, width] each, by place. Of the layer under way: its input, the
     attention's output, and the inputs and outputs of its norms."""
 
@@ -33,7 +33,7 @@ def component_states(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -
     for the head. `windows` are token ids of texts that are run one after the other."""
     places: list[list[Tensor]] = []
     for window in windows:
-        seen = _Seen()
+        seen = _PassStates()
         with _watched(model, seen):
             model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False)
         count = 2 * len(decoder_layers(model)) + 2
@@ -66,7 +66,7 @@ def feed_forward_of(layer: nn.Module) -> nn.Module | None:
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, seen: _Seen) -> Iterator[None]:
+def _watched(model: PreTrainedModel, seen: _PassStates) -> Iterator[None]:
     """Context in which a pass writes down the states behind its components."""
     with ExitStack() as stack:
         for number, layer in enumerate(decoder_layers(model).values()):
@@ -75,7 +75,7 @@ def _watched(model: PreTrainedModel, seen: _Seen) -> Iterator[None]:
         yield
 
 
-def _hooks(layer: nn.Module, number: int, seen: _Seen) -> Iterator[Any]:
+def _hooks(layer: nn.Module, number: int, seen: _PassStates) -> Iterator[Any]:
     attention = layer.get_submodule(sublayers(layer)[Kind.ATTENTION])
     feed_forward = feed_forward_of(layer)
 

@@ -41,7 +41,7 @@ _LOCK: Final = "lock"
 _SUFFIX: Final = ".json"
 
 
-class _Mark(msgspec.Struct, frozen=True):
+class _ZooMark(msgspec.Struct, frozen=True):
     zoo: str = "coserve"
 
 
@@ -61,7 +61,7 @@ class Zoo:
         self.folder = Path(folder)
         if not (self.folder / _MARK).is_file():
             raise ZooError(f"there is no zoo at {folder}: `coserve zoo add` makes one")
-        read_manifest(self.folder / _MARK, _Mark)
+        read_manifest(self.folder / _MARK, _ZooMark)
         self.tensors = TensorStore(self.folder / "tensors")
         self.files = FileObjects(self.folder / "files")
         self.alternatives = AlternativeFolder(self.folder / "alternatives")
@@ -78,7 +78,7 @@ class Zoo:
                     raise ZooError(f"{folder} is no zoo, and not empty: give a new folder")
                 for name in _FOLDERS:
                     make_folder(folder / name)
-                write_manifest(folder / _MARK, _Mark())
+                write_manifest(folder / _MARK, _ZooMark())
                 sync_folder(folder)
         except OSError as error:
             raise ZooError(f"no zoo can be made at {folder}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Which versions are there, and for how long."""
+"""The versions in a bank, and their lifetimes."""
 
 from pathlib import Path
 

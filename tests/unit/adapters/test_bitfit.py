@@ -1,4 +1,4 @@
-"""Which biases BitFit trains, and what is refused."""
+"""BitFit: the biases that it trains, and refused settings."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where bottlenecks stand, how they begin, and what is refused."""
+"""Bottlenecks: their sites, their initial values, and refused settings."""
 
 from pathlib import Path
 from typing import Any

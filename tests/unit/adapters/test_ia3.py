@@ -1,4 +1,5 @@
-"""Which linears IA3 scales and on which side, and what is refused. Numbers are compared elsewhere."""
+"""IA3: the linears that it scales, the side of each, and refused settings. `tests/equivalence` compares
+numbers."""
 
 from pathlib import Path
 from typing import Any

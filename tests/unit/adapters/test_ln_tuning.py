@@ -1,4 +1,4 @@
-"""Which modules LN tuning trains, and what is refused. Numbers are compared elsewhere."""
+"""LN tuning: the modules that it trains, and refused settings. `tests/equivalence` compares numbers."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a LoRA configuration may say and what it means."""
+"""LoRA configurations: accepted values and their meaning."""
 
 import math
 from typing import Any

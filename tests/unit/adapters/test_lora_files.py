@@ -1,4 +1,4 @@
-"""What a file of LoRA's variants must hold, and what it must not."""
+"""Files of LoRA's variants: required and refused contents."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"
 
 
 def peft_folder(folder: Path, **fields: Any) -> Path:
-    """What PEFT writes of an adapter on q_proj, unless the fields say otherwise."""
+    """PEFT's folder of an adapter, on q_proj unless the fields say otherwise."""
     config = LoraConfig(task_type="CAUSAL_LM", r=3, **{"target_modules": ["q_proj"], **fields})
     with_peft("llama", config, torch.float32, **BIASED).save_pretrained(str(folder))
     return folder

@@ -125,7 +125,7 @@ def test_scaled_inputs_are_those_of_every_other_part(tmp_path: Path) -> None:
         write_adapter(adapter.with_parameters(moved), folder)
         merged = loaded(merge_adapter(base, folder, tmp_path / f"out-{number}"))
         engine = engine_of("llama")
-        engine.load_adapter("mine", folder)
+        engine.adapters.load("mine", folder)
         tokens = [5, 9, 2, 40, 33, 7]
         scored = engine.generate(tokens, "mine", SamplingParams(max_tokens=1, prompt_logprobs=1)).result()
         wanted = logits_of(merged, tokens).log_softmax(-1)

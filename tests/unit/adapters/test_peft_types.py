@@ -65,7 +65,7 @@ LAYERS = ("layer", "layers")
 
 
 def _merges(layer: type) -> bool:
-    """Whether its `merge` is one that does something."""
+    """Tells whether its `merge` does anything."""
     return "raise NotImplementedError" not in inspect.getsource(layer.merge)
 
 

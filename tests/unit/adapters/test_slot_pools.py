@@ -1,4 +1,4 @@
-"""Which adapters of a step go together, what they add, and when a slot is free again."""
+"""Slot pools: adapters of a step that are computed together, their results, and slots that are freed."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def adapter(seed: int, rank: int, paths: tuple[str, ...] = ("q", "k", "o"), bias
 def added(
     pools: LoraSlotPools, adapters: list[tuple[slice, Bypasses]], given: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What a step's adapters add at each linear, low-rank ones and the others."""
+    """The terms that a step's adapters add at each linear, low-rank ones and the others."""
     batch = pools.batch(adapters)
     found = {}
     for path, x in given.items():
@@ -184,7 +184,7 @@ def test_the_version_whose_sequences_began_or_ended_longest_ago_gives_up_its_slo
 def test_tables_of_a_device_that_takes_memory_at_once_grow_with_their_adapters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is in a slot stays there; there are as many at most; what is not needed takes nothing."""
+    """Adapters keep their slots, tables never exceed the pool's limit, and unused tables take no memory."""
     monkeypatch.setattr(slot_pools, "_FIRST_SLOTS", 2)
     entries = [slot_pools._entry(adapter(seed, 3), frozenset(SIZES)) for seed in range(6)]
     pool, whole = (slot_pools.LoraSlotPool(GROUPS, 5, entries[0], grows) for grows in (True, False))

@@ -106,7 +106,7 @@ def test_settings_that_mean_nothing(config: type, fields: dict[str, object]) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_s_files_are_read_and_written_again(kind: str, base: Base, tmp_path: Path) -> None:
-    """What PEFT reads of ours answers as the adapter that it wrote."""
+    """PEFT gives the same answers from our files as from its own."""
     adapter = read(written(kind, tmp_path / "theirs"), base)
     assert adapter.parts[0].method == method_of(SETTINGS[kind]).name
     assert bool(next(iter(adapter.placed()))[1].note) is (kind in ENCODED)

@@ -146,6 +146,7 @@ class Pair:
         return x[None]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
 @torch.no_grad()

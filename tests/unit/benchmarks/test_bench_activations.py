@@ -16,7 +16,7 @@ from coserve_benchmarks.memory.run import run_memory
 
 @pytest.mark.slow
 def test_bytes_and_speeds_of_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held is what the plan of the layers says, times rows and layers."""
+    """The bytes held are those of the layers' plan, times rows and layers."""
     monkeypatch.setattr(activations, "OURS", {"ia3": OURS["ia3"]})
     results = run_memory("tiny", quick=True, only=["activations"])
     ratios = [results[f"activations.vs_peft{suffix}[ia3]"] for suffix in ("", "_budget", "_lean", "_windows")]

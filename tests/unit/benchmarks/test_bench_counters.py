@@ -579,6 +579,7 @@ def forget_pieces(engine: Engine) -> None:
     engine.executor.arena.empty()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("method", OURS)
 @pytest.mark.parametrize("keep", [SavePolicy.PRUNED, SavePolicy.INPUTS, SavePolicy.EVERYTHING])
 def test_held_bytes_are_those_of_the_tensors_that_are_there(

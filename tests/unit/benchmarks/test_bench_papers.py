@@ -1,6 +1,7 @@
 """Papers' settings: devices hold their models, figures are computed from the same loads, and statements say
 what agrees."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,29 +11,38 @@ from coserve.simulate.loads import SimulatedLoad, TrainingLoad
 from coserve.simulate.runs import FleetSettings, Simulator
 from coserve.split.batching import BatchingConfig
 from coserve.workload.shapes import ModelShape, shape_named
-from coserve_benchmarks.simulation.papers import blockllm, report
+from coserve_benchmarks.simulation.papers import blockllm, report, speculation
 from coserve_benchmarks.simulation.papers.blockllm import Provisions, play
 from coserve_benchmarks.simulation.papers.fineinfer import CONTINUOUS, FineInfer
 from coserve_benchmarks.simulation.papers.flexllm import (
     HARDWARE,
     HEAVY,
     ISOLATED,
+    PIPELINES,
     SETTINGS,
     FlexLLM,
     KeptShare,
     ModelRuns,
     Setting,
 )
+from coserve_benchmarks.simulation.papers.speculation import (
+    BOTTLENECK,
+    Chain,
+    ChainFigures,
+    Speculation,
+)
 from coserve_benchmarks.simulation.papers.split_world import (
     Device,
     HostCosts,
     Link,
+    Shards,
     SplitClient,
     SplitWorld,
     linears,
 )
 from coserve_benchmarks.simulation.papers.statement import FigureTable, PaperResult, claim, size
-from coserve_benchmarks.simulation.papers.symbiosis import COSTS, Symbiosis
+from coserve_benchmarks.simulation.papers.symbiosis_runs import COSTS, Symbiosis
+from coserve_benchmarks.simulation.papers.symbiosis_sharded import requests_held
 from coserve_benchmarks.simulation.section import paper_tables
 from coserve_benchmarks.zoo.provision import Asked
 
@@ -62,12 +72,18 @@ def test_a_paper_is_drawn_with_its_statements() -> None:
 # FlexLLM
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize(
+    "setting", [*SETTINGS, *PIPELINES], ids=lambda setting: f"{setting.name}-{setting.stages}"
+)
 def test_the_models_fit_on_their_devices(setting: Setting) -> None:
-    assert setting.engines * setting.degree == setting.devices
-    load = SimulatedLoad(1.0, 1.0, training=TrainingLoad(1, 1, 1024))
+    assert setting.engines * setting.degree * setting.stages == setting.devices
+    load = SimulatedLoad(1.0, 1.0, training=TrainingLoad(setting.stages, 1, 1024))
     fleet = FleetSettings(
-        shape_named(setting.shape), HARDWARE, engines=setting.engines, degree=setting.degree
+        shape_named(setting.shape),
+        HARDWARE,
+        engines=setting.engines,
+        degree=setting.degree,
+        stages=setting.stages,
     )
     assert Simulator(fleet, load).cache_tokens > 4096
     assert "A100" in hardware_named(HARDWARE).name
@@ -98,6 +114,12 @@ def test_the_better_policy_is_one_that_holds_the_bounds() -> None:
     assert ModelRuns(SETTINGS[0], 7000.0, 50.0, kept).coserved.policy == "adaptive"
     kept["adaptive", HEAVY] = replace(kept["adaptive", HEAVY], within=0.9)
     assert ModelRuns(SETTINGS[0], 7000.0, 50.0, kept).coserved.policy == "hybrid"
+
+
+def test_pipelines_keep_a_share_of_their_own_peak() -> None:
+    found = FlexLLM(PIPELINES[0], 3.0).piped([2.5])
+    assert {policy for policy, _ in found.kept} == {"hybrid", "adaptive"} and found.peak > 1000
+    assert all(0 < one.kept < 1.2 for one in found.kept.values())
 
 
 # FineInfer
@@ -160,9 +182,91 @@ def test_engines_on_a_device_share_its_time() -> None:
     assert shared.p95 == pytest.approx(2 * alone.p95, rel=0.1)
 
 
+# Speculation
+
+
+def chain(speculation: Speculation | None, arrivals: Sequence[float], tokens: int = 1) -> ChainFigures:
+    """Blocks of a second, the bottleneck of four, with a tenth of one between them."""
+    return Chain(lambda block, rows: 4.0 if block == BOTTLENECK else 1.0, 0.1, speculation).play(
+        arrivals, tokens
+    )
+
+
+def test_a_prediction_that_holds_saves_the_time_of_the_next_block() -> None:
+    """Of one token: seven blocks of a second, one of four, seven transfers; the one behind the bottleneck has
+    computed by the time that the prediction is shown to hold, and its row need not be sent again."""
+    alone = 7.0 + 4.0 + 0.7
+    assert chain(None, [0.0]).p50 == pytest.approx(alone)
+    assert chain(Speculation(20.0, 1.0), [0.0]).p50 == pytest.approx(alone - 1.0 - 0.1)
+    assert chain(Speculation(20.0, 0.0), [0.0]).p50 == pytest.approx(alone)
+    late = chain(Speculation(1.0, 1.0), [0.0]).p50  # a surrogate as slow as its block
+    assert late == pytest.approx(alone)
+
+
+def test_answers_are_made_token_by_token_and_rows_that_wait_pass_together() -> None:
+    one = chain(None, [0.0], 5)
+    assert one.p50 == pytest.approx(5 * 11.7 + 4 * 0.1) and one.rate == pytest.approx(5 / one.p50)
+    both = chain(None, [0.0, 0.01, 0.02])
+    assert both.p95 == pytest.approx(11.7 + 4.0, rel=0.1)  # the second and the third after the first
+    mostly = chain(Speculation(20.0, 0.8), [0.0], 200)
+    assert 200 * 10.6 < mostly.p50 - 199 * 0.1 < 200 * 11.7
+    assert (200 * 11.7 - (mostly.p50 - 199 * 0.1)) / 1.1 == pytest.approx(160, abs=20)
+
+
+def test_speculation_shortens_answers_of_a_modelled_chain() -> None:
+    table, statements = speculation.run(blockllm.LLAMA_7B, blockllm._table(), True, lambda text: None)
+    assert [row[0] for row in table.rows] == ["none", "surrogates", "ideal"]
+    assert all(one.same_direction for one in statements)
+
+
 # Symbiosis
 
 TINY = ModelShape("t", 64, 2, 128, 4, 4, 100, 1024)
+
+
+def sharded(parts: int, gbs: float) -> tuple[SplitWorld, list[Device]]:
+    """A sharded executor with products of a millisecond of its hosts."""
+    table = hardware_named("a100-80")
+    devices = [Device(table) for _ in range(parts)]  # type: ignore[arg-type]
+    base = Shards(tuple(devices), Link(gbs, 0.0))
+    return SplitWorld(TINY, base, HostCosts(1e-3), BatchingConfig("lockstep")), devices
+
+
+def test_shards_are_gathered_for_each_product() -> None:
+    """Half of each linear's weights comes from the other device: 40,960 weights of a layer in bfloat16."""
+    nbytes = TINY.layer_weights * TINY.item_bytes
+    seconds = {}
+    for gbs in (1e6, 1e-2):
+        played, devices = sharded(2, gbs)
+        seconds[gbs] = played.play([client("a", devices[0])], 10).mean_seconds
+    assert seconds[1e-2] - seconds[1e6] == pytest.approx(nbytes / 2 / 1e7, rel=0.05)
+
+
+def test_each_shard_computes_its_own_clients_rows_at_once() -> None:
+    played, devices = sharded(2, 1e6)
+    apart = played.play([client("a", devices[0]), client("b", devices[1], shard=1)], 10)
+    played, devices = sharded(1, 1e6)
+    alone = played.play([client("a", devices[0])], 10)
+    assert apart.together == pytest.approx(2, rel=0.1)
+    assert apart.mean_seconds == pytest.approx(alone.mean_seconds, rel=0.1)
+
+
+def test_a_whole_model_gathers_the_next_linear_while_it_computes() -> None:
+    """Iterations take the longer of gathering and computing."""
+    table = hardware_named("a100-80")
+    device = Device(table)  # type: ignore[arg-type]
+    nbytes = TINY.layer_weights * TINY.item_bytes
+    for gbs, expected in ((1e6, 2 * len(linears(TINY)) * 1e-3), (1e-3, nbytes / 2 / 1e6)):
+        shards = Shards((device, device), Link(gbs, 0.0))
+        own = client("a", device, 1e-3, alone=True, shards=shards)
+        played = SplitWorld(TINY, device, HostCosts(0.0), BatchingConfig("none"))
+        assert played.play([own], 10).mean_seconds == pytest.approx(expected, rel=0.25)
+
+
+def test_requests_that_a_memory_holds() -> None:
+    """Keys and values of 1,024 tokens of Llama2-7B are half a gigabyte, as the paper's 16K are 8 GB."""
+    assert requests_held(40e9) == int(40e9 * 0.9 / (1024 * 512 * 1024))
+    assert requests_held(512e9) > 8 * requests_held(40e9)
 
 
 def world(mode: str = "none", product: float = 1e-3, call: float = 0.0) -> tuple[SplitWorld, Device]:

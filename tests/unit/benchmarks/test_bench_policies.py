@@ -91,7 +91,7 @@ def test_a_round_in_which_nothing_happened() -> None:
 
 
 def test_processors_are_used_until_the_load_is_over() -> None:
-    """Whose training is in a process of its own goes on after the last answer."""
+    """Training in a process of its own goes on after the last answer."""
     load = LoadResult(100.0, 4.0, processor=6.0, finished_at=101.0)
     found = summary(load, Workload("w", "W", 4.0, (), ()), {"own": own_bounds}, "")
     assert found["processor"] == 1.5 / torch.get_num_threads()

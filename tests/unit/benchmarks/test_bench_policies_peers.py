@@ -1,4 +1,4 @@
-"""What a user would do without coserve: requests answered, jobs trained, and a clock that is everybody's."""
+"""Set-ups without coserve: requests answered, jobs trained, and one clock for all."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ WORKLOAD = Workload("small", "a few requests and a job", 1.5, REQUESTS, (JOB,))
 
 
 def check_load(load: LoadResult, workload: Workload) -> None:
-    """What holds of everybody: whole answers after their arrivals, mini-batches after the job's."""
+    """Checks any set-up: whole answers after their arrivals, mini-batches after the job's."""
     assert [len(answer.tokens) for answer in load.answers] == [
         request.answer for request in workload.requests
     ]

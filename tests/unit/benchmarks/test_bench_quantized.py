@@ -1,4 +1,4 @@
-"""What the bench of quantized bases compares, and what it asks a process of its own."""
+"""The bench of quantized bases: its comparisons, and the process that it starts."""
 
 import math
 from pathlib import Path

@@ -6,18 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from coserve import Engine, EngineConfig
 from coserve.core.plan import InferenceSegment, Plan
 from coserve.core.request import Request, SamplingParams
 from coserve.executors.simulated import SimulatedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
+from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve_benchmarks.rows_page import render
-from coserve_benchmarks.simulation.real import Pair, StepRecorder, Timings
+from coserve_benchmarks.simulation import real as runs
+from coserve_benchmarks.simulation.real import Pace, Pair, StepRecorder, Timings
 from coserve_benchmarks.simulation.run import run_check
+from models import tiny
 
 TRUE = {"step": 3e-3, "forward_layers": 2e-2, "forward_rows": 4e-4, "decode_context": 2e-6}
 
@@ -58,7 +61,7 @@ def test_costs_are_those_of_the_steps_that_were_watched() -> None:
 def test_steps_are_watched_through_a_scheduler() -> None:
     watched = scheduler()
     executor, recorder = SimulatedExecutor(CostModel(TRUE).predict), StepRecorder(watched)
-    watched.submit(Request("r", (0,) * 8, SamplingParams(max_tokens=6, ignore_eos=True)), 0.0)
+    watched.requests.submit(Request("r", (0,) * 8, SamplingParams(max_tokens=6, ignore_eos=True)), 0.0)
     with recorder.watching():
         while watched.has_work:
             executor.step(watched)
@@ -72,11 +75,25 @@ def test_errors_are_relative_to_the_real_run() -> None:
     load = LoadResult(0.0, 10.0, [AnswerTimes(1.0, [2.0, 2.5, 3.0])], [(5.0, 100.0)])
     real = Timings.of(load)
     assert (real.time_per_token, real.ttft_p99, real.training) == (0.5, 1.0, pytest.approx(10.0))
-    pair = Pair("w", "p", real, Timings(0.45, 1.2, 10.0))
+    pair = Pair("w", "p", 1.0, real, Timings(0.45, 1.2, 10.0))
     assert pair.error("time_per_token") == pytest.approx(0.1)
     assert pair.error("ttft_p99") == pytest.approx(0.2)
     assert pair.error("training") == pytest.approx(0.0)
-    assert Pair("w", "p", Timings(None, None, 0.0), real).error("training") is None
+    assert Pair("w", "p", 1.0, Timings(None, None, 0.0), real).error("training") is None
+
+
+def test_the_pace_of_a_run_is_the_mean_of_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([(1.0, 4.0), (2.0, 8.0), (1.0, 2.0)])  # seconds of two steps, at each calibration
+    monkeypatch.setattr(runs, "measure", lambda *_: [(Features(), seconds) for seconds in next(measured)])
+    pace = Pace(Engine(tiny("llama"), EngineConfig(calibrate=False)))
+    assert (pace.since_last(), pace.since_last()) == (1.5, pytest.approx((2 + 0.75) / 2))
+
+
+def test_steps_of_a_run_are_divided_by_its_pace() -> None:
+    recorder = StepRecorder(scheduler())
+    recorder.samples = [(Features(), 1.0), (Features(), 3.0)]
+    recorder.paced(1, 1.5)
+    assert [seconds for _, seconds in recorder.samples] == [1.0, 2.0]
 
 
 def test_the_quick_groups_write_their_keys(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is recorded of a run's code and machine, and whether results are older than what they depend on."""
+"""A run's record of its code and machine, and results that are older than their dependencies."""
 
 import json
 import shutil

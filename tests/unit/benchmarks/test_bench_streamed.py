@@ -20,6 +20,10 @@ from coserve_benchmarks.streamed.run import BARS, run_streamed
 LIMIT = 80 << 20
 IMPORTS = 304_000_000  # bytes that importing everything took
 PAGE_SIZE = EngineConfig().page_size
+SHARES = (
+    "import mmap, sys, time; size = int(sys.stdin.read()); held = mmap.mmap(-1, size); "
+    "held.write(bytes(size)); time.sleep(0.2); print(size)"
+)
 TAKES = 'import sys; held = b"x" * int(sys.stdin.read()); import time; time.sleep(0.2); print(len(held))'
 
 
@@ -31,8 +35,8 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def take(nbytes: int) -> limit.Limited:
-    return run_limited([sys.executable, "-c", TAKES], str(nbytes), LIMIT, 60.0)
+def take(nbytes: int, how: str = TAKES) -> limit.Limited:
+    return run_limited([sys.executable, "-c", how], str(nbytes), LIMIT, 60.0)
 
 
 def test_who_stays_below_lives_and_who_does_not_is_killed(how: str) -> None:
@@ -41,6 +45,11 @@ def test_who_stays_below_lives_and_who_does_not_is_killed(how: str) -> None:
     assert LIMIT // 2 <= below.peak <= LIMIT and (how == "enforced" or "watched" in below.how)
     above = take(4 * LIMIT)
     assert above.was_killed and not above.stdout
+
+
+def test_memory_that_a_process_could_share_counts_as_its_own() -> None:
+    shared = take(LIMIT // 4, SHARES)
+    assert shared.returncode == 0 and LIMIT // 4 <= shared.peak <= LIMIT
 
 
 def test_no_group_is_left_behind() -> None:

@@ -1,7 +1,7 @@
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from coserve.engine.engine import Engine
 from coserve.errors import ConfigError
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.schedule.config import SchedulerConfig
-from coserve.simulate.intervals import interval, percentile, share_interval
+from coserve.simulate.intervals import interval, percentile, ratio_of_means, share_interval
 from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.adapters.sizes import AdapterSizes
@@ -72,13 +72,9 @@ def test_nine_of_ten_intervals_of_a_median_hold_it() -> None:
 
 def test_paired_samples_are_drawn_together() -> None:
     ours = np.arange(1.0, 41.0)
-
-    def ratio(a: Any, b: Any, axis: int) -> Any:
-        return np.mean(a, axis=axis) / np.mean(b, axis=axis)
-
-    low, high = interval(ratio, ours, 2 * ours, paired=True)
+    low, high = interval(ratio_of_means, ours, 2 * ours, paired=True)
     assert low == high == pytest.approx(0.5)
-    low, high = interval(ratio, ours, 2 * ours)
+    low, high = interval(ratio_of_means, ours, 2 * ours)
     assert low < 0.45 < 0.55 < high
 
 
@@ -176,7 +172,7 @@ def test_unknown_shapes_are_refused() -> None:
 
 
 class Announcing:
-    """What `announced` uses of an engine."""
+    """The part of an engine that `announced` uses."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()

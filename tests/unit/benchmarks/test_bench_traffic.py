@@ -1,6 +1,5 @@
 """The workloads that policies are judged on: seeded, whole, and of the load that was asked for."""
 
-import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -11,22 +10,11 @@ from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.workload import mixes
 from coserve.workload.requests import Workload
-from coserve.workload.trace_formats import TraceRow
 from coserve_benchmarks.policies import traffic
+from recorded import TRACE
 
 GIVEN = mixes.WorkloadSettings(vocabulary=50, seconds=20.0, slo=SLO(end_to_end=2.0), seed=4)
 SMALL = mixes.TrainingSpec(batch=2, length=6, examples=4)
-
-
-def recorded() -> list[TraceRow]:
-    """An hour: one request a second, and twice as many more while seconds 1,100 to 1,140 last."""
-    draw = random.Random(0)
-    times = [draw.uniform(0.0, 3600.0) for _ in range(3600)]
-    times += [draw.uniform(1100.0, 1140.0) for _ in range(80)]
-    return [TraceRow(at, draw.randrange(10, 4000), draw.randrange(1, 600)) for at in sorted(times)]
-
-
-TRACE = recorded()
 
 
 def built(given: mixes.WorkloadSettings = GIVEN) -> list[Workload]:

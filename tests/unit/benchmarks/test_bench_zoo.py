@@ -7,6 +7,14 @@ from pathlib import Path
 import pytest
 
 from coserve.errors import ConfigError
+from coserve.zoo.adding import add
+from coserve.zoo.alternatives import Ladder
+from coserve.zoo.equivalence import evaluate
+from coserve.zoo.ladders import make_ladder
+from coserve.zoo.store import Zoo
+from coserve.zoo.text import TEXT
+from coserve.zoo.views import serve_from
+from coserve_benchmarks.zoo.adaptive import AdaptiveEngine
 from coserve_benchmarks.zoo.provision import Asked, InTurns, Swapped, Together, make_load, replay
 from coserve_benchmarks.zoo.run import BARS, run_zoo
 from coserve_benchmarks.zoo.serving import RunningEngine
@@ -15,7 +23,8 @@ from zoo_made import make_fine_tune, make_lora, make_model
 
 @pytest.mark.slow
 def test_the_table_is_filled(tmp_path: Path) -> None:
-    results = run_zoo(True, None, tmp_path / "zoo.json", tmp_path / "chains.svg", tmp_path / "depths.svg")
+    pictures = [tmp_path / f"{name}.svg" for name in ("chains", "depths", "loads")]
+    results = run_zoo(True, None, tmp_path / "zoo.json", *pictures)
     assert json.loads((tmp_path / "zoo.json").read_text())["storage.exact"] == results["storage.exact"]
     assert set(results["bars"]) == set(BARS) <= set(results)
     assert 0.0 < results["storage.with_alternatives"] <= results["storage.exact"] < 1.0
@@ -25,6 +34,8 @@ def test_the_table_is_filled(tmp_path: Path) -> None:
         results["figures"]
     )
     assert "switching every 2 layers" in (tmp_path / "depths.svg").read_text()
+    assert 0.0 <= results["figures"]["adaptive.1.5.adapted"]["value"] <= 1.0
+    assert "answers adapted" in (tmp_path / "loads.svg").read_text()
 
 
 def test_an_unknown_group_is_refused() -> None:
@@ -58,3 +69,30 @@ def test_every_provision_answers_every_request(tmp_path: Path) -> None:
     swapped = Swapped(lambda name: RunningEngine(*models[name]), 2)
     assert replay(swapped, load).p95 > 0
     assert swapped.loads >= 3, "three models take turns in two places"
+
+
+def test_with_little_room_some_answers_are_adapted(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    zoo, names = Zoo.create(tmp_path / "zoo"), ("one", "two")
+    add(zoo, base, "base")
+    for seed, name in enumerate(names):
+        add(zoo, make_fine_tune(tmp_path / name, base, {"layers": 0.01}, seed), name, "base")
+        evaluate(zoo, "base", name, TEXT[:400])
+        make_ladder(zoo, name, TEXT[:400], most=2, window=32)
+    served = serve_from(zoo)
+    chains = {name: [f"{name}~2", None] for name in names}
+    room = int(1.1 * max(ladder.nbytes for ladder in ladders_of(zoo)))
+    load = [Asked(0.0, names[n % 2], tuple(range(5, 15 + n)), 4) for n in range(6)]
+    shares = []
+    for own in ({}, chains):
+        engine = AdaptiveEngine(served, names, room, own)
+        assert replay(Together(dict.fromkeys(names, engine)), load).rate > 0
+        assert set(engine.answered) == set(load) and all(
+            len(one.tokens) == 4 for one in engine.answered.values()
+        )
+        shares.append(sum(one.chain > 0 for one in engine.answered.values()))
+    assert shares[0] == 0 < shares[1] < len(load)
+
+
+def ladders_of(zoo: Zoo) -> list[Ladder]:
+    return [one.made for one in zoo.alternatives.all().values() if isinstance(one.made, Ladder)]

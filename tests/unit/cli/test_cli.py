@@ -24,7 +24,7 @@ def coserve(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a command that fails says, run in this process, which has what it imports."""
+    """The message of a command that fails, run in this process to save imports."""
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["coserve", *arguments])

@@ -220,6 +220,10 @@ METHODS: dict[str, tuple[list[str], Any]] = {
         {"hyperparameters": {"n_epochs": 2, "beta": 0.3}},
     ),
     "orpo": ([], {"hyperparameters": {}}),
+    "kto": (
+        ["--method-option", "desirable_weight=2", "--batch-size", "4"],
+        {"hyperparameters": {"batch_size": 4, "desirable_weight": 2}},
+    ),
     "distillation": (
         ["--teacher", "ft:base:me:poet:1", "--method-option", "top_k=4"],
         {"hyperparameters": {"top_k": 4}, "teacher": "ft:base:me:poet:1"},

@@ -41,8 +41,11 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_without_anything_the_embedded_model_is_served_on_loopback(tmp_path: Path) -> None:
-    settings = load_server_settings({}, None, {})
+@pytest.mark.parametrize("flags", [{}, {"model": "coserve-tiny"}])
+def test_without_anything_the_embedded_model_is_served_on_loopback(
+    flags: dict[str, str], tmp_path: Path
+) -> None:
+    settings = load_server_settings(flags, None, {})
     assert settings.model == str(tiny.path()) and settings.base_name == "coserve-tiny"
     assert settings.is_loopback and settings.port == 8000
     assert settings.state == tmp_path / "data" / "coserve" / "coserve-tiny"
@@ -278,7 +281,13 @@ def keys_of(kind: type, prefix: str) -> set[str]:
         elif one.name == "scheduler":
             own = tuple(f"{key}.{name}" for name in SET_BY_ENGINE)
             found |= {name for name in keys_of(SchedulerConfig, key) if not name.startswith(own)}
-        elif one.name not in ("adapters", "policy_options"):  # whose keys are the user's and the policy's
+        elif one.name not in (
+            "bases",
+            "adapters",
+            "adapter_bases",
+            "chains",
+            "policy_options",
+        ):  # whose keys are the user's and the policy's
             found.add(key)
     return found
 
@@ -296,12 +305,17 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def test_the_example_file_names_every_key_and_changes_nothing(tmp_path: Path) -> None:
     everything = re.sub(r"(?m)^# (?=\w+ = )", "", EXAMPLE.read_text())
     written = flat(tomllib.loads(everything))
-    free = {"server.adapters.support"}
+    free = {
+        "server.bases.large", "server.adapters.support", "server.adapter_bases.support",
+        "server.chains.support.smaller",
+    }  # fmt: skip
     assert written.keys() - free == keys_of(ServerSettings, "server") | keys_of(ClientSettings, "client")
     complete = write(tmp_path / "all", everything)
-    assert load_server_settings({}, complete, {}).adapters == {
-        "support": str(complete.parent / "adapters/support")
-    }
+    folders, settings = complete.parent / "adapters", load_server_settings({}, complete, {})
+    assert settings.adapters == {"support": str(folders / "support")}
+    assert settings.bases == {"large": str(complete.parent / "models" / "large")}
+    assert settings.adapter_bases == {"support": "large"}
+    assert settings.chains == {"support": {"smaller": str(folders / "smaller")}}
     assert load_client_settings({}, complete, {}).api_key
 
     plain, bare = load_server_settings({}, EXAMPLE, {}), load_server_settings({}, None, {})

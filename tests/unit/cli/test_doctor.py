@@ -1,4 +1,4 @@
-"""What `coserve doctor` says of the disk from which a base would be streamed."""
+"""`coserve doctor` on the disk from which a base would be streamed."""
 
 import re
 from pathlib import Path

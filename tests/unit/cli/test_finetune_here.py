@@ -74,7 +74,7 @@ def test_an_adapter_is_trained_measured_and_written(tmp_path: Path, model: Path)
             while not scoring.advance():
                 engine.step()
             losses[step.step] = scoring.result.loss if scoring.result else None
-    check_adapter(engine, output, engine.weights("local").parameters())
+    check_adapter(engine, output, engine.adapters.weights("local").parameters())
     shown = {
         int(step): float(loss)
         for step, loss in re.findall(r"step (\d)/4  validation loss (\S+)", done.output)
@@ -103,7 +103,7 @@ def test_an_adapter_learns_from_pairs(tmp_path: Path, model: Path, method: str) 
     engine = Engine(model, EngineConfig(calibrate=False, cache_tokens=512))
     objective = {"type": method, "beta": 0.5}
     engine.finetune(data, "local", LoRAConfig(rank=3), TRAINING, objective=objective).result()
-    check_adapter(engine, output, engine.weights("local").parameters())
+    check_adapter(engine, output, engine.adapters.weights("local").parameters())
 
 
 def test_an_adapter_learns_from_rewards(tmp_path: Path, model: Path) -> None:

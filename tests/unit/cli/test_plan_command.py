@@ -15,7 +15,7 @@ SMALL = ("--batch", "2", "--length", "16", "--cache-tokens", "64")
 
 
 def plan(*arguments: str) -> str:
-    """What the command prints."""
+    """The command's output."""
     result = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return str(result.stdout)

@@ -34,7 +34,7 @@ def zoo(made: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*arguments: str) -> str:
-    """What the command prints."""
+    """The command's output."""
     result = CliRunner().invoke(app, ["zoo", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return str(result.stdout)
@@ -133,6 +133,30 @@ def test_alternatives_are_made_shown_and_drawn(zoo: str, made: Path, tmp_path: P
     run("gc", "--zoo", zoo)
 
 
+def test_approximate_chains_are_made_shown_and_served(zoo: str, made: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cats sat on the mats and ate " * 8)
+    how = ("--text", str(text), "--window", "16", "--zoo", zoo)
+    near = make_fine_tune(tmp_path / "near", made / "base", {"layers": 0.01})
+    run("add", str(near), "--parent", "base", "--zoo", zoo)
+    printed = run("approximate", "near", "--chains", "2", *how)
+    for word in ("of the foundation", "near~2", "near~4", "A1 F1 A2 F2", "near.ladder: compared with near"):
+        assert word in printed, printed
+    assert "near has a ladder, near.ladder" in refusal("approximate", "near", "--name", "more", *how)
+    assert "is a foundation" in refusal("approximate", "base", *how)
+    assert "ladder of chains" in run("list", "--zoo", zoo) and "near~4" in run("show", "--zoo", zoo)
+    assert "near~4" not in run("show", "tuned", "--zoo", zoo)
+    served = json.loads(run("views", "--zoo", zoo))
+    assert list(served["chains"]) == ["near"] and list(served["chains"]["near"]) == ["near~2", "near~4"]
+    assert Path(served["chains"]["near"]["near~2"]).is_dir() and served["chains"]["near"]["near~4"] == ""
+    run("remove", "near.ladder", "--zoo", zoo)
+    told = json.loads(run("approximate", "near", "--name", "own", *how, "--json"))
+    assert told["made"]["type"] == "ladder of chains" and told["made"]["chains"][0]["name"] == "near~1"
+    for name in ("own", "near"):
+        run("remove", name, "--zoo", zoo)
+    run("gc", "--zoo", zoo)
+
+
 def test_verify_export_remove_and_gc(zoo: str, made: Path, tmp_path: Path) -> None:
     assert "3 applications are whole" in run("verify", "--zoo", zoo)
     run("export", "tuned", str(tmp_path / "out"), "--zoo", zoo)
@@ -179,15 +203,22 @@ def test_a_server_is_given_all_of_a_foundation(zoo: str, made: Path) -> None:
 
 
 def test_a_server_says_what_it_leaves_out(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command that makes the folders says is stood in for: it takes seconds to start."""
-    served = {"name": "base", "model": str(made / "base"), "adapters": {"lora": str(made / "lora")}}
+    """The message of the command that makes the folders is a stand-in, as that takes seconds to start."""
+    served = {
+        "name": "base", "model": str(made / "base"), "adapters": {"lora": str(made / "lora")},
+        "chains": {"lora": {"lora~2": str(made / "tuned"), "lora~4": ""}},
+        "bases": {"large": str(made / "large")}, "adapter_bases": {"lora": "large"},
+    }  # fmt: skip
     said = CompletedProcess([], 0, json.dumps({**served, "left_out": {"tuned": "it belongs to other"}}), "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
     serve = ["serve", "--zoo", "zoo", "--show-config"]
     result = CliRunner().invoke(app, serve, catch_exceptions=False)
     assert "tuned is not served: it belongs to other" in result.stderr
-    with pytest.raises(CoserveError, match="--adapter lora: the zoo has an adapter of that name"):
-        CliRunner().invoke(app, [*serve, "--adapter", f"lora={made / 'lora'}"], catch_exceptions=False)
+    settings = json.loads(result.stdout)
+    assert all(settings[field] == served[field] for field in ("chains", "bases", "adapter_bases"))
+    for name in ("lora", "large"):
+        with pytest.raises(CoserveError, match=f"--adapter {name}: the zoo has"):
+            CliRunner().invoke(app, [*serve, "--adapter", f"{name}={made / 'lora'}"], catch_exceptions=False)
     said.returncode, said.stderr = 1, "coserve: the zoo has no 'other'\n"
     with pytest.raises(ZooError, match=r"^the zoo has no .other.$"):
         CliRunner().invoke(app, [*serve, "other"], catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""Who asks what, and what is noted when answers come."""
+"""The requests of the demo's clients, and the records of their answers."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace

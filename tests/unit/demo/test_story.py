@@ -40,7 +40,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What steps cost is not measured: that is for the process that Ctrl-C ends."""
+    """Runs without calibration, which only the process that Ctrl-C ends needs."""
     monkeypatch.setattr(acts, "EngineConfig", partial(EngineConfig, calibrate=False))
 
 

@@ -1,4 +1,4 @@
-"""What is shown, on a scripted state."""
+"""The demo's view of a scripted state."""
 
 import io
 from collections.abc import Callable

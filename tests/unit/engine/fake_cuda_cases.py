@@ -76,7 +76,8 @@ def settings() -> dict[str, Any]:
 def model(kind: str) -> PreTrainedModel:
     """On the device from the beginning: tensors without data cannot be moved in place."""
     ends = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    config = AutoConfig.for_model(kind, **{**ARCHITECTURES[kind], **ends})
+    layers = {"n_layer" if kind == "gpt2" else "num_hidden_layers": 2}  # one of each kind of these models
+    config = AutoConfig.for_model(kind, **{**ARCHITECTURES[kind], **ends, **layers})
     with torch.device(DEVICE):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return made.eval()
@@ -87,10 +88,10 @@ def answers(engine: Engine, waits: Waits, lacking: str) -> None:
     names: list[str | None] = [None]
     for name in (name for name in ADAPTERS if lacking not in name):
         drawn = fresh_adapter(engine.base, name, TRAINED[name], 0)
-        engine.add_adapter(drawn.in_type(engine.base.dtype))
+        engine.adapters.add(drawn.in_type(engine.base.dtype))
         names.append(name)
     for number, name in enumerate([*names, "lora", "larger lora"]):
-        engine.generate([1 + number] * (5 + 7 * number), name, SAMPLINGS[number % len(SAMPLINGS)], text=False)
+        engine.generate([1 + number] * (5 + 4 * number), name, SAMPLINGS[number % len(SAMPLINGS)], text=False)
     engine.run()
     handles = [engine.generate([1, 2, 3], name, SAMPLINGS[0], text=False) for name in (None, "lora")]
     engine.step()

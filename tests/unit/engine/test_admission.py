@@ -81,9 +81,9 @@ def test_a_job_has_its_bytes_before_it_begins_and_gives_them_back(fixed: int, ne
     job = start(engine, "one")
     assert job.status == "running" and ledger.used == fixed + needed
     job.result()
-    left = engine.cache.nbytes().resident
+    left = engine.adapters.cache.nbytes().resident
     assert left > 0 and ledger.used == fixed + left, "its adapter stays"
-    engine.unload_adapter("one")
+    engine.adapters.unload("one")
     assert ledger.used == fixed
 
 
@@ -123,7 +123,7 @@ def test_a_job_that_waits_can_be_given_up(fixed: int, needed: int) -> None:
         second.pause()
     second.cancel()
     assert second.status == "cancelled" and first.result().status == "succeeded"
-    assert "two" not in engine.bank.names and not engine.has_work
+    assert "two" not in engine.adapters.bank.names and not engine.has_work
 
 
 def test_what_nobody_will_free_is_not_waited_for(fixed: int, needed: int) -> None:
@@ -134,7 +134,7 @@ def test_what_nobody_will_free_is_not_waited_for(fixed: int, needed: int) -> Non
     assert held.status == "queued" and "until an adapter is unloaded" in held.reason
     with pytest.raises(OutOfMemory, match="job two waits for"):
         held.result()
-    engine.unload_adapter("one")
+    engine.adapters.unload("one")
     assert held.status == "running" and held.result().status == "succeeded"
 
 
@@ -193,12 +193,12 @@ def test_an_engine_that_does_not_fit_says_so_at_once(fixed: int) -> None:
 def test_an_adapter_that_does_not_fit_is_refused(fixed: int, needed: int) -> None:
     engine = make_engine(fixed + needed)
     start(engine, "one").result()
-    adapter = engine.weights("one")
+    adapter = engine.adapters.weights("one")
     engine.memory.ledger.budget = engine.memory.ledger.used + adapter.nbytes - 1
     with pytest.raises(OutOfMemory, match=r"the adapter 'one' needs .*, 1 bytes more than are free"):
-        engine.add_adapter(adapter)
+        engine.adapters.add(adapter)
     engine.memory.ledger.budget += 1
-    engine.add_adapter(adapter)
+    engine.adapters.add(adapter)
 
 
 def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: int) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoint is a job's result, and when its training is over before its time."""
+"""The checkpoint that is a job's result, and early stopping."""
 
 import math
 import random
@@ -93,7 +93,7 @@ def test_a_job_stops_when_its_patience_is_over(
     assert best == "info: The best checkpoint is that of step 2: 2.0000"
     assert (tmp_path / "j" / "step-000002" / "adapter_model.safetensors").exists()
     desk.until(lambda: not desk.worker.has_work)
-    assert not desk.engine.jobs and sum(desk.engine.cache.nbytes()) == 0
+    assert not desk.engine.jobs and sum(desk.engine.adapters.cache.nbytes()) == 0
 
 
 def test_without_a_patience_a_job_ends_with_its_best(

@@ -1,10 +1,11 @@
-"""What an engine measures before it serves anybody."""
+"""Measurements of an engine before it serves requests."""
 
 from typing import Any
 
 import pytest
 
 from coserve import Engine, EngineConfig, SamplingParams
+from coserve.core.plan import Plan, StepResult
 from coserve.engine.calibrate import measure, measure_lanes
 from models import tiny
 
@@ -37,10 +38,23 @@ def test_without_room_or_lanes_there_is_nothing_to_measure(changes: dict[str, An
     assert measured(make_engine(**changes)) is None
 
 
-def test_nothing_remains_of_the_steps_that_were_measured() -> None:
+def test_nothing_remains_of_the_steps_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, and later: once training has been paused, executors drop that of plans from before."""
     engine = make_engine()
     config = engine.config
-    assert measure(engine.executor, engine.base, config.page_size, config.pages)
+    found = measure(engine.executor, engine.base, config.page_size, config.pages)
+    engine.executor._pauses = 3
+    run, trained = engine.executor.run, list[bool]()
+
+    def watched(plan: Plan) -> StepResult:
+        result = run(plan)
+        trained.append(result.trained == plan.training)
+        return result
+
+    monkeypatch.setattr(engine.executor, "run", watched)
+    again = measure(engine.executor, engine.base, config.page_size, config.pages)
+    assert [features.values for features, _ in again] == [features.values for features, _ in found]
+    assert all(trained)
     assert not engine.executor.sessions and engine.executor.arena._out == 0
     assert not len(engine.executor.loaded)
 

@@ -70,7 +70,7 @@ def bystander(desk: Desk, request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 COMMANDS: dict[str, tuple[Any, str, Command]] = {
-    "looking at an adapter": (None, "look_at_adapter", AddAdapter(5, "x", "/nowhere")),
+    "looking at an adapter": (None, "look_at", AddAdapter(5, "x", "/nowhere")),
     "naming an adapter": (None, "add_stored", AddAdapter(5, "x", "/nowhere")),
     "a method": (worker_module, "settings_of", CheckMethod(5, {})),
     "a job": (worker_module, "read_beginning", CheckJob(5, JobSpec("j", "/nowhere", ""))),
@@ -85,7 +85,7 @@ def test_a_command_that_fails_gets_a_fault(
     owner, name, command = COMMANDS[what]
     if isinstance(command, AddAdapter):
         command = AddAdapter(5, f"{what} {error!r}", str(folder))
-    monkeypatch.setattr(owner or desk.engine, name, raising(error))
+    monkeypatch.setattr(owner or desk.engine.adapters, name, raising(error))
     desk.send(command)
     desk.until(lambda: desk.replies)
     (reply,) = desk.replies

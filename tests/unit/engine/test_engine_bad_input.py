@@ -74,16 +74,16 @@ def test_more_tokens_than_all_pages_hold(engine: Engine) -> None:
 
 def test_unknown_adapter(engine: Engine) -> None:
     assert "'nobody'" in refusal(AdapterNotFound, lambda: engine.generate([1], adapter="nobody"))
-    assert "'nobody'" in refusal(AdapterNotFound, lambda: engine.unload_adapter("nobody"))
+    assert "'nobody'" in refusal(AdapterNotFound, lambda: engine.adapters.unload("nobody"))
     start = lambda: engine.finetune(DATA, "new", start_from="nobody")  # noqa: E731
     assert "'nobody'" in refusal(AdapterNotFound, start)
 
 
 def test_adapter_for_another_base(engine: Engine, tmp_path: Path) -> None:
     with_lora(tiny("llama", hidden_size=32), 0, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
-    sentence = refusal(AdapterMismatch, lambda: engine.load_adapter("other", tmp_path))
+    sentence = refusal(AdapterMismatch, lambda: engine.adapters.load("other", tmp_path))
     assert "64 -> 64" in sentence and "(4, 32)" in sentence
-    assert engine.bank.names == []
+    assert engine.adapters.bank.names == []
 
 
 def test_rank_zero_and_unknown_targets(engine: Engine) -> None:
@@ -100,10 +100,10 @@ def test_an_adapter_in_training_is_left_alone(engine: Engine, tmp_path: Path) ->
     with_lora(tiny("llama"), 0).save_pretrained(str(tmp_path))
     job = engine.finetune(DATA, "busy", LoRAConfig(rank=2))
     assert job.job in refusal(JobError, lambda: engine.finetune(DATA, "busy"))
-    assert job.job in refusal(JobError, lambda: engine.unload_adapter("busy"))
-    assert job.job in refusal(JobError, lambda: engine.load_adapter("busy", tmp_path))
+    assert job.job in refusal(JobError, lambda: engine.adapters.unload("busy"))
+    assert job.job in refusal(JobError, lambda: engine.adapters.load("busy", tmp_path))
     assert job.result().status == "succeeded"
-    engine.unload_adapter("busy")
+    engine.adapters.unload("busy")
 
 
 def test_malformed_data(engine: Engine, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_malformed_data(engine: Engine, tmp_path: Path) -> None:
     assert "data.jsonl" in refusal(DataError, lambda: engine.finetune(file, "new"))
     assert "none.jsonl" in refusal(DataError, lambda: engine.finetune(tmp_path / "none.jsonl", "new"))
     refusal(DataError, lambda: engine.finetune([], "new"))
-    assert engine.bank.names == []
+    assert engine.adapters.bank.names == []
 
 
 def test_settings_that_name_nothing() -> None:
@@ -146,13 +146,13 @@ def test_a_wrong_policy_is_found_out_before_a_model_is_looked_for(tmp_path: Path
 def test_an_unknown_schedule_leaves_no_adapter(engine: Engine) -> None:
     training = TrainingConfig(schedule="sideways")
     assert "schedule" in refusal(ConfigError, lambda: engine.finetune(DATA, "new", training=training))
-    assert engine.bank.names == []
+    assert engine.adapters.bank.names == []
 
 
 @pytest.mark.parametrize("name", ["", "a@1"])
 def test_a_name_that_cannot_be_leaves_nothing_on_the_device(engine: Engine, name: str) -> None:
     sketch = fresh_adapter(engine.base, name, LoRAConfig(rank=2), 0)
-    assert "name" in refusal(AdapterError, lambda: engine.add_adapter(sketch))
+    assert "name" in refusal(AdapterError, lambda: engine.adapters.add(sketch))
     assert "name" in refusal(AdapterError, lambda: engine.finetune(DATA, name))
     held = engine.executor.call(ReadMemory())
     assert not held.adapters and not held.sessions and not engine.jobs

@@ -1,4 +1,4 @@
-"""What requests ask for beside one another, and what stays when they are gone."""
+"""Requests with different options in one step, and the engine's state after they end."""
 
 import random
 
@@ -61,10 +61,12 @@ def test_training_a_name_again_takes_numbers_that_nobody_has(engine: Engine) -> 
     training = TrainingConfig(batch_size=1)
     first = engine.finetune(data, "mine", LoRAConfig(rank=2), training).result()
     assert first.history[-1].version == "mine@2"
-    held = engine.weights("mine")
+    held = engine.adapters.weights("mine")
     running = engine.generate([1, 2], "mine", SamplingParams(max_tokens=100, ignore_eos=True))
     second = engine.finetune(data, "mine", LoRAConfig(rank=2), training)
-    assert engine.weights("mine").key == "mine@3" and engine.weights("mine@2").key == held.key
+    assert (
+        engine.adapters.weights("mine").key == "mine@3" and engine.adapters.weights("mine@2").key == held.key
+    )
     assert [update.version for update in second.result().history] == ["mine@4", "mine@5"]
     running.cancel()
     engine.run()
@@ -78,6 +80,6 @@ def test_the_scheduler_and_the_base_have_the_device_s_row_buckets(engine: Engine
 def test_an_adapter_in_another_type_is_served_in_the_base_s() -> None:
     """Keys and values of a prefix go into pages as they are."""
     engine = Engine(tiny("llama", dtype=torch.bfloat16), EngineConfig(calibrate=False, cache_tokens=256))
-    engine.add_adapter(fresh_adapter(engine.base, "mine", PrefixTuningConfig(tokens=3), 0))
+    engine.adapters.add(fresh_adapter(engine.base, "mine", PrefixTuningConfig(tokens=3), 0))
     greedy = SamplingParams(max_tokens=3, ignore_eos=True)
     assert len(engine.generate([1, 2, 3], "mine", greedy).result().tokens) == 3

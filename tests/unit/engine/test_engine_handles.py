@@ -1,4 +1,4 @@
-"""What a caller holds: answers and jobs, iterated, cancelled, from several threads."""
+"""Handles of answers and jobs: iterated, cancelled, from several threads."""
 
 import random
 import threading
@@ -39,7 +39,7 @@ def examples(seed: str, count: int) -> list[Example]:
 
 def free_pages(engine: Engine) -> int:
     """Pages that a request could get, seen from outside: how large a prompt enters at once."""
-    held = sum(len(sequence.pages) for sequence in engine.scheduler.running)
+    held = sum(len(sequence.pages) for sequence in engine.scheduler.requests.running)
     return engine.config.pages - held
 
 
@@ -161,9 +161,9 @@ def test_a_cancelled_job_keeps_its_last_version(engine: Engine) -> None:
     job.cancel()
     engine.run()
     assert job.status == "cancelled" and not engine.scheduler.has_work
-    assert engine.weights("mine").key == job.history[-1].version
+    assert engine.adapters.weights("mine").key == job.history[-1].version
     assert engine.generate([1, 2, 3], "mine", answer_of(3)).result().finish_reason == "length"
-    engine.unload_adapter("mine")
+    engine.adapters.unload("mine")
 
 
 def test_a_job_that_diverges_stops_and_nobody_else_notices(engine: Engine, own: object) -> None:
@@ -181,7 +181,7 @@ def test_a_job_that_diverges_stops_and_nobody_else_notices(engine: Engine, own: 
     assert bad.status == "failed" and isinstance(bad.error, LossNotFinite)
     with pytest.raises(LossNotFinite, match=r"bad@\d+"):
         bad.result()
-    last = engine.weights("bad")
+    last = engine.adapters.weights("bad")
     assert last.key == (bad.history[-1].version if bad.history else "bad@0") and last.key in str(bad.error)
     assert all(torch.isfinite(p).all() for p in last.parameters().values())
     assert not engine.scheduler.has_work
@@ -190,14 +190,14 @@ def test_a_job_that_diverges_stops_and_nobody_else_notices(engine: Engine, own: 
 def test_unloading_while_an_answer_runs_keeps_the_answer(engine: Engine, tmp_path: Path) -> None:
     adapted = with_lora(tiny("llama"), 1)
     adapted.save_pretrained(str(tmp_path))
-    engine.load_adapter("mine", tmp_path)
+    engine.adapters.load("mine", tmp_path)
     (prompt,) = prompts(random.Random("unload"), [15])
     answer = engine.generate(prompt, "mine", answer_of(20))
     for _ in range(4):
         engine.step()
-    engine.unload_adapter("mine")
+    engine.adapters.unload("mine")
     assert answer.result().tokens == greedy(adapted, prompt, 20)
-    assert engine.bank.names == [] and sum(engine.cache.nbytes()) == 0
+    assert engine.adapters.bank.names == [] and sum(engine.adapters.cache.nbytes()) == 0
 
 
 def test_a_new_version_under_an_old_name(engine: Engine, tmp_path: Path) -> None:
@@ -206,11 +206,11 @@ def test_a_new_version_under_an_old_name(engine: Engine, tmp_path: Path) -> None
     for i, model in enumerate(adapted):
         model.save_pretrained(str(tmp_path / str(i)))
     (prompt,) = prompts(random.Random("again"), [15])
-    engine.load_adapter("mine", tmp_path / "0")
+    engine.adapters.load("mine", tmp_path / "0")
     before = engine.generate(prompt, "mine", answer_of(20))
     for _ in range(4):
         engine.step()
-    engine.load_adapter("mine", tmp_path / "1")
+    engine.adapters.load("mine", tmp_path / "1")
     after = engine.generate(prompt, "mine", answer_of(20))
     engine.run()
     assert before.tokens == greedy(adapted[0], prompt, 20)
@@ -220,7 +220,7 @@ def test_a_new_version_under_an_old_name(engine: Engine, tmp_path: Path) -> None
 def test_calibration_leaves_nothing_behind(tmp_path: Path, own: object) -> None:
     folder = save(tiny("llama"), tmp_path)
     engine = Engine(folder, EngineConfig(cache_tokens=2048))
-    assert engine.bank.names == [] and not engine.scheduler.has_work
+    assert engine.adapters.bank.names == [] and not engine.scheduler.has_work
     (prompt,) = prompts(random.Random("calibrate"), [40])
     assert engine.generate(prompt, sampling=answer_of(10)).result().tokens == greedy(own, prompt, 10)
 

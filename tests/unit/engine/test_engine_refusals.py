@@ -123,4 +123,4 @@ def test_an_adapter_is_not_written_onto_a_file(engine: Engine, tmp_path: Any) ->
     engine.finetune([Example((1, 2), (2, -100))], "saved", SMALL).result()
     (tmp_path / "file").write_text("")
     with pytest.raises(CoserveError, match="cannot be written"):
-        engine.save_adapter("saved", tmp_path / "file")
+        engine.adapters.save("saved", tmp_path / "file")

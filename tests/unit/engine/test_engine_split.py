@@ -37,7 +37,7 @@ def train(engine: Engine, name: str = "tuned", steps: int = 2) -> FineTuning:
 
 
 def weights(engine: Engine, name: str = "tuned") -> dict[str, torch.Tensor]:
-    return engine.weights(name).parameters()
+    return engine.adapters.weights(name).parameters()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What ends leaves nothing behind: who has done it a thousand times holds what was held after ten."""
+"""Ended work leaves nothing behind: an engine holds after a thousand times what it held after ten."""
 
 import random
 from collections.abc import Iterator
@@ -98,12 +98,12 @@ class Tenants:
     def _answer(self, name: str, path: str) -> None:
         desk, key = self.desk, f"mine {name}"
         desk.send(AddAdapter(2, key, path))
-        desk.until(lambda: key in desk.engine.bank.names)
+        desk.until(lambda: key in desk.engine.adapters.bank.names)
         desk.send(
             PinAdapter(3, key, True), PinAdapter(4, key, False),
             *(
                 Submit(f"{name} {i}", (7 + i, 8, 9), SamplingParams(max_tokens=3, seed=i), adapter=version)
-                for i, version in enumerate([desk.engine.bank.look(key).key] * 2 + ["nobody"])
+                for i, version in enumerate([desk.engine.adapters.bank.look(key).key] * 2 + ["nobody"])
             ),
         )  # fmt: skip
         desk.until(lambda: not desk.worker.has_work)
@@ -127,7 +127,7 @@ def test_jobs_that_ended_leave_nothing_behind(tmp_path: Path, seed: int) -> None
 
 def test_names_that_are_gone_are_forgotten_and_their_numbers_never_come_again() -> None:
     engine = engine_of("llama")
-    bank = engine.bank
+    bank = engine.adapters.bank
     draws, used = random.Random(0), set()
     sketch = sketch_adapter(engine.base, "x", LoRAConfig(rank=2), 0)
     for _ in range(400):
@@ -142,7 +142,7 @@ def test_names_that_are_gone_are_forgotten_and_their_numbers_never_come_again() 
 
 
 def test_freed_memory_goes_back_every_few_jobs() -> None:
-    """What lies between blocks that are in use is given back as well: this is what a process grew by."""
+    """Free memory between blocks in use is given back to the system too; without that a process grows."""
     engine = engine_of("llama")
     blocks = [torch.ones(256 << 10) for _ in range(96)]  # of 1 MiB
     kept = blocks[::2]

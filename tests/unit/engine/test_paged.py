@@ -27,16 +27,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def expected(folders: list[Path]) -> list[list[int]]:
-    """What each of them answers where all are in memory."""
+    """Each adapter's answer where all are in memory."""
     engine = make_engine()
     for number, folder in enumerate(folders):
-        engine.load_adapter(f"a{number}", folder)
+        engine.adapters.load(f"a{number}", folder)
     return [engine.generate(PROMPT, f"a{number}", FOUR).result().tokens for number in range(len(folders))]
 
 
 @pytest.fixture(scope="module")
 def cost(folders: list[Path]) -> int:
-    return make_engine().look_at_adapter("a", folders[0]).cost
+    return make_engine().adapters.look_at("a", folders[0]).cost
 
 
 def paged(
@@ -44,7 +44,7 @@ def paged(
 ) -> tuple[Engine, Script]:
     engine, script = scripted(patch, adapter_memory=memory, **config)
     for number, folder in enumerate(folders):
-        engine.register_adapter(f"a{number}", folder)
+        engine.adapters.register(f"a{number}", folder)
     return engine, script
 
 
@@ -66,7 +66,7 @@ def test_a_miss_stops_nobody(
     monkeypatch: pytest.MonkeyPatch, folders: list[Path], expected: list[list[int]], cost: int
 ) -> None:
     engine, script = paged(monkeypatch, folders, 2 * cost)
-    assert script.begun == [] and len(engine.cache) == 0, "nothing is read before somebody asks"
+    assert script.begun == [] and len(engine.adapters.cache) == 0, "nothing is read before somebody asks"
     first = ask(engine, 0)
     assert script.begun == ["a0"], "reading begins when the request is queued"
     base = engine.generate(PROMPT, sampling=FOUR).result()
@@ -90,7 +90,7 @@ def test_those_that_are_not_used_leave_and_come_again_as_they_were(
         handle = ask(engine, number)
         finish(engine, script)
         assert handle.tokens == expected[number]
-        assert sum(engine.cache.nbytes()) <= 2 * cost
+        assert sum(engine.adapters.cache.nbytes()) <= 2 * cost
         assert engine.executor.slot_pools.adapters <= 2
     assert script.begun == ["a0", "a1", "a2", "a0", "a3", "a4", "a1", "a2"]
     assert engine.stats().paging.resident == ("a1", "a2")
@@ -128,7 +128,7 @@ def test_a_running_answer_keeps_its_adapter_and_who_waits_for_bytes_gets_them(
 
 
 def begun(engine: Engine, *handles: Completion) -> list[bool]:
-    """Who has entered, after a step more."""
+    """The requests that have entered, after one more step."""
     engine.step()
     return [handle.sequence.admitted_at is not None for handle in handles]
 
@@ -197,8 +197,8 @@ def test_a_failure_is_told_to_who_asked_and_harms_nobody(
 ) -> None:
     engine, script = scripted(monkeypatch)
     folder = stored(engine, tmp_path / "gone")
-    engine.register_adapter("gone", folder)
-    engine.register_adapter("there", stored(engine, tmp_path / "there", seed=0))
+    engine.adapters.register("gone", folder)
+    engine.adapters.register("there", stored(engine, tmp_path / "there", seed=0))
     for file in folder.iterdir():
         file.unlink()
     bad = [engine.generate(PROMPT, "gone", FOUR) for _ in range(2)]
@@ -209,7 +209,7 @@ def test_a_failure_is_told_to_who_asked_and_harms_nobody(
             handle.result()
         with pytest.raises(AdapterError):
             list(handle)
-    assert good.result().tokens == expected[0] and engine.cache.nbytes().paged > 0
+    assert good.result().tokens == expected[0] and engine.adapters.cache.nbytes().paged > 0
     stored(engine, folder)  # other files, although of the same weights
     with pytest.raises(AdapterError, match="has changed"):
         again = engine.generate(PROMPT, "gone", FOUR)
@@ -228,7 +228,7 @@ def test_one_that_is_cancelled_while_it_waits_is_gone_at_once(
     script.hand_over()
     assert ask(engine, 0).result().tokens == expected[0], "what was read for it is there"
     assert script.begun == ["a0"]
-    assert not engine.cache._versions["a0@0"].users
+    assert not engine.adapters.cache._versions["a0@0"].users
 
 
 def test_a_name_that_is_given_anew_while_the_old_one_is_read(
@@ -236,14 +236,16 @@ def test_a_name_that_is_given_anew_while_the_old_one_is_read(
 ) -> None:
     engine, script = paged(monkeypatch, folders)
     old = ask(engine, 0)
-    engine.unload_adapter("a0")
+    engine.adapters.unload("a0")
     with pytest.raises(AdapterNotFound):
         ask(engine, 0)
-    engine.register_adapter("a0", folders[1])
+    engine.adapters.register("a0", folders[1])
     new = ask(engine, 0)
     finish(engine, script)
     assert (old.tokens, new.tokens) == (expected[0], expected[1])
-    assert engine.stats().paging.resident == ("a0",) and len(engine.cache) == 1, "the old one is gone"
+    assert engine.stats().paging.resident == ("a0",) and len(engine.adapters.cache) == 1, (
+        "the old one is gone"
+    )
 
 
 def test_one_that_is_forgotten_while_it_is_read_never_arrives(
@@ -252,19 +254,19 @@ def test_one_that_is_forgotten_while_it_is_read_never_arrives(
     engine, script = paged(monkeypatch, folders)
     ask(engine, 0).cancel()
     engine.step()
-    engine.unload_adapter("a0")
-    assert engine.cache.nbytes().paged > 0
+    engine.adapters.unload("a0")
+    assert engine.adapters.cache.nbytes().paged > 0
     script.hand_over()
     ask(engine, 1)
     finish(engine, script)
-    assert engine.stats().paging.resident == ("a1",) and len(engine.cache) == 1
+    assert engine.stats().paging.resident == ("a1",) and len(engine.adapters.cache) == 1
 
 
 def test_pinned_ones_come_unasked_and_stay_and_have_half_of_the_room_at_most(
     monkeypatch: pytest.MonkeyPatch, folders: list[Path], cost: int
 ) -> None:
     engine, script = paged(monkeypatch, folders, 2 * cost)
-    engine.pin_adapter("a4")
+    engine.adapters.pin("a4")
     assert script.begun == ["a4"]
     for number in (0, 1, 2, 3):
         ask(engine, number)
@@ -272,20 +274,20 @@ def test_pinned_ones_come_unasked_and_stay_and_have_half_of_the_room_at_most(
     paging = engine.stats().paging
     assert "a4" in paging.resident and paging.pinned == ("a4",) and script.begun.count("a4") == 1
     with pytest.raises(OutOfMemory, match=r"pinned adapters may have .*, half of .* less than with 'a3'"):
-        engine.pin_adapter("a3")
-    engine.pin_adapter("a4"), engine.pin_adapter("a4", False), engine.pin_adapter("a3")
+        engine.adapters.pin("a3")
+    engine.adapters.pin("a4"), engine.adapters.pin("a4", False), engine.adapters.pin("a3")
     for number in (0, 1, 2):
         ask(engine, number)
     finish(engine, script)
     paging = engine.stats().paging
     assert paging.pinned == ("a3",) and "a3" in paging.resident and "a4" not in paging.resident
-    engine.unload_adapter("a3")
-    assert engine.stats().paging.pinned == () and engine.cache.nbytes().paged == cost
-    engine.load_adapter("always", folders[0])
+    engine.adapters.unload("a3")
+    assert engine.stats().paging.pinned == () and engine.adapters.cache.nbytes().paged == cost
+    engine.adapters.load("always", folders[0])
     with pytest.raises(AdapterError, match="no files to be read from again"):
-        engine.pin_adapter("always")
+        engine.adapters.pin("always")
     with pytest.raises(AdapterNotFound):
-        engine.pin_adapter("nobody")
+        engine.adapters.pin("nobody")
 
 
 def test_bytes_are_reserved_before_anything_is_read(
@@ -336,7 +338,7 @@ def test_without_a_limit_adapters_have_what_is_free_and_leave_for_jobs(
         engine.finetune(DATA * 50, "huge", LoRAConfig(rank=64), TrainingConfig(batch_size=100))
     assert len(engine.stats().paging.resident) == 3
     adapter = read_adapter(folders[0], "mine", engine.base, engine.base.dtype, engine.base.device)
-    engine.add_adapter(adapter)
+    engine.adapters.add(adapter)
     assert engine.stats().paging.resident == ("a2", "a3"), "the least recently used one left for it"
 
 
@@ -364,8 +366,8 @@ def test_a_job_begins_with_one_that_lies_on_disk_and_can_take_its_name(
     monkeypatch: pytest.MonkeyPatch, folders: list[Path], tmp_path: Path, expected: list[list[int]]
 ) -> None:
     engine, script = paged(monkeypatch, folders)
-    engine.save_adapter("a0", tmp_path / "saved")
-    engine.register_adapter("saved", tmp_path / "saved")
+    engine.adapters.save("a0", tmp_path / "saved")
+    engine.adapters.register("saved", tmp_path / "saved")
     settings = TrainingConfig(learning_rate=1e-2, batch_size=2, max_steps=2)
     running = ask(engine, 1, tokens=30)
     job = engine.finetune(DATA, "a1", training=settings, start_from="a0")
@@ -394,6 +396,6 @@ def test_answers_go_on_while_a_thread_reads(
     """The reader that is no script."""
     engine = make_engine(adapter_memory=2 * cost)
     for number, folder in enumerate(folders):
-        engine.register_adapter(f"a{number}", folder)
+        engine.adapters.register(f"a{number}", folder)
     handles = [ask(engine, number % 5) for number in range(15)]
     assert all(handle.result().tokens == expected[number % 5] for number, handle in enumerate(handles))

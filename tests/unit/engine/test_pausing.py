@@ -61,12 +61,12 @@ class Watched:
         self.engine.run()
         found = {}
         for number in range(jobs):
-            version = self.engine.weights(f"job{number}")
+            version = self.engine.adapters.weights(f"job{number}")
             found |= {f"{number}.{name}": weight for name, weight in version.parameters().items()}
         return found
 
     def passed(self) -> Counter[tuple[object, ...]]:
-        """How often each row passed each layer, by micro-batch and direction."""
+        """The number of times that each row passed each layer, by micro-batch and direction."""
         found = Counter[tuple[object, ...]]()
         for _, result in self.steps:
             for segment in result.trained:
@@ -81,6 +81,7 @@ def layers(segments: tuple[TrainingSegment, ...]) -> int:
     return len({layer for s in segments for layer in range(s.span.first, s.span.last)})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [512, 20])
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_paused_at_any_layer_weights_are_the_same(jobs: int, rows: int) -> None:
@@ -296,8 +297,8 @@ def test_an_adapter_that_has_been_read_stops_training_for_who_waits_for_it(tmp_p
     )
     maker.finetune(DATA, "stored", LoRAConfig(rank=4), SETTINGS)
     maker.run()
-    maker.save_adapter("stored", tmp_path / "stored")
-    engine.register_adapter("stored", tmp_path / "stored")
+    maker.adapters.save("stored", tmp_path / "stored")
+    engine.adapters.register("stored", tmp_path / "stored")
     engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
     done = threading.Event()
     pause = engine.executor.pause_training
@@ -306,7 +307,7 @@ def test_an_adapter_that_has_been_read_stops_training_for_who_waits_for_it(tmp_p
         pause()
         done.set()
 
-    engine.paged._reads._done = paused  # type: ignore[attr-defined]
+    engine.adapters.paged._reads._done = paused  # type: ignore[attr-defined]
     engine.base.chain.on_layer = lambda: done.wait(60)
     engine.generate([1, 2, 3], "stored", SamplingParams(max_tokens=2, ignore_eos=True))
     engine.step()
@@ -319,7 +320,7 @@ def test_an_adapter_that_has_been_read_stops_training_for_who_waits_for_it(tmp_p
 
 
 def test_training_alone_is_long_where_arrivals_are_announced() -> None:
-    """Who iterates a handle hands over requests on other threads only; who calls `step` may have some."""
+    """A caller that iterates a handle has requests on other threads only; one of `step` may have its own."""
     it = Watched(quantum=60.0)
     policy, seen = it.engine.scheduler.policy, list[bool]()
     allow = policy.allow

@@ -1,4 +1,4 @@
-"""What steps cost is measured once, and remembered while it is the same model on the same machine."""
+"""Calibration is measured once, and remembered for the same model on the same machine."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,7 +131,7 @@ def test_a_second_start_does_not_measure(file: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine_module, "measure", measure)
 
     def start(**fields: int) -> float:
-        """What a step is thought to cost by an engine that has just been started."""
+        """The predicted seconds of a step, by an engine that has just been started."""
         config = replace(CONFIG, **fields)
         engine = Engine(tiny("llama"), config)
         costs = CostFile(file, circumstances(engine.base, config))

@@ -82,7 +82,7 @@ def test_answers_come_from_a_version_at_most_one_step_old() -> None:
     training = TrainingConfig(batch_size=2, epochs=2)
     job = engine.finetune(PROMPTS, "mine", LORA, training, objective=task(max_tokens=3))
     engine.rollouts._generate = watched  # type: ignore[assignment]
-    first = engine.bank.look("mine").version
+    first = engine.adapters.bank.look("mine").version
     job.result()
     assert len(job.history) == 8 and set(seen) == {0}, "asked of the newest version there is"
 
@@ -95,7 +95,7 @@ def test_rollouts_leave_room_for_requests() -> None:
     others = [engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=20)) for _ in range(16)]
     while any(answer.finish_reason is None for answer in others):
         engine.step()
-        own = [s for s in engine.scheduler.running if s.request.adapter]
+        own = [s for s in engine.scheduler.requests.running if s.request.adapter]
         assert len(own) <= 2
     assert not job.history
     job.cancel()

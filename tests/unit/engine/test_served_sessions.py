@@ -136,7 +136,11 @@ def test_a_session_that_ends_frees_all_it_has(how: str) -> None:
     assert [reply.fault is not None for reply in replies] == [True] * (how != "disconnect")
     while desk.worker.has_work:
         desk.step()
-    assert not engine.sessions.clients and not engine.memory.held().sessions and "mine" not in engine.bank
+    assert (
+        not engine.sessions.clients
+        and not engine.memory.held().sessions
+        and "mine" not in engine.adapters.bank
+    )
     engine.memory.audit()
     assert engine.memory.ledger.used == used
     assert desk.worker.is_drained == (how == "drain")
@@ -183,7 +187,7 @@ def test_a_journal_repeated_in_another_engine_brings_the_session_back(seed: int,
     found = [one.ask(StepOptimizer, params=AdamParams(1e-2)).updated for one in (client, again)]
     assert found[0] is not None and found[1] is not None and found[0].labels == found[1].labels
     assert found[0].grad_norm == pytest.approx(found[1].grad_norm, rel=1e-4)
-    weights = [one.desk.engine.weights("mine").parameters() for one in (client, again)]
+    weights = [one.desk.engine.adapters.weights("mine").parameters() for one in (client, again)]
     for name, tensor in weights[0].items():
         assert torch.allclose(tensor, weights[1][name], rtol=1e-3, atol=1e-5), name
 
@@ -208,7 +212,7 @@ def test_a_session_may_end_at_any_moment_of_its_optimizer_step() -> None:
         assert client.ask(CloseTraining).fault is None and version.startswith("mine@")
         while client.desk.worker.has_work:
             client.desk.step()
-    assert "mine" not in client.desk.engine.bank
+    assert "mine" not in client.desk.engine.adapters.bank
     client.desk.engine.memory.audit()
     assert client.desk.engine.memory.held().adapters == 0
 

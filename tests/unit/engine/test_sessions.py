@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from coserve import AdamParams, Datum, Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.core.plan import StepResult
 from coserve.engine.training_client import Operation, TrainingClient
 from coserve.errors import (
     AdapterMismatch,
@@ -51,7 +50,7 @@ def batch(*lengths: int) -> list[Datum]:
 
 
 def weights(engine: Engine, name: str = "mine") -> Tensor:
-    return torch.cat([p.flatten() for _, p in sorted(engine.weights(name).parameters().items())])
+    return torch.cat([p.flatten() for _, p in sorted(engine.adapters.weights(name).parameters().items())])
 
 
 def trained(engine: Engine, session: TrainingClient, *passes: list[Datum]) -> Tensor:
@@ -282,7 +281,7 @@ def test_a_state_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     for _ in range(2):  # the second in the place of the first
         saved = session.save_weights(tmp_path / "to" / "weights").result()
     assert [path.name for path in saved.parent.iterdir()] == ["weights"]
-    assert engine.load_adapter("weights", saved).version == 0
+    assert engine.adapters.load("weights", saved).version == 0
     (tmp_path / "file").touch()
     assert "cannot be written" in str(failure(session.save_weights(tmp_path / "file" / "weights")))
     assert "cannot be written" in str(failure(session.save_state(tmp_path / "file" / "state")))
@@ -304,7 +303,7 @@ def test_a_session_waits_for_memory_and_frees_it() -> None:
     with pytest.raises(JobError, match="'second' already"):
         engine.finetune([Example((1, 2), (2, 3))], "third", LORA, job="second")
     with pytest.raises(JobError, match="being trained by second"):
-        engine.unload_adapter("other")
+        engine.adapters.unload("other")
     cut_off = first.forward_backward(batch(100))
     first.close(), first.close()
     assert isinstance(failure(cut_off), JobError) and waiting.result().loss > 0
@@ -314,7 +313,7 @@ def test_a_session_waits_for_memory_and_frees_it() -> None:
     engine.run()
     assert engine.memory.held().sessions == {} and not engine.sessions.clients
     engine.memory.audit()
-    engine.unload_adapter("mine"), engine.unload_adapter("other")
+    engine.adapters.unload("mine"), engine.adapters.unload("other")
     engine.memory.audit()
     assert engine.memory.ledger.used == used
 
@@ -335,9 +334,9 @@ def test_a_version_of_an_adapter_that_has_gone_is_dropped() -> None:
     session.forward_backward(batch(9))
     updated = session.optim_step(STEP).result()
     session.close()
-    engine.bank.remove("mine")
-    engine._publish(StepResult(0.0, updated={session.job: updated}))
-    assert "mine" not in engine.bank and engine.memory.held().adapters == 0
+    engine.adapters.bank.remove("mine")
+    engine.adapters.publish([updated])
+    assert "mine" not in engine.adapters.bank and engine.memory.held().adapters == 0
 
 
 def test_a_pass_is_checked_and_packed_without_the_engine_s_lock() -> None:

@@ -106,7 +106,7 @@ def failing(
 
 
 def weights(engine: Engine, name: str) -> torch.Tensor:
-    return torch.cat([p.flatten() for p in engine.weights(name).parameters().values()])
+    return torch.cat([p.flatten() for p in engine.adapters.weights(name).parameters().values()])
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +119,12 @@ def undisturbed() -> tuple[list[int], torch.Tensor, torch.Tensor]:
     return answer.tokens, weights(engine, "one"), weights(engine, "two")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", ["store", "kept", "loss", "back", "update"])
 def test_a_job_that_runs_out_tries_again_with_less(
     where: str, undisturbed: tuple[list[int], torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it learns is the same: gradients are only added up in other pieces."""
+    """The job learns the same: gradients are only added up in other pieces."""
     engine = make_engine()
     allocator = Allocator("two", times=2 if where in ("store", "kept") else 1)
     with failing(monkeypatch, engine, where, allocator):
@@ -157,7 +158,7 @@ def test_a_second_time_the_job_fails_and_nobody_else(
     with pytest.raises(OutOfMemory, match=r"job two ran out of memory: .*can't allocate"):
         jobs[1].result()
     assert "two" not in engine.executor.sessions and engine.memory.ledger.of("job two") == 0
-    assert engine.weights("two").version == 1, "its last good version stays"
+    assert engine.adapters.weights("two").version == 1, "its last good version stays"
 
 
 def test_another_error_is_no_lack_of_memory(

@@ -15,7 +15,7 @@ from coserve.engine.validation import RewardScoring
 from coserve.errors import JobError
 from coserve.train.example import Example
 from coserve.train.grading.graders import PythonGrader
-from coserve.train.objectives import DPO, ORPO, Reinforcement
+from coserve.train.objectives import DPO, KTO, ORPO, Reinforcement
 from coserve.wire.messages import JobCheckpoint, JobNote, StopJob
 from desk import Desk, job
 from models import logits_of, tiny, with_lora
@@ -76,8 +76,8 @@ def test_pairs_are_measured_as_transformers_does(desk: Desk, tmp_path: Path, ref
     for seed in (1, 2):
         with_lora(tiny("llama"), seed).save_pretrained(str(tmp_path / str(seed)))
     engine, compared = desk.engine, list[float]()
-    version = engine.load_adapter("x", tmp_path / "1").key
-    engine.register_adapter("other", tmp_path / "2")
+    version = engine.adapters.load("x", tmp_path / "1").key
+    engine.adapters.register("other", tmp_path / "2")
     own = sums(with_lora(tiny("llama"), 1))
     before = sums(tiny("llama") if reference is None else with_lora(tiny("llama"), 2))
     gained = [sum(one) - sum(other) for one, other in zip(own, before, strict=True)]
@@ -97,6 +97,31 @@ def test_pairs_are_measured_as_transformers_does(desk: Desk, tmp_path: Path, ref
     assert finished(desk, scoring) == pytest.approx(pair_figures(means, 0.3, odds), rel=1e-4, abs=1e-5)
 
 
+def test_labelled_answers_are_measured_as_transformers_does(desk: Desk, tmp_path: Path) -> None:
+    """Of each two examples the first is the answer, the second its prompt with another one."""
+    with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path))
+    version, objective = desk.engine.adapters.load("x", tmp_path).key, KTO(0.4, 1.5, 0.5)
+    sides = zip(sums(with_lora(tiny("llama"), 1)), sums(tiny("llama")), strict=True)
+    gained = [sum(one) - sum(other) for one, other in sides]
+    kl = max(sum(gained[1::2]) / 3, 0.0)
+    desirable = [True, False, True]
+    first, second, third = gained[::2]
+    losses = [
+        1.5 * sigmoid(0.4 * (kl - first)),
+        0.5 * sigmoid(0.4 * (second - kl)),
+        1.5 * sigmoid(0.4 * (kl - third)),
+    ]
+    wanted = {
+        "loss": sum(losses) / 3,
+        "kl": kl,
+        "rewards/chosen": 0.4 * (first + third) / 2,
+        "rewards/rejected": 0.4 * second,
+        "rewards/margins": 0.4 * ((first + third) / 2 - second),
+    }
+    scoring = PairScoring(desk.engine, version, PAIRS, objective, None, [], desirable)
+    assert finished(desk, scoring) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
 def reinforcement(grade: Callable[[str, Any], float]) -> Reinforcement:
     return Reinforcement(PythonGrader(grade), max_tokens=5)
 
@@ -104,7 +129,7 @@ def reinforcement(grade: Callable[[str, Any], float]) -> Reinforcement:
 def test_rewards_are_those_of_greedy_answers(desk: Desk, tmp_path: Path) -> None:
     with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path))
     engine = desk.engine
-    version = engine.load_adapter("x", tmp_path).key
+    version = engine.adapters.load("x", tmp_path).key
     prompts, references = [(5, 6), (7,), (3, 3, 4)], [{"add": n} for n in range(3)]
     sampling = SamplingParams(max_tokens=5)
     answers = [engine.generate(prompt, version, sampling).result() for prompt in prompts]
@@ -160,6 +185,7 @@ GRADED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("name", ["dpo", "orpo"])
 def test_a_job_on_pairs_is_validated(desk: Desk, tmp_path: Path, name: str, goes_on: bool) -> None:
@@ -182,7 +208,22 @@ def test_a_job_on_pairs_is_validated(desk: Desk, tmp_path: Path, name: str, goes
         assert abs(told[1].metrics["rewards/margins"]) < 5e-2
         assert told[12].validation_loss < told[1].validation_loss
     desk.until(lambda: not desk.worker.has_work)
-    assert not desk.engine.bank.names and sum(desk.engine.cache.nbytes()) == 0
+    assert not desk.engine.adapters.bank.names and sum(desk.engine.adapters.cache.nbytes()) == 0
+
+
+def test_a_job_on_labelled_answers_is_validated(desk: Desk, tmp_path: Path) -> None:
+    data = tmp_path / "answers.jsonl"
+    lines = [{"prompt": f"{i}?", "completion": "yn"[i % 2], "label": i % 2 == 0} for i in range(6)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    options = {"epochs": 4, "learning_rate": 3e-2, "schedule": "constant", "batch_size": 3}
+    more: dict[str, Any] = {"validation": str(data), "objective": {"type": "kto"}, "options": options}
+    desk.send(job(data, tmp_path / "j", every=4, keep_best=True, **more))
+    assert desk.ended().status == "succeeded"
+    first, last = [one for one in desk.news(JobCheckpoint) if isinstance(one, JobCheckpoint)]
+    assert {*last.metrics} == {"kl", "rewards/chosen", "rewards/rejected", "rewards/margins"}
+    assert 0 < last.metrics["rewards/margins"] > first.metrics["rewards/margins"]
+    assert last.validation_loss is not None and first.validation_loss is not None
+    assert last.validation_loss < first.validation_loss < 0.5
 
 
 def test_a_job_on_rewards_is_validated_and_stops_early(desk: Desk, tmp_path: Path) -> None:
@@ -199,7 +240,7 @@ def test_a_job_on_rewards_is_validated_and_stops_early(desk: Desk, tmp_path: Pat
     assert "no higher reward in validation 3 times in a row" in notes[0]
     assert notes[1] == f"The best checkpoint is that of step 1: reward {rewards.pop():.4f}"
     desk.until(lambda: not desk.worker.has_work)
-    assert sum(desk.engine.cache.nbytes()) == 0
+    assert sum(desk.engine.adapters.cache.nbytes()) == 0
 
 
 def test_a_validation_of_answers_that_is_stopped(desk: Desk, tmp_path: Path) -> None:
@@ -210,7 +251,7 @@ def test_a_validation_of_answers_that_is_stopped(desk: Desk, tmp_path: Path) -> 
     desk.send(StopJob("j", keep=True))
     assert desk.ended().status == "paused"
     desk.until(lambda: not desk.worker.has_work)
-    assert sum(desk.engine.cache.nbytes()) == 0 and desk.engine.stats().running == 0
+    assert sum(desk.engine.adapters.cache.nbytes()) == 0 and desk.engine.stats().running == 0
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_refused(desk: Desk, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the process does between its socket and its engine: without a process, a socket or a clock."""
+"""The worker between a process's socket and its engine: without a process, a socket or a clock."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coserve.adapters.files import read_adapter
+from coserve.core import disk
 from coserve.core.request import SLO, FinishReason
 from coserve.engine import jobs as jobs_module
 from coserve.engine import worker as worker_module
@@ -111,7 +112,7 @@ def test_a_reply_never_reaches_the_next_server(desk: Desk, tmp_path: Path) -> No
     with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path))
     desk.send(AddAdapter(1, "x", str(tmp_path)), ask("a", 20))
     desk.worker.connected()
-    desk.until(lambda: "x" in desk.engine.bank.names)
+    desk.until(lambda: "x" in desk.engine.adapters.bank.names)
     desk.send(AddAdapter(2, "x", str(tmp_path)))
     desk.until(lambda: desk.replies)
     assert desk.replies == [Reply(2)]
@@ -173,7 +174,7 @@ def test_paused_before_its_data_is_read_and_started_again(desk: Desk, data: Path
     assert desk.ended().status == "succeeded"
     desk.send(job(data, tmp_path / "k", "k"), StopJob("k", keep=False))
     assert desk.ended().status == "cancelled" and not (tmp_path / "k").exists()
-    assert desk.engine.bank.names == []
+    assert desk.engine.adapters.bank.names == []
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -203,7 +204,7 @@ def test_cancelled_in_the_midst(desk: Desk, data: Path, tmp_path: Path) -> None:
     assert desk.ended().status == "cancelled"
     assert [c.step for c in desk.news(JobCheckpoint)] == [2]
     desk.until(lambda: not desk.worker.has_work)
-    assert desk.engine.stats().free_pages == 64 and sum(desk.engine.cache.nbytes()) == 0
+    assert desk.engine.stats().free_pages == 64 and sum(desk.engine.adapters.cache.nbytes()) == 0
 
 
 def test_a_drain_does_not_wait_for_validation(desk: Desk, data: Path, tmp_path: Path) -> None:
@@ -222,13 +223,13 @@ def test_a_checkpoint_that_cannot_be_written_fails_the_job(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_sync", full)
+    monkeypatch.setattr(disk, "sync_path", full)
     desk.send(job(data, tmp_path / "j", every=2, validation=str(data)))
     ended = desk.ended()
     assert (ended.status, ended.fault.kind) == ("failed", "JobError") and "No space" in ended.fault.text
     assert not desk.news(JobCheckpoint)
     desk.until(lambda: not desk.worker.has_work)
-    assert sum(desk.engine.cache.nbytes()) == 0 and desk.engine.stats().running == 0
+    assert sum(desk.engine.adapters.cache.nbytes()) == 0 and desk.engine.stats().running == 0
 
 
 def test_what_a_job_may_not_be(desk: Desk, data: Path, tmp_path: Path) -> None:
@@ -301,8 +302,8 @@ def test_the_validation_loss_is_that_of_its_version(desk: Desk, tmp_path: Path) 
     for seed in (1, 2):
         with_lora(tiny("llama"), seed).save_pretrained(str(tmp_path / str(seed)))
     engine = desk.engine
-    scoring = LossScoring(engine, engine.load_adapter("x", tmp_path / "1").key, examples)
-    engine.load_adapter("x", tmp_path / "2")
+    scoring = LossScoring(engine, engine.adapters.load("x", tmp_path / "1").key, examples)
+    engine.adapters.load("x", tmp_path / "2")
     most = 0
     while not scoring.advance():
         most = max(most, engine.stats().waiting)
@@ -310,7 +311,7 @@ def test_the_validation_loss_is_that_of_its_version(desk: Desk, tmp_path: Path) 
     assert scoring.result is not None and scoring.result.loss == pytest.approx(
         sum(losses) / len(losses), rel=1e-4
     )
-    assert most == 2 and len(engine.cache) == 1
+    assert most == 2 and len(engine.adapters.cache) == 1
 
 
 def test_a_job_whose_answers_are_sampled_first_trains_and_keeps_its_weight(
@@ -352,4 +353,5 @@ def test_a_job_learns_from_a_teacher_in_a_folder(desk: Desk, data: Path, tmp_pat
     assert losses["alone"] == pytest.approx(-math.log(mass), rel=0.1) and losses["taught"] > losses["alone"]
     desk.send(job(data, tmp_path / "none", objective=objective, teacher=str(tmp_path / "nobody")))
     ended = desk.ended()
-    assert ended.status == "failed" and ended.fault is not None and "nobody" in ended.fault.text
+    assert ended.status == "failed" and ended.fault is not None
+    assert ended.fault.text == "the adapter 'nobody', which it begins with or learns from, was deleted"

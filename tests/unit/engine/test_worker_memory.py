@@ -155,8 +155,58 @@ def test_what_the_base_has_not_is_told_before_a_job_is_taken_on(
     assert reply.fault is not None and re.search(said, reply.fault.text)
 
 
-def test_what_else_is_wrong_with_a_job_is_told_when_it_starts(desk: Desk, tmp_path: Path) -> None:
-    desk.worker.take(CheckJob(1, JobSpec("j", str(tmp_path / "missing.jsonl"), "", OPTIONS, METHOD)))
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+COMPLETION = {"prompt": "a", "completion": "b"}
+LONG = {"text": "x" * 300}
+
+
+@pytest.mark.parametrize(
+    ("objective", "lines", "validation", "kind", "said"),
+    [
+        ("dpo", [PAIR, COMPLETION], None, "DataError", "train.jsonl, line 2: expected .* found \"prompt\""),
+        ("supervised", [PAIR], None, "DataError", "train.jsonl, line 1: .* are for preference training"),
+        ("supervised", [], None, "DataError", "train.jsonl: expected at least one example"),
+        ("supervised", [LONG], None, "DataError", "example 1 has .* tokens"),
+        ("supervised", [COMPLETION], [PAIR], "ValidationDataError",
+         "validation valid.jsonl, line 1: .* are for preference training"),
+        ("dpo", [PAIR], [COMPLETION], "ValidationDataError", "validation valid.jsonl, line 1: expected"),
+        ("supervised", [COMPLETION], [], "ValidationDataError", "validation valid.jsonl: expected at least"),
+        ("supervised", [COMPLETION], [LONG], "ValidationDataError", "validation example 1 has"),
+        ("supervised", [COMPLETION] * 513 + [PAIR], [COMPLETION], None, ""),
+        ("kto", [{**COMPLETION, "label": True}], None, "DataError", "at least two answers"),
+    ],
+)  # fmt: skip
+def test_data_of_another_kind_is_told_before_a_job_is_taken_on(
+    desk: Desk,
+    tmp_path: Path,
+    objective: str,
+    lines: list[Any],
+    validation: list[Any] | None,
+    kind: str | None,
+    said: str,
+) -> None:
+    """As far as the beginnings of its files show it."""
+    paths = {}
+    for name, found in (("train", lines), ("valid", validation)):
+        if found is not None:
+            paths[name] = tmp_path / f"{name}.jsonl"
+            paths[name].write_text("\n".join(map(json.dumps, found)))
+    spec = JobSpec(
+        "j", str(paths["train"]), "", OPTIONS, METHOD, {"type": objective},
+        validation=None if validation is None else str(paths["valid"]),
+    )  # fmt: skip
+    desk.worker.take(CheckJob(1, spec))
+    desk.until(lambda: desk.replies)
+    (reply,) = desk.replies
+    if kind is None:
+        assert reply == Reply(1)
+    else:
+        assert reply.fault is not None and reply.fault.kind == kind
+        assert re.search(said, reply.fault.text), reply.fault.text
+
+
+def test_what_else_is_wrong_with_a_job_is_told_when_it_starts(desk: Desk, data: Path, tmp_path: Path) -> None:
+    desk.worker.take(CheckJob(1, JobSpec("j", str(data), "", {"schedule": "sideways"}, METHOD)))
     desk.until(lambda: desk.replies)
     assert desk.replies == [Reply(1)]
 

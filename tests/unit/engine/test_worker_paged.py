@@ -1,4 +1,4 @@
-"""What a server is told of adapters that lie on disk."""
+"""Messages to a server about adapters on disk."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +67,7 @@ class Desk:
         return self.tokens[name]
 
     def at_once(self, command: AddAdapter | PinAdapter | RemoveAdapter) -> Reply:
-        """What is replied without a step."""
+        """The reply to a command, which needs no step."""
         self._worker.take(command)
         assert self._replied(command.ref)
         return self.replies[command.ref]
@@ -87,12 +87,12 @@ def test_an_adapter_is_known_at_once_and_read_when_it_is_asked_for(tmp_path: Pat
     desk = Desk()
     one, two = (stored(desk.engine, tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two")))
     assert desk.load(1, "one", one).fault is None and desk.load(2, "two", two).fault is None
-    assert len(desk.engine.cache) == 0 and desk.engine.stats().paging.known == 2
+    assert len(desk.engine.adapters.cache) == 0 and desk.engine.stats().paging.known == 2
     assert len(desk.ask("a", "one")) == 3
     assert desk.engine.stats().paging.resident == ("one",)
     assert desk.at_once(AddAdapter(3, "one", str(one))).fault is None, "it is known already"
     assert desk.at_once(RemoveAdapter(4, "one")).fault is None
-    assert desk.engine.stats().paging.known == 1 and len(desk.engine.cache) == 0
+    assert desk.engine.stats().paging.known == 1 and len(desk.engine.adapters.cache) == 0
 
 
 def test_what_is_no_adapter_is_refused_when_it_is_loaded(tmp_path: Path) -> None:

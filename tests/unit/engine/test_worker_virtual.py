@@ -22,7 +22,7 @@ def engine(tmp_path: Path) -> Engine:
     with torch.no_grad():
         with_virtual(tiny("llama"), "prompt").save_pretrained(str(tmp_path))
     engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=512, page_size=8))
-    engine.load_adapter("mine", tmp_path)
+    engine.adapters.load("mine", tmp_path)
     return engine
 
 

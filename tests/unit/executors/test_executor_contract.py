@@ -1,4 +1,4 @@
-"""What every executor does alike: later ones join the list."""
+"""The contract of executors: a new one joins the list."""
 
 import itertools
 import secrets
@@ -229,7 +229,7 @@ def travel(executor: Executor, batch: MicroBatch, cut: int, pausable: bool = Fal
 
 
 def passed(segments: Iterator[TrainingSegment]) -> Counter[tuple[Direction, int, int]]:
-    """How often each row passed each layer, either way."""
+    """The number of times that each row passed each layer, in each direction."""
     return Counter(
         (segment.direction, row, layer)
         for segment in segments

@@ -33,6 +33,7 @@ def random_cache(count: int, draws: torch.Generator) -> Cache:
     return [(draw(c.groups, count, c.key, draws), draw(c.groups, count, c.value, draws)) for c in CACHES]
 
 
+@pytest.mark.sample(10)
 @dataclass
 class World:
     """A table, its pages, and beside them what every sequence should see."""
@@ -67,7 +68,7 @@ class World:
         return sequence
 
     def put(self, prefix: Prefix, cache: Cache) -> None:
-        """What an executor does with pages of virtual tokens."""
+        """Fills pages of virtual tokens as an executor does."""
         self.attention.clean(prefix.pages)
         for layer, (k, v) in enumerate(cache):
             self.attention.fill(layer, prefix.pages, k, v)

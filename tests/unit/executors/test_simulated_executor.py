@@ -40,7 +40,7 @@ def run(make: Callable[[], VirtualClock], policy: str, pages: int, steps: int) -
         request = Request(
             str(number), tuple(range(5 + number)), sampling, None, SLO(end_to_end=0.4), scope=None
         )
-        scheduler.submit(request, 0.0)
+        scheduler.requests.submit(request, 0.0)
     for _ in range(steps):
         if left and not scheduler.training.has_work:
             batch = MicroBatch(

@@ -91,7 +91,7 @@ def test_pages_come_back_as_they_went(
 
 
 def test_a_plan_drops_then_writes_then_reads() -> None:
-    """What is read may go into the pages that were written in the same plan."""
+    """A read may go into pages that the same plan has written out."""
     backend = backend_of()
     it = space_of(backend, 3)
     first = write(backend, [1, 2, 3])

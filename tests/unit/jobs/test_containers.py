@@ -101,6 +101,11 @@ def test_a_row_of_a_table_is_a_record(tmp_path: Path) -> None:
     answers = ',"[{""role"": ""assistant"", ""content"": ""b""}]"' * 2
     (record,) = read_preferences(put(tmp_path, "d.csv", f"{pair}{answers}\n".encode()))
     assert record.chosen == record.rejected == (Message("assistant", "b"),)
+    columns = b'prompt,chosen,rejected\n"[{""role"": ""user"", ""content"": ""a""}]"'
+    said = b',"[{""role"": ""assistant"", ""content"": ""b""}]","[{""x"": 1}] is no message"\n'
+    (record,) = read_preferences(put(tmp_path, "e.csv", columns + said))
+    assert record.prompt == (Message("user", "a"),) and record.chosen == (Message("assistant", "b"),)
+    assert record.rejected == (Message("assistant", '[{"x": 1}] is no message'),)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What training files may hold, and the words in which they are refused."""
+"""Contents of training files, and the messages of refused ones."""
 
 import json
 from collections.abc import Callable
@@ -9,10 +9,11 @@ import pytest
 
 from coserve.errors import DataError
 from coserve.jobs import containers
-from coserve.jobs.datasets import parse, read, read_any, read_preferences, read_prompts
+from coserve.jobs.datasets import parse, read, read_any, read_labelled, read_preferences, read_prompts
 from coserve.jobs.formats import (
     ChatRecord,
     CompletionRecord,
+    LabelledRecord,
     PreferenceRecord,
     PromptRecord,
     Record,
@@ -76,6 +77,32 @@ def test_preference_pairs_are_read_in_every_form(write: Write, line: Any) -> Non
 
 
 @pytest.mark.parametrize(
+    ("line", "desirable"),
+    [
+        ({"prompt": "Hi", "completion": "Hello", "label": True}, True),
+        ({"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1], "label": False}, False),
+        ({"prompt": "Hi", "completion": "Hello", "label": " False"}, False),  # as tables have it
+    ],
+)
+def test_labelled_completions_are_read_in_every_form(write: Write, line: Any, desirable: bool) -> None:
+    want = [LabelledRecord((USER,), (ANSWER,), desirable)]
+    assert list(read_labelled(write(line))) == list(read_any(write(line))) == want
+
+
+def test_other_labels_are_of_a_supervised_file(write: Write) -> None:
+    other = {"prompt": "Hi", "completion": "Hello", "label": "greeting"}
+    assert list(read_any(write(other))) == list(read(write(other))) == [CompletionRecord("Hi", "Hello")]
+    table = write(b"prompt,completion,label", b"Hi,Hello,TRUE", b"Hi,Hello,1", name="t.csv")
+    with pytest.raises(
+        DataError, match=r"^t\.csv, line 3: expected \"label\" to be true or false; found '1'"
+    ):
+        list(read_labelled(table))
+    mixed = write({**other, "label": True}, {"prompt": "Hi", "completion": "Hello"})
+    with pytest.raises(DataError, match="line 2: expected prompts with labelled completions, as in line 1"):
+        list(read_any(mixed))
+
+
+@pytest.mark.parametrize(
     ("line", "reference"),
     [
         ({"messages": CHAT["messages"][:1], "reference_answer": "4", "id": 3},
@@ -101,7 +128,7 @@ def test_a_question_with_an_answer_serves_both() -> None:
     [
         (read_preferences, {"prompt": "Hi", "chosen": "Hello"}, 'expected a JSON object with "prompt", "cho'),
         (read_preferences, {"prompt": "Hi", "chosen": "a", "rejected": 3},
-         'expected "rejected" to be a list of objects; found a number'),
+         'expected "rejected" to be text or a list of messages; found a number'),
         (read_preferences, {"prompt": CHAT["messages"], "chosen": "a", "rejected": "b"},
          'expected "prompt" to end before the answer'),
         (read_preferences, {"prompt": "Hi", "chosen": CHAT["messages"], "rejected": "b"},
@@ -113,6 +140,11 @@ def test_a_question_with_an_answer_serves_both() -> None:
          'expected "chosen" to hold a message of the assistant; found none'),
         (read_preferences, {"prompt": "Hi", "rejected": "b", "chosen": [{"role": "assistant"}]},
          '"chosen", message 1: expected "role" and "content"; "content" is missing'),
+        (read_labelled, {"prompt": "Hi", "completion": "a", "label": 1},
+         'expected "label" to be true or false; found 1'),
+        (read_labelled, {"prompt": "Hi", "completion": "", "label": True},
+         'expected "completion" to hold text; found it empty'),
+        (read_labelled, {"prompt": "Hi", "completion": "a"}, 'expected a JSON object with "prompt", "comple'),
         (read_prompts, CHAT, 'expected "messages" to end before the answer'),
         (read_prompts, {"messages": []}, 'expected "messages" to hold a message; found none'),
         (read_prompts, {"text": "a"}, 'expected a JSON object with "messages", "prompt" or "question"; fo'),

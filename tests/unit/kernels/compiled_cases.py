@@ -13,12 +13,13 @@ from coserve.kernels.triton import blocksparse, pages, segmented
 HOPPER: Final = GPUTarget("cuda", 90, 32)
 SHARED: Final = 227 << 10  # bytes that a block may have there
 # Arguments by their types; tensors of numbers are in the kernel's type, all others are counts.
-NUMBERS: Final = frozenset({"x", "a", "h", "b", "y", "values", "q", "keys", "out", "sinks"})
+PARTS: Final = frozenset({"sums", "tops", "totals"})  # the answer itself, where there is one
+NUMBERS: Final = frozenset({"x", "a", "h", "b", "y", "values", "q", "keys", "out", "sinks"} | PARTS)
 FLOATS: Final = frozenset({"scale", "softcap"})
 LONGS: Final = frozenset({"pages", "lengths"})
 COUNTS: Final = frozenset(
     {"width", "share", "page_size", "dk", "dv", "window", "q_batch", "q_head", "keys_group", "values_group"}
-    | {"pages_batch", "x_stride", "h_stride", "y_stride"}
+    | {"pages_batch", "splits", "x_stride", "h_stride", "y_stride"}
 )
 
 
@@ -31,7 +32,10 @@ def cases() -> Iterator[tuple[Any, Mapping[str, Any]]]:
         for kernel in (blocksparse._dds, blocksparse._sdd, blocksparse._transposed):
             yield kernel, block
     for width, sinks in ((128, False), (64, True)):
-        yield pages._attend, {"HEADS": 16, "DK": width, "DV": width, "KEYS": 64, "SINKS": sinks}
+        joined = {"DV": width, "KEYS": 64, "SPLIT": 512, "SINKS": sinks}
+        for whole in (False, True):
+            yield pages._attend, {"HEADS": 16, "DK": width, "WHOLE": whole, **joined}
+        yield pages._join, joined
 
 
 def type_of(name: str, constants: Mapping[str, Any], dtype: str) -> str:
@@ -41,7 +45,7 @@ def type_of(name: str, constants: Mapping[str, Any], dtype: str) -> str:
         return "i32"
     if name in FLOATS:
         return "fp32"
-    if name == "found":
+    if name == "found" or (name in PARTS and not constants.get("WHOLE")):
         return "*fp32"
     return f"*{dtype}" if name in NUMBERS else "*i64" if name in LONGS else "*i32"
 

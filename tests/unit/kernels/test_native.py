@@ -124,7 +124,7 @@ class Decoding:
         )  # fmt: skip
 
     def exact(self, row: int) -> Tensor:
-        """What a row is in float64."""
+        """The result of a row in float64."""
         own = self.slots[row]
         k, v = self.keys[None, :, own].double(), self.values[None, :, own].double()
         seen = causal_mask(1, len(own), self.window, self.q.device)
@@ -211,6 +211,34 @@ def test_products_of_packed_weights_are_onednns() -> None:
         with torch_only():
             assert_rounded_alike(got, placement.forward(x))
         assert torch.equal(placement.forward(x[:, :1]), got[:, :1])
+
+
+def test_products_of_weights_as_loaded_are_torchs() -> None:
+    found_library = library()
+    if found_library is None or not found_library.multiplies():
+        pytest.skip("there is no kernel of products")
+    for _ in range(20):
+        outputs, inputs, rows = 4 * DRAWS.randint(1, 70), 32 * DRAWS.randint(1, 20), DRAWS.randint(1, 70)
+        weight, bias = drawn(outputs, inputs), drawn(outputs) if DRAWS.random() < 0.5 else None
+        x = drawn(rows, inputs + 3)[:, :inputs]
+        assert ops.reads(weight, bias)
+        got = ops.linear_unpacked(x, weight, bias)
+        want = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
+        torch.testing.assert_close(got, want, rtol=NEIGHBOUR, atol=1e-2)
+        assert (got != want).float().mean() <= OFTEN
+        first = DRAWS.randrange(rows)
+        assert torch.equal(ops.linear_unpacked(x[first:], weight, bias), got[first:])
+    weight = drawn(8, 64)
+    assert ops.reads(weight, drawn(8)) and not ops.reads(weight, drawn(16)[::2])
+    for other in (drawn(6, 64), drawn(8, 48), drawn(64, 8).t(), weight.float(), drawn(8, 128)[:, ::2]):
+        assert not ops.reads(other, None)
+    broken = weight.clone()
+    broken[5] = float("nan")
+    x = drawn(3, 64)
+    is_broken = ops.linear_unpacked(x, broken, None).isnan().any(0).tolist()
+    assert is_broken == [output == 5 for output in range(8)]
+    x[1] = float("inf")
+    assert ops.linear_unpacked(x, weight, None).isfinite().all(1).tolist() == [True, False, True]
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(drawn(1)), reason="oneDNN packs no bfloat16 weights here")

@@ -2,6 +2,7 @@
 type."""
 
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -12,9 +13,9 @@ from coserve.kernels.lora.backend import LoraWeights, TrainingLoraBackend
 from coserve.kernels.lora.layout import Layout
 from coserve.kernels.lora.slots import GatheredSlots, SlotTables
 from coserve.kernels.triton import blocksparse, segmented
+from coserve.kernels.triton import pages as decode
 from coserve.kernels.triton.backends import TritonBlockSparse, TritonSegmented
 from coserve.kernels.triton.blocksparse import Topology
-from coserve.kernels.triton.pages import attend_pages
 from coserve.kernels.triton.slots import TritonSlots
 from coserve.kernels.triton.tiles import Tiles
 
@@ -157,10 +158,15 @@ def _pages(spec: AttentionSpec, dtype: torch.dtype, tolerance: float) -> None:
         found = reference.attention(query, *own, spec.scale, allowed, spec.softcap, exact)
         wanted.append(found[0, :, 0])
     there = replace(spec, sinks=None if sinks is None else sinks.to(DEVICE))
-    given = (x.to(DEVICE) for x in (q, keys, values, pages, torch.tensor(lengths)))
-    got = attend_pages(*given, size, there).double().cpu()
-    error = float((got - torch.stack(wanted)).abs().max().nan_to_num(torch.inf))
-    assert error <= tolerance, f"pages, {spec}, {dtype}: off by {error:.2g}"
+    given = [x.to(DEVICE) for x in (q, keys, values, pages, torch.tensor(lengths))]
+    found = []
+    for split in (512, 64):  # all in one part, and the longest sequence in three
+        with mock.patch.object(decode, "_SPLIT", split):
+            found.append(decode.attend_pages(*given, size, there))
+        error = float((found[-1].double().cpu() - torch.stack(wanted)).abs().max().nan_to_num(torch.inf))
+        assert error <= tolerance, f"pages, {spec}, {dtype}, {split} positions: off by {error:.2g}"
+    one_part = torch.tensor(lengths) <= 64
+    assert torch.equal(*(x.cpu()[one_part] for x in found)), "what others need changes nothing"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many bytes an engine may use: as it was told, or most of what there is."""
+"""An engine's budget of bytes: as configured, or most of the machine's."""
 
 import resource
 import subprocess

@@ -1,4 +1,4 @@
-"""Who reads which page, and what can be found in those that nobody reads."""
+"""Readers of pages, and contents that can be found in pages without readers."""
 
 import pytest
 from hypothesis import given

@@ -2,6 +2,8 @@
 layer's own modules give, bit for bit."""
 
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,15 +14,20 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import LoraBatch
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.ia3 import IA3Bypass
+from coserve.adapters.replace import fresh_replacements
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.attention.store import Int8KVStore
 from coserve.core.sequence import Direction
+from coserve.executors.inference import InferenceBatch
 from coserve.kernels.native.build import library, torch_only
+from coserve.model import chain
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows
+from coserve.model.block import Block
 from coserve.model.decode_layer import find_decode_layers
 from coserve.model.load import load_base
+from coserve.model.placement import place_locally
 from models import tiny
 
 pytestmark = pytest.mark.skipif(
@@ -45,11 +52,12 @@ def base_of(name: str = "llama", **changes: Any) -> Base:
 
 
 class Step:
-    """A pass's rows, and pages of random keys and values; the same seed draws the same."""
+    """A pass's rows, `least` of them or more, and pages of random keys and values; the same seed draws the
+    same."""
 
-    def __init__(self, base: Base, seed: int, chunk: int = 0, store: Any = None) -> None:
+    def __init__(self, base: Base, seed: int, chunk: int = 0, store: Any = None, least: int = 1) -> None:
         draws, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        size, batch = draws.choice([4, 16, 32]), draws.randint(1, 20)
+        size, batch = draws.choice([4, 16, 32]), draws.randint(least, 20)
         more = {} if store is None else {"store": store}
         device = torch.device("cpu")
         self.base = base
@@ -88,6 +96,37 @@ class Step:
             block.shortcut = kept
         return None if out is None else (out, *self.backend.gather(layer, torch.arange(PAGES)))
 
+    @torch.no_grad()
+    def pass_through(self, lora: LoraBatch | None = None) -> list[Tensor]:
+        """Output of the chain, and keys and values of each layer."""
+        _, calls = self.base.prologue(torch.zeros_like(self.positions), self.positions)
+        layers = range(len(self.base.chain))
+        batch = InferenceBatch(self.part, [], [], self.hidden, calls, [], layers)
+        rows = FusedRows([self.part], [] if lora is None else lora.rest, lora)
+        self.base.chain.forward([batch], lambda _: (rows, calls))
+        pages = [self.backend.gather(layer, torch.arange(PAGES)) for layer in layers]
+        return [batch.hidden, *(tensor for pair in pages for tensor in pair)]
+
+
+class Counted:
+    """A chain's shortcut that notes how many layers it took at once."""
+
+    def __init__(self, base: Base) -> None:
+        assert base.chain.shortcut is not None
+        self._shortcut, self.taken = base.chain.shortcut, list[int]()
+
+    def __call__(self, blocks: Sequence[Block], hidden: Tensor, call: Any) -> Tensor | None:
+        out = self._shortcut(blocks, hidden, call)
+        if out is not None:
+            self.taken.append(len(blocks))
+        return out
+
+
+def assert_close(found: Tensor, want: Tensor) -> None:
+    """To the rounding of sums in another order. One number of a softmax may be further off than all together:
+    a score is rounded to 8 bits of its own size."""
+    assert (found.float() - want.float()).norm() < 0.02 * want.float().norm()
+
 
 @pytest.mark.parametrize(
     ("name", "changes"),
@@ -108,6 +147,23 @@ def test_a_layer_gives_what_its_modules_give(name: str, changes: dict[str, Any])
             own, short = (Step(base, seed).run(layer, shortcut) for shortcut in (False, True))
             assert own is not None and short is not None
             assert all(map(torch.equal, own, short))
+
+
+@pytest.mark.parametrize(("layers", "at_once"), [(2, 8), (3, 8), (5, 2)])
+def test_several_layers_in_one_call_give_what_they_give_one_by_one(
+    layers: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "_AT_ONCE", at_once)
+    base = base_of("llama", num_hidden_layers=layers)
+    base.chain.shortcut = counted = Counted(base)
+    beats: list[int] = []
+    base.chain.on_layer = lambda: beats.append(1)
+    seed = DRAWS.randrange(1 << 30)
+    together = Step(base, seed).pass_through()
+    assert counted.taken == [at_once] * (layers // at_once) + [layers % at_once] * (layers % at_once > 1)
+    assert len(beats) == -(-layers // at_once)
+    base.chain.shortcut = None
+    assert all(map(torch.equal, together, Step(base, seed).pass_through()))
 
 
 def lora_of(base: Base, layer: int, rank: int, targets: list[str]) -> dict[str, Any]:
@@ -142,9 +198,117 @@ def test_rows_of_adapters_give_what_the_modules_give() -> None:
         bare = Step(base, seed).run(layer, True)
         assert own is not None and short is not None and bare is not None
         for found, want in zip(short, own, strict=True):
-            torch.testing.assert_close(found, want, rtol=0.05, atol=0.05)
-        if adapters:
-            assert not torch.equal(short[0], bare[0])
+            assert_close(found, want)
+        if any(rows.start < len(Step(base, seed).part.metadata.slot_mapping) for rows, _ in adapters):
+            assert not all(map(torch.equal, short, bare))
+
+
+def full_of(base: Base, layer: int, modules: list[str]) -> dict[str, Any]:
+    """Random weights of some of a layer's linears and norms, as full fine-tunes have them."""
+    fresh = fresh_replacements([f"layers.{layer}.{module}" for module in modules], base)
+    found: dict[str, Any] = {}
+    for place, bypass in fresh.items():
+        tuned = {
+            name: weight + 0.5 * torch.randn(weight.shape) / weight.shape[-1] ** 0.5
+            for name, weight in bypass.parameters().items()
+        }
+        found[place.path] = bypass.with_parameters(tuned).in_type(torch.bfloat16)
+    return found
+
+
+MODULES = [*(f"self_attn.{name}" for name in TARGETS[:4]), *(f"mlp.{name}" for name in TARGETS[4:])]
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_of_full_fine_tunes_give_what_the_modules_give(bias: bool) -> None:
+    """Beside the base's and LoRA's, in any order; to the rounding of bfloat16."""
+    base = base_of("llama", attention_bias=bias)
+    for layer in range(len(base.chain)):
+        seed = DRAWS.randrange(1 << 30)
+        count = len(Step(base, seed).positions)
+        cuts = [0, *sorted(DRAWS.choices(range(count + 1), k=5)), count]
+        adapters = []
+        for start, stop in pairwise(cuts):
+            kind = DRAWS.choice(["base", "lora", "all", "some", "both"])
+            own = lora_of(base, layer, 4, TARGETS[:3]) if kind in ("lora", "both") else {}
+            if kind in ("all", "some", "both"):
+                some = DRAWS.sample([*MODULES, *NORMS], 4)
+                own |= full_of(base, layer, [*MODULES, *NORMS] if kind == "all" else some)
+            if own and start < stop:
+                adapters.append((slice(start, stop), Bypasses({}, own)))
+        whole, short = (
+            Step(base, seed).run(layer, shortcut, LoraBatch(adapters)) for shortcut in (False, True)
+        )
+        assert whole is not None and short is not None
+        batch = len(Step(base, seed).part.metadata.slot_mapping)
+        assert_close(short[0][:, :batch], whole[0][:, :batch])
+        for found, want in zip(short[1:], whole[1:], strict=True):
+            assert_close(found, want)
+
+
+def test_several_layers_in_one_call_take_rows_of_every_kind() -> None:
+    """The base's, LoRA's of several ranks, full fine-tunes' and those of both, in any order: the bits are
+    those of layers one by one, and to the rounding of bfloat16 what the modules give."""
+    base = base_of("llama", num_hidden_layers=3, attention_bias=True)
+    counted, layers = Counted(base), range(len(base.chain))
+    ranks = {"base": 0, "rank 1": 1, "rank 8": 8, "rank 20": 20, "full": 0, "both": 3}
+    for _ in range(3):
+        seed = DRAWS.randrange(1 << 30)
+        count = len(Step(base, seed, least=len(ranks)).part.metadata.slot_mapping)
+        cuts = [0, *sorted(DRAWS.sample(range(1, count), len(ranks) - 1)), count]
+        adapters = []
+        for rows, kind in zip(pairwise(cuts), DRAWS.sample([*ranks], len(ranks)), strict=True):
+            own: dict[str, Any] = {}
+            for layer in layers:
+                own |= lora_of(base, layer, ranks[kind], TARGETS[:3]) if ranks[kind] else {}
+                modules = {"full": [*MODULES, *NORMS], "both": [*MODULES[3:], *NORMS]}
+                own |= full_of(base, layer, modules.get(kind, []))
+            if own:
+                adapters.append((slice(*rows), Bypasses({}, own)))
+        lora = LoraBatch(adapters)
+        base.chain.shortcut = counted
+        together = Step(base, seed, least=len(ranks)).pass_through(lora)
+        base.chain.shortcut = None
+        one_by_one = Step(base, seed, least=len(ranks)).pass_through(lora)
+        assert all(map(torch.equal, together, one_by_one))
+        with torch_only():
+            modules_own = Step(base, seed, least=len(ranks)).pass_through(lora)
+        assert_close(together[0][:, :count], modules_own[0][:, :count])
+        for found, want in zip(together[1:], modules_own[1:], strict=True):
+            assert_close(found, want)
+    assert counted.taken == [len(layers)] * 3
+
+
+def test_rows_of_a_full_fine_tune_are_the_fine_tuned_layer() -> None:
+    """Its own model's layer, with the same pages; padding passes its weights too."""
+    base, other = base_of(), base_of()
+    own = full_of(base, 1, MODULES)
+    for path, bypass in own.items():
+        other.linears[path].placement = place_locally(bypass.weight, bypass.bias)
+    for place, bypass in fresh_replacements([f"layers.1.{name}" for name in NORMS], base).items():
+        doubled = 2 * bypass.parameters()["weight"]  # factors of two are rounded nowhere
+        own[place.path] = bypass.with_parameters({"weight": doubled})
+        other.model.get_submodule(place.path).weight = torch.nn.Parameter(doubled.bfloat16(), False)
+    for _ in range(3):
+        seed = DRAWS.randrange(1 << 30)
+        step = Step(base, seed)
+        batch = len(step.part.metadata.slot_mapping)
+        found = step.run(1, True, LoraBatch([(slice(0, batch), Bypasses({}, own))]))
+        want = Step(other, seed).run(1, True)
+        assert found is not None and want is not None
+        for one, same in zip(found, want, strict=True):
+            assert_close(one, same)
+
+
+def test_what_other_layers_have_is_nothing_to_a_layer() -> None:
+    base = base_of()
+    seed, path = DRAWS.randrange(1 << 30), "model.layers.0.mlp.down_proj"
+    scales = {path: IA3Bypass(torch.ones(base.linears[path].out_features).bfloat16())}
+    own = LoraBatch([(slice(0, 1), Bypasses(scales, full_of(base, 0, MODULES)))])
+    assert Step(base, seed).run(0, True, own) is None
+    found, bare = Step(base, seed).run(1, True, own), Step(base, seed).run(1, True)
+    assert found is not None and bare is not None and all(map(torch.equal, found, bare))
 
 
 def test_rows_of_other_adapters_take_no_shortcut() -> None:
@@ -155,6 +319,9 @@ def test_rows_of_other_adapters_take_no_shortcut() -> None:
     path = next(iter(plain))
     other = {**plain, path: IA3Bypass(torch.ones(base.linears[path].out_features).bfloat16())}
     assert Step(base, seed).run(0, True, LoraBatch([(slice(0, 1), Bypasses({}, other))])) is None
+    scaled = {"model.layers.0.mlp": IA3Bypass(torch.ones(SHAPE["hidden_size"]).bfloat16())}
+    for own in (Bypasses({}, scaled), Bypasses(scaled, {}), Bypasses({path: other[path]}, {})):
+        assert Step(base, seed).run(0, True, LoraBatch([(slice(0, 1), own)])) is None
     wide = {path: LoRABypass(one.a.float(), one.b.float(), 1.0) for path, one in plain.items()}
     assert Step(base, seed).run(0, True, LoraBatch([(slice(0, 1), Bypasses({}, wide))])) is None
 
@@ -208,8 +375,9 @@ def test_other_rows_take_no_shortcut() -> None:
     step = Step(base, seed)
     _, calls = base.prologue(torch.zeros_like(step.positions), step.positions)
     assert shortcut(step.hidden, calls[0]) is None, "nobody's rows are in the cell"
-    lora: Any = [(slice(0, 1), None)]
-    with torch.no_grad(), base.cell.set(FusedRows([step.part], lora)):
+    path = "model.layers.0.mlp"
+    other = Bypasses({}, {path: IA3Bypass(torch.ones(128).bfloat16())})
+    with torch.no_grad(), base.cell.set(FusedRows([step.part], [(slice(0, 1), other)])):
         assert shortcut(step.hidden, calls[0]) is None
     with torch.enable_grad(), base.cell.set(FusedRows([step.part], [])):
         assert shortcut(step.hidden, calls[0]) is None

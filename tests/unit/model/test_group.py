@@ -96,7 +96,7 @@ class Kept(GraphRows):
 @pytest.mark.parametrize("adapted", [(), ("v",), ("q", "k", "v")], ids="".join)
 @pytest.mark.parametrize("used", [("q", "k", "v"), ("q", "v"), ("k",)], ids="".join)
 def test_gradients_of_siblings_go_back_in_one_call(used: Sequence[str], adapted: Sequence[str]) -> None:
-    """Those that take part; and what is kept is not asked for."""
+    """Siblings that take part have calls; what is kept is not asked for."""
     trio, x = Trio(), drawn(1, ROWS, IN).requires_grad_()
     beside = {path: lora(path) for path in adapted}
     rows = Kept([at_outputs(beside)], [ROWS])

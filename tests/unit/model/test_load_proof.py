@@ -1,4 +1,4 @@
-"""What the probe at load time sees, and what tells two bases apart."""
+"""Differences that the probe at load time detects, and the identity of bases."""
 
 import gc
 import random

@@ -81,7 +81,7 @@ def test_a_file_is_refused_when_it_is_read_and_a_job_when_it_is_asked_for(tmp_pa
     read_adapter(tmp_path, "mine", engine.base, engine.base.dtype, engine.base.device)
     send(engine.executor.sampler.base, Offer.BACKWARD)
     with pytest.raises(NotOffered, match=PATH):
-        engine.load_adapter("theirs", tmp_path)
+        engine.adapters.load("theirs", tmp_path)
     examples = [Example((1, 2, 3), (2, 3, -100))]
     with pytest.raises(NotOffered, match=PATH):
         engine.finetune(examples, "mine", LoRAConfig(dora=True), TrainingConfig(max_steps=1))

@@ -1,4 +1,4 @@
-"""What a block holds: every frozen parameter of the layer, by module, and who computes with it."""
+"""A block's parameters: every frozen one of the layer, by module, and the placement that uses it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What every placement keeps to, wherever it computes: a new one is added to `MAKERS`."""
+"""The contract of placements: a new one is added to `MAKERS`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack

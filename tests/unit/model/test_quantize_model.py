@@ -1,4 +1,4 @@
-"""Which weights of a model are quantized, what stays, and what is refused."""
+"""Quantized models: weights that are quantized, weights that stay, and refused ones."""
 
 import json
 import logging

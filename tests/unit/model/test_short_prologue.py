@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from coserve.adapters.sites import Kind
+from coserve.model import short_prologue
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.load import load_base
 from coserve.model.probe import same_arguments
-from coserve.model.short_prologue import Begun, find_short_prologue
+from coserve.model.short_prologue import Begun, ShortPrologue, find_short_prologue
 from models import POSITIONS, VOCABULARY, tiny
 
 ROWS = 13
@@ -31,6 +32,57 @@ def expect_same(base: Base, rows: FusedRows | None) -> None:
     assert calls.index == own_calls.index and len(calls.calls) == len(own_calls.calls)
     for (args, kwargs), (own_args, own_kwargs) in zip(calls.calls, own_calls.calls, strict=True):
         assert len(args) == len(own_args) and list(kwargs) == list(own_kwargs)
+
+
+def tables(prologue: ShortPrologue | None) -> list[int]:
+    """Positions of each table."""
+    assert prologue is not None
+    calls = [call for call in prologue._calls if isinstance(call, short_prologue._TabledCall)]
+    return [len(table) for call in calls for table in call._tables]
+
+
+@pytest.mark.parametrize("rows", [POSITIONS, POSITIONS // 2])
+def test_rotary_tables_are_computed_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some positions of a batch are beyond the tables."""
+    monkeypatch.setattr(short_prologue, "_TABLED", rows)
+    base = load_base(tiny("gemma3_text", torch.bfloat16))
+    assert tables(base._short_prologue) == [rows] * 4
+    for _ in range(4):
+        expect_same(base, None)
+
+
+class Rotary(nn.Module):
+    """Tables that depend on the positions, and on nothing else unless that is asked for."""
+
+    def __init__(self, farthest: float, hidden: float) -> None:
+        super().__init__()
+        self.farthest, self.hidden = farthest, hidden
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        scale = 1.0 + self.farthest * (positions.max() >= POSITIONS // 2)
+        angles = positions[..., None] * torch.arange(1, 5) * scale + self.hidden * hidden.mean()
+        return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize(
+    ("farthest", "hidden", "found"),
+    [(0.0, 0.0, [POSITIONS] * 2), (1.0, 0.0, []), (0.0, 1.0, [])],
+)
+def test_only_what_depends_on_positions_alone_has_a_table(
+    farthest: float, hidden: float, found: list[int]
+) -> None:
+    decoder = nn.Module()
+    embed, rotary = nn.Embedding(VOCABULARY, 8), Rotary(farthest, hidden)
+    decoder.embed, decoder.rotary = embed, rotary
+
+    def whole(ids: Tensor, positions: Tensor, at_layers: Callable[[], object]) -> Begun:
+        embedded = embed(ids)
+        made = rotary(embedded, positions)
+        at_layers()
+        return embedded, LayerCalls((((), {"position_embeddings": made}),), (0, 0))
+
+    short = find_short_prologue(decoder, whole, VOCABULARY, POSITIONS, torch.device("cpu"))
+    assert tables(short) == found
 
 
 class Shifted(FusedRows):

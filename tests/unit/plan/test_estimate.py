@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from coserve.adapters.settings import settings_of
 from coserve.memory.compiled import built_bytes
-from coserve.plan.engine_run import EngineRun, refusal
+from coserve.plan.engine_run import EngineRun, refusals
 from coserve.plan.estimate import Estimate, estimate_peaks
 from coserve.plan.measure import MeasureOrder
 from coserve.plan.recipes import METHODS
@@ -92,7 +92,7 @@ def test_every_method_is_planned_for(subject: Subject, full: Estimate, system: S
 
 
 def fresh_adapter_of(subject: Subject, method: str) -> int:
-    """How many numbers a method trains on this model."""
+    """The number of trainable parameters of a method on this model."""
     from coserve.model.load import load_base
 
     adapter = fresh_adapter(load_base(subject.build()), "a", settings_of(METHODS[method]), 0)
@@ -115,13 +115,18 @@ def test_activations_of_everything_are_larger(subject: Subject) -> None:
 
 @pytest.mark.parametrize("kind", [TorchRun, EngineRun])
 def test_the_same_program_runs_with_data(subject: Subject, kind: type[TorchRun] | type[EngineRun]) -> None:
-    """What is estimated is what is measured, to the bytes that the program itself tells of."""
+    """The estimate equals the bytes that the program itself counts when it runs."""
     system = System.TORCH if kind is TorchRun else System.COSERVE
     asked = program(system, "lora", length=16)
     run = kind(subject, asked, torch.device("cpu"))
     assert list(run.go()) == list(Stage)
     found = estimate_peaks(subject, asked).components
     assert (run.cache, run.optimizer) == (found.cache, found.optimizer)
+
+
+def refusal(subject: Subject, asked: Program, memory: int, on_cpu: bool = True) -> str:
+    (found,) = refusals(subject, [asked], memory, on_cpu)
+    return found
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
-"""What a plan says of a base that is streamed, against loading it."""
+"""Plans of a streamed base, against loading it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from coserve.errors import ConfigError
-from coserve.plan.engine_run import least_memory, refusal
+from coserve.memory.fake_tensors import fake_tensors
+from coserve.model.load import load_base
+from coserve.plan.engine_run import least_memories, refusals
 from coserve.plan.recipes import METHODS
 from coserve.plan.rows import plan_rows
 from coserve.plan.stages import Program, ProgramSize, System
@@ -21,6 +24,8 @@ from models import save, tiny
 SIZES = {"num_key_value_heads": 4, "intermediate_size": 256, "vocab_size": 128, "num_hidden_layers": 5}
 LOAD = ProgramSize(batch=2, length=16, cache_tokens=64)
 LORA = Program("lora", System.COSERVE, LOAD, trains=True, parts=(METHODS["lora"],))
+ANSWERS = replace(LORA, trains=False)
+LARGER = replace(LORA, load=replace(LOAD, batch=8))
 ENOUGH = 1 << 40
 
 
@@ -29,12 +34,19 @@ def folder(tmp_path: Path) -> Path:
     return save(tiny("llama", torch.float32, **SIZES), tmp_path)
 
 
+def plan(folder: Path, memory: str | int, base_memory: str | int = "auto") -> StreamedBase | None:
+    subject = read_subject(folder)
+    with fake_tensors():
+        return plan_streaming(subject, load_base(subject.build()), memory, base_memory)
+
+
 def planned(folder: Path, memory: str | int, base_memory: str | int = "auto") -> StreamedBase:
-    found = plan_streaming(read_subject(folder), memory, base_memory)
+    found = plan(folder, memory, base_memory)
     assert found is not None
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_it_is_streamed_as_planned(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
@@ -62,10 +74,10 @@ def test_the_least_is_what_loading_needs(folder: Path) -> None:
 
 def test_it_is_streamed_where_a_server_would(folder: Path) -> None:
     """By itself where the memory is set and smaller than the files; then it has half of it."""
-    subject, saved = read_subject(folder), saved_bytes(folder, "none")
+    saved = saved_bytes(folder, "none")
     assert planned(folder, saved - 1).room == (saved - 1) // 2
-    assert plan_streaming(subject, saved) is plan_streaming(subject, "auto") is None
-    assert plan_streaming(subject, ENOUGH, 2 * saved) is None
+    assert plan(folder, saved) is plan(folder, "auto") is None
+    assert plan(folder, ENOUGH, 2 * saved) is None
     assert planned(folder, 2 * saved, 0.25).room == saved // 2  # type: ignore[arg-type]
 
 
@@ -83,11 +95,16 @@ def test_a_rate_is_measured_where_there_are_files(
 
 
 def test_the_least_memory_is_accepted_and_less_is_not(folder: Path) -> None:
+    """Programs are each alone in the engine that is asked about all of them."""
     subject, base = read_subject(folder), planned(folder, ENOUGH, 1).least
-    least = least_memory(subject, LORA, base)
-    assert refusal(subject, LORA, least, base_memory=base) == ""
-    assert "needs" in refusal(subject, LORA, least - 4096, base_memory=base)
-    assert "needs" in refusal(subject, LORA, least), "as a whole the base takes more"
+    least, answers, larger = least_memories(subject, [LORA, ANSWERS, LARGER], base)
+    assert answers < least < larger
+    assert refusals(subject, [LARGER, LORA, ANSWERS], larger, base_memory=base) == ["", "", ""]
+    first, second, third = refusals(subject, [LARGER, LORA, LARGER], least, base_memory=base)
+    assert "needs" in first and first == third and second == ""
+    (lacking,) = refusals(subject, [LORA], least - 4096, base_memory=base)
+    (whole,) = refusals(subject, [LORA], least)
+    assert "needs" in lacking and "needs" in whole, "as a whole the base takes more"
 
 
 @pytest.mark.slow
@@ -102,4 +119,4 @@ def test_rows_count_what_is_in_memory(folder: Path) -> None:
     assert row.estimate.components.total == whole.estimate.components.total - freed
     assert row.least is None and not row.refused
     (refused,) = plan_rows(subject, [LORA], 1 << 20, None, streamed=streamed)
-    assert refused.refused and refused.least == least_memory(subject, LORA, streamed.least)
+    assert refused.refused and [refused.least] == least_memories(subject, [LORA], streamed.least)

@@ -1,4 +1,4 @@
-"""What a model is, from its configuration and the headers of its files."""
+"""Models described by their configuration and the headers of their files."""
 
 import json
 from pathlib import Path

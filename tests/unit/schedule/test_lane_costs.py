@@ -1,4 +1,4 @@
-"""What lanes cost, by hand; and what the cost model makes of a step that had two."""
+"""Costs of lanes, computed by hand, and the cost model's learning from a step with two."""
 
 from dataclasses import replace
 

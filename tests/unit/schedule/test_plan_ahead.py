@@ -71,7 +71,7 @@ class World:
             newcomer=draws.random() < 0.4,
         )  # fmt: skip
         try:
-            sequence = self.it.submit(asked, now)
+            sequence = self.it.requests.submit(asked, now)
         except OutOfPages:
             return
         self.asked[sequence.key], self.got[sequence.key] = sequence, []
@@ -119,6 +119,7 @@ def whole_answer(sequence: Sequence) -> Iterator[int]:
             return
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_everything_comes_out_as_one_plan_at_a_time(policy: str, ahead: int) -> None:
@@ -138,7 +139,7 @@ def check(world: World) -> None:
             world.ask()
         if at < 60 and world.asked and draws.random() < 0.05:
             key = draws.choice(list(world.asked))
-            world.it.cancel(key)
+            world.it.requests.cancel(key)
             cancelled.add(key)
         if at >= 60 and not world.it.has_work:
             break
@@ -159,7 +160,7 @@ def check(world: World) -> None:
     done = [segment for result in world.executor.results for segment in result.trained]
     rows = sum(s.length * len(s.span) for s in done if s.direction is Direction.BACKWARD and s.job != "bad")
     assert rows == DEPTH * sum(world.executor.trained.values()), "nothing runs twice"
-    assert not world.it.running and not world.it.waiting
+    assert not world.it.requests.running and not world.it.requests.waiting
     prefixes = len(world.it.swapping.copies.evictable)
     assert world.it.swapping.copies.used == prefixes == len(world.executor._copies)
     assert world.it.offloading.used == 0

@@ -229,7 +229,7 @@ def test_where_waiting_gathers_too_few_everybody_enters(patience: float, enters:
 
 
 def seen(*patience: float) -> Policy:
-    """Who has seen requests that could wait so many seconds each, alone; the last 32 count."""
+    """A policy that has seen requests which could wait so many seconds each, alone; the last 32 count."""
     policy = make_policy("adaptive")
     for key, seconds in enumerate(patience, 1):  # 1 second for each prompt
         policy.admit(view((asked(key, slo=SLO(first_token=stated(seconds + 1.0))),)))
@@ -463,7 +463,7 @@ def test_several_jobs_share_by_weight(rate: float) -> None:
     coming = deque(traffic("weights", rate, 90.0, "end_to_end")) if rate else deque()
     while executor.now < 90.0:
         while coming and coming[0].arrival <= executor.now:
-            it.submit(coming.popleft(), executor.now)
+            it.requests.submit(coming.popleft(), executor.now)
         step(it, executor, weights)
     rows = dict.fromkeys(weights, 0.0)
     for plan in executor.plans:
@@ -508,7 +508,7 @@ def serve(
     coming, sequences, trained = deque(requests), [], 0.0
     while executor.now < seconds or coming or not all(sequence.is_finished for sequence in sequences):
         while coming and coming[0].arrival <= executor.now:
-            sequences.append(it.submit(coming.popleft(), executor.now))
+            sequences.append(it.requests.submit(coming.popleft(), executor.now))
         step(it, executor)
         if executor.now < seconds:
             trained = it.stats.backward_rows

@@ -34,7 +34,7 @@ Row = tuple[float, int, list[tuple[Direction, int, int, int, int]]]
 
 
 def steps(it: World) -> list[Row]:
-    """When each step began, its answering rows, and its windows: way, rows and layers from and to."""
+    """Each step's beginning, its answering rows, and its windows: direction, rows, first and last layer."""
     now, rows = 0.0, []
     for plan, result in zip(it.executor.plans, it.executor.results, strict=True):
         windows = [
@@ -136,8 +136,7 @@ def test_requests_that_come_meanwhile_do_not_wait_for_a_piece() -> None:
 
 
 def test_a_lane_pays_for_its_own_pass_over_the_weights() -> None:
-    """Where a pass takes a second: 1 for it and 2 for 32 rows through both layers, on half of the machine
-    until 6."""
+    """A pass takes 1 second, 32 rows through both layers 2: on half of the machine until 6."""
     it = spatial(0.5, {"x": Ask(0, 9)}, PASSES, quantum_with_inference=0.0)
     it.run(until=60)
     assert steps(it)[:5] == [

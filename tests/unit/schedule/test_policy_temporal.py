@@ -47,13 +47,13 @@ def test_a_mini_batch_after_n_requests() -> None:
 
 @pytest.mark.parametrize(("policy", "ends"), [("temporal:5", 9), ("temporal:5,batch", 3)])
 def test_when_nobody_is_there_training_has_the_machine(policy: str, ends: int) -> None:
-    """Who arrives meanwhile waits for the end of the job, or of the mini-batch."""
+    """A request that arrives meanwhile waits for the end of the job, or of the mini-batch."""
     lines = play(policy, {"x": Ask(0.5, 1)}, {"a": Tune(steps=3)}, until=10)
     assert lines[0] == "0 train a" and f"{ends} prefill x" in lines
 
 
 def test_the_count_begins_when_training_gives_the_machine_back() -> None:
-    """Those who were answered before it do not count for the next turn."""
+    """Answers that ended before it do not count for the next turn."""
     asks = {"x": Ask(0, 2), "y": Ask(0, 2), "z": Ask(0, 2), "v": Ask(2.5, 1), "w": Ask(2.5, 2)}
     assert play("temporal:2,batch", asks, {"a": Tune(at=0.5)}, until=9) == table("""
         0  prefill x y z

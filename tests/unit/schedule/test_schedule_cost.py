@@ -16,6 +16,7 @@ from coserve.schedule.cost import (
     CostModel,
     Costs,
     Features,
+    added_seconds,
 )
 from coserve.schedule.segments import causal_pairs, inference_segment, training_segment, window_pairs
 
@@ -47,7 +48,7 @@ def random_plan(rng: random.Random) -> Plan:
         if rng.random() < 0.4:
             first = rng.randint(0, DEPTH - 1)
             training.append(train(way, rng.randint(16, 512), first, rng.randint(first + 1, DEPTH)))
-    updates = ("job",) if rng.random() < 0.2 else ()
+    updates = (OptimStep("job"),) if rng.random() < 0.2 else ()
     return Plan(tuple(decode + prefill), tuple(training), updates)
 
 
@@ -87,11 +88,33 @@ def test_features_of_decode_and_prefill() -> None:
         "step": 1,
         "forward_layers": 1,
         "forward_rows": 12,
+        "prefill_layers": 1,
         "tail_rows": 2,  # the prompt goes on after its chunk
         "decode_context": 100 + 71,
         "forward_attention": 55,
         "adapters": 1,
     }
+
+
+def test_decode_rows_alone_are_no_prefill() -> None:
+    decode = [infer(99, 1), infer(70, 1)]
+    back = train(Direction.BACKWARD, 32, 0, 8)
+    assert Features.of_segments(decode, [back]).as_dict()["prefill_layers"] == 0
+    kept = [train(Direction.TRAIN_FORWARD, 16, first, first + 2) for first in (0, 4)]
+    assert Features.of_segments(decode, kept).as_dict()["prefill_layers"] == 4 / 8
+    assert Features.of_segments([*decode, infer(0, 4)], kept).as_dict()["prefill_layers"] == 1
+    copied = Features.of_segments(decode, kept[:1]).copy()
+    copied.add_training(kept[1])
+    assert copied.as_dict()["prefill_layers"] == 4 / 8
+    empty = Features()
+    empty.add_inference(0, 0, 0, None)  # as estimates of later steps begin
+    assert empty.as_dict()["prefill_layers"] == 0
+
+
+def test_rows_add_no_negative_seconds() -> None:
+    cost = CostModel(dict.fromkeys(NAMES, 0.0) | {"prefill_layers": 1.0, "forward_rows": 0.01})
+    added = [added_seconds(cost, 10, rows) for rows in (0, 1, 2, 5)]
+    assert added == pytest.approx([0.0, 0.01, 1.02, 1.05])
 
 
 def test_scored_prompt_rows_pay_for_the_head() -> None:
@@ -107,6 +130,7 @@ def test_features_of_training() -> None:
         "step": 1,
         "forward_layers": 0.5,
         "forward_rows": 8,
+        "prefill_layers": 0.5,
         "forward_attention": causal_pairs(0, 16) / 2,
         "adapters": 0.5,  # both windows are the same adapter's; the one through more layers counts
         "backward_layers": 0.25,
@@ -284,7 +308,7 @@ def test_an_iteration_is_there_and_back_and_the_optimizer() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_iteration_is_what_its_steps_take(count: int) -> None:
-    """Where the micro-batches travel together: what is paid for in every step is all that is missing."""
+    """With micro-batches in one step, the prediction lacks only the costs that every step has."""
     batches = [MicroBatch(n, "job", "a@0", (100,), DEPTH) for n in range(count)]
     whole = [Span(0, DEPTH), Span(DEPTH, DEPTH + 1), Span(0, DEPTH)]
     ways = [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD]

@@ -1,4 +1,4 @@
-"""Which jobs' windows go through layers together, and what that is predicted to take."""
+"""Windows of several jobs that pass layers together, and the seconds predicted for them."""
 
 import itertools
 import random

@@ -138,13 +138,13 @@ def test_growth_may_take_the_pages_of_somebody_else_s_virtual_tokens() -> None:
     assert (len(first.pages), second.pages, it.waiting) == (5, [], [second])
     assert {*pool.owners} == {1}
     it.retire(first, FinishReason.STOP)
-    assert it.enter(second, 1.0) and it.prefixes.take_unfilled()[-1].adapter == "b@1"
+    assert it.enter(second, 1.0) and it.caches.take_unfilled()[-1].adapter == "b@1"
 
 
 def test_a_fill_counts_as_a_pass_of_its_own() -> None:
     plan = Plan(prefixes=(Prefix("a@1", (0, 1), 7, 5), Prefix("b@1", (2,), 4)))
     found = Features.of(plan).as_dict()
-    assert (found["forward_layers"], found["forward_rows"]) == (1.0, 5.0)
+    assert (found["forward_layers"], found["prefill_layers"], found["forward_rows"]) == (1.0, 1.0, 5.0)
     assert found["forward_attention"] == sum(range(3, 8))
 
 
@@ -157,7 +157,7 @@ def scheduler(pages: int, **limits: int) -> tuple[Scheduler, PagePool]:
 def test_the_rows_that_fill_count_among_a_step_s_prompt_rows() -> None:
     it, _ = scheduler(64, max_prefill_rows=28, min_prefill_rows=2)
     for adapter in ("a@1", "a@1", "b@1"):
-        it.submit(request(adapter, 12, prompt=8, rows=12), 0.0)
+        it.requests.submit(request(adapter, 12, prompt=8, rows=12), 0.0)
     plan = it.plan(0.0)
     assert [s.length for s in plan.inference] == [8, 8] and [p.adapter for p in plan.prefixes] == ["a@1"]
     found = it.cost.predict_features(Features.of(plan))
@@ -172,10 +172,10 @@ def test_a_prompt_whose_virtual_tokens_do_not_fit_the_bounds_waits(rows: int, en
     for _ in range(32):
         it.cost.misses.observe(1.0, trains=False)
     sampling = SamplingParams(max_tokens=9)
-    it.submit(Request("r", (1,) * 40, sampling, slo=SLO(between_tokens=0.04)), 0.0)
+    it.requests.submit(Request("r", (1,) * 40, sampling, slo=SLO(between_tokens=0.04)), 0.0)
     executor.step(it)
-    it.submit(Request("s", (1,) * 40, sampling, slo=SLO(first_token=0.5)), executor.now)
-    it.submit(request("a@1", rows, prompt=40, rows=rows, arrival=executor.now), executor.now)
+    it.requests.submit(Request("s", (1,) * 40, sampling, slo=SLO(first_token=0.5)), executor.now)
+    it.requests.submit(request("a@1", rows, prompt=40, rows=rows, arrival=executor.now), executor.now)
     assert len(it.plan(executor.now).prefixes) == entered
 
 
@@ -183,7 +183,7 @@ def test_preempted_sequences_come_back_to_the_same_answer() -> None:
     it, pool = scheduler(12)
     executor = ScriptedExecutor(PAGE)
     asked = [request(f"{'ab'[n % 2]}@1", 6 + n % 2, prompt=3, answer=16, arrival=float(n)) for n in range(6)]
-    found = [it.submit(of, of.arrival) for of in asked]
+    found = [it.requests.submit(of, of.arrival) for of in asked]
     while it.has_work:
         executor.step(it)
     assert it.stats.preemptions >= 3 and pool.free_count == 12

@@ -45,7 +45,7 @@ def drain(it: Scheduler, executor: ScriptedExecutor) -> list[Event]:
 
 def test_a_request_runs_to_its_end() -> None:
     it, executor = world()
-    sequence = it.submit(request(), 0.0)
+    sequence = it.requests.submit(request(), 0.0)
     events = drain(it, executor)
     tokens = [event for event in events if isinstance(event, TokenEvent)]
     assert [event.token for event in tokens] == sequence.output
@@ -58,14 +58,14 @@ def test_a_request_runs_to_its_end() -> None:
 def test_a_refused_request_leaves_nothing() -> None:
     it, _ = world()
     with pytest.raises(PromptTooLong):
-        it.submit(request(prompt=510), 0.0)
+        it.requests.submit(request(prompt=510), 0.0)
     assert not it.has_work
 
 
 def test_a_long_prompt_goes_in_chunks_and_shares_the_rows() -> None:
     it, executor = world(max_prefill_rows=10, min_prefill_rows=4)
-    it.submit(request(prompt=14), 0.0)
-    it.submit(request(prompt=14), 0.0)
+    it.requests.submit(request(prompt=14), 0.0)
+    it.requests.submit(request(prompt=14), 0.0)
     executor.step(it)
     executor.step(it)
     executor.step(it)
@@ -76,8 +76,8 @@ def test_a_long_prompt_goes_in_chunks_and_shares_the_rows() -> None:
 def test_chunks_are_whole_rows_of_the_device_s_buckets() -> None:
     """The last one, and one too small for a bucket, are what they are."""
     it, executor = world(max_prefill_rows=18, min_prefill_rows=4, row_buckets=RowBuckets(coarse=8))
-    it.submit(request(prompt=43), 0.0)
-    it.submit(request(prompt=6), 0.0)
+    it.requests.submit(request(prompt=43), 0.0)
+    it.requests.submit(request(prompt=6), 0.0)
     for _ in range(4):
         executor.step(it)
     rows = [[segment.length for segment in plan.inference] for plan in executor.plans]
@@ -101,21 +101,21 @@ def test_prompts_are_cut_where_somebody_lately_had_a_bound(
     slo: SLO, newcomer: bool, after: float, lengths: list[int]
 ) -> None:
     it, executor = world(max_prefill_rows=40, bounded_prefill_rows=10, min_prefill_rows=4)
-    it.submit(replace(request(prompt=3, answer=1, slo=slo), newcomer=newcomer), 0.0)
+    it.requests.submit(replace(request(prompt=3, answer=1, slo=slo), newcomer=newcomer), 0.0)
     drain(it, executor)
     executor.now += after
-    it.submit(request(prompt=14), executor.now)
-    it.submit(request(prompt=14), executor.now)
+    it.requests.submit(request(prompt=14), executor.now)
+    it.requests.submit(request(prompt=14), executor.now)
     executor.step(it)
     assert [segment.length for segment in executor.plans[-1].inference] == lengths
 
 
 def test_prompts_are_cut_while_an_answer_with_a_bound_goes_on() -> None:
     it, executor = world(max_prefill_rows=40, bounded_prefill_rows=10, min_prefill_rows=4)
-    it.submit(request(prompt=3, answer=9, slo=SLO(between_tokens=1e6)), 0.0)
+    it.requests.submit(request(prompt=3, answer=9, slo=SLO(between_tokens=1e6)), 0.0)
     executor.step(it)
     executor.now += LATER
-    it.submit(request(prompt=14), executor.now)
+    it.requests.submit(request(prompt=14), executor.now)
     executor.step(it)
     assert [segment.length for segment in executor.plans[-1].inference] == [1, 10]
 
@@ -123,11 +123,11 @@ def test_prompts_are_cut_while_an_answer_with_a_bound_goes_on() -> None:
 def test_prompts_take_the_rows_that_would_pad_decode_rows() -> None:
     """A step with as many whole buckets of prompts as it may have, and one that decode rows share."""
     it, executor = world(max_prefill_rows=16, min_prefill_rows=4, row_buckets=RowBuckets(coarse=8))
-    it.submit(request(prompt=3, answer=9), 0.0)
-    it.submit(request(prompt=3, answer=9), 0.0)
+    it.requests.submit(request(prompt=3, answer=9), 0.0)
+    it.requests.submit(request(prompt=3, answer=9), 0.0)
     executor.step(it)
-    it.submit(request(prompt=30), executor.now)
-    it.submit(request(prompt=30), executor.now)
+    it.requests.submit(request(prompt=30), executor.now)
+    it.requests.submit(request(prompt=30), executor.now)
     for _ in range(3):
         executor.step(it)
     rows = [[segment.length for segment in plan.inference] for plan in executor.plans]
@@ -136,9 +136,9 @@ def test_prompts_take_the_rows_that_would_pad_decode_rows() -> None:
 
 def test_an_urgent_prompt_overtakes_a_long_one() -> None:
     it, executor = world(max_prefill_rows=10, min_prefill_rows=4, pages=128)
-    long = it.submit(request(prompt=100), 0.0)
+    long = it.requests.submit(request(prompt=100), 0.0)
     executor.step(it)
-    urgent = it.submit(request(prompt=16, slo=SLO(first_token=0.1)), executor.now)
+    urgent = it.requests.submit(request(prompt=16, slo=SLO(first_token=0.1)), executor.now)
     executor.step(it)
     executor.step(it)
     rows = [{segment.key: segment.length for segment in plan.inference} for plan in executor.plans]
@@ -147,20 +147,20 @@ def test_an_urgent_prompt_overtakes_a_long_one() -> None:
 
 def test_prompts_that_run_go_on_when_no_pages_are_left_to_enter() -> None:
     it, executor = world(max_prefill_rows=10, min_prefill_rows=4, pages=9)
-    long = it.submit(request(prompt=30), 0.0)
+    long = it.requests.submit(request(prompt=30), 0.0)
     executor.step(it)
-    it.submit(request(prompt=16, slo=SLO(first_token=0.1)), executor.now)
+    it.requests.submit(request(prompt=16, slo=SLO(first_token=0.1)), executor.now)
     executor.step(it)
     assert [segment.key for segment in executor.plans[-1].inference] == [long.key]
 
 
 def test_a_chunk_shrinks_to_keep_the_tokens_of_others_coming() -> None:
     it, executor = world(max_prefill_rows=400, pages=200)
-    it.submit(request(answer=20, slo=SLO(between_tokens=0.04)), 0.0)
+    it.requests.submit(request(answer=20, slo=SLO(between_tokens=0.04)), 0.0)
     executor.step(it)
     for trains in (False, True) * 16:
         it.cost.misses.observe(1.0, trains)  # this machine does what is predicted
-    it.submit(request(prompt=400), executor.now)
+    it.requests.submit(request(prompt=400), executor.now)
     executor.step(it)
     plan = executor.plans[-1]
     chunk = max(segment.length for segment in plan.inference)
@@ -170,9 +170,9 @@ def test_a_chunk_shrinks_to_keep_the_tokens_of_others_coming() -> None:
 
 def test_a_prompt_progresses_even_where_no_time_is_left() -> None:
     it, executor = world(min_prefill_rows=8)
-    it.submit(request(answer=20, slo=SLO(between_tokens=0.0)), 0.0)
+    it.requests.submit(request(answer=20, slo=SLO(between_tokens=0.0)), 0.0)
     executor.step(it)
-    it.submit(request(prompt=20), executor.now)
+    it.requests.submit(request(prompt=20), executor.now)
     executor.step(it)
     assert sorted(segment.length for segment in executor.plans[-1].inference) == [1, 8]
 
@@ -180,24 +180,24 @@ def test_a_prompt_progresses_even_where_no_time_is_left() -> None:
 def test_at_most_max_running() -> None:
     it, executor = world(max_running=2)
     for _ in range(5):
-        it.submit(request(), 0.0)
+        it.requests.submit(request(), 0.0)
     executor.step(it)
-    assert (len(it.running), len(it.waiting)) == (2, 3)
+    assert (len(it.requests.running), len(it.requests.waiting)) == (2, 3)
     drain(it, executor)
     assert max(len(plan.inference) for plan in executor.plans) == 2
 
 
 def test_nobody_enters_in_a_step_that_took_pages() -> None:
     it, executor = world(pages=5)
-    first = it.submit(request(prompt=7, answer=9), 0.0)
-    second = it.submit(request(prompt=7, answer=9, arrival=0.1), 0.0)
-    third = it.submit(request(prompt=2, answer=2, arrival=0.2), 0.0)
+    first = it.requests.submit(request(prompt=7, answer=9), 0.0)
+    second = it.requests.submit(request(prompt=7, answer=9, arrival=0.1), 0.0)
+    third = it.requests.submit(request(prompt=2, answer=2, arrival=0.2), 0.0)
     entered = []
     while not second.preemptions:
         executor.step(it)
         entered.append({segment.key for segment in executor.plans[-1].inference})
     assert entered[0] == {first.key, second.key, third.key}
-    late = it.submit(request(prompt=1, answer=1, arrival=0.3), 0.0)
+    late = it.requests.submit(request(prompt=1, answer=1, arrival=0.3), 0.0)
     assert entered[-1] == {first.key}
     assert second.key in [key for plan in executor.plans for key in plan.released]
     drain(it, executor)
@@ -206,36 +206,36 @@ def test_nobody_enters_in_a_step_that_took_pages() -> None:
 
 def test_cancelling_waiting_and_running() -> None:
     it, executor = world(max_running=1)
-    first, second = it.submit(request(), 0.0), it.submit(request(), 0.0)
+    first, second = it.requests.submit(request(), 0.0), it.requests.submit(request(), 0.0)
     executor.step(it)
-    it.cancel(first.key)
-    it.cancel(second.key)
-    it.cancel(second.key)
-    it.cancel(999)
+    it.requests.cancel(first.key)
+    it.requests.cancel(second.key)
+    it.requests.cancel(second.key)
+    it.requests.cancel(999)
     events = drain(it, executor)
     assert events == [
         Finished(first.key, "r", FinishReason.CANCELLED),
         Finished(second.key, "r", FinishReason.CANCELLED),
     ]
     assert executor.plans[-1].released == (first.key,)
-    assert not it.running and not it.waiting
+    assert not it.requests.running and not it.requests.waiting
 
 
 def test_a_stop_string_ends_an_answer() -> None:
     it, executor = world()
-    sequence = it.submit(request(slo=SLO(first_token=9.0)), 0.0)
+    sequence = it.requests.submit(request(slo=SLO(first_token=9.0)), 0.0)
     executor.step(it)
-    it.finish(sequence.key, FinishReason.STOP)
+    it.requests.finish(sequence.key, FinishReason.STOP)
     assert drain(it, executor) == [Finished(sequence.key, "r", FinishReason.STOP)]
     assert it.stats.slo_met == 1
 
 
 def test_answers_to_the_cancelled_are_dropped() -> None:
     it, executor = world()
-    sequence = it.submit(request(), 0.0)
+    sequence = it.requests.submit(request(), 0.0)
     plan = it.plan(0.0)
     result = executor.run(plan)
-    it.cancel(sequence.key)
+    it.requests.cancel(sequence.key)
     assert it.apply(result, executor.now) == [Finished(sequence.key, "r", FinishReason.CANCELLED)]
     assert sequence.output == []
 
@@ -312,7 +312,7 @@ def test_an_update_needs_an_answer() -> None:
 
 def test_training_rides_along_and_is_counted() -> None:
     it, executor = world(policy="hybrid:fused")
-    sequence = it.submit(request(answer=30), 0.0)
+    sequence = it.requests.submit(request(answer=30), 0.0)
     it.training.add("job", micro_batches(it, rows=2000))
     while not sequence.is_finished:
         executor.step(it)
@@ -323,10 +323,10 @@ def test_training_rides_along_and_is_counted() -> None:
 
 def test_deferral_is_the_time_that_training_took() -> None:
     it, executor = world()
-    it.submit(request(answer=1), 0.0)
+    it.requests.submit(request(answer=1), 0.0)
     alone = it.cost.predict(Plan(it.plan(0.0).inference))
     it, executor = world(policy="hybrid:fused")
-    sequence = it.submit(request(answer=1), 0.0)
+    sequence = it.requests.submit(request(answer=1), 0.0)
     it.training.add("job", micro_batches(it, rows=2000))
     executor.step(it)
     assert executor.plans[0].is_fused
@@ -337,9 +337,9 @@ def test_who_arrives_during_training_was_deferred_by_it() -> None:
     it, executor = world()
     it.training.add("job", micro_batches(it, rows=3000))
     executor.step(it)
-    assert it.submit(request(arrival=executor.now - 0.004), executor.now).deferred == pytest.approx(0.004)
-    assert it.submit(request(arrival=-5.0), executor.now).deferred == pytest.approx(executor.now)
-    assert it.submit(request(arrival=executor.now), executor.now).deferred == 0.0
+    now = executor.now
+    for arrival, deferred in [(now - 0.004, 0.004), (-5.0, now), (now, 0.0)]:
+        assert it.requests.submit(request(arrival=arrival), now).deferred == pytest.approx(deferred)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_who_arrives_during_training_was_deferred_by_it() -> None:
 )
 def test_bounds_kept_and_broken_are_counted(slo: SLO, met: int) -> None:
     it, executor = world()
-    it.submit(request(slo=slo), 0.0)
+    it.requests.submit(request(slo=slo), 0.0)
     drain(it, executor)
     assert (it.stats.slo_met, it.stats.slo_missed) == (met, 1 - met)
 
@@ -366,7 +366,7 @@ def test_the_slowdown_of_answers_is_counted(slowdown: float, met: int) -> None:
     it, executor = world()
     it.training.add("job", micro_batches(it, rows=3000))
     executor.step(it)
-    sequence = it.submit(request(arrival=0.0, slo=SLO(slowdown=slowdown)), executor.now)
+    sequence = it.requests.submit(request(arrival=0.0, slo=SLO(slowdown=slowdown)), executor.now)
     while not sequence.is_finished:
         executor.step(it)
     inference = sum(CostModel().predict(replace(plan, training=())) for plan in executor.plans[1:])
@@ -379,7 +379,7 @@ def test_the_slowdown_of_answers_is_counted(slowdown: float, met: int) -> None:
 def test_the_cost_model_learns_from_each_step() -> None:
     it, _ = world()
     executor = ScriptedExecutor(4, seconds=lambda plan: 0.2)
-    it.submit(request(answer=200), 0.0)
+    it.requests.submit(request(answer=200), 0.0)
     drain(it, executor)
     assert executor.plans[150].predicted == pytest.approx(0.2, rel=0.05)
     assert it.cost.error < 0.05
@@ -389,7 +389,7 @@ def test_what_a_lane_takes_teaches_nothing_of_the_whole_machine() -> None:
     it, _ = world(policy="spatial:0.25")
     executor = ScriptedExecutor(4, seconds=lambda plan: 0.2)
     before = it.cost.learned
-    it.submit(request(answer=20), 0.0)
+    it.requests.submit(request(answer=20), 0.0)
     it.training.add("job", micro_batches(it, rows=4000))
     for _ in range(40):
         executor.step(it)
@@ -400,9 +400,9 @@ def test_what_a_lane_takes_teaches_nothing_of_the_whole_machine() -> None:
 
 def test_a_lane_is_predicted_to_take_longer_than_alone() -> None:
     alone, _ = world()
-    alone.submit(request(), 0.0)
+    alone.requests.submit(request(), 0.0)
     it, _ = world(policy="spatial")
-    it.submit(request(), 0.0)
+    it.requests.submit(request(), 0.0)
     it.training.add("job", micro_batches(it))
     it.cost.lanes.inference, it.cost.lanes.training = 3.0, 1.5
     assert it.plan(0.0).predicted == pytest.approx(3 * alone.plan(0.0).predicted)
@@ -411,13 +411,13 @@ def test_a_lane_is_predicted_to_take_longer_than_alone() -> None:
 def test_a_plan_pauses_only_where_it_does_nothing_and_somebody_waits() -> None:
     it, executor = world(policy="enhanced-temporal:2,5")
     assert it.plan(1.0).idle == 0.0
-    first = it.submit(request(answer=2, arrival=1.0), 1.0)
+    first = it.requests.submit(request(answer=2, arrival=1.0), 1.0)
     plan = it.plan(2.5)
     assert plan.is_empty and plan.idle == pytest.approx(3.5)
-    it.cancel(first.key)
+    it.requests.cancel(first.key)
     assert it.plan(2.5).idle == 0.0
     for _ in range(2):
-        it.submit(request(answer=2, arrival=2.5), 2.5)
+        it.requests.submit(request(answer=2, arrival=2.5), 2.5)
     plan = it.plan(2.5)
     assert len(plan.inference) == 2 and plan.idle == 0.0
     it.apply(executor.run(plan), 3.0)

@@ -1,4 +1,4 @@
-"""What a page of the second tier takes, as learned."""
+"""The learned seconds of a page of the second tier."""
 
 import pytest
 

@@ -30,7 +30,7 @@ def call(paths: list[str], lengths: tuple[int, ...], direction: Any = "forward",
 
 
 def own(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """What the model's own layers give for each sequence alone."""
+    """The result of the model's own layers for each sequence alone."""
     model, found = tiny("llama").model, []
     for part in x.split(lengths):
         tables = model.rotary_emb(part[None], torch.arange(len(part))[None])

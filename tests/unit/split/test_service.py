@@ -5,7 +5,6 @@ import random
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,9 +36,10 @@ from coserve.split.status import ask_status
 from coserve.split.work import Work
 from coserve.wire.frames import FrameReader, send_frame
 from models import tiny
+from split_served import DOWN, call
+from waiting import wait_until
 
 KEY = "a long secret"
-DOWN = "model.layers.0.mlp.down_proj"  # [64, 96]
 
 
 class Served:
@@ -96,11 +96,6 @@ def check(connection: ExecutorConnection) -> None:
     torch.testing.assert_close(group.launch(x, [DOWN]).result()[0], x @ weight.T)
     grad = torch.randn(5, 64)
     torch.testing.assert_close(group.launch_backward({DOWN: grad}).result(), grad @ weight)
-
-
-def call(rows: int = 2, **fields: Any) -> LinearCall:
-    fields = {"nbytes": rows * 96 * 4, "dtype": "float32", "work": "inference", "number": 1, **fields}
-    return LinearCall(paths=(DOWN,), direction="forward", rows=rows, **fields)
 
 
 def has_ended(raw: socket.socket) -> bool:
@@ -439,10 +434,3 @@ def test_addresses(tmp_path: Path) -> None:
         Address(path=str(tmp_path / "file")).listen()
     with pytest.raises(Unreachable, match="no executor answers"):
         ExecutorConnection(Address(path=str(tmp_path / "none")), ClientHello(VERSION, "test"))
-
-
-def wait_until(is_so: Any, seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.01)

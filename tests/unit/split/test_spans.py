@@ -65,7 +65,7 @@ class Noisy(Mixing):
 
 @pytest.mark.parametrize("kind", [Mixing, Noisy])
 def test_what_does_not_pass_the_trial_is_none(kind: type[Mixing]) -> None:
-    """What it contains may be one all the same: largest modules are tried first."""
+    """Modules within one that fails the trial may still pass: largest modules are tried first."""
     model = tiny("llama")
     for layer in model.model.layers:
         layer.mlp = kind(layer.mlp)

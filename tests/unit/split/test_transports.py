@@ -1,6 +1,7 @@
 """Every way from a client to an executor carries the same bits; the plain socket says which."""
 
 import fcntl
+import mmap
 import os
 import secrets
 import socket
@@ -18,6 +19,7 @@ from torch import Tensor
 from certificates import Authority
 from coserve.errors import EngineLost
 from coserve.split import service as services
+from coserve.split import shared_memory
 from coserve.split.address import Address
 from coserve.split.batching import BatchingConfig
 from coserve.split.channel import SocketChannel, Transport
@@ -42,6 +44,7 @@ from coserve.split.tls import ClientTls, TlsFiles
 from coserve.split.transport import SocketTransport, greet
 from coserve.wire.messages import Fault
 from models import tiny
+from waiting import wait_until
 
 SLOT = 16 << 10  # bytes: 42 rows of width 96, so that some calls and answers do not fit
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]  # 64 to 64, 32, 32
@@ -113,8 +116,10 @@ def drawn_call(generator: torch.Generator) -> tuple[LinearCall, list[Tensor], li
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "socket"])
-def test_bits_are_those_of_the_plain_socket(ways: Ways, kind: str) -> None:
-    """Calls of 1 to 199 rows, many under way at once, with slots that most do not fit into."""
+def test_bits_are_those_of_the_plain_socket(ways: Ways, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of 1 to 199 rows, many under way at once, with slots that most do not fit into, and that keep
+    less than a call."""
+    monkeypatch.setattr(shared_memory, "_KEPT", mmap.PAGESIZE)
     seed = secrets.randbits(32)
     generator = torch.Generator().manual_seed(seed)
     calls = [drawn_call(generator) for _ in range(40)]
@@ -227,6 +232,7 @@ def test_an_interrupt_within_an_answer_costs_a_reconnect(ways: Ways, monkeypatch
     connection.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "is_stuck"), [("shared", False), ("tls", False), ("socket", True)])
 def test_a_long_product_is_waited_for_unless_it_takes_for_ever(
     ways: Ways, monkeypatch: pytest.MonkeyPatch, kind: str, is_stuck: bool
@@ -320,6 +326,21 @@ def test_memory_that_can_be_shortened_is_not_mapped() -> None:
     os.close(made[0])
 
 
+def test_a_slot_keeps_what_a_layer_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_KEPT", kept := mmap.PAGESIZE)
+    made = make_slots(size := 8 * kept)
+    assert made is not None
+    file, slots = made
+    for slot in range(slots.shape.count):
+        slots.write(slot, [torch.full((size,), slot + 1, dtype=torch.uint8)])
+    slots.trim(1)
+    assert 512 * os.fstat(file).st_blocks == 3 * size + kept
+    held = slots._whole.view(slots.shape.count, size)
+    assert (held[[0, 2, 3]] == torch.tensor([[1], [3], [4]])).all()
+    assert (held[1, :kept] == 2).all() and not held[1, kept:].any()
+    os.close(file)
+
+
 def test_a_client_that_changes_its_slot_meanwhile_hurts_itself_alone(ways: Ways) -> None:
     """It scribbles over all its slots while they are computed on and answered."""
     victim, hostile = ways.connect("shared"), ways.connect("shared")
@@ -362,8 +383,8 @@ def test_memory_goes_with_its_connection(ways: Ways) -> None:
         connection.submit(call, given, widths).result(30)
         connection.close()
         del connection
-    until(lambda: ways.services["unix"].clients == 0)
-    until(lambda: mappings() <= before and len(os.listdir("/proc/self/fd")) <= files)
+    wait_until(lambda: ways.services["unix"].clients == 0)
+    wait_until(lambda: mappings() <= before and len(os.listdir("/proc/self/fd")) <= files)
 
 
 def test_an_executor_without_memory_to_share_goes_on_without(
@@ -411,7 +432,7 @@ def test_a_client_that_stops_is_dropped_and_others_go_on(ways: Ways, tmp_path: P
         act(channel)
         found = other.submit(call, given, widths).result(30)
         assert all(map(torch.equal, found, ways.linears.compute(call, given)))
-        until(lambda: service.clients == 1)
+        wait_until(lambda: service.clients == 1)
         raw.close()
     other.close()
     service.close()
@@ -437,12 +458,3 @@ def test_who_is_refused_cannot_hold_up_who_refuses() -> None:
     dribbling.join()
     assert not refusing.is_alive()
     theirs.close()
-
-
-def until(is_so: Callable[[], bool], seconds: float = 15.0) -> None:
-    over = threading.Event()
-    timer = threading.Timer(seconds, over.set)
-    timer.start()
-    while not is_so():
-        assert not over.wait(0.01)
-    timer.cancel()

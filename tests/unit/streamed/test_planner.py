@@ -1,4 +1,4 @@
-"""Which blocks stay in memory: against trying every choice."""
+"""The choice of blocks that stay in memory, against trying every one."""
 
 import random
 from collections.abc import Sequence

@@ -190,6 +190,7 @@ def outcome(engine: Engine, handles: list[Any]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_reads_that_fail_now_and_then_change_nothing(
     folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -281,6 +282,7 @@ def test_results_say_what_was_read_for_them(folder: Path) -> None:
     assert all(0 <= result.reads.waited <= result.seconds for result in found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "quantize"), [("bfloat16", "none"), ("float32", "none"), ("float32", "8bit")]
 )

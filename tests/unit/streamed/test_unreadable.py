@@ -92,6 +92,7 @@ class Run:
         return found | trained(self.engine, "lora")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.local  # opens processes of its own
 @pytest.mark.parametrize(("executor", "ahead"), [("local", True), ("remote", False), ("remote", True)])
 def test_nothing_is_lost(base: Base, executor: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_a_read_fails_between_groups_of_rows(base: Base, monkeypatch: pytest.Mon
     monkeypatch.setattr(WeightFile, "_read", fails_in_time)
     faults = 0
     while run.engine.has_work:
-        left = rng.randrange(1, 12)
+        left = rng.randrange(1, 20)
         faults += run.fails()
         left = MANY
         if run.engine.has_work:

@@ -13,19 +13,16 @@ from peft import PeftModel
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.loaded import LoadedAdapters
-from coserve.core.plan import Plan, Updated
-from coserve.core.sequence import MicroBatch
+from coserve.core import disk
+from coserve.core.plan import Updated
 from coserve.errors import JobError
-from coserve.schedule.segments import training_segment
-from coserve.train import checkpoint
 from coserve.train.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example, digest
 from coserve.train.fresh import fresh_adapter
 from coserve.train.state import TrainingState
 from models import prompts, tiny
-from training_runs import TrainingRun, adopt
+from training_runs import TrainingRun, adopt, there_and_back
 
-DEPTH = 3
 FIELDS = {"batch_size": 3, "epochs": 2, "learning_rate": 3e-2, "rows": 40, "seed": 5, "max_grad_norm": 0.05}
 
 
@@ -55,13 +52,6 @@ def run_of(
     )
     adopt(engine, run)
     return run
-
-
-def there_and_back(engine: Engine, batch: MicroBatch) -> None:
-    while not batch.done:
-        span = batch.next_span(DEPTH)
-        engine.executor.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
-        batch.advance(0, batch.length, span)
 
 
 def one_step(engine: Engine, run: TrainingRun) -> Updated | None:
@@ -152,7 +142,7 @@ def test_a_checkpoint_is_an_adapter(engine: Engine, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, run.state()).path
     assert path.name == "step-000010"
     adapted = PeftModel.from_pretrained(tiny("llama"), str(path))
-    loaded = engine.load_adapter("loaded", path)
+    loaded = engine.adapters.load("loaded", path)
     prompt = [3, 4, 5, 6]
     (answer,) = engine.generate(prompt, "loaded", SamplingParams(max_tokens=1)).result().tokens
     assert answer == int(adapted(input_ids=torch.tensor([prompt])).logits[0, -1].argmax())
@@ -272,8 +262,8 @@ def test_everything_is_on_disk_before_it_has_its_name(
     states: list[TrainingState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, rename = checkpoint._sync, Path.rename
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: (done.append(path.name), sync(path)))
+    sync, rename = disk.sync_path, Path.rename
+    monkeypatch.setattr(disk, "sync_path", lambda path: (done.append(path.name), sync(path)))
     monkeypatch.setattr(Path, "rename", lambda path, to: (done.append(f"-> {to.name}"), rename(path, to)))
     write_checkpoint(tmp_path / "a" / "b", states[0])
     assert done[:2] == [tmp_path.name, "a"]  # the folders above, each in its parent

@@ -34,14 +34,14 @@ def test_small_steps_are_not_rounded_away(config: object, tmp_path: Path) -> Non
     training = TrainingConfig(learning_rate=1e-4, batch_size=2, max_steps=2, warmup_ratio=0.0)
     job = engine.finetune(make_examples("small", 4), "mine", config, training).result()
     assert job.status == "succeeded"
-    tuned = engine.weights("mine")
+    tuned = engine.adapters.weights("mine")
     first = fresh_adapter(engine.base, "mine", config, training.seed).parameters()
     for name, tensor in tuned.parameters().items():
         assert tensor.dtype == torch.float32
         change = float((tensor - first[name]).abs().max())
         assert 0.5e-4 < change < 3e-4, name
-    engine.save_adapter("mine", tmp_path)
-    again = engine.load_adapter("again", tmp_path)
+    engine.adapters.save("mine", tmp_path)
+    again = engine.adapters.load("again", tmp_path)
     assert types(again) == {torch.float32}
     for name, tensor in again.parameters().items():
         assert torch.equal(tensor, tuned.parameters()[name])
@@ -75,9 +75,9 @@ def test_a_published_version_is_no_view_of_what_trains() -> None:
     engine = engine_of("llama", torch.float32)
     training = TrainingConfig(learning_rate=1e-2, batch_size=2, max_steps=3, warmup_ratio=0.0)
     job = engine.finetune(make_examples("versions", 6), "mine", IA3Config(), training)
-    first = engine.weights("mine")
+    first = engine.adapters.weights("mine")
     before = {name: tensor.clone() for name, tensor in first.parameters().items()}
     job.result()
     assert all(torch.equal(tensor, before[name]) for name, tensor in first.parameters().items())
-    after = engine.weights("mine").parameters()
+    after = engine.adapters.weights("mine").parameters()
     assert all(not torch.equal(after[name], before[name]) for name in before)

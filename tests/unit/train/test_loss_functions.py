@@ -47,6 +47,14 @@ def gspo(logprobs: Tensor, of: Numbers) -> Tensor:
     return -torch.stack([_clipped(ratio, advantage) for advantage in of["advantages"]]).sum()
 
 
+def kto(logprobs: Tensor, of: Numbers) -> Tensor:
+    """Of a whole example."""
+    gain = (logprobs - of["reference"]).sum()
+    if of["desirable"][0]:
+        return 1.5 * (1 - torch.sigmoid(0.4 * (gain - 0.3)))
+    return 0.5 * (1 - torch.sigmoid(0.4 * (0.3 - gain)))
+
+
 CLIP = {"clip_low_threshold": LOW, "clip_high_threshold": HIGH}
 CASES: dict[str, tuple[Callable[[Tensor, Numbers], Tensor], Mapping[str, float]]] = {
     "cross_entropy": (cross_entropy, {}),
@@ -55,7 +63,16 @@ CASES: dict[str, tuple[Callable[[Tensor, Numbers], Tensor], Mapping[str, float]]
     "cispo": (cispo, CLIP),
     "dro": (dro, {"beta": 0.3}),
     "gspo": (gspo, CLIP),
+    "kto": (kto, {"beta": 0.4, "kl": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}),
 }
+
+
+def test_an_example_without_a_label_adds_nothing() -> None:
+    """A gap among the examples' numbers: their loss alone is not that of an answer that gains nothing."""
+    logprobs, loss = torch.tensor([-1.0, -2.0], dtype=torch.float64), LOSSES["kto"]
+    inputs = {"reference": torch.zeros_like(logprobs), "desirable": torch.ones_like(logprobs)}
+    found = [loss.value(logprobs, torch.tensor(numbers), inputs, {}) for numbers in ([0, 1], [0, 3])]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_every_loss_has_its_definition_here() -> None:
@@ -76,6 +93,8 @@ def test_a_loss_and_its_gradient_are_those_of_its_definition(name: str) -> None:
     if "sequence_ratio_mask" in inputs:
         inputs["sequence_ratio_mask"] = torch.ones_like(logprobs) * (torch.rand(len(examples)) < 0.7)
         inputs["sequence_ratio_mask"][[0, *torch.tensor(lengths).cumsum(0)[:-1].tolist()]] = 1.0
+    if "desirable" in inputs:
+        inputs["desirable"] = (examples % 2).double()
     leaf = logprobs.clone().requires_grad_()
     if LOSSES[name].couples:
         parts = [

@@ -1,4 +1,4 @@
-"""What a job needs, computed before it is there, against what it holds then."""
+"""Bytes that a job needs, computed before it starts, against those that it holds then."""
 
 from collections.abc import Sequence
 

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from coserve.errors import ConfigError, DataError
-from coserve.jobs.formats import PreferenceRecord, PromptRecord
+from coserve.jobs.formats import LabelledRecord, PreferenceRecord, PromptRecord
 from coserve.jobs.messages import Message, ToolCall
 from coserve.train.example import Example
 from coserve.train.grading.graders import RegexGrader, StringCheckGrader
-from coserve.train.objectives import DPO, ORPO, Distillation, Reinforcement, Supervised, objective_of
+from coserve.train.labelled import TokenAnswer, prepare_labelled
+from coserve.train.objectives import DPO, KTO, ORPO, Distillation, Reinforcement, Supervised, objective_of
 from coserve.train.pairs import TokenPair, prepare_pairs
 from coserve.train.prompts import TokenPrompt, prepare_prompts
 from models import letter_tokenizer
@@ -21,6 +22,7 @@ def test_objectives_by_name_and_settings() -> None:
     assert objective_of("dpo") == objective_of({"type": "dpo"}) == DPO(0.1)
     assert objective_of({}) == Supervised() == objective_of("supervised")
     assert objective_of({"type": "orpo", "beta": 2}) == ORPO(2)
+    assert objective_of({"type": "kto", "desirable_weight": 2}) == KTO(0.1, 2, 1.0)
     taught = objective_of({"type": "distillation", "teacher": "x", "top_k": 4})
     assert taught == Distillation("x", top_k=4) and objective_of("distillation").teacher is None
     found = objective_of({"type": "reinforcement", "grader": GRADER, "group_size": 4})
@@ -38,6 +40,8 @@ def test_objectives_by_name_and_settings() -> None:
         ({"type": "dpo", "beta": 0}, "dpo.beta"),
         ({"type": "orpo", "beta": True}, "orpo.beta"),
         ({"type": "dpo", "beta": float("nan")}, "dpo.beta"),
+        ({"type": "kto", "undesirable_weight": -0.1}, "kto.undesirable_weight"),
+        ({"type": "kto", "beta": 0}, "kto.beta"),
         ({"type": "distillation", "top_k": 0}, "distillation.top_k must be a whole number from 1 to 64"),
         ({"type": "distillation", "top_k": 65}, "distillation.top_k"),
         ({"type": "distillation", "temperature": 0}, "distillation.temperature"),
@@ -84,6 +88,44 @@ def test_pairs_that_teach_nothing_are_dropped() -> None:
     assert prepared.examples[1] == Example((1, 2, 4), (-100, 4, -100))
     with pytest.raises(DataError, match="pair of different answers"):
         prepare_pairs(pairs[1:2], None)
+
+
+def test_an_answer_is_beside_another_one_to_the_same_prompt() -> None:
+    """The one before it in the data, no longer than the longest real one; answers that teach nothing are
+    dropped before."""
+    first = Example((1, 2, 3, 4), (-100, 3, 4, -100))
+    second = Example((5, 6, 7, 8, 9), (-100, -100, -100, 9, -100))
+    nothing = Example((1, 2), (-100, -100))
+    prepared = prepare_labelled(
+        [TokenAnswer(first, True), TokenAnswer(nothing, True), TokenAnswer(second, False)], None
+    )
+    assert prepared.examples == (
+        first,
+        Example((1, 2, 9), (-100, 9, -100)),
+        second,
+        Example((5, 6, 7, 8, 3), (-100, -100, -100, 3, -100)),
+    )
+    assert (prepared.desirable, prepared.dropped, prepared.truncated) == ((True, False), 1, 0)
+    other = prepare_labelled([TokenAnswer(first, True), TokenAnswer(second, True)], None)
+    assert other.examples == prepared.examples and other.digest != prepared.digest
+    with pytest.raises(DataError, match=r"at least two answers .* found 1, beside 1 without"):
+        prepare_labelled([TokenAnswer(first, True), TokenAnswer(nothing, False)], None)
+
+
+def test_labels_are_those_of_the_answer_alone() -> None:
+    tokenizer = letter_tokenizer()
+    asked = [(Message("user", "hi"),), (Message("user", "what"), *said("yes?"), Message("user", "go"))]
+    records = [
+        LabelledRecord(prompt, said(text), True) for prompt, text in zip(asked, ("one", "two!"), strict=True)
+    ]
+    prepared = prepare_labelled(records, tokenizer)
+    learned = [
+        tokenizer.decode([label for label in example.labels if label >= 0]) for example in prepared.examples
+    ]
+    assert ["one" in learned[0], "two" in learned[1], "two" in learned[2], "one" in learned[3]] == [True] * 4
+    assert not any("yes" in text for text in learned)
+    starts = [tokenizer.decode(list(example.tokens)).partition("a:")[0] for example in prepared.examples]
+    assert starts[0] == starts[1] and starts[2] == starts[3] and starts[0] != starts[2]
 
 
 def test_prompts_have_references_that_the_grader_can_use() -> None:

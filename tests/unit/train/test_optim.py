@@ -200,7 +200,7 @@ def trained(offload: bool, folder: Path, look: Callable[[Engine], None]) -> list
         engine.step()
     look(engine)
     job.result()
-    return list(engine.weights("mine").parameters().values())
+    return list(engine.adapters.weights("mine").parameters().values())
 
 
 def test_a_job_learns_the_same_bits_with_less_memory(tmp_path: Path) -> None:

@@ -10,15 +10,12 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.loaded import LoadedAdapters
-from coserve.core.plan import Plan
-from coserve.core.sequence import MicroBatch
 from coserve.errors import AdapterMismatch, ConfigError, LossNotFinite
 from coserve.jobs.packing import pack
-from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import Exact, prompts, tiny
-from training_runs import TrainingRun, adopt
+from training_runs import TrainingRun, adopt, there_and_back
 
 DEPTH = 3
 
@@ -50,14 +47,6 @@ def one_step(engine: Engine, run: TrainingRun) -> object:
     for batch in run.next_step(itertools.count(1)):
         there_and_back(engine, batch)
     return run.update()
-
-
-def there_and_back(engine: Engine, batch: MicroBatch) -> None:
-    """All its rows in one window each way."""
-    while not batch.done:
-        span = batch.next_span(DEPTH)
-        engine.executor.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
-        batch.advance(0, batch.length, span)
 
 
 def matrices(adapter: AdapterVersion) -> torch.Tensor:

@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.loaded import LoadedAdapters
-from coserve.core.plan import Plan
 from coserve.memory.ledger import Account
-from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import logits_of, tiny
-from training_runs import TrainingRun, adopt
+from training_runs import TrainingRun, adopt, there_and_back
 
 TOKENS = (5, 0, 7, 0, 0, 9)
 EXAMPLE = Example(TOKENS, (*TOKENS[1:], -100))
@@ -45,8 +43,8 @@ def finish(engine: Engine) -> None:
 
 @pytest.mark.parametrize("end", [cancel, finish])
 def test_an_ended_job_gives_its_activations_back(end: Callable[[Engine], None]) -> None:
-    """Whether its rows were on their way or through: what they took waits for other jobs' rows, and goes back
-    to the system where there is no job."""
+    """Freed activations, of rows under way or done, are reused for other jobs' rows; without a job they go
+    back to the system."""
     engine = make_engine()
     engine.finetune([EXAMPLE] * 4, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, max_steps=2))
     run = engine.executor.sessions["job-1"]
@@ -66,10 +64,7 @@ def test_a_run_counts_masters_gradients_and_moments() -> None:
     adopt(engine, run)
     assert run.nbytes == start.nbytes
     (batch,) = run.next_step(itertools.count(1))
-    while not batch.done:
-        span = batch.next_span(engine.base.depth)
-        engine.executor.run(Plan(training=(training_segment(batch, 0, len(TOKENS), batch.direction, span),)))
-        batch.advance(0, len(TOKENS), span)
+    there_and_back(engine, batch)
     assert run.nbytes == 2 * start.nbytes
     run.update()
     assert run.nbytes == 3 * start.nbytes
@@ -78,7 +73,7 @@ def test_a_run_counts_masters_gradients_and_moments() -> None:
 def first_weights(seed: int) -> AdapterVersion:
     engine = make_engine()
     engine.finetune([EXAMPLE], "mine", LoRAConfig(rank=2), TrainingConfig(seed=seed))
-    return engine.weights("mine")
+    return engine.adapters.weights("mine")
 
 
 def test_a_job_s_seed_draws_its_first_weights() -> None:

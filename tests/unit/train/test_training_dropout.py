@@ -1,4 +1,4 @@
-"""What a job's dropout masks depend on, and what they do not."""
+"""Dependencies of a job's dropout masks."""
 
 import itertools
 

@@ -1,4 +1,3 @@
-import random
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -9,18 +8,7 @@ import pytest
 from coserve.errors import ConfigError, DataError
 from coserve.workload import arrivals, prompts, traces
 from coserve.workload.trace_formats import TraceRow
-
-
-def recorded() -> list[TraceRow]:
-    """An hour: one request a second, and twice as many more while seconds 1,100 to 1,140 last."""
-    draw = random.Random(0)
-    times = [draw.uniform(0.0, 3600.0) for _ in range(3600)]
-    times += [draw.uniform(1100.0, 1140.0) for _ in range(80)]
-    return [TraceRow(at, draw.randrange(10, 4000), draw.randrange(1, 600)) for at in sorted(times)]
-
-
-TRACE = recorded()
-
+from recorded import TRACE
 
 # Arrivals
 

@@ -1,5 +1,5 @@
-"""What is added comes back byte for byte, each byte stored once; what does not fit is refused with the
-reason, and leaves nothing behind."""
+"""Added models come back byte for byte, each byte stored once; models that do not fit are refused with the
+reason, and leave nothing behind."""
 
 import json
 import shutil

@@ -108,7 +108,7 @@ class StaticBatchServer:
             max_new_tokens=max(reply.request.answer for reply in batch),
             do_sample=False,
             pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([_Watch(batch)]),
+            stopping_criteria=StoppingCriteriaList([_TokenWatch(batch)]),
         )
         assert all(reply.is_complete for reply in batch), "every answer has full length"
 
@@ -116,7 +116,7 @@ class StaticBatchServer:
         """Nothing is left running."""
 
 
-class _Watch(StoppingCriteria):  # type: ignore[misc]
+class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
     """Is shown every step of `generate`: notes the new tokens of the answers that still lack some."""
 
     def __init__(self, batch: Sequence[TimedAnswer]) -> None:

@@ -46,7 +46,8 @@ class Setting:
     """A model of theirs, its devices, and its bound between tokens, seconds.
 
     An engine has `degree` devices: a node of four, as there, or eight where a job does not fit beside the
-    weights; there such models are pipelines of nodes. Isolation divides the devices into engines of `apart`.
+    weights; there such models are pipelines of nodes, which have several `stages` of as many. Isolation
+    divides the devices into engines of `apart`.
     """
 
     name: str
@@ -55,11 +56,12 @@ class Setting:
     degree: int
     apart: int
     bound: float
+    stages: int = 1
 
     @property
     def engines(self) -> int:
         """Engines on all devices."""
-        return self.devices // self.degree
+        return self.devices // (self.degree * self.stages)
 
 
 SETTINGS: Final = (
@@ -67,6 +69,7 @@ SETTINGS: Final = (
     Setting("LLaMA-30B", "30b", 8, 4, 4, 0.080),
     Setting("LLaMA-2-70B", "70b-32k", 16, 8, 8, 0.110),
 )
+PIPELINES: Final = tuple(replace(SETTINGS[-1], degree=4, stages=stages) for stages in (2, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +114,13 @@ class FlexLLM:
         say: Say = lambda text: None,
     ) -> None:
         self.setting, self._say = setting, say
+        shape = shape_named(setting.shape)
         self._fleet = FleetSettings(
-            shape_named(setting.shape), HARDWARE, "hybrid", setting.engines, setting.degree, rank=_RANK
+            shape, HARDWARE, "hybrid", setting.engines, setting.degree, setting.stages, rank=_RANK
         )
         slo = SLO(first_token=_PATIENT, between_tokens=setting.bound)
         self._load = SimulatedLoad(seconds, 1.0, slo=slo)
-        self._training = TrainingLoad(1, 1, 1024)
+        self._training = TrainingLoad(setting.stages, 1, 1024)  # one job's sequence fills no pipeline
 
     def run(self, rates: Sequence[float] = RATES, policies: Sequence[str] = POLICIES) -> "ModelRuns":
         """All policies at all rates, and at `FULL` of the capacity."""
@@ -143,11 +147,21 @@ class FlexLLM:
             low, high = (middle, high) if self._holds(middle, engines, degree) else (low, middle)
         return low
 
-    def at(self, rate: float, peak: float, policies: Sequence[str] = POLICIES) -> Iterator[KeptShare]:
-        """All policies at one rate, and isolation: as few engines as hold the bounds serve, others train."""
+    def piped(self, rates: Sequence[float] = RATES) -> "ModelRuns":
+        """The co-serving policies at all rates."""
+        peak = self.peak()
+        every = (one for rate in rates for one in self.coserving(rate, peak, COSERVED))
+        return ModelRuns(self.setting, peak, 0.0, {(one.policy, one.rate): one for one in every})
+
+    def coserving(self, rate: float, peak: float, policies: Sequence[str]) -> Iterator[KeptShare]:
+        """Policies at one rate."""
         for policy in policies:
             found = self._run(policy, rate, self.setting.engines, self.setting.degree, True)
             yield KeptShare(policy, rate, found.training / peak, found.within)
+
+    def at(self, rate: float, peak: float, policies: Sequence[str] = POLICIES) -> Iterator[KeptShare]:
+        """All policies at one rate, and isolation: as few engines as hold the bounds serve, others train."""
+        yield from self.coserving(rate, peak, policies)
         apart = self.setting.apart
         engines = self.setting.devices // apart
         serving = next((n for n in range(1, engines) if self._holds(rate, n, apart)), engines)
@@ -181,6 +195,7 @@ def run(quick: bool, say: Say) -> PaperResult:
     runs = [FlexLLM(setting, 4.0 if quick else 12.0, say) for setting in settings]
     found = [one.run(rates) for one in runs]
     chosen = [one.coserved for one in found]
+    piped = [] if quick else [FlexLLM(setting, 12.0, say).piped(rates) for setting in PIPELINES]
     kept = [median(one.kept for one in chosen)]
     for seed in range(1, 1 if quick else SEEDS):
         every = zip(runs, found, chosen, strict=True)
@@ -201,10 +216,10 @@ def run(quick: bool, say: Say) -> PaperResult:
         "FlexLLM (arXiv 2402.18789), 8.1 and 8.3",
         "Prompts of 256 tokens, answers of 64, each step of which is held to its bound, fine-tuning on "
         "single sequences of 1,024 tokens, as there. Shapes are Llama's of the same size, adapters of rank 8 "
-        "on all linears (there on the MLP's), and devices that share a model do so by tensor parallelism "
-        "alone (there pipelines between nodes of four).",
-        [_shares(one) for one in found],
-        [*_statements(found)],
+        "on all linears (there on the MLP's), and devices that share a model do so by tensor parallelism; "
+        "there they are pipelines of nodes of four, as in the last two tables, with a job for each stage.",
+        [*(_shares(one) for one in found), *(_shares(one) for one in piped)],
+        [*_statements(found), *_piped_statements(piped)],
         {"flexllm.kept": Row(fmean(kept), note, mean_interval(kept))},
         shares,
     )
@@ -218,17 +233,34 @@ def _shares(found: ModelRuns) -> FigureTable:
         (f"`{policy}`", *(_said(found.kept[policy, rate]) for rate in rates))
         for policy in dict.fromkeys(policy for policy, _ in found.kept)
     )
+    stages = f"pipelines of {setting.stages} stages" if setting.stages > 1 else "engines"
+    capacity = f"; requests/s without fine-tuning: {found.capacity:.3g}" if found.capacity else ""
     caption = (
-        f"{setting.name}: {setting.devices} A100 of 40 GB in engines of {setting.degree}, "
-        f"{setting.bound * 1e3:g} ms a token. Fine-tuning tokens/s without requests: {found.peak:,.0f}; "
-        f"requests/s without fine-tuning: {found.capacity:.3g}. Share of that peak, and of requests within "
-        "their bounds"
+        f"{setting.name}: {setting.devices} A100 of 40 GB in {stages} of {setting.degree}, "
+        f"{setting.bound * 1e3:g} ms a token. Fine-tuning tokens/s without requests: {found.peak:,.0f}"
+        f"{capacity}. Share of that peak, and of requests within their bounds"
     )
     return FigureTable(caption, ("policy", *(f"{rate:.3g} requests/s" for rate in rates)), rows)
 
 
 def _said(one: KeptShare) -> str:
     return f"{one.kept:.0%}, {one.within:.1%}" + (f" ({one.note})" if one.note else "")
+
+
+def _piped_statements(found: Sequence[ModelRuns]) -> Iterator[Statement]:
+    for one in found:
+        first, second = (one.kept[policy, HEAVY] for policy in COSERVED)
+        best, other = sorted((first, second), key=lambda share: -share.kept)
+        yield size(
+            f"{one.setting.name} in pipelines of {one.setting.stages} stages, at {HEAVY:g} requests/s",
+            100 * THEIRS,
+            100 * best.kept,
+            "windows pass all layers in a plan here, so that no stage waits: beside answers they have fewer "
+            "rows for each read of the weights; and no arrival pauses what goes back, which answers meet "
+            f"in each stage. `{other.policy}`: {_said(other)}",
+            " %",
+            note=f"`{best.policy}`, {best.within:.1%} within their bounds",
+        )
 
 
 def _statements(found: Sequence[ModelRuns]) -> Iterator[Statement]:

@@ -39,7 +39,7 @@ class Device:
         return self._slowness * self._table.seconds([work], dtype)
 
     def end(self, now: float, work: PassWork, dtype: str) -> float:
-        """When something is done that comes at `now`."""
+        """Time at which work that arrives at `now` is done."""
         self._free = max(now, self._free) + self.seconds(work, dtype)
         return self._free
 
@@ -54,6 +54,25 @@ class Link:
     def takes(self, nbytes: float) -> float:
         """Seconds of a message with so many bytes."""
         return self.seconds + nbytes / (self.gbs * _GIGA)
+
+
+class Shards:
+    """Devices that hold equal parts of all weights, and gather each linear's before its product (FSDP).
+
+    A gather has every device receive the others' parts over the `link`, one gather after the other. The
+    executor has an endpoint at each device, which computes the rows of its own clients (3.3).
+    """
+
+    def __init__(self, devices: Sequence[Device], link: Link) -> None:
+        self.devices, self._link, self._free = devices, link, 0.0
+
+    def gathered(self, now: float, nbytes: float) -> float:
+        """Time at which weights of so many bytes are on all devices that are asked for at `now`."""
+        if len(self.devices) == 1:
+            return now
+        parts = len(self.devices)
+        self._free = max(now, self._free) + self._link.takes(nbytes * (parts - 1) / parts)
+        return self._free
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +108,9 @@ class SplitClient:
     """A client with `sequences` of `length` rows each in a pass, after `context` earlier tokens each.
 
     Its host takes `host` seconds between two calls. One that trains goes forward and back. An `alone` client
-    has all linears on its own device, and calls nobody. `ends` are the times at which passes were complete.
+    has all linears on its own device, and calls nobody; or it gathers them from `shards`, the next one's
+    weights while it computes with this one's. Others call their executor at its shard number `shard`. `ends`
+    are the times at which passes were complete.
     """
 
     name: str
@@ -104,6 +125,9 @@ class SplitClient:
     noise: bool = False  # whether rows are hidden by noise, which is added and taken off again
     ends: list[float] = field(default_factory=list)
     account: ClientAccount | None = None
+    shards: Shards | None = None
+    shard: int = 0
+    fetched: float = 0.0  # when the weights of its next linear are there
 
     @property
     def rows(self) -> int:
@@ -138,8 +162,12 @@ class WorldFigures:
 class SplitWorld:
     """Plays clients of one executor."""
 
-    def __init__(self, shape: ModelShape, base: Device, costs: HostCosts, config: BatchingConfig) -> None:
-        self._shape, self._base, self._costs = shape, base, costs
+    def __init__(
+        self, shape: ModelShape, base: Device | Shards, costs: HostCosts, config: BatchingConfig
+    ) -> None:
+        self._shape, self._costs = shape, costs
+        self._base = base if isinstance(base, Shards) else Shards((base,), Link(1.0, 0.0))
+        self._shard_of: dict[int, int] = {}  # of calls under way, by their numbers
         self._linears = {
             f"{layer}.{one.name}": one for layer in range(shape.layers) for one in linears(shape)
         }
@@ -194,7 +222,7 @@ class SplitWorld:
         if last and last.partition(".")[2] == ("v" if direction == "forward" else "o"):
             at = client.device.end(at, self._attention(client, direction), self._shape.dtype)
         if client.alone:
-            at = client.device.end(at, self._product(path, client.rows), self._shape.dtype)
+            at = self._own_product(client, path, at)
             self._at(at, lambda: self._go_on(client, left, path))
             return
         sent, answered = self._messages(client, path, direction)
@@ -209,6 +237,7 @@ class SplitWorld:
         answered: float,
     ) -> None:
         call = LinearCall(next(self._numbers), (path,), direction, client.rows, "bfloat16", client.work, 0)
+        self._shard_of[call.number] = client.shard
         assert client.account is not None, "clients join first"
 
         def reply(outcome: object) -> None:
@@ -220,10 +249,19 @@ class SplitWorld:
         self._computing = True
         self._batches += 1
         self._calls += len(works)
-        path, rows = works[0].call.paths[0], sum(work.call.rows for work in works)
-        begun, costs = self._now, self._costs
-        ready = begun + costs.product + len(works) * costs.call
-        end = self._base.end(ready, self._product(path, rows), self._shape.dtype)
+        path, begun, costs = works[0].call.paths[0], self._now, self._costs
+        calls = [0] * len(self._base.devices)
+        rows = calls.copy()
+        for work in works:
+            shard = self._shard_of.pop(work.call.number)
+            calls[shard] += 1
+            rows[shard] += work.call.rows
+        gathered = self._base.gathered(begun, self._weight_bytes(path))
+        end = begun
+        for shard, device in enumerate(self._base.devices):
+            if calls[shard]:  # the others give their parts away
+                ready = max(gathered, begun) + costs.product + calls[shard] * costs.call
+                end = max(end, device.end(ready, self._product(path, rows[shard]), self._shape.dtype))
 
         def done() -> None:
             self._computing = False
@@ -234,12 +272,21 @@ class SplitWorld:
 
         self._at(end, done)
 
-    def _product(self, path: str, rows: int) -> PassWork:
+    def _own_product(self, client: SplitClient, path: str, at: float) -> float:
+        """Time at which the product of a client alone is done that it comes to at `at`."""
+        if client.shards is not None:
+            at = max(at, client.fetched)
+            client.fetched = client.shards.gathered(at, self._weight_bytes(path))
+        return client.device.end(at, self._product(path, client.rows), self._shape.dtype)
+
+    def _weight_bytes(self, path: str) -> int:
         one = self._linears[path]
-        weights = one.inputs * one.outputs
-        return PassWork(
-            PassKind.FORWARD, 0, rows, flops=2 * rows * weights, weight_bytes=weights * self._shape.item_bytes
-        )
+        return one.inputs * one.outputs * self._shape.item_bytes
+
+    def _product(self, path: str, rows: int) -> PassWork:
+        nbytes = self._weight_bytes(path)
+        flops = 2 * rows * nbytes // self._shape.item_bytes
+        return PassWork(PassKind.FORWARD, 0, rows, flops=flops, weight_bytes=nbytes)
 
     def _attention(self, client: SplitClient, direction: Direction) -> PassWork:
         shape = self._shape

@@ -10,7 +10,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What a paper says of something, what the runs show, whether that agrees, and why it differs."""
+    """A paper's result beside that of the runs, their agreement, and the reason for a difference."""
 
     about: str
     there: str

@@ -1,24 +1,11 @@
 """Symbiosis' figures of time (section 4): clients of a base executor beside whole models, placements, mixed
 work, and opportunistic batching."""
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator
 
-import msgspec
-
-from coserve.simulate.hardware import Roofline, hardware_named
-from coserve.split.batching import Batching, BatchingConfig
-from coserve.split.messages import WorkClass
-from coserve.workload.shapes import ModelShape, shape_named
-from coserve_benchmarks.simulation.papers.split_world import (
-    Device,
-    HostCosts,
-    Link,
-    SplitClient,
-    SplitWorld,
-    WorldFigures,
-    linears,
-)
+from coserve.split.batching import Batching
+from coserve_benchmarks.simulation.papers import symbiosis_sharded
+from coserve_benchmarks.simulation.papers.split_world import WorldFigures
 from coserve_benchmarks.simulation.papers.statement import (
     FigureTable,
     PaperResult,
@@ -27,127 +14,20 @@ from coserve_benchmarks.simulation.papers.statement import (
     claim,
     size,
 )
-
-LLAMA_1B: Final = ModelShape("llama-3-1b", 2048, 16, 8192, 32, 8, 128256, 8192)
-LLAMA_7B: Final = ModelShape("llama-2-7b", 4096, 32, 11008, 32, 32, 32000, 4096)
-LLAMA_13B: Final = shape_named("13b")
-CLIENTS: Final = (1, 2, 4, 6, 8)
-BATCHES: Final = (2, 4, 8, 16, 32, 64, 128, 256)  # of table 5's clients: "from 2 to 256"
-CONTEXTS: Final = (4096, 16384, 32768, 65536)  # tokens, figure 19
-# Seconds a token of table 5's rows without lockstep and with opportunistic batching, and calls in a product
-# of the latter, from which the executor's host is known: eight calls of each product are all that it does.
-_NO_LOCKSTEP, _CHOSEN, _TOGETHER = 1.02, 0.77, 3.7
-_READ: Final = 4e-5  # seconds of a product of 7B's for few rows: its weights are read
-_MESSAGE: Final = 1e-4  # seconds of a message: assumed
-# Seconds of a client's host between two calls with LoRA 1 and with LoRA 4, from table 2: an iteration of
-# Llama2-13B takes 0.40 and 0.68 s, of which the device computes some 0.27, in 560 calls.
-_CLIENTS: Final = tuple((taken - 0.27) / 560 for taken in (0.40, 0.68))
-_CLIENT: Final = (0.57 - 0.27) / 560 - 2 * _MESSAGE  # with LoRA 3, which all other figures have
-
-
-def host_costs() -> HostCosts:
-    """The executor's host: eight calls of 224 products take 1.02 s in products of one and 0.77 s in products
-    of 3.7."""
-    calls = len(BATCHES) * LLAMA_7B.layers * len(linears(LLAMA_7B))
-    product = (_NO_LOCKSTEP - _CHOSEN) / calls / (1 - 1 / _TOGETHER)
-    return HostCosts(product - _READ, _NO_LOCKSTEP / calls - product)
-
-
-COSTS: Final = host_costs()
-_SAME_GPU, _NVLINK = Link(1e3, _MESSAGE), Link(240.0, _MESSAGE)
-_PCIE, _NETWORK = Link(25.6, _MESSAGE), Link(10.0, 2 * _MESSAGE)  # 100 Gb/s between hosts
-_SLOW: Final = 3.5  # times as long: 100 W beside 350 W
-_TRAIN: Final = (2, 512)  # sequences and tokens of a mini-batch
-_TOKEN_CONTEXT: Final = 64  # tokens: with more table 5's keys and values do not fit
-
-
-def _table() -> Roofline:
-    table = hardware_named("a100-80")
-    assert isinstance(table, Roofline), "a device"
-    return table
-
-
-def processor() -> Roofline:
-    """A processor of theirs by its sheet: 64 cores of an EPYC 7763, eight channels of DDR4-3200."""
-    table = _table()
-    return msgspec.structs.replace(
-        table, name="EPYC 7763", bandwidth_gbs=204.8, peak_tflops=dict.fromkeys(table.peak_tflops, 5.0)
-    )
-
-
-def over_the_link() -> Roofline:
-    """An A100 whose keys and values come over the link to the host."""
-    table = _table()
-    return msgspec.structs.replace(table, bandwidth_gbs=table.host_link_gbs)
-
-
-class Symbiosis:
-    """Plays clients until each has made `passes` passes."""
-
-    def __init__(self, passes: int, say: Say = lambda text: None) -> None:
-        self._passes, self._say = passes, say
-
-    def train(self, shape: ModelShape, clients: int, where: str) -> WorldFigures:
-        """`clients` that fine-tune: "local" on the executor's device, "remote" on another, "slow" on a slow
-        one, or each with a whole model on one device ("baseline")."""
-        base = Device(_table())
-        own = {"local": base, "baseline": base, "remote": Device(_table()), "slow": Device(_table(), _SLOW)}
-        link = _SAME_GPU if where in ("local", "baseline") else _NVLINK
-        made = [
-            SplitClient(f"{n}", own[where], link, *_TRAIN, 0, _CLIENT, "training", where == "baseline")
-            for n in range(clients)
-        ]
-        return self._play(f"{clients} fine-tuning, {where}", shape, base, made)
-
-    def tokens(self, mode: Batching) -> WorldFigures:
-        """Table 5's clients: eight on a device of their own, with batches of other sizes."""
-        device = Device(_table())
-        made = [
-            SplitClient(f"{n}", device, _NVLINK, n, 1, _TOKEN_CONTEXT, _CLIENTS[place % 2])
-            for place, n in enumerate(BATCHES)
-        ]
-        config = BatchingConfig(mode)
-        return self._play(f"table 5, {mode}", LLAMA_7B, Device(_table()), made, config)
-
-    def mixed(self, training: int) -> WorldFigures:
-        """Eight clients of figures 22 and 23, of which so many train; named by what they do."""
-        device, kinds = Device(_table()), ["inference"] * (8 - training) + ["training"] * training
-        made = [_mixed_client(f"{kind} {n}", kind, device) for n, kind in enumerate(kinds)]
-        return self._play(f"{training} of 8 train", LLAMA_7B, Device(_table()), made)
-
-    def long(self, context: int, where: str) -> float:
-        """Seconds a token with a long context: keys, values and attention on the "processor", "offloaded" and
-        attended to by the device over its link, or all on the "device"."""
-        device = {"processor": processor, "offloaded": over_the_link, "device": _table}[where]
-        split = where == "processor"
-        costs = COSTS if split else HostCosts(0.0)
-        link = _PCIE if split else Link(1e6, 0.0)
-        made = [SplitClient("one", Device(device()), link, 1, 1, context, _CLIENT)]
-        found = self._play(f"{context} tokens, {where}", LLAMA_7B, Device(_table()), made, costs=costs)
-        return found.mean_seconds
-
-    def private(self, noise: bool) -> float:
-        """Seconds a token of a client on another host, with or without noise."""
-        made = [SplitClient("one", Device(_table()), _NETWORK, 2, 1, 512, _CLIENT, noise=noise)]
-        return self._play("privacy", LLAMA_7B, Device(_table()), made).mean_seconds
-
-    def _play(
-        self,
-        said: str,
-        shape: ModelShape,
-        base: Device,
-        clients: Sequence[SplitClient],
-        config: BatchingConfig = BatchingConfig(),
-        costs: HostCosts = COSTS,
-    ) -> WorldFigures:
-        self._say(f"Symbiosis: {shape.name}, {said}")
-        return SplitWorld(shape, base, costs, config).play(clients, self._passes)
-
-
-def _mixed_client(name: str, kind: str, device: Device) -> SplitClient:
-    work: WorkClass = "training" if kind == "training" else "inference"
-    rows = _TRAIN if work == "training" else (2, 1)
-    return SplitClient(name, device, _NVLINK, *rows, 0 if work == "training" else 512, _CLIENT, work)
+from coserve_benchmarks.simulation.papers.symbiosis_runs import (
+    CHOSEN,
+    CLIENT_HOST,
+    CLIENT_HOSTS,
+    CLIENTS,
+    CONTEXTS,
+    COSTS,
+    LLAMA_1B,
+    LLAMA_13B,
+    MESSAGE,
+    NO_LOCKSTEP,
+    TOGETHER,
+    Symbiosis,
+)
 
 
 def run(quick: bool, say: Say) -> PaperResult:
@@ -171,6 +51,7 @@ def run(quick: bool, say: Say) -> PaperResult:
         for context in contexts
     }
     private = runs.private(False), runs.private(True)
+    sharded_tables, sharded_statements = symbiosis_sharded.run(quick, say)
     tables = [
         _training_table("Figures 11 and 12: Llama3-1B on one device", single),
         *(
@@ -180,6 +61,7 @@ def run(quick: bool, say: Say) -> PaperResult:
         _batching_table(batching),
         _mixed_table(mixed),
         _long_table(long),
+        *sharded_tables,
     ]
     statements = [
         *_single_statements(single),
@@ -187,6 +69,7 @@ def run(quick: bool, say: Say) -> PaperResult:
         *_batching_statements(batching),
         *_mixed_statements(mixed),
         *_long_statements(long),
+        *sharded_statements,
         claim(
             "noise has little effect over a network (figure 21)",
             "minimal",
@@ -199,11 +82,12 @@ def run(quick: bool, say: Say) -> PaperResult:
         "Symbiosis (2025), section 4",
         "A100 of 80 GB, the executor's own queues and policies. Its host takes "
         f"{COSTS.product * 1e3:.2g} ms for a product and {COSTS.call * 1e3:.2g} ms for each call in it, by "
-        f"two rows of table 5; clients' hosts {_CLIENTS[0] * 1e3:.2g} (LoRA 1), {_CLIENTS[1] * 1e3:.2g} "
-        f"(LoRA 4) and {_CLIENT * 1e3:.2g} ms (LoRA 3) between calls, by table 2; a message "
-        f"{_MESSAGE * 1e3:g} ms, assumed; clients call each linear alone, as there. Figures 9 and 10 are of "
-        "memory; shards of 15 to 17 are gathered from other devices in each pass, which is not modelled; 20 "
-        "states what fits.",
+        f"two rows of table 5; clients' hosts {CLIENT_HOSTS[0] * 1e3:.2g} (LoRA 1), "
+        f"{CLIENT_HOSTS[1] * 1e3:.2g} (LoRA 4) and {CLIENT_HOST * 1e3:.2g} ms (LoRA 3) between calls, by "
+        f"table 2; a message {MESSAGE * 1e3:g} ms, assumed; clients call each linear alone, as there. Shards "
+        "are gathered linear by linear, as each is an instance of FSDP there, and FSDP's own next linear "
+        "while this one computes. mLoRA, of figures 15 and 16, is not modelled: its schedule is not in the "
+        "paper. Figures 9 and 10 are of memory.",
         tables,
         statements,
     )
@@ -322,9 +206,9 @@ def _batching_statements(found: dict[Batching, WorldFigures]) -> Iterator[Statem
         "for the hosts of table 2"
     )
     rates = "rows of large batches and of small ones have the same time a token here"
-    yield size(f"no lockstep: seconds a token ({known})", _NO_LOCKSTEP, none.mean_seconds, unit=" s")
-    yield size(f"opportunistic: seconds a token ({known})", _CHOSEN, chosen.mean_seconds, unit=" s")
-    yield size(f"opportunistic: calls in a product ({known})", _TOGETHER, chosen.together)
+    yield size(f"no lockstep: seconds a token ({known})", NO_LOCKSTEP, none.mean_seconds, unit=" s")
+    yield size(f"opportunistic: seconds a token ({known})", CHOSEN, chosen.mean_seconds, unit=" s")
+    yield size(f"opportunistic: calls in a product ({known})", TOGETHER, chosen.together)
     yield size("lockstep: calls in a product", 8, lockstep.together)
     slower, faster = lockstep.mean_seconds / none.mean_seconds, chosen.mean_seconds / lockstep.mean_seconds
     yield size("lockstep: seconds a token over no lockstep", 1.6 / 1.02, slower, waits, " times", 1.0)

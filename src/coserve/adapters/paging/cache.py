@@ -10,7 +10,7 @@ The cache only counts: the executor holds the weights, and is told what to load 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -52,6 +52,14 @@ class CachedAdapter:
     has_copy: bool = False  # in host memory
     failed: bool = False  # the last time; it is not brought in for its pin alone
     users: dict[Hashable, bool] = field(default_factory=dict)
+
+
+class ExpectedRead(NamedTuple):
+    """All that is read until a version is on the device: `nbytes` with those that come before it, and with
+    those of the versions that it `displaces`, which are read again some time."""
+
+    nbytes: int = 0
+    displaces: bool = False
 
 
 class AdapterCache:
@@ -354,6 +362,31 @@ class AdapterCache:
             self._slots += sign * (entry.version.cost - entry.version.outline.nbytes)
         else:
             self._resident += sign * entry.version.cost
+
+
+def expected_reads(
+    cache: AdapterCache, keys: Sequence[str], wanted: Iterable[str], room: int
+) -> list[ExpectedRead | None]:
+    """The reads until each of some known versions would be on the device, if it were asked for after the
+    `wanted` ones and stored versions had `room` bytes. None where users of others would have to release these
+    first."""
+    versions, found = cache._versions, list[ExpectedRead | None]()
+    ahead = [key for key in dict.fromkeys(wanted) if not _has_bytes(versions[key])]
+    coming = _cost(each for each in versions.values() if each.tier is AdapterTier.LOADING)
+    for key in keys:
+        entry = versions[key]
+        if entry.tier is AdapterTier.LOADING:
+            found.append(ExpectedRead(coming))
+        elif _has_bytes(entry):
+            found.append(None if key in cache._closed else ExpectedRead())
+        else:
+            before = [versions[other] for other in ahead if other != key]
+            asked = entry.version.cost + _cost(before)
+            missing = max(cache._used + asked - room, 0)
+            is_late = bool(before or coming or missing)
+            fits = missing <= _cost(cache._idle(()))
+            found.append(ExpectedRead(coming + asked + missing, is_late) if fits else None)
+    return found
 
 
 def _has_bytes(entry: CachedAdapter) -> bool:

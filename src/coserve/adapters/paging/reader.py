@@ -1,8 +1,9 @@
 """Reads adapters on a low-priority thread while steps run."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -15,6 +16,10 @@ from coserve.memory.exhausted import is_out_of_memory
 Outcome = int | CoserveError
 Read = Callable[[StoredVersion], AdapterVersion]
 BringIn = Callable[[StoredVersion], int]  # onto the device; returns the bytes there
+# What the first reads are taken for, and how fast: half a gigabyte a second.
+_GUESSED_BYTES: Final = 16 << 20
+_GUESSED_SECONDS: Final = _GUESSED_BYTES / (512 << 20)
+_MEMORY: Final = 0.9  # of what earlier reads took, when another one is done
 
 
 class Reads(Protocol):
@@ -37,6 +42,12 @@ class Reader:
         self._bring_in, self._done = bring_in, done
         self._under_way: list[tuple[StoredVersion, Future[Outcome]]] = []
         self._thread: ThreadPoolExecutor | None = None
+        self._read = _GUESSED_BYTES, _GUESSED_SECONDS  # bytes and seconds, of recent reads
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds that reading so many bytes takes, by recent reads."""
+        read, taken = self._read
+        return nbytes * taken / read
 
     def begin(self, stored: StoredVersion) -> None:
         if self._thread is None:
@@ -54,8 +65,13 @@ class Reader:
 
     def _outcome(self, stored: StoredVersion) -> Outcome:
         """Reads one version; any error is returned as its outcome."""
+        started = time.perf_counter()
         try:
-            return self._bring_in(stored)
+            nbytes = self._bring_in(stored)
+            read, taken = self._read
+            seconds = time.perf_counter() - started
+            self._read = int(_MEMORY * read) + nbytes, _MEMORY * taken + seconds
+            return nbytes
         except CoserveError as error:
             return error
         except BaseException as error:

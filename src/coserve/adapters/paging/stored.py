@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
 from typing import Final
@@ -15,6 +15,7 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.files import CONFIG, WEIGHTS, check_weights, read_adapter, read_outline
 from coserve.adapters.paging.buffer import Buffer
 from coserve.adapters.sites import Frame
+from coserve.core.request import BASE
 from coserve.errors import AdapterError, CoserveError
 
 _LENGTH: Final = 8  # bytes before a safetensors header, which say how long that is
@@ -50,12 +51,13 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class KnownVersion:
-    """Version `version` of adapter `name`, without weights: these exist on the device only, unless it is a
-    `StoredVersion`."""
+    """Version `version` of adapter `name` on the base of id `base`, without weights: these exist on the
+    device only, unless it is a `StoredVersion`."""
 
     name: str
     version: int
     outline: Outline
+    base: str = field(default=BASE, kw_only=True)
 
     @property
     def key(self) -> str:

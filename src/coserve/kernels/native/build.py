@@ -41,21 +41,23 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "cross_entropy": "ppppllfi",
     "write_slots": "pllpplllli",
     "argmax": "pplli",
+    "draw": "plipppplli",
     "attend_pages": "pllpplpllpllllllfpi",
     "linear": "plpppllli",
+    "linear_unpacked": "plpppllli",
     "add_lora": "plplplli",
-    "decode_layer": "pppppplli",
+    "decode_layers": "pppppplppppllli",
     "multiplies": "",
 }
 
 
-class _State(threading.local):
+class _ThreadState(threading.local):
     """Tells whether this thread computes without kernels."""
 
     is_off = False  # of the class, as a default of `getattr` takes ten times as long
 
 
-_state = _State()
+_state = _ThreadState()
 _log = logging.getLogger(__name__)
 
 

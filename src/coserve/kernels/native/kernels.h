@@ -21,6 +21,9 @@ void attend_pages(const bf16 *q, i64 row_stride, i64 head_stride, const bf16 *ke
 void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
             int threads);
 
+void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
+                     i64 outs, int threads);
+
 // Rows [begin, end) with a low-rank bypass: a [rank, ins], b [outs, rank].
 typedef struct {
     const bf16 *a, *b;

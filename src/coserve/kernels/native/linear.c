@@ -15,6 +15,7 @@
 #include <immintrin.h>
 
 enum { PANEL = 64, TALL = 6, CHUNK = 128, BLOCK = 96 };  // outputs, rows, pairs of inputs, rows
+enum { WIDE = 4, LANES = 32 };  // of weights that are not packed: outputs, inputs in a vector
 
 int multiplies(void) { return 1; }
 
@@ -103,9 +104,78 @@ void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf1
         free(sums);
     }
 }
+// The sums of the lanes of four vectors.
+static inline __m128 across(__m512 a, __m512 b, __m512 c, __m512 d) {
+    __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+    __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+    __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+                               _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+// Up to 6 rows by 4 outputs of a weight [outs, ins]: 24 sums over pairs of inputs, in 16 lanes each. The first of
+// a block's tiles fetches the next 4 outputs ahead.
+static inline __attribute__((always_inline)) void tall_tile(const int height, const bf16 *x, i64 stride,
+                                                            const bf16 *w, const bf16 *bias, bf16 *y, i64 ins,
+                                                            i64 outs, const bf16 *next) {
+    __m512 s[TALL][WIDE];
+#pragma GCC unroll 6
+    for (int m = 0; m < height; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < WIDE; n++) s[m][n] = _mm512_setzero_ps();
+    for (i64 i = 0; i < ins; i += LANES) {
+        if (next != NULL)
+#pragma GCC unroll 4
+            for (int n = 0; n < WIDE; n++) _mm_prefetch((const char *)(next + n * ins + i), _MM_HINT_T0);
+        __m512bh c[WIDE];
+#pragma GCC unroll 4
+        for (int n = 0; n < WIDE; n++) c[n] = (__m512bh)_mm512_loadu_si512(w + n * ins + i);
+#pragma GCC unroll 6
+        for (int m = 0; m < height; m++) {
+            __m512bh a = (__m512bh)_mm512_loadu_si512(x + m * stride + i);
+#pragma GCC unroll 4
+            for (int n = 0; n < WIDE; n++) s[m][n] = _mm512_dpbf16_ps(s[m][n], c[n], a);
+        }
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < height; m++) {
+        float sums[WIDE];
+        _mm_storeu_ps(sums, across(s[m][0], s[m][1], s[m][2], s[m][3]));
+        for (int n = 0; n < WIDE; n++)
+            y[m * outs + n] = narrow(sums[n] + (bias == NULL ? 0.0f : widen(bias[n])));
+    }
+}
+
+// As `linear`, with a weight [outs, ins] as models are loaded.
+void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
+                     i64 outs, int threads) {
+    i64 groups = (rows + TALL - 1) / TALL;
+#pragma omp parallel for num_threads(threads) if (parallel : threads > 1)
+    for (i64 n = 0; n < outs; n += WIDE) {
+        const bf16 *w = weight + n * ins, *added = bias == NULL ? NULL : bias + n;
+        for (i64 g = 0; g < groups; g++) {
+            i64 begin = rows * g / groups, height = rows * (g + 1) / groups - begin;
+            const bf16 *from = x + begin * stride;
+            const bf16 *next = g == 0 && n + WIDE < outs ? w + WIDE * ins : NULL;
+            bf16 *to = y + begin * outs + n;
+            switch (height) {
+            case 1: tall_tile(1, from, stride, w, added, to, ins, outs, next); break;
+            case 2: tall_tile(2, from, stride, w, added, to, ins, outs, next); break;
+            case 3: tall_tile(3, from, stride, w, added, to, ins, outs, next); break;
+            case 4: tall_tile(4, from, stride, w, added, to, ins, outs, next); break;
+            case 5: tall_tile(5, from, stride, w, added, to, ins, outs, next); break;
+            default: tall_tile(6, from, stride, w, added, to, ins, outs, next); break;
+            }
+        }
+    }
+}
 #else
 int multiplies(void) { return 0; }
 
 void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
             int threads) {}
+
+void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
+                     i64 outs, int threads) {}
 #endif

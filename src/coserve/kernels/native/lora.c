@@ -57,19 +57,62 @@ static void shrink(i64 rows, i64 ranks, const bf16 *x, i64 stride, const bf16 *a
     }
 }
 
-// Of LANES outputs, their pair `p` of ranks; the second of the last pair of an odd rank is zero.
-static inline __m512bh pairs_of(const bf16 *b, i64 rank, i64 p) {
-    if (rank & 1) {
-        int32_t both[LANES];
-        for (int o = 0; o < LANES; o++) {
-            const bf16 *from = b + o * rank + 2 * p;
-            both[o] = (int32_t)(from[0] | (2 * p + 1 < rank ? (uint32_t)from[1] << 16 : 0u));
-        }
-        return (__m512bh)_mm512_loadu_si512(both);
+// x[p] becomes lane by lane the pair p of x[lane], for pairs below `pairs`.
+static inline __attribute__((always_inline)) void transpose(const int pairs, __m512i *x) {
+    __m512i t[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
     }
-    __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512i places = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)(rank / 2)));
-    return (__m512bh)_mm512_i32gather_epi32(places, b + 2 * p, 4);
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    // Quarter q of x[4 g + c] is pair 4 q + c of lanes 4 g to 4 g + 3.
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        __m512i a = _mm512_shuffle_i32x4(x[c], x[4 + c], 0x88), b = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88);
+        __m512i d = _mm512_shuffle_i32x4(x[c], x[4 + c], 0xdd), e = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xdd);
+        x[c] = _mm512_shuffle_i32x4(a, b, 0x88);
+        if (pairs > 4) x[4 + c] = _mm512_shuffle_i32x4(d, e, 0x88);
+        if (pairs > 8) {
+            x[8 + c] = _mm512_shuffle_i32x4(a, b, 0xdd);
+            x[12 + c] = _mm512_shuffle_i32x4(d, e, 0xdd);
+        }
+    }
+}
+
+// Of LANES outputs the next `left` ranks, at most 2 * `pairs`, to `to`, a line of memory for each pair; lines are WIDE
+// numbers of 32 bits apart. The second of the last pair of an odd rank is zero.
+static inline __attribute__((always_inline)) void turn_tile(const int pairs, const bf16 *b, i64 rank, i64 left,
+                                                            int32_t *to) {
+    __mmask32 kept = left < 2 * pairs ? (1u << left) - 1 : pairs < LANES ? (1u << 2 * pairs) - 1 : ~0u;
+    __m512i x[LANES];
+#pragma GCC unroll 16
+    for (int o = 0; o < LANES; o++) x[o] = _mm512_maskz_loadu_epi16(kept, b + o * rank);
+    transpose(pairs, x);
+#pragma GCC unroll 16
+    for (int p = 0; p < pairs; p++) _mm512_store_si512(to + p * WIDE, x[p]);
+}
+
+// turned [pairs of ranks, WIDE] from b [WIDE, rank]; pairs beyond the rank are zeros.
+static void turn(const bf16 *b, i64 rank, int32_t *turned) {
+    for (i64 o = 0; o < WIDE; o += LANES)
+        for (i64 r = 0; r < rank; r += 2 * LANES) {
+            const bf16 *from = b + o * rank + r;
+            int32_t *to = turned + r / 2 * WIDE + o;
+            i64 left = rank - r;
+            if (left <= 8)
+                turn_tile(4, from, rank, left, to);
+            else if (left <= 16)
+                turn_tile(8, from, rank, left, to);
+            else
+                turn_tile(LANES, from, rank, left, to);
+        }
 }
 
 static inline __m512bh pair(const bf16 *h) {
@@ -86,13 +129,15 @@ static inline void accumulate(__m512 sums, __m512 scale, bf16 *y) {
 }
 
 // y [rows, stride] += scale h B^T at WIDE outputs, for up to TALL rows: a line of y's memory at a time.
-static inline __attribute__((always_inline)) void expand_tile(const int rows, const bf16 *h, i64 h_stride, const bf16 *b,
-                                                              i64 rank, __m512 scale, bf16 *y, i64 stride) {
+static inline __attribute__((always_inline)) void expand_tile(const int rows, const bf16 *h, i64 h_stride,
+                                                              const int32_t *turned, i64 rank, __m512 scale, bf16 *y,
+                                                              i64 stride) {
     __m512 s[TALL][2];
 #pragma GCC unroll 8
     for (int m = 0; m < rows; m++) s[m][0] = s[m][1] = _mm512_setzero_ps();
     for (i64 p = 0; 2 * p < rank; p++) {
-        __m512bh low = pairs_of(b, rank, p), high = pairs_of(b + LANES * rank, rank, p);
+        __m512bh low = (__m512bh)_mm512_load_si512(turned + p * WIDE);
+        __m512bh high = (__m512bh)_mm512_load_si512(turned + p * WIDE + LANES);
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) {
             __m512bh own = pair(h + m * h_stride + 2 * p);
@@ -108,26 +153,31 @@ static inline __attribute__((always_inline)) void expand_tile(const int rows, co
 }
 
 // Fewer than TALL rows are tiles of 4, 2 and 1.
-static void expand(i64 rows, const bf16 *h, i64 h_stride, const bf16 *b, i64 rank, __m512 scale, bf16 *y, i64 stride) {
+static void expand(i64 rows, const bf16 *h, i64 h_stride, const int32_t *turned, i64 rank, __m512 scale, bf16 *y,
+                   i64 stride) {
     if (rows == TALL) {
-        expand_tile(TALL, h, h_stride, b, rank, scale, y, stride);
+        expand_tile(TALL, h, h_stride, turned, rank, scale, y, stride);
         return;
     }
-    if (rows & 4) expand_tile(4, h, h_stride, b, rank, scale, y, stride);
+    if (rows & 4) expand_tile(4, h, h_stride, turned, rank, scale, y, stride);
     i64 done = rows & 4;
-    if (rows & 2) expand_tile(2, h + done * h_stride, h_stride, b, rank, scale, y + done * stride, stride);
+    if (rows & 2) expand_tile(2, h + done * h_stride, h_stride, turned, rank, scale, y + done * stride, stride);
     done += rows & 2;
-    if (rows & 1) expand_tile(1, h + done * h_stride, h_stride, b, rank, scale, y + done * stride, stride);
+    if (rows & 1) expand_tile(1, h + done * h_stride, h_stride, turned, rank, scale, y + done * stride, stride);
 }
 
 // x [rows, ins] and y [rows, outs] of all rows of the step; `outs` is a multiple of WIDE.
 void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf16 *y, i64 ins, i64 outs, int threads) {
-    i64 size = 0;
-    for (i64 s = 0; s < count; s++) size += (segments[s].end - segments[s].begin) * even(segments[s].rank);
+    i64 size = 0, highest = 0;
+    for (i64 s = 0; s < count; s++) {
+        size += (segments[s].end - segments[s].begin) * even(segments[s].rank);
+        highest = segments[s].rank > highest ? segments[s].rank : highest;
+    }
     bf16 *room = calloc((size_t)size, sizeof(bf16));
 #pragma omp parallel num_threads(threads) if (parallel : threads > 1)
     {
         i64 mine = omp_get_thread_num(), all = omp_get_num_threads(), number = 0;
+        int32_t *turned = aligned_alloc(64, sizeof(int32_t) * (size_t)(WIDE * LANES * ((highest + 31) / 32)));
         bf16 *h = room;
         for (i64 s = 0; s < count; s++) {
             Segment own = segments[s];
@@ -145,14 +195,17 @@ void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf1
         for (i64 s = 0; s < count; s++) {
             Segment own = segments[s];
             i64 rows = own.end - own.begin, wide = even(own.rank);
+            if (rows == 0) continue;
             __m512 scale = _mm512_set1_ps(own.scale);
             for (i64 o = first * WIDE; o < last * WIDE; o += WIDE) {
+                turn(own.b + o * own.rank, own.rank, turned);
                 for (i64 m = 0; m < rows; m += TALL)
-                    expand(least(rows - m, TALL), h + m * wide, wide, own.b + o * own.rank, own.rank, scale,
+                    expand(least(rows - m, TALL), h + m * wide, wide, turned, own.rank, scale,
                            y + (own.begin + m) * outs + o, outs);
             }
             h += rows * wide;
         }
+        free(turned);
     }
     free(room);
 }

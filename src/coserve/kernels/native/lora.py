@@ -5,6 +5,7 @@ Its plain twin is `reference.multi_lora`.
 
 from collections.abc import Sequence
 from ctypes import Structure, addressof, c_float, c_int64, c_void_p
+from functools import cache
 from typing import ClassVar, Final
 
 import torch
@@ -15,10 +16,6 @@ from coserve.kernels.native import ops
 from coserve.kernels.native.build import library
 
 _WIDE: Final = 32  # outputs that are computed together
-# Of torch's time for a 1024x1024 linear on one thread: one segment of 8 to 64 rows of rank 8 0.14 to 0.43, of
-# 512 rows 0.70; of rank 64 0.40 to 1.3, and 2.1. Within a layer's call all ranks save torch's own calls.
-LOW_RANK: Final = 16
-_ROWS: Final = 64
 
 
 class _Segment(Structure):
@@ -32,6 +29,10 @@ class _Segment(Structure):
     ]
 
 
+class _Bypass(Structure):
+    _fields_: ClassVar = [("segments", c_void_p), ("count", c_int64)]
+
+
 class LoraRows:
     """Segments as the kernel reads them, at `address`, `count` of them. Keeps their matrices alive."""
 
@@ -41,14 +42,26 @@ class LoraRows:
             for one in segments
         ]
         self.count = len(segments)
-        self._is_low = max(len(one.a) for one in segments) <= LOW_RANK
         self._array = (_Segment * self.count)(*described)
         self._segments = segments
         self.address = addressof(self._array)
 
-    def suits(self, rows: int) -> bool:
-        """Tells whether the kernel is faster than torch for a step of so many rows."""
-        return self._is_low and rows <= _ROWS
+
+class LayerLora:
+    """The bypasses at some linears, in their order, as the kernel of a whole layer reads them at `address`;
+    None where one has none."""
+
+    def __init__(self, rows: Sequence[LoraRows | None]) -> None:
+        self._rows = rows
+        described = [_Bypass() if own is None else _Bypass(own.address, own.count) for own in rows]
+        self._described = (_Bypass * len(rows))(*described)
+        self.address = addressof(self._described)
+
+
+@cache
+def no_lora(linears: int) -> LayerLora:
+    """That there is none at so many linears."""
+    return LayerLora([None] * linears)
 
 
 def computes(dtype: torch.dtype, device: torch.device) -> bool:

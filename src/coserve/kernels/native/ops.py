@@ -15,6 +15,8 @@ from coserve.kernels.native.build import kernels
 
 GRAIN: Final = 32768  # numbers: fewer are not worth a second thread
 _PANEL: Final = 64  # outputs of a packed weight that lie together
+_WIDE: Final = 4  # outputs of another weight that are computed together
+_LANES: Final = 32  # inputs of it that are read together
 _SAME: Final = 1e-2  # relative difference of two products with the same weight; each rounds to 8 bits
 
 
@@ -77,6 +79,25 @@ def linear(x: Tensor, address: int, outputs: int, bias: Tensor | None) -> Tensor
         len(rows), rows.shape[1], outputs, torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def linear_unpacked(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of x [rows, in] with a weight [out, in] that `reads` accepts, plus bias [out]: [rows, out].
+    In one pass over the weight: torch's packs it in every call."""
+    y = x.new_empty(len(x), len(weight))
+    loaded().linear_unpacked(
+        x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+        len(x), *reversed(weight.shape), torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def reads(weight: Tensor, bias: Tensor | None) -> bool:
+    """Tells whether `linear_unpacked` reads this weight and bias, where `takes` holds for them."""
+    outputs, inputs = weight.shape
+    if outputs % _WIDE or inputs % _LANES or not fits(weight) or not weight.is_contiguous():
+        return False
+    return bool(loaded().multiplies()) and (bias is None or (fits(bias) and bias.is_contiguous()))
 
 
 @torch.no_grad()

@@ -15,11 +15,11 @@ from coserve.schedule.policies.hybrid import Hybrid
 from coserve.schedule.segments import training_segment
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
-_KNOWN: Final = 16  # requests after which their patience is: of fewer less is concluded
+_KNOWN: Final = 16  # requests from which on their patience counts in full
 _DUE: Final = 1 / 3  # of a quantum: with less left there is no time to train, even if windows are cut
 _COMPANY: Final = 2.0  # others expected while one can wait; where fewer are, waiting gathers too few
-_SHARED: Final = 0.05  # of a mini-batch's time: reads of weights that riding must save, or it waits instead
-_SOON: Final = 1.5  # seconds that training can wait for the machine; then it rides, whatever that saves
+_SHARED: Final = 0.05  # of a mini-batch's time: reads of weights that fused training must save, else it waits
+_SOON: Final = 1.5  # seconds that training waits for the machine; then it is fused, whatever that saves
 _HALF: Final = 0.5  # of the machine, for answers beside training in a lane of its own
 # Least gain of two lanes by the cost model, as a share of the machine. They do 1.2 to 1.7 times the work of
 # one after the other, but while they run nothing shows what answers would take alone: where a machine became
@@ -27,14 +27,14 @@ _HALF: Final = 0.5  # of the machine, for answers beside training in a lane of i
 _WORTH: Final = -0.25
 _FULL: Final = 0.7  # utilization by inference in a lane, beyond which requests that arrive pile up
 _FEWEST: Final = 4.0  # steps beside a piece: of shorter ones too much of the lane's time is lost
-_SPENT: Final = 0.8  # of what all steps of an answer may take longer, on those beside one piece
+_SPENT: Final = 0.8  # of an answer's slack, for the steps beside one piece
 _AGAIN: Final = 10.0  # seconds after which lanes that gained too little are tried once more
 _PIECE: Final = 0.05  # of the shortest bound of recent requests, for a window through one layer
-_PATIENCE: Final = 0.5  # of the time that the least patient of these could wait, for a quantum
+_PATIENCE: Final = 0.5  # of the slack of the least patient recent request, for a quantum
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _RecentRequest:
     """A recent request: its arrival, the seconds that it could be deferred, and the tightest of its bounds on
     the first token, the whole answer or its deferral; 0 without any."""
 
@@ -48,22 +48,25 @@ class Adaptive(Hybrid):
     """SLO-aware deferral and token-level filling together.
 
     A step with inference costs training nearly the same for one row as for many, so requests should be
-    answered together. Requests are deferred as in FineInfer (3.2), but each by its own bounds: once the first
-    is due, all waiting requests enter (one step later where only their prompts would make its first token
-    late and can pass beside its decode steps). Until then training has the machine, in windows that pause
-    between layers after a quantum, whose length follows the slack of recent requests. A request enters at
-    once where too few others are expected before it is due; then training is fused into its steps as far as
-    bounds allow (FlexLLM, 6.2). Beside deferred requests training is fused only where sharing the pass over
-    the weights saves a significant part of it (short mini-batches), or where they leave training no time of
-    its own. Otherwise, if bounds allow slower answers, training runs in a lane of its own (FlexLLM, 8.3):
-    reading weights for a few rows leaves compute units idle that products of many rows can use. Requests
-    without bounds are never deferred, nor are any on a streamed base, where each pass is shared.
+    answered together. Requests are deferred as in FineInfer (3.2), but each by its own bounds. Once the first
+    is due, all waiting requests enter; they enter one step later where only their prompts would make its
+    first token late and can pass beside its decode steps. A request enters at once where too few others are
+    expected before it is due.
+
+    Until a request is due training has the machine. Its windows pause between layers after a quantum, whose
+    length follows the slack of recent requests. Beside requests that entered at once, training is fused into
+    steps as far as bounds allow (FlexLLM, 6.2). Beside deferred requests it is fused only where sharing the
+    pass over the weights saves a significant part of it (short mini-batches), or where they leave training no
+    time of its own. Otherwise, if bounds allow slower answers, training runs in a lane of its own (FlexLLM,
+    8.3): reading weights for a few rows leaves compute units idle that products of many rows can use.
+
+    Requests without bounds are never deferred, nor are any on a streamed base, where each pass is shared.
     """
 
     whole = True
 
     def __init__(self) -> None:
-        self._newest: deque[_Seen] = deque(maxlen=_REMEMBERED)
+        self._newest: deque[_RecentRequest] = deque(maxlen=_REMEMBERED)
         self._last = 0  # key of the last of them
         self._left = INFINITE  # seconds until a request is due
         self._prompts = 0.0  # seconds of other prompts before the first token of a new arrival
@@ -84,7 +87,7 @@ class Adaptive(Hybrid):
             return view.waiting
         if len(view.waiting) + len(view.running) >= TAKEN * view.places:
             return view.waiting
-        if view.beside and not view.running:  # a piece has lost the answers beside it, and would be awaited
+        if view.beside and not view.running:  # its answers have ended: a step would wait for the piece
             return view.waiting[:1]
         left = {sequence.key: latest.until_entry(sequence) for sequence in view.waiting}
         least = view.config.quantum * _DUE
@@ -110,13 +113,13 @@ class Adaptive(Hybrid):
                 self._split_at = self._alone = view.now
                 return beside(view, _HALF, rows, steps)
             rides = not self._gathers(view.now) or view.now - self._alone >= _SOON or _shared(view) >= _SHARED
-            # Parts that would fit cost more later than they fill now, while there is any other way.
+            # A cut window fills this step and costs more in later ones: cut only where nothing else fits.
             cut = view.starving and _layer_seconds(view) > _SPENT * view.whole_slack
             return replace(super().allow(view), rows=rows, coming=0.0, cut=cut) if rides else NO_TRAINING
         self._alone = view.now
         sure = 1 + view.cost.margin(config, trains=True)
         seconds, job = min(self.quantum(view), self._left / sure), view.jobs[0].name
-        # Only the job in turn: the rest of a long quantum would give others more than their weight.
+        # Only the job whose turn it is: the rest of a long quantum would give others more than their weight.
         return Allowance(seconds, rows, minimum=INFINITE, cut=self._cuts(view), job=job)
 
     def quantum(self, view: View) -> float:
@@ -140,6 +143,8 @@ class Adaptive(Hybrid):
         """
         if any(sequence.remaining > 1 for sequence in view.running):
             return 0.0
+        if view.config.stages > 1:  # whose next plans are made before it is known what a lane has done
+            return 0.0
         if view.utilization * view.cost.lanes.inference > _FULL:
             return 0.0
         if not _splitting_pays(view) and view.now - self._split_at < _AGAIN:
@@ -157,7 +162,7 @@ class Adaptive(Hybrid):
                 patience = latest.until_entry(sequence, alone=True) + view.now - arrival
                 bounds = [slo.first_token, slo.end_to_end, slo.deferral]
                 bound = min((bound for bound in bounds if bound is not None), default=0.0)
-                self._newest.append(_Seen(arrival, patience, bound))
+                self._newest.append(_RecentRequest(arrival, patience, bound))
 
     def _gathers(self, now: float) -> bool:
         """Tells whether at least `_COMPANY` others are expected while one request waits; True before two have
@@ -175,7 +180,8 @@ class Adaptive(Hybrid):
 
 
 def _before_prompts_that_follow(waiting: tuple[Sequence, ...], due: list[Sequence]) -> tuple[Sequence, ...]:
-    """All waiting requests, or, where a first token is due, those up to its request in prompt order."""
+    """Waiting requests that enter now: all, or, where a first token is due, those up to its request in prompt
+    order."""
     late = max((waiting.index(s) for s in due if s.request.slo.first_token is not None), default=None)
     return waiting if late is None else waiting[: late + 1]
 
@@ -185,7 +191,8 @@ def _shared(view: View) -> float:
     batch = next((batch for job in view.jobs for batch in job.micro_batches), None)
     if batch is None:  # only an optimizer step is due
         return 1.0
-    return view.cost.pass_seconds / view.cost.predict_iteration([batch])
+    own = view.cost.others.get(batch.base, view.cost)
+    return own.pass_seconds / view.cost.predict_iteration([batch])
 
 
 def _layer_seconds(view: View) -> float:
@@ -204,6 +211,6 @@ def _splitting_pays(view: View) -> bool:
 
 
 def _is_worth_it(steps: int, shared: int, others: float) -> bool:
-    """Tells whether a request of `steps` steps should join those that run for `shared` more steps: whether
-    that leaves fewer steps of its own than sharing all with the `others` expected until it is due."""
+    """Tells whether a request of `steps` steps should join those that run for `shared` more steps. It should
+    if that leaves fewer steps of its own than sharing all with the `others` expected until it is due."""
     return shared > 0 and steps - shared < steps / (1 + others)

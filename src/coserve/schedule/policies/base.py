@@ -26,7 +26,7 @@ class View:
     cost: CostModel
     waiting: tuple[Sequence, ...]  # most urgent first
     running: tuple[Sequence, ...]  # in order of arrival
-    jobs: tuple[QueueEntry, ...]  # that have something to run; the one whose turn it is first
+    jobs: tuple[QueueEntry, ...]  # with work to run; the first is the one whose turn it is
     finished: int  # sequences that ended since the start
     utilization: float = 0.0  # of the machine by inference of late, 0 to 1
     interruptible: bool = False  # whether arrivals stop the training of the step that is planned
@@ -34,8 +34,8 @@ class View:
     window_rows: int = 0  # of a window that memory bears, where it runs alone
     places: float = INFINITE  # for sequences that run at once, by their number and by pages
     beside: bool = False  # whether a piece in a lane is under way: a step without answers awaits its end
-    made_way: float = 0.0  # training that answers have made way for since they last had rows
-    starving: bool = False  # whether the first in turn got nothing for as long as it may
+    made_way: float = 0.0  # seconds of training that answers have made way for since they last had rows
+    starving: bool = False  # whether the first job got nothing for `config.starvation` seconds
     inference_seconds: float = 0.0
     slack: float = INFINITE  # most training that breaks no bound, if all steps to come have as much
     whole_slack: float = INFINITE  # the same, if none has any after this one
@@ -60,11 +60,15 @@ class Allowance:
     `rows` is the largest window; None makes a whole micro-batch the unit. `cut` allows smaller windows to
     fit; each part then reads the weights of all remaining layers. If the first piece does not fit into
     `seconds`, its smallest part (fewest rows, one layer or the tail) still runs if it takes at most
-    `minimum`. Where rows are cheaper in a larger window, and `coming` (seconds that the allowance adds up to
-    while it is not used) bears one of its layers, the step trains nothing and waits for it. Only `job`
-    trains; None is all jobs. With `arrivals` (a second) that abandon the layer under way, the packer chooses
-    a window's rows by what they cost and what is lost; None is as many as fit. `split` is the share of the
-    machine for inference, with training in a lane of its own; None fuses both in one pass over the weights.
+    `minimum`.
+
+    `coming` is the seconds that the allowance adds up to while it is not used. Where they bear a layer of a
+    larger window, whose rows are cheaper, the step trains nothing and waits for it. `arrivals` is the rate, a
+    second, of arrivals that abandon the layer under way: the packer weighs a window's rows against what is
+    lost. None takes as many as fit.
+
+    Only `job` trains; None is all jobs. `split` is the share of the machine for inference, with training in a
+    lane of its own; None fuses both in one pass over the weights.
     """
 
     seconds: float
@@ -85,11 +89,12 @@ class Policy(ABC):
 
     Each step calls `holds`, then `admit` unless it holds, then `allow` if there is a job. `whole`: a window
     may be a whole micro-batch of any length, which takes more memory. `pausable`: an arriving request pauses
-    training under way at the next boundary between layers.
+    training under way at the next boundary between layers. `splits`: training always has a lane of its own.
     """
 
     whole = False
     pausable = False
+    splits = False
 
     def holds(self, view: View) -> bool:
         """Tells whether no inference runs in this step. Called once a step, first."""

@@ -11,8 +11,8 @@ def beside(view: View, share: float, rows: int, steps: float = STEPS) -> Allowan
     """Training that lasts as long as `steps` steps of inference on `share` of the machine, at least a
     quantum.
 
-    The lane idles from the end of a piece to the end of the step beside it: with steps of 0.13 s, pieces of
-    0.1 s gave 0.36 to 0.38 of the throughput of training alone, pieces of eight steps 0.56 to 0.67.
+    The lane idles from the end of a piece to the end of the step beside it. With steps of 0.13 s, pieces of
+    0.1 s gave 0.36 to 0.38 of the throughput of training alone, and pieces of eight steps 0.56 to 0.67.
     """
     lanes = view.cost.lanes
     seconds = max(

@@ -13,11 +13,11 @@ _SURE: Final = 0.9  # of a bound: a request that enters last cannot make up for 
 
 
 class LatestEntry:
-    """Predicts how long each request can wait, if all present requests then run together.
+    """Predicts the longest wait of each request, if all present requests then run together.
 
     `slowness` is the slowdown of steps: 1.0, or more beside training in a lane of its own. `prompts` is the
-    seconds of all waiting prompts; `can_follow` says that each can pass in one step beside the running
-    requests without making a token late.
+    seconds of all waiting prompts. `can_follow` tells whether each of them can pass in one step beside the
+    running requests without making a token late.
     """
 
     def __init__(self, view: View, slowness: float) -> None:
@@ -27,8 +27,8 @@ class LatestEntry:
         everybody = (*view.running, *view.waiting)
         decode = Features()
         for sequence in everybody:
-            start = sequence.virtual + sequence.length
-            decode.add_inference(start, 1, 1, sequence.request.adapter, sequence.offloaded)
+            start, request = sequence.virtual + sequence.length, sequence.request
+            decode.add_inference(start, 1, 1, request.adapter, sequence.offloaded, request.base)
         self._alone = cost.predict_features(decode)  # a step, on the whole machine
         self._slowness = slowness
         self._step = self._alone * slowness
@@ -54,7 +54,7 @@ class LatestEntry:
             first = prefill if alone else ahead
             found.append(_SURE * slo.first_token - waited - first * sure)
         if slo.end_to_end is not None:
-            # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
+            # Errors of steps partly cancel: relative to the sum, that of n steps is n ** 0.5 times smaller.
             steps = sequence.steps_left - 1
             answer = steps * self._step * (1 + self._margin / max(steps, 1) ** 0.5)
             found.append(_SURE * slo.end_to_end - waited - prefill * sure - answer)

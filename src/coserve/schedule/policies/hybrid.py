@@ -14,14 +14,17 @@ class Hybrid(Policy):
     """Requests enter at once; training fills each step up to its smallest slack.
 
     Training alone runs for a quantum at a time (at least one window through one layer or the tail), the
-    longest that an arriving request waits; where arrivals pause training, they wait for a product of a layer,
-    which is then lost. Windows have the rows that are cheapest so (`TrainingPacker`), as far as memory bears.
-    Where a streamed base is read for each step, a window beside answers has the rows that pass meanwhile, as
-    far as memory bears, and training between two tokens takes as long as FineInfer's (3.3, algorithm 2): an
-    iteration.
+    longest that an arriving request waits. Where arrivals pause training, they wait for one product of a
+    layer, and that layer is computed again. Windows have the rows that are cheapest so (`TrainingPacker`), as
+    far as memory bears.
+
+    Where a streamed base is read for each step, a window beside answers has the rows that pass meanwhile.
+    Training between two tokens then takes an iteration, as FineInfer's does (3.3, algorithm 2).
+
     Beside answers a window is `fused`, cut to what each step bears, or `interleaved`: it stays whole, and
-    steps without training go on until their slack adds up to one of its layers. `chosen` takes what has the
-    cheaper rows by the cost model (`TrainingPacker`).
+    steps without training go on until their slack adds up to one of its layers. `chosen` takes the one with
+    the cheaper rows by the cost model (`TrainingPacker`).
+
     Where `config.starvation` is set, a starving job gets its smallest piece despite latency bounds, at most
     once in so many seconds, but never beyond a request's bound on its total deferral.
     """
@@ -59,10 +62,10 @@ class Hybrid(Policy):
         least, batches = view.config.quantum_with_inference, view.jobs[0].micro_batches
         if not view.cost.reads.layers:
             return least
-        if view.waiting:  # for places: what answers make way for adds to the line
+        if view.waiting:  # for places: training that answers make way for makes the line longer
             return least
         iteration = view.cost.predict_iteration(batches)
-        if not batches:  # nothing but its end is left
+        if not batches:  # only an optimizer step is left
             return max(least, iteration)
         return max(least, view.cost.pass_seconds, iteration) - view.made_way
 

@@ -14,6 +14,8 @@ class Spatial(Policy):
     Training goes on in pieces, each beside several steps of inference.
     """
 
+    splits = True
+
     def __init__(self, share: float = 0.5) -> None:
         if not 0 < share < 1:
             raise ConfigError(f"policy spatial needs a share between 0 and 1 for inference, not {share}")

@@ -2,26 +2,46 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
+from typing import Final
 
+from coserve.core.request import BASE
 from coserve.serve.errors import ApiError, not_found
-from coserve.serve.store.records import Adapter, Tenant
+from coserve.serve.store.records import Adapter, Tenant, TinkerCheckpoint
 from coserve.serve.store.store import Store
 from coserve.serve.store.tinker import SCHEME, as_adapter
+
+_MOST_REMOVED: Final = 4096  # removed adapters that are remembered
+EXACT: Final = "exact"  # the chain of an answer without an approximation
+
+
+@dataclass(frozen=True, slots=True)
+class ApproximateModel:
+    """An approximation of a model, which no request names: the adapter version `key` in `folder`, or the
+    base."""
+
+    name: str
+    key: str | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model to request: the base (`adapter` None) or one version of an adapter."""
+    """A model to request: a base (`adapter` None) or one version of an adapter. `chains` may answer in its
+    place where a request allows it, the most accurate first. `base` is the base's name, and `base_id` what
+    the engine calls it."""
 
     name: str
     created: int
+    base: str
+    base_id: str = BASE
     adapter: Adapter | None = None
     folder: Path | None = None  # the adapter's
+    chains: tuple[ApproximateModel, ...] = ()
 
     @property
     def key(self) -> str | None:
@@ -32,47 +52,66 @@ class Model:
 class Catalog:
     """Finds models by name, and defers an adapter's removal until its last answer has ended."""
 
-    def __init__(self, base: str, created: int, store: Store) -> None:
-        self.base = Model(base, created)
+    def __init__(self, base: str, created: int, store: Store, further: Iterable[str] = ()) -> None:
+        """`further` are the names of the bases beside the first."""
+        self.base = Model(base, created, base)
+        others = {name: Model(name, created, name, name) for name in further}
+        self.bases: dict[str, Model] = {base: self.base, **others}
+        self.chains: dict[str, tuple[ApproximateModel, ...]] = {}  # by the adapter's key
         self._store = store
         self._users: Counter[str] = Counter()
-        self._leaving: dict[str, asyncio.Event] = {}  # set when nobody uses the adapter any more
+        self._leaving: dict[str, asyncio.Event] = {}  # by key; set when no request uses the adapter
+        self._removed: dict[str, None] = {}  # keys, the oldest first
 
     async def find(self, tenant: Tenant, name: str) -> Model:
         """The tenant's model of this name, or the checkpoint at a `tinker://` path. Raises ApiError 404 for
-        an unknown name, or one of another base."""
-        if name == self.base.name:
-            return self.base
+        an unknown name, or one of another base. Raises ApiError 400 for an approximation, which can be
+        neither requested nor trained on."""
+        if (base := self.bases.get(name)) is not None:
+            return base
         adapter = await self._named(tenant, name)
+        if adapter is None and any(name == each.name for own in self.chains.values() for each in own):
+            raise _approximate_model(name)
         if adapter is None or adapter.id in self._leaving:
             raise unknown_model(name)
         return self._model(adapter)
 
+    def checkpoint(self, row: TinkerCheckpoint) -> Model:
+        """A checkpoint of a `tinker` client as a model."""
+        return self._model(as_adapter(row))
+
     async def list(self, tenant: Tenant) -> list[Model]:
-        """The base, and the tenant's adapters of it."""
-        adapters = await self._store.adapters.list(tenant.id, self.base.name)
+        """The bases, and the tenant's adapters of them."""
+        adapters = [one for base in self.bases for one in await self._store.adapters.list(tenant.id, base)]
         present = [adapter for adapter in adapters if adapter.id not in self._leaving]
-        return [self.base, *map(self._model, present)]
+        return [*self.bases.values(), *map(self._model, present)]
 
     async def _named(self, tenant: Tenant, name: str) -> Adapter | None:
         if not name.startswith(SCHEME):
-            return await self._store.adapters.find(tenant.id, name, self.base.name)
+            for base in self.bases:
+                if (found := await self._store.adapters.find(tenant.id, name, base)) is not None:
+                    return found
+            return None
         checkpoint = await self._store.tinker_checkpoints.find(tenant.id, name, time())
         if checkpoint is None or checkpoint.base != self.base.name:
             return None
         return as_adapter(checkpoint)
 
     def _model(self, adapter: Adapter) -> Model:
-        return Model(adapter.name, adapter.created, adapter, self._store.folder_of(adapter))
+        chains = self.chains.get(adapter.id, ())
+        base = self.bases.get(adapter.base, self.base)
+        folder = self._store.folder_of(adapter)
+        return Model(adapter.name, adapter.created, base.name, base.base_id, adapter, folder, chains)
 
     @contextmanager
     def use(self, model: Model) -> Iterator[None]:
-        """Context in which the model is not removed. Raises ApiError 404 if its removal has begun."""
+        """Context in which the model is not removed. Raises ApiError 404 if its removal has begun, or is over
+        since the model was found."""
         key = model.key
         if key is None:
             yield
             return
-        if key in self._leaving:
+        if key in self._leaving or key in self._removed:
             raise unknown_model(model.name)
         self._users[key] += 1
         try:
@@ -84,9 +123,9 @@ class Catalog:
                 if key in self._leaving:
                     self._leaving[key].set()
 
-    async def retire(self, key: str, timeout: float) -> bool:
+    async def retire(self, key: str, timeout: float | None) -> bool:
         """Refuses new users of an adapter; returns True once the last has ended, or False after `timeout`
-        seconds, when the adapter becomes available again.
+        seconds (None: never), when the adapter becomes available again.
         """
         if key in self._leaving:
             raise ApiError(409, "The adapter is being unloaded already.", code="adapter_leaving")
@@ -103,9 +142,24 @@ class Catalog:
             raise
         return True
 
+    def removed(self, key: str) -> None:
+        """Notes that an adapter has been removed, so that a request that found it before is refused when it
+        uses it."""
+        self._removed[key] = None
+        while len(self._removed) > _MOST_REMOVED:
+            del self._removed[next(iter(self._removed))]
+
     def forget(self, key: str) -> None:
-        """Drops a removed adapter."""
+        """Ends an adapter's removal, successful or not."""
         self._leaving.pop(key, None)
+
+
+def _approximate_model(name: str) -> ApiError:
+    message = (
+        f"'{name}' is an approximate chain, and no model of its own: name the model that it approximates. An "
+        "answer takes it only where the request says 'adaptive', and training never."
+    )
+    return ApiError(400, message, param="model", code="approximate_chain")
 
 
 def unknown_model(name: str) -> ApiError:

@@ -5,14 +5,16 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
+from coserve.core import disk
 from coserve.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 2**20
 _PIECE = 2**20
-_LONGEST_BASE = 200  # characters of a name that are told
+_LONGEST_BASE = 200  # characters of a name in messages
 
 
 def folder_below(root: Path, path: str) -> Path:
@@ -45,9 +47,9 @@ def copy_adapter(source: Path, target: Path, most_bytes: int) -> None:
         _copy_file(source / CONFIG, partial / CONFIG, _MOST_CONFIG_BYTES)
         _check_json(partial / CONFIG)
         _copy_file(source / WEIGHTS, partial / WEIGHTS, most_bytes)
-        _sync(partial)
+        disk.sync_path(partial)
         partial.rename(target)
-        _sync(target.parent)
+        disk.sync_path(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -68,13 +70,24 @@ def digest(folder: Path) -> str:
 def other_base(folder: Path, *own: str) -> str | None:
     """The base in an adapter's configuration if it is not in `own`; None where the configuration names none
     or is unreadable. Only the last parts of names are compared, as paths differ between machines."""
+    named = _named_base(folder)
+    return None if not named or _last_part(named) in map(_last_part, own) else named[:_LONGEST_BASE]
+
+
+def base_among(folder: Path, bases: Mapping[str, str]) -> str | None:
+    """The one of some bases, names with folders, that an adapter's configuration names; None for another, or
+    none."""
+    last = _last_part(_named_base(folder) or "")
+    return next((name for name, path in bases.items() if last in map(_last_part, (name, path))), None)
+
+
+def _named_base(folder: Path) -> str | None:
+    """The base in an adapter's configuration; None where it names none or is unreadable."""
     try:
         named = json.loads((folder / CONFIG).read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return None
-    if not isinstance(named, str) or not (last := _last_part(named)):
-        return None
-    return None if last in map(_last_part, own) else named[:_LONGEST_BASE]
+    return named if isinstance(named, str) and _last_part(named) else None
 
 
 def _last_part(name: str) -> str:
@@ -109,11 +122,3 @@ def _check_json(path: Path) -> None:
         raise AdapterError(f"{CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise AdapterError(f"{CONFIG} does not hold an object")
-
-
-def _sync(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -10,52 +10,57 @@ from typing import Final
 
 from coserve.errors import AdapterError, AdapterMismatch, CoserveError
 from coserve.serve.adapter_registry.catalog import Model, unknown_model
-from coserve.serve.adapter_registry.imports import copy_adapter, other_base
+from coserve.serve.adapter_registry.imports import base_among, copy_adapter, other_base
 from coserve.serve.errors import ApiError
 from coserve.serve.state import State
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Adapter, Tenant
 
-_KNOWN: Final = 4096  # adapters of which it is remembered what base they name
-_REMOVING: Final[set["asyncio.Task[None]"]] = set()  # of copies that nobody waits for: a loop holds no tasks
+_KNOWN: Final = 4096  # adapters whose base is remembered
+_REMOVING: Final[set["asyncio.Task[None]"]] = set()  # of tasks: the loop alone would not keep them
 
 
 async def import_adapter(
     state: State, tenant: Tenant, name: str, source: Path, param: str = "name"
 ) -> Adapter:
-    """Imports an adapter for the tenant: copies the folder `source`, once the engine has accepted it.
+    """Imports an adapter for the tenant: copies the folder `source`, once the engine has accepted it. It is
+    one of the base that its configuration names, or else of the first.
 
     Raises ApiError 400 for a name in use, AdapterError for invalid files or a wrong base, and QuotaExceeded.
     The copy is removed on any error and on cancellation.
     """
     base = state.catalog.base.name
     taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")
-    if name == base or await state.store.adapters.find(tenant.id, name, base) is not None:
+    names = state.catalog.bases
+    if name in names or any([await state.store.adapters.find(tenant.id, name, one) for one in names]):
         raise taken
     key = new_id("adapter")
     folder = state.store.adapter_folder(key)
-    adapter = Adapter(key, name, state.store.path_of(folder), base, int(time.time()), tenant.id)
     is_adding = False
     copying = asyncio.ensure_future(
         asyncio.to_thread(copy_adapter, source, folder, state.settings.max_file_bytes)
     )
     try:
-        await asyncio.shield(copying)  # whose thread goes on where nobody waits for it any more
-        await state.link.load(key, folder, new=True)
+        await asyncio.shield(copying)  # its thread goes on where the request was cancelled
+        if state.settings.bases:
+            named = await asyncio.to_thread(base_among, folder, state.settings.bases)
+            base = named or base
+        await state.link.load(key, folder, new=True, base=state.settings.base_id(base))
+        adapter = Adapter(key, name, state.store.path_of(folder), base, int(time.time()), tenant.id)
         is_adding = True
         if not await state.store.adapters.add(adapter):
             raise taken
     except BaseException as error:
         if is_adding and isinstance(error, asyncio.CancelledError):
             raise  # its row may be there; if not, the next start sweeps the copy
-        other = _other_base(state, folder)
+        other = _other_base(state, base, folder)
         removing = asyncio.create_task(_remove_copy(state, key, folder, copying))
         _REMOVING.add(removing)
         removing.add_done_callback(_REMOVING.discard)
         await asyncio.shield(removing)
         if not isinstance(error, AdapterError):
             raise
-        # Where the copy lay is the server's business.
+        # Paths of the state folder are not shown to clients.
         reason = str(error).replace(f"{folder}/", "").removeprefix(f"{folder}: ")
         if isinstance(error, AdapterMismatch) and other is not None:
             reason += f"; its configuration names the base {other!r}, and this server's is {base!r}"
@@ -76,12 +81,13 @@ def base_warning(state: State, adapter: Adapter) -> str | None:
     file."""
     if adapter.job is not None:  # trained here
         return None
-    other = _known_base(state.store.folder_of(adapter), state.catalog.base.name, state.settings.model)
+    folder = state.store.folder_of(adapter)
+    other = _known_base(folder, adapter.base, _model_of(state, adapter.base))
     if other is None:
         return None
     return (
         f"The adapter's configuration names the base {other!r}, and this server's is "
-        f"{state.catalog.base.name!r}. Its shapes fit, so it was taken; if it was trained on another model "
+        f"{adapter.base!r}. Its shapes fit, so it was taken; if it was trained on another model "
         "its answers make no sense."
     )
 
@@ -92,8 +98,13 @@ def _known_base(folder: Path, *own: str) -> str | None:
     return other_base(folder, *own)
 
 
-def _other_base(state: State, folder: Path) -> str | None:
-    return other_base(folder, state.catalog.base.name, state.settings.model)
+def _other_base(state: State, base: str, folder: Path) -> str | None:
+    return other_base(folder, base, _model_of(state, base))
+
+
+def _model_of(state: State, base: str) -> str:
+    """Folder or hub name of a base model."""
+    return state.settings.bases.get(base, state.settings.model)
 
 
 async def remove_adapter(state: State, tenant: Tenant, model: Model) -> None:
@@ -109,6 +120,7 @@ async def remove_adapter(state: State, tenant: Tenant, model: Model) -> None:
     try:
         if await state.store.adapters.remove(tenant.id, model.name) is None:
             raise unknown_model(model.name)
+        state.catalog.removed(adapter.id)
         await state.link.unload(adapter.id)
     finally:
         state.catalog.forget(adapter.id)
@@ -125,5 +137,5 @@ async def pin_adapter(state: State, model: Model, pinned: bool) -> None:
     if adapter.step is not None:
         raise ApiError(409, f"'{model.name}' is a checkpoint, which cannot be pinned.", code="is_checkpoint")
     with state.catalog.use(model):
-        await state.link.pin(adapter.id, state.store.folder_of(adapter), pinned)
+        await state.link.pin(adapter.id, state.store.folder_of(adapter), pinned, model.base_id)
         await state.store.adapters.pin(adapter.id, pinned)

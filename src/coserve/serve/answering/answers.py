@@ -36,7 +36,7 @@ class AnswerPiece:
 
     `tokens` are all tokens, including final ones outside of the text. If log-probabilities are requested,
     `scores` has those of `tokens`, `scored` those of the text, and `prompt_scores` those of the prompt after
-    its first. The last piece has the number of `cached` prompt tokens.
+    its first token. The last piece has the number of `cached` prompt tokens and the `chain` that answered.
     """
 
     index: int
@@ -47,6 +47,7 @@ class AnswerPiece:
     finish: FinishReason | None = None
     cached: int = 0
     scores: tuple[TokenLogprobs, ...] = ()
+    chain: str = ""
 
 
 PieceStream: TypeAlias = AsyncGenerator[AnswerPiece, None]
@@ -102,7 +103,7 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
 
 
 async def _one(state: State, generation: GenerationRequest, index: int, ticket: Ticket) -> PieceStream:
-    timing = AnswerTiming(state.metrics, state.catalog.base.name, generation.arrived)
+    timing = AnswerTiming(state.metrics, generation.model.base, generation.arrived)
     await ticket.admitted()
     timing.admitted(time.monotonic())
     writer = Writer(state, generation, index)
@@ -118,7 +119,10 @@ async def _one(state: State, generation: GenerationRequest, index: int, ticket: 
                 if piece is not None:
                     if piece.finish is not None:
                         timing.finished(piece.finish)
-                        state.queue.leave(ticket)  # the next may go in while this is being sent
+                        if generation.model.chains:
+                            names = generation.model.name, piece.chain
+                            state.metrics.answers_by_chain.labels(*names).inc()
+                        state.queue.leave(ticket)  # the next sequence may enter while this piece is sent
                     yield piece
                 if writer.has_finished:
                     return
@@ -131,28 +135,29 @@ class Writer:
 
     def __init__(self, state: State, generation: GenerationRequest, index: int) -> None:
         self.has_finished = False
-        self._index, self._text = index, state.text
+        self._index, self._text, self._chain_of = index, state.text, generation.chain
         self._stream = state.text.stream(
             generation.stops, generation.prompt(index) if generation.goes_on else ()
         )
-        self._eager = generation.tells_tokens  # then each token is a piece of its own, if without text
+        self._eager = generation.tells_tokens  # each token is then a piece of its own, even without text
         self._tokens: list[int] = []
         self._scores: list[TokenLogprobs] = []
         self._scored: list[Scored] = []
         self._prompt_scores: list[TokenLogprobs] = []
         self._given = 0  # characters
-        self._cached = 0
+        self._cached = self._alternative = 0
 
     def take(self, token: Token) -> AnswerPiece | None:
         """The piece completed by this token, None if there is none."""
         self._prompt_scores += token.prompt_logprobs
-        self._cached += token.cached  # one token tells
+        self._cached += token.cached  # only one token has it
+        self._alternative = token.alternative
         text = ""
         if token.token is not None:
             self._tokens.append(token.token)
             if token.logprobs is not None:
                 self._scores.append(token.logprobs)
-            if token.finish is not FinishReason.STOP:  # what ends an answer is not part of its text
+            if token.finish is not FinishReason.STOP:  # the token that ends an answer is not part of its text
                 start = self._stream.length
                 text = self._stream.push(token.token)
                 if token.logprobs is not None:
@@ -174,6 +179,7 @@ class Writer:
         piece = AnswerPiece(
             self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish,
             self._cached if finish is not None else 0, tuple(self._scores),
+            self._chain_of(self._alternative) if finish is not None else "",
         )  # fmt: skip
         self._tokens, self._scores, self._scored, self._prompt_scores = [], [], [], []
         return piece

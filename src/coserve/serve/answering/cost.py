@@ -12,9 +12,9 @@ from coserve.serve.errors import ApiError
 
 PROMPT_TOKEN = 1.0
 ANSWER_TOKEN = 2.0
-ALTERNATIVE = 0.01  # each likely token reported beside one that was chosen or scored
-MASKED_TOKEN = 0.5  # a step of an answer that a grammar holds to its rules
-GRAMMAR_BYTE = 0.02  # compiling
+ALTERNATIVE = 0.01  # for each likely token reported beside a chosen or scored one
+MASKED_TOKEN = 0.5  # for each token of an answer with a grammar
+GRAMMAR_BYTE = 0.02  # for each byte of a grammar that is compiled
 BIAS = 0.1
 
 MOST_COST = 4_000_000.0
@@ -33,8 +33,8 @@ MOST_BODY_BYTES = 8 * 2**20  # of requests for answers
 MOST_SMALL_BODY_BYTES = 2**20  # of everything else but uploads
 MOST_JSON_VALUES = 100_000  # strings, lists and objects in one body: 0.2 s to validate, beside the loop
 MOST_JSON_NUMBERS = 2**20  # other values: token ids
-MOST_CHARACTERS = 128  # of a token; a prompt with more for each position of the model is not even tokenized
-MOST_PROMPT_TOKENS = 2**20  # that are looked at; models take far fewer
+MOST_CHARACTERS = 128  # longest token; a prompt with more for each position of the model is not tokenized
+MOST_PROMPT_TOKENS = 2**20  # longest prompt that is checked; models take far fewer
 LONGEST_NAME = 256  # characters, of a model
 
 
@@ -113,8 +113,8 @@ def _at_most(param: str, what: str, given: int, most: int) -> None:
 
 
 def _most_tokens(length: int, size: RequestSize, limits: RequestLimits) -> int:
-    """Most tokens of an answer to a prompt of `length` tokens: as requested, or all that fit; into slower
-    memory where the device's is too small."""
+    """Most tokens of an answer to a prompt of `length` tokens: as requested, or as many as fit. Where the
+    device's memory is too small the second tier counts."""
     wanted = max(size.max_tokens if size.max_tokens is not None else 1, 0 if size.scores_prompt else 1)
     most = min(limits.positions, limits.cache_tokens)
     if length + wanted > most:

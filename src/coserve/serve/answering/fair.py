@@ -26,7 +26,7 @@ from coserve.serve.store.records import Tenant
 HORIZON = 50_000.0  # tokens
 _CHARGED_AT_ONCE = 32.0  # tokens
 _AHEAD = 512.0  # tokens that a newcomer's tenant may have had beyond the others: some prompts at once
-_FEW = 0.5  # of its share of all places, that a newcomer's tenant may hold
+_FEW = 0.5  # share of its places that a newcomer's tenant may hold
 _LONGEST_WAIT, _MEMORY = (
     60,
     0.1,
@@ -40,10 +40,10 @@ class Ticket:
     line: "_Line"
     queue: "FairQueue"
     entered: asyncio.Future[None]
-    prompt_cost: float  # charged when it is let in, so that nobody takes all free places at once
+    prompt_cost: float  # charged on admission, so that no tenant takes all free places at once
     is_in: bool = False
     is_gone: bool = False
-    is_newcomer: bool = False  # decided when it is let in
+    is_newcomer: bool = False  # decided on admission
     owed: float = 0.0
 
     async def admitted(self) -> None:
@@ -95,7 +95,8 @@ class FairQueue:
         self.inside = 0
 
     def resize(self, running: int) -> None:
-        """Sets how many sequences the engine runs at once; a few more are admitted, to fill gaps."""
+        """Sets the number of sequences that the engine runs at once; a few more are admitted, to fill
+        gaps."""
         self._running, self._spare = running, max(1, running // 16)
         self._reserve = self._spare + (max(1, running // 8) if running >= 4 else 0)
         self._admit()
@@ -123,7 +124,7 @@ class FairQueue:
         if not line.is_active:
             line.counter = self._bounded(max(line.counter, self._floor()))
         if not self.waiting and not self.inside:
-            self._ended = self._clock()  # that nobody came before tells nothing of how fast this goes
+            self._ended = self._clock()  # an empty queue before says nothing of the pace
         loop = asyncio.get_running_loop()
         tickets = [Ticket(line, self, loop.create_future(), cost) for cost in prompt_costs]
         for ticket in tickets:
@@ -196,9 +197,7 @@ class FairQueue:
             self.waiting -= 1
             self.inside += 1
             self.charge(line.tenant, ticket.prompt_cost)
-            if (
-                not ticket.entered.done()
-            ):  # whoever waited may just have been cancelled, and is about to leave
+            if not ticket.entered.done():  # a waiting one may just have been cancelled, and about to leave
                 ticket.entered.set_result(None)
 
     def _next(self) -> _Line | None:

@@ -19,7 +19,7 @@ from coserve.serve.http.streams import DONE, ClientGone, EventStream, event, unl
 from coserve.serve.schema.common import FinishName, Generation, PromptTokensDetails, Usage
 from coserve.serve.state import State
 
-_GONE = 499  # what proxies log for a client that left; nobody reads it
+_GONE = 499  # the status that proxies log for a client that left; it is never read
 
 
 class AnswerFormat(Protocol):
@@ -47,6 +47,12 @@ def common_fields(generation: GenerationRequest) -> dict[str, Any]:
         "service_tier": generation.tier,
         "system_fingerprint": generation.fingerprint,
     }
+
+
+def choice_fields(generation: GenerationRequest, piece: AnswerPiece) -> dict[str, Any]:
+    """Fields common to the choices of all answers and chunks; optional ones only where requested."""
+    fields: dict[str, Any] = {"token_ids": list(piece.tokens)} if generation.tells_tokens else {}
+    return fields | ({"chain": piece.chain} if piece.chain and generation.tells_chain else {})
 
 
 async def reply(
@@ -85,7 +91,7 @@ async def _events(
             written += len(piece.tokens)
             cached[piece.index] += piece.cached
             yield b"".join(event(chunk.model_dump_json(exclude_unset=True)) for chunk in shape.chunks(piece))
-    except CoserveError as error:  # the status is out already: the error is all that can still be said
+    except CoserveError as error:  # the status is sent already: only an error event can follow
         yield event(json.dumps(ApiError.of(error).body()))
     else:
         if tells_usage:

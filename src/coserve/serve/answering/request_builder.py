@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from coserve.core.request import SLO, SamplingParams
 from coserve.errors import DataError
-from coserve.serve.adapter_registry.catalog import Model
+from coserve.serve.adapter_registry.catalog import EXACT, Model
 from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
     MOST_GRAMMAR_BYTES,
@@ -34,7 +34,7 @@ from coserve.wire.messages import Hello
 
 T = TypeVar("T")
 _SEEDS = 2**63
-# Free white space would let a model that is at a loss write blanks until its tokens are used up.
+# With free white space an uncertain model may write blanks until its tokens are used up.
 _COMPACT: Any = {"whitespace_flexible": False}
 _LONG = 2_000  # characters that are tokenized beside the event loop, not in it: 2 ms
 _TURN = 32  # characters that a turn of a chat counts as, for the time that its template takes
@@ -57,12 +57,23 @@ class GenerationRequest:
     stops: tuple[str, ...]
     cost: RequestCost
     fingerprint: str
-    salt: str = ""  # whose prompts these may share the cache with, among the tenant's
+    salt: str = ""  # prompts of one tenant share the cache where their salts are equal
     tells_tokens: bool = False
     goes_on: bool = False  # answers go on with their prompt's text
+    adaptive: bool = False  # an approximate chain of the model may answer
 
     def __len__(self) -> int:
         return len(self.prompts) * self.choices
+
+    @property
+    def tells_chain(self) -> bool:
+        """Tells whether answers name the chain that answered."""
+        return self.adaptive or bool(self.model.chains)
+
+    def chain(self, alternative: int) -> str:
+        """The name of the chain that answers: of the model itself (0), or of its approximation of that
+        number."""
+        return self.model.chains[alternative - 1].name if alternative else EXACT
 
     def prompt(self, index: int) -> tuple[int, ...]:
         """The prompt of answer `index`."""
@@ -79,12 +90,15 @@ class GenerationRequest:
         return AnswerRequest(
             f"{self.id}-{index}", self.prompt(index), sampling, self.slo, self.model.key, self.model.folder,
             time.monotonic() - self.arrived, f"{self.tenant.id}/{self.salt}", newcomer,
+            tuple((chain.key, chain.folder) for chain in self.model.chains) if self.adaptive else (),
+            self.model.base_id,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBuilder:
-    """Builds the requests of one client for one model, with at most `most_choices` answers to a prompt."""
+    """Builds the requests of one client for one model, with at most `most_choices` answers to a prompt.
+    `hello` is the engine's, with the properties of the model's base."""
 
     state: State
     tenant: Tenant
@@ -102,7 +116,8 @@ class RequestBuilder:
         arrived = time.monotonic()
         hello = state.link.hello or await state.link.wait_ready(CONNECTING)
         found = await state.catalog.find(tenant, model)
-        return cls(state, tenant, found, hello, arrived, most_choices or state.settings.max_n)
+        most = most_choices or state.settings.max_n
+        return cls(state, tenant, found, hello.of(found.base_id), arrived, most)
 
     async def chat(self, body: ChatRequest) -> GenerationRequest:
         """Builds the request of a chat. Raises ApiError for an invalid one."""
@@ -126,7 +141,7 @@ class RequestBuilder:
         """Builds the request of a plain completion. Raises ApiError for an invalid one."""
         scores = body.logprobs if body.echo else None
         if body.max_tokens == 0 and scores is None:
-            scores = 0  # the engine is content with no answer at all only where there is a prompt to score
+            scores = 0  # an answer may be empty only where the prompt is scored
         most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = _sampling(body, body.logprobs, scores, None)
         size = RequestSize((), max_tokens=most, scores_prompt=scores is not None)
@@ -191,6 +206,7 @@ class RequestBuilder:
             salt=body.cache_salt or "",
             tells_tokens=bool(body.return_token_ids),
             goes_on=isinstance(body, CompletionRequest),
+            adaptive=bool(body.adaptive),
         )
 
     def _limits(self) -> RequestLimits:

@@ -67,7 +67,7 @@ class EngineConnection:
             waiting.set_result(reply)
         else:
             waiting.set_exception(error_named(reply.fault.kind, reply.fault.text))
-            waiting.exception()  # read here, for nobody may be waiting any more
+            waiting.exception()  # retrieved here, as its waiter may be gone
 
     def end(self) -> None:
         """Ends the connection: nothing more is sent, and pending replies raise ConnectionError."""

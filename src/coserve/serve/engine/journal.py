@@ -1,4 +1,4 @@
-"""The commands that made a training session what it is, for the next engine to repeat."""
+"""The journal of a training session: the commands that the next engine repeats to restore it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MOST_BYTES: Final = 64 * 2**20  # of commands that a journal holds
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A command as it was sent, by its `ref`, which grows from one to the next. Where it `failed` it fails
+    """A command as it was sent, by its `ref`, which grows from one to the next. A command that `failed` fails
     again when it is repeated."""
 
     ref: int
@@ -30,11 +30,11 @@ class Entry:
 
 
 class Journal:
-    """A session's passes back, optimizer steps and loads since the newest state that its server keeps.
+    """A session's backward passes, optimizer steps and loads since the newest state that its server keeps.
 
-    Repeated in order on a fresh session they bring its weights, moments and accumulated gradients back, as
-    far as sums in another order of rows are the same. Beyond `MOST_BYTES` all passes are dropped: then
-    `is_lost`, until a state is kept that needs none of them.
+    Repeated in order on a fresh session they restore its weights, moments and accumulated gradients, as far
+    as sums in another order of rows are the same. Beyond `MOST_BYTES` all passes are dropped. The journal
+    then `is_lost`, until a state is kept that needs none of them.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,6 @@ class Journal:
         self._nbytes = 0
         self._lost = 0  # ref of the newest pass that was dropped
         self._steps = self._recent = 0  # optimizer steps, and bytes, since a state was last asked for
-        self._is_foreign = False  # begins with a state whose files are somebody else's
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
@@ -71,16 +70,16 @@ class Journal:
             self._keep_only([one for one in self if one is not entry])
         elif entry.change == "load":
             self._begin_with(entry, ref)
-            self._is_foreign = True
         elif entry.change == "step":
             self._steps += 1
 
     def wants_state(self) -> bool:
-        """Tells whether a state is to be kept now; then not again until as much has been added."""
+        """Tells whether a state is to be kept now. It is False again until as many commands have been
+        added."""
         is_much = self._steps >= STEPS or self._recent >= BYTES or self.is_lost
-        if not self._is_foreign and not (self._steps and is_much):
+        if not (self._steps and is_much):
             return False
-        self._steps, self._recent, self._is_foreign = 0, 0, False
+        self._steps, self._recent = 0, 0
         return True
 
     def kept(self, save: int, load: msgspec.Raw) -> None:
@@ -90,7 +89,7 @@ class Journal:
         self._begin_with(Entry(last, load, "load"), last)
 
     def _begin_with(self, load: Entry, after: int) -> None:
-        """Keeps `load`, and of all others those after the command `after`."""
+        """Keeps `load`, and of the others only those after the command `after`."""
         self._keep_only([load, *(one for one in self if one.ref > after and one is not load)])
         if self._lost <= after:
             self._lost = 0

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+from coserve.core.request import BASE
 from coserve.errors import CoserveError, EngineLost, Quarantined, error_named
 from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.live import AnswerRequest, LiveRequest
@@ -40,8 +41,8 @@ from coserve.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 0.05  # between two attempts to reach the engine
-SILENT_SECONDS = 4.0  # without a report, which is due every second, until an engine counts as hanging
+RETRY_SECONDS = 0.05  # seconds between two attempts to reach the engine
+SILENT_SECONDS = 4.0  # seconds without a report (due every second) after which an engine hangs
 MOST_LIVES = 5  # engine deaths that end a request, without a token of it in between
 CONNECTING: Final = 1.0  # seconds from an engine's readiness until the link has connected, at most
 
@@ -121,13 +122,13 @@ class EngineLink:
         finally:
             self._forget(live)
 
-    async def load(self, key: str, path: Path, new: bool = False) -> None:
+    async def load(self, key: str, path: Path, new: bool = False, base: str = BASE) -> None:
         """Loads an adapter version into the engine, once per engine; the weights of a `new` one are checked.
-        Raises the engine's error."""
+        `base` is the id of its base. Raises the engine's error."""
         while True:
             await self.wait_ready(self.patience)
             with suppress(ConnectionError):
-                return await self._load(self._current(), key, path, new)
+                return await self._load(self._current(), key, path, new, base)
 
     async def unload(self, key: str) -> None:
         """Unloads an adapter version from the engine, if there is one."""
@@ -137,13 +138,14 @@ class EngineLink:
         with suppress(ConnectionError):
             await connection.ask(RemoveAdapter(next(self._refs), key))
 
-    async def pin(self, key: str, path: Path, pinned: bool) -> None:
-        """Pins an adapter version in the engine's memory, or unpins it. Raises the engine's error."""
+    async def pin(self, key: str, path: Path, pinned: bool, base: str = BASE) -> None:
+        """Pins an adapter version in the engine's memory, or unpins it. `base` is the id of its base. Raises
+        the engine's error."""
         while True:
             await self.wait_ready(self.patience)
             with suppress(ConnectionError):
                 connection = self._current()
-                await self._load(connection, key, path)
+                await self._load(connection, key, path, base=base)
                 await connection.ask(PinAdapter(next(self._refs), key, pinned))
                 return
 
@@ -193,8 +195,8 @@ class EngineLink:
     async def drain(self, reconnect: float) -> None:
         """Has the engine write its jobs' checkpoints; returns when all its messages have been passed on.
 
-        Without an engine it waits up to `reconnect` seconds for one that is up and not connected yet: the
-        checkpoints of a dead engine's jobs are on disk already. So they are if the engine dies meanwhile.
+        Without an engine it waits up to `reconnect` seconds for one that runs and is not connected yet. The
+        checkpoints of a dead engine's jobs are on disk, also of one that dies meanwhile.
         """
         with suppress(EngineLost):
             await self.wait_ready(reconnect)
@@ -268,7 +270,8 @@ class EngineLink:
                 self._fail(live, EngineLost(f"{live.lives} engines died under this request without a token"))
 
     def _judge(self, hello: Hello) -> None:
-        """Finds the work that crashed the previous engine, and puts the other work under way on probation."""
+        """Identifies the work that crashed the previous engine, and puts the other work under way on
+        probation."""
         is_new = self.hello is not None and self.hello.generation != hello.generation
         if not (is_new and hello.crash):
             self.probation.forget_engine()
@@ -324,7 +327,7 @@ class EngineLink:
 
     def _submit(self, connection: EngineConnection, live: LiveRequest) -> None:
         request = live.request
-        is_loaded = request.adapter is None or connection.is_loaded(request.adapter)
+        is_loaded = all(key is None or connection.is_loaded(key) for key, _ in live.versions)
         if is_loaded and self.probation.is_open(live.item):
             self._post_request(connection, live)
             return
@@ -335,16 +338,22 @@ class EngineLink:
     def _post_request(self, connection: EngineConnection, live: LiveRequest) -> None:
         self.probation.enter(live.item, len(live.tokens))
         try:
-            connection.post(live.submission(asyncio.get_running_loop().time()))
+            connection.post(live.submission(asyncio.get_running_loop().time(), connection.is_loaded))
         except CoserveError as error:
             self._fail(live, error)
 
     async def _submit_in_turn(self, connection: EngineConnection, live: LiveRequest) -> None:
-        """Submits a request once its adapter is loaded and, if the request is a suspect, its trial begins."""
+        """Submits a request once its adapter is loaded and, if the request is a suspect, its trial begins.
+        Alternatives that cannot be loaded are not offered to the engine."""
         request = live.request
         try:
-            if request.adapter is not None and request.folder is not None:
-                await self._load(connection, request.adapter, request.folder)
+            (adapter, folder), *alternatives = live.versions
+            if adapter is not None and folder is not None:
+                await self._load(connection, adapter, folder, base=request.base)
+            for key, path in alternatives:
+                if key is not None and path is not None:
+                    with suppress(CoserveError):
+                        await self._load(connection, key, path, base=request.base)
             await self.probation.turn(live.item)
         except CoserveError as error:
             self._fail(live, error)
@@ -354,7 +363,9 @@ class EngineLink:
             if request.id in self.live:
                 self._post_request(connection, live)
 
-    async def _load(self, connection: EngineConnection, key: str, path: Path, new: bool = False) -> None:
+    async def _load(
+        self, connection: EngineConnection, key: str, path: Path, new: bool = False, base: str = BASE
+    ) -> None:
         item = WorkItem("adapter", key)
         if key not in connection.loads:
             self._verdicts.check(item)
@@ -365,7 +376,8 @@ class EngineLink:
             raise ConnectionError("the engine died")
         if key not in connection.loads:
             self.probation.enter(item)
-            connection.loads[key] = connection.ask(AddAdapter(next(self._refs), key, str(path), new))
+            command = AddAdapter(next(self._refs), key, str(path), new, base)
+            connection.loads[key] = connection.ask(command)
             connection.loads[key].add_done_callback(lambda load: self._replied(item, load))
         try:
             await asyncio.shield(connection.loads[key])

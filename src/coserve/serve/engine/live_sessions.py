@@ -3,9 +3,9 @@
 import asyncio
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,7 @@ from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.journal import Change, Entry, Journal
 from coserve.serve.engine.probation import ALONE_SECONDS, Probation, WorkItem
 from coserve.serve.engine.verdicts import Verdicts
+from coserve.serve.store.durable import link_files
 from coserve.wire.codec import decode_commands, encode_commands, pack_command
 from coserve.wire.messages import (
     CloseTraining,
@@ -30,33 +31,38 @@ from coserve.wire.messages import (
 )
 
 MOST_LIVES: Final = 5  # engine deaths that end a session, without a reply to it in between
+_DROPPING: Final = ThreadPoolExecutor(1, "dropping")
 _OPENING: Final = "waits for memory that other training sessions and jobs have"
 _RETURNING: Final = "the engine was started again, and the session is being brought back to where it was"
 
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A command without a reply. `is_posted` to the present engine."""
+    """A command without a reply. `is_posted` to the present engine. Of a load `own` is the folder, if that is
+    the session's."""
 
     ref: int
     packed: msgspec.Raw
     is_pass: bool
+    own: Path | None
     reply: "asyncio.Future[Reply]"
     is_posted: bool = False
 
 
 class LiveSession:
-    """A training session as its client drives it, on whichever engine there is.
+    """A training session as its client drives it, on any engine.
 
-    Commands go out in the order of `send`. When an engine ends, the next one opens the session again,
-    repeats its journal, and gets the commands that had no reply; so replies come once. While a suspect of
-    crashes (`probation`) the session comes back in its turn. It is over after `close`, and with an error: a
-    guilty one's, or that of a state that could not be brought back.
+    Commands go out in the order of `send`. When an engine ends, the next one opens the session again, repeats
+    its journal, and gets the commands that had no reply; so replies come once. A journal may begin with a
+    state, whose files are the session's own: it loads only states that it has taken.
+
+    While a suspect of crashes (`probation`) the session returns in its turn. It is over after `close`, or
+    with an error: that of a guilty session, or of a state that could not be restored.
     """
 
     def __init__(self, opening: OpenTraining, spare: Path, sessions: "LiveSessions") -> None:
         """`spare` is a folder for the server's own states of the session, made when needed."""
-        self.reason = _OPENING  # what keeps the session from being open; empty while it is
+        self.reason = _OPENING  # why the session is not open; empty while it is
         self.error: CoserveError | None = None  # of a session that is over
         self.lives = 0
         self.item = WorkItem("session", opening.session)
@@ -65,10 +71,11 @@ class LiveSession:
         self._journal = Journal()
         self._waiting: dict[int, _Sent] = {}  # by ref, in order
         self._replies = 0  # so far: its progress
-        self._kept: Path | None = None
+        self._kept: tuple[int, Path] | None = None  # ref and folder of the state that the journal begins with
+        self._taken = 0  # states so far
         self._connection: EngineConnection | None = None  # of the engine in which it is open
         self._task: asyncio.Task[None] | None = None
-        self._is_under_way = False  # as `probation` knows
+        self._is_under_way = False  # registered with `probation`
 
     # For its client
 
@@ -81,6 +88,21 @@ class LiveSession:
         if isinstance(command, Forward) and self._sessions.verdicts.has_passes:
             self._sessions.verdicts.check_pass(pass_key(command))
         return self._send(command).reply
+
+    async def take(self, folder: Path) -> Path:
+        """Takes the files of a state, which the session then keeps even if `folder` is deleted. Returns its
+        own folder with them. Raises the error of a session that is over, and JobError where they cannot be
+        read."""
+        self._taken += 1
+        own = self._spare / f"taken-{self._taken}"
+        try:
+            await asyncio.to_thread(link_files, folder, own)
+        except OSError as error:
+            raise JobError(f"the saved state cannot be read: {error.strerror}") from error
+        if self.error is not None:
+            _drop(self._spare)
+            raise self.error
+        return own
 
     def close(self) -> None:
         """Ends the session; commands without a reply fail."""
@@ -120,7 +142,7 @@ class LiveSession:
         for future in (self.opened, *(sent.reply for sent in self._waiting.values())):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # read here, for nobody may be waiting
+                future.exception()  # retrieved here, as its waiter may be gone
         self._waiting.clear()
         self._sessions.over(self)
         _drop(self._spare)
@@ -144,7 +166,10 @@ class LiveSession:
         if change is not None:
             self._journal.add(ref, packed, change)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        sent = self._waiting[ref] = _Sent(ref, packed, isinstance(command, Forward), future)
+        own = None
+        if isinstance(command, LoadTraining) and Path(command.path).is_relative_to(self._spare):
+            own = Path(command.path)
+        sent = self._waiting[ref] = _Sent(ref, packed, isinstance(command, Forward), own, future)
         self._post()
         return sent
 
@@ -168,7 +193,7 @@ class LiveSession:
         self._post()
 
     def _enter(self) -> None:
-        """Notes that the engine works on this, at once after its turn has come."""
+        """Notes that the engine works on this session; follows its turn at once."""
         if not self._is_under_way:
             self._is_under_way = True
             self._sessions.probation.enter(self.item, self._replies if self.opened.done() else -1)
@@ -188,6 +213,11 @@ class LiveSession:
         del self._waiting[sent.ref]
         refusal = error if isinstance(error, CoserveError) else None
         self._journal.ended(sent.ref, refusal)
+        if sent.own is not None:
+            if error is None:
+                self._begins_with(sent.ref, sent.own)
+            else:
+                _drop(sent.own)
         self._replies, self.lives = self._replies + 1, 0
         self._sessions.probation.moved(self.item, self._replies)
         if not self._waiting:
@@ -202,24 +232,29 @@ class LiveSession:
             self._keep()
 
     def _keep(self) -> None:
-        """Has the engine write the state into a folder of the server's own, from which the next engine goes
-        on. Where that fails the journal goes on growing."""
+        """Has the engine write the state into a folder of the server's own, from which the next engine
+        continues. Where that fails the journal keeps growing."""
         folder = self._spare / str(self._replies)
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
         sent = self._send(SaveTraining(0, self.item.id, str(folder), True))
 
         def written(reply: "asyncio.Future[Reply]") -> None:
-            if self.error is not None or reply.exception() is not None:
+            is_old = self._kept is not None and self._kept[0] > sent.ref  # a load followed it
+            if self.error is not None or reply.exception() is not None or is_old:
                 _drop(folder)
                 return
             load = LoadTraining(0, self.item.id, reply.result().said, True)
             self._journal.kept(sent.ref, pack_command(load))
-            before, self._kept = self._kept, folder
-            if before is not None:
-                _drop(before)
+            self._begins_with(sent.ref, folder)
 
         sent.reply.add_done_callback(written)
+
+    def _begins_with(self, ref: int, folder: Path) -> None:
+        """Notes the folder of the state that the journal begins with now, and deletes the one before."""
+        if self._kept is not None:
+            _drop(self._kept[1])
+        self._kept = ref, folder
 
     async def _bring(self, connection: EngineConnection) -> None:
         """Opens the session, repeats its journal, and sends what waits."""
@@ -248,8 +283,8 @@ class LiveSession:
         self._post()
 
     async def _open(self, connection: EngineConnection) -> Reply:
-        """Opens the session. One that waits for memory is on no trial, as a job is not: that may take as long
-        as other work does."""
+        """Opens the session. One that waits for memory is not on trial, as with a job: it may wait as long as
+        other work runs."""
         asked = self._again(connection, self._opening)
         try:
             return await asyncio.wait_for(asyncio.shield(asked), ALONE_SECONDS)
@@ -343,13 +378,14 @@ class LiveSessions:
 
 
 def pass_key(command: Forward) -> int:
-    """A key that passes have in common which differ in their session alone."""
+    """A key that is equal for passes which differ in their session alone."""
     return hash(bytes(pack_command(structs.replace(command, ref=0, session=""))))
 
 
 def _drop(folder: Path) -> None:
-    """Deletes a folder, on a thread."""
-    asyncio.get_running_loop().run_in_executor(None, partial(shutil.rmtree, folder, ignore_errors=True))
+    """Deletes a folder on a thread, after those before it: two threads that delete the same folder leave some
+    of it."""
+    _DROPPING.submit(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _change_of(command: SessionCommand) -> Change | None:

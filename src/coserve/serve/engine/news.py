@@ -10,14 +10,16 @@ from coserve.wire.messages import Hello, Numbered
 
 log = logging.getLogger(__name__)
 
-WRITE_SECONDS = 1.0  # between two attempts to write down what an engine told
+WRITE_SECONDS = 1.0  # seconds between two attempts to store an event
 
 
 class EngineNews:
-    """Calls whoever listens, one after the other, in the order of what was told: `on_connect` for each new
-    connection, `on_guilty` for each verdict, `on_news` once for each piece of job news, which is acknowledged
-    (by its generation and number) when that has returned. One that raises StateError is called again, a
-    second later, until it does not: while the disk is full, answers go on and news wait.
+    """Calls listeners, one after the other, in the order of the events: `on_connect` for each new connection,
+    `on_guilty` for each verdict, and `on_news` once for each job event. An event is acknowledged, by its
+    generation and number, when `on_news` has returned.
+
+    A listener that raises StateError is called again every second until it does not: while the disk is full,
+    answers go on and events wait.
     """
 
     def __init__(self, acknowledge: Callable[[str, int], None]) -> None:
@@ -26,18 +28,18 @@ class EngineNews:
         self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
         self._acknowledge = acknowledge
         self._told: asyncio.Queue[Hello | QuarantineVerdict | tuple[str, Numbered]] = asyncio.Queue()
-        self._seen = ("", 0)  # generation, and number of the newest news that was handed on
+        self._seen = ("", 0)  # generation and number of the newest event that was passed on
 
     def tell(self, told: Hello | QuarantineVerdict | tuple[str, Numbered]) -> None:
-        """Puts a connection, a verdict, or an engine's generation with job news behind what is there."""
+        """Queues a connection, a verdict, or an engine's generation with its job events."""
         self._told.put_nowait(told)
 
     async def settled(self) -> None:
-        """Returns when all that engines have told so far has been handed on to the callbacks."""
+        """Returns when everything queued so far has been passed to the listeners."""
         await self._told.join()
 
     async def run(self) -> None:
-        """Hands on, until cancelled."""
+        """Passes events on until cancelled."""
         while True:
             told = await self._told.get()
             while not await self._hand_on(told):
@@ -45,7 +47,7 @@ class EngineNews:
             self._told.task_done()
 
     async def _hand_on(self, told: Hello | QuarantineVerdict | tuple[str, Numbered]) -> bool:
-        """Tells whether the callbacks have taken it, and need not be called again."""
+        """Tells whether the listeners have taken an event, and need not be called again."""
         try:
             if isinstance(told, Hello):
                 for callback in self.on_connect:

@@ -19,15 +19,15 @@ from typing import Final, Literal, NamedTuple
 Kind = Literal["request", "adapter", "check", "job", "session"]
 _LONG: Final[tuple[Kind, ...]] = ("job", "session")  # whose trials can take minutes
 LASTING: Final[tuple[Kind, ...]] = ("job", "adapter")  # whose suspicion outlives the server's process
-ALONE_SECONDS: Final = 20.0  # that others wait for one that is tried alone
-_ALONE: Final = 2  # crashes after which something is tried alone
-_MOST_CRASHES: Final = 5  # that something may be there at without going on, however doubtful its guilt
+ALONE_SECONDS: Final = 20.0  # that other work waits for a suspect that is tried alone
+_ALONE: Final = 2  # crashes after which a suspect is tried alone
+_MOST_CRASHES: Final = 5  # most crashes of a suspect without progress, after which it is guilty
 _LOOK_SECONDS: Final = 1.0  # between two looks at the clock
 
 
 class WorkItem(NamedTuple):
-    """Work of an engine: a request, an adapter load, a check, a job, or what a training session has under
-    way."""
+    """Work of an engine: a request, an adapter load, a check, a job, or the work under way of a training
+    session."""
 
     kind: Kind
     id: str

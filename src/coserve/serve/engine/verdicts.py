@@ -9,7 +9,7 @@ from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.engine.probation import WorkItem
 
 log = logging.getLogger(__name__)
-_MOST_REQUESTS = 2  # of one adapter that may be guilty before it is the adapter
+_MOST_REQUESTS = 2  # guilty requests of one adapter, beyond which the adapter is guilty
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class QuarantineVerdict:
 
 
 class Verdicts:
-    """Refuses guilty work: requests equal to a guilty one but for id and seed, passes equal to one but for
-    their session; other work once, after which the database has the verdict."""
+    """Refuses guilty work: requests equal to a guilty one except for id and seed, and passes equal to one
+    except for their session. Other work is refused once, after which the database has the verdict."""
 
     def __init__(self) -> None:
         self._requests: dict[int, str] = {}

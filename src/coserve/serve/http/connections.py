@@ -25,10 +25,10 @@ from coserve.serve.http.shedding import LoadShedder
 
 LOOPBACK: Final = "loopback"  # all addresses of this machine's own
 _LEAST_RATE: Final = 1024  # bytes per second of a body on its way in, or of an answer on its way out
-_MOST_UNREAD: Final = 2**20  # bytes of a body that nobody wants which are taken so that the answer is read
+_MOST_UNREAD: Final = 2**20  # bytes of an unwanted body that are read, so that the client reads the answer
 _SETTLED: Final = 1.0  # seconds without a request, after which a connection may have to go for a new one
 _LOOPBACK_SHARE: Final = 4  # this machine may have this many times what another address may
-_MOST_OWNERS: Final = 4096  # addresses that are remembered: telling whose one is takes 40 us
+_MOST_OWNERS: Final = 4096  # addresses whose owner is cached: finding it takes 40 us
 _AMBIGUOUS: Final = re.compile(rb"(?<!\r)\n|\n[ \t]")  # lines without a carriage return, folded lines
 
 
@@ -50,7 +50,7 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits, shedder: LoadShedder | None = None) -> None:
         self.limits, self.shedder = limits, shedder
-        self._open: dict[HttpConnection, str] = {}  # with whose they are, in the order in which they came
+        self._open: dict[HttpConnection, str] = {}  # with their owners, in order of arrival
         self._count: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -134,14 +134,14 @@ class HttpConnection(H11Protocol):
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self.conn = StrictHttp(self.config.h11_max_incomplete_event_size or 65536, self._enter)
-        self.heard = monotonic()  # when something came last, or an answer was complete
+        self.heard = monotonic()  # time of the last data received, or of a complete answer
         self._all = connections
         self._stall = connections.limits.stall_seconds
-        self._phase: tuple[str, object] | None = None  # what is waited for, and within which request
+        self._phase: tuple[str, object] | None = None  # what the server waits for, and the request
         self._since, self._bytes = self.heard, 0  # of the phase: its last look at the rate, bytes since
-        self._unsent: tuple[float, int] | None = None  # when it was looked at last, bytes there were then
+        self._unsent: tuple[float, int] | None = None  # time and bytes at the last check
         self._unread = 0  # bytes of a body whose request has its answer
-        self._counted: bytes | None = None  # with what to leave the shedder
+        self._counted: bytes | None = None  # the argument for the shedder's `leave`
 
     @property
     def is_idle(self) -> bool:
@@ -198,7 +198,7 @@ class HttpConnection(H11Protocol):
         if phase is None or now - self._since < self._stall or self.transport.is_closing():
             return
         enough = self._bytes >= _LEAST_RATE * self._stall
-        if phase[0] == "body" and (enough or self.flow.read_paused):  # paused: it is the server that is slow
+        if phase[0] == "body" and (enough or self.flow.read_paused):  # paused: the server is slow
             self._since, self._bytes = now, 0
         else:
             self._end(408, f"The request took longer than {self._stall:g} seconds to come.")

@@ -17,7 +17,7 @@ from coserve.serve.store.tenants import TenantStore
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # between two looks at who has been revoked: another process does that, in the database
+LOOK_SECONDS = 1.0  # seconds between two checks of the database, where other processes revoke keys
 
 
 class Revocation:
@@ -59,7 +59,7 @@ class Revocation:
             )
             if not has_begun:
                 await refusal.response()(scope, receive, send)
-            elif not has_ended:  # a stream: an answer that is whole is sent in one piece
+            elif not has_ended:  # a stream: a whole answer is sent in one piece
                 last = event(json.dumps(refusal.body())) + DONE
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:

@@ -13,7 +13,7 @@ from rich.text import Text
 from coserve.serve.settings import ServerSettings
 
 NAME = "coserve.supervisor"
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where this machine reaches itself
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # with the address at which this machine reaches itself
 
 
 class _SupervisorLog(WatchedFileHandler):
@@ -65,7 +65,9 @@ class Announcer:
             rows.append(("listening on", f"port {port} of every address of this machine ({host})"))
         if settings.base_name != settings.model:
             rows.append(("model", settings.model))
+        rows += [(f"model {name}", path) for name, path in settings.bases.items()]
         rows += [(f"adapter {name}", path) for name, path in settings.adapters.items()]
+        rows += [(f"chains of {name}", ", ".join(chains)) for name, chains in settings.chains.items()]
         rows.append(("state", str(settings.state)))
         if settings.allow_insecure and not settings.is_loopback:
             rows.append(("keys", "none needed, and others reach this address: everybody can use it"))

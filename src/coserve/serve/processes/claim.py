@@ -38,11 +38,11 @@ class Claim:
     def note(self, running: Running) -> None:
         """Records the holder of the folder, for the error of another server and for `find_running`.
 
-        On a full disk nothing is written, and these have less to report.
+        On a full disk nothing is written; the error then lacks these details.
         """
         data = msgspec.json.encode(running) + b"\n"
         with suppress(OSError):
-            os.pwrite(self._descriptor, data, 0)  # a reader in between finds two lines, and reads the first
+            os.pwrite(self._descriptor, data, 0)  # a concurrent reader finds two lines, and reads the first
             os.ftruncate(self._descriptor, len(data))
 
 

@@ -32,7 +32,7 @@ class ProcessEnd:
     was_stopped: bool = False
 
     def __str__(self) -> str:
-        """In words: the child's or the supervisor's reason, or the exit status."""
+        """The reason of the end in words: the child's own, the supervisor's, or the exit status."""
         if self.why:
             return self.why
         if self.code >= 0:
@@ -165,7 +165,7 @@ class ChildProcess:
         self._said.put_nowait(status)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Deducts so many seconds from its silence."""
+        """Deducts `seconds` from its silence."""
         self.heard = min(self.heard + seconds, now)
         if self._stopped_since is not None:
             self._stopped_since = min(self._stopped_since + seconds, now)
@@ -175,7 +175,7 @@ class ChildProcess:
         on systems without reports of stops (macOS), where only the silence shows."""
         if hasattr(os, "waitid") and not self.has_ended:
             with suppress(ChildProcessError):
-                changes = os.WSTOPPED | os.WCONTINUED | os.WNOHANG  # not its exit: asyncio waits for that
+                changes = os.WSTOPPED | os.WCONTINUED | os.WNOHANG  # its exit is left to asyncio
                 while (found := os.waitid(os.P_PID, self.pid, changes)) is not None:
                     self._stopped_since = now if found.si_code == os.CLD_STOPPED else None
         return self._stopped_since

@@ -1,4 +1,4 @@
-"""Restarts: pauses before a dead process is started again, and when to give up."""
+"""Restarts: pauses before a dead process is started again, and the limit of failed starts."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ class RestartPolicy:
     first_pause: float = 0.5  # doubles with each further one
     longest_pause: float = 30.0
     settled: float = 10.0  # a life this long after being ready clears the record
-    short_lives: int = 5  # so many short ones in a row are forgiven without a pause
+    short_lives: int = 5  # short lives in a row without a pause
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from coserve.wire.launch import LOW_PRIORITY
 BACKLOG = 2048  # connections that wait while the API starts again
 CHECKPOINT_SECONDS = 60.0  # beyond the drain, for jobs to write their checkpoints
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
-NOT_IN_ORDER = 1  # exit status where something did not end as it should when the server was told to stop
+NOT_IN_ORDER = 1  # exit status where a child ended abnormally during the stop
 _LAUNCH = (sys.executable, "-m", "coserve.wire.launch")
 
 
@@ -80,7 +80,7 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         return socket.create_server(address, family=family, backlog=BACKLOG)
-    except (OSError, UnicodeError) as error:  # a name that no address can have is the latter
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that no address can have
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {host!r}, port {port}: {reason}") from error
 
@@ -108,11 +108,11 @@ class Supervisor:
         self._engine: ChildProcess | None = None
         self._spare: ChildProcess | None = None
         self._begun = time.monotonic()
-        self._awaited = {"API", "engine"}  # what has not been ready yet
+        self._awaited = {"API", "engine"}  # children that have not been ready yet
         self._down_since: dict[str, float] = {}
         self._watchdog = Watchdog(settings.watchdog_seconds)
         self._aborts: set[asyncio.Task[None]] = set()
-        self._unfinished: list[str] = []  # what ended out of order after the server had been told to stop
+        self._unfinished: list[str] = []  # children that ended abnormally during the stop
         self._ready: dict[str, int] = {}  # process ids of children that are ready, by their names
         self._stop = asyncio.Event()
         self._hard_stop = asyncio.Event()
@@ -179,6 +179,7 @@ class Supervisor:
             config=replace(settings.engine, scratch=settings.engine.scratch or str(settings.scratch)),
             calibration=str(settings.calibration),
             log_level=settings.log_level,
+            bases=dict(settings.bases),
         )
         record = Restarts(self._policy)
         crash = ""
@@ -186,7 +187,7 @@ class Supervisor:
             self._engine = self._promote() or await self._spawn("engine", self._commands.engine)
             self._engine.tell(encode_line(msgspec.structs.replace(start, crash=crash)))
             end = await self._live(self._engine, record, self._keep_spare if settings.standby else None)
-            if not record.failed_starts:  # it had been ready; else the one before it is what counts
+            if not record.failed_starts:  # it had been ready; else the child before it counts
                 crash = end.crash
             if self._stop.is_set() and end.code == 0:
                 return  # drained by the API, as it should: the next server goes on from there
@@ -342,7 +343,7 @@ class Supervisor:
             self._out.say(f"stopped, but not in order: {'; '.join(self._unfinished)}", "red")
             self._out.say("  jobs go on from their last checkpoints when the server is started again")
             return NOT_IN_ORDER
-        if self._stop.is_set():  # else an error that is told next has ended it
+        if self._stop.is_set():  # else an error, reported next, has ended it
             self._out.say("stopped")
         return 0
 
@@ -374,7 +375,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._hear_signal)
-        # A terminal that closes is no reason to end; nor is whoever has logs rotated, which goes by itself.
+        # SIGHUP does not end the server: a terminal that closes, or log rotation, which needs no signal here.
         loop.add_signal_handler(signal.SIGHUP, self._out.say, "SIGHUP: the server goes on (SIGTERM stops it)")
 
     def _hear_signal(self) -> None:

@@ -12,7 +12,7 @@ START_SECONDS = (
     60.0  # of silence while a child starts: libraries that are loaded from a cold disk hold its lock
 )
 _MOST_DOUBLINGS = 4
-_FORGETS = 600.0  # seconds after which the patience with a kind of child is the usual one again
+_FORGETS = 600.0  # seconds after which the limit of a kind of child is the usual one again
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""Experiment trackers that are told of training: a file for each, behind an extra of its name."""
+"""Experiment trackers that jobs are reported to: a file for each, behind an extra of its name."""

@@ -1,4 +1,4 @@
-"""The observer of job events that tells trackers of them."""
+"""The observer of job events that reports them to trackers."""
 
 import asyncio
 import math
@@ -16,10 +16,11 @@ from coserve.wire.messages import JobCheckpoint, JobEnded, JobNews, JobStarted, 
 
 
 class Reporting:
-    """Tells the trackers of `ServerSettings.report_to` of every job, in the words of transformers' trainer.
+    """Reports every job to the trackers of `ServerSettings.report_to`, under the names of transformers'
+    trainer.
 
-    Nothing here waits for a tracker or raises for it; what fails becomes an event of the job, of level
-    "warn". Raises ConfigError where a tracker is not installed.
+    No method waits for a tracker or raises for it; a failure becomes an event of the job, of level "warn".
+    Raises ConfigError where a tracker is not installed.
     """
 
     def __init__(self, settings: ServerSettings, store: Store) -> None:

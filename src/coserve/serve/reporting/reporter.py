@@ -1,8 +1,8 @@
-"""The seam to a tracker, and the thread that it is called on.
+"""The interface to a tracker, and the thread on which it is called.
 
-A tracker is a module of this folder with `open_run(about) -> TrackerRun`. It is imported by the thread when
-the first job is reported, so whatever it does, import, talk to a network or hang, delays no job and no
-answer.
+A tracker is a module of this folder with `open_run(about) -> TrackerRun`. The thread imports it when the
+first job is reported. So nothing that it does, such as importing, using the network or hanging, delays a job
+or an answer.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, cast
 from coserve.core.contained import contained
 from coserve.core.job_status import JobStatus
 
-_MOST_WAITING: Final = 1000  # figures that a slow tracker has yet to take; further ones are left out
+_MOST_WAITING: Final = 1000  # most figures that wait for a slow tracker; further ones are dropped
 _ENDS_WITHIN: Final = 2.0  # seconds that a tracker gets when the server stops
 
 
@@ -93,7 +93,7 @@ class Reporter:
             if job not in self._failed:
                 try:
                     self._report(figures)
-                except BaseException as error:  # also an exit that a library asks for
+                except BaseException as error:  # also SystemExit of a library
                     self._fail(job, error)
             if figures.numbers is None:  # the job is over, and its name is not used again
                 self._failed.discard(job)

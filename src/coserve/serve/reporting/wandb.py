@@ -8,7 +8,7 @@ import wandb
 from coserve.core.job_status import JobStatus
 from coserve.serve.reporting.reporter import JobAbout
 
-_STEP = "train/global_step"  # as transformers has it; wandb's own steps may not go back, as validation's do
+_STEP = "train/global_step"  # transformers' name; wandb's own steps may not decrease, as validation's do
 
 
 class WandbRun:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.answering.logprobs import chat_logprobs
-from coserve.serve.answering.replies import common_fields, finish_name, reply
+from coserve.serve.answering.replies import choice_fields, common_fields, finish_name, reply
 from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
@@ -55,14 +55,14 @@ class _ChatFormat:
         self._usage: dict[str, Any] = {"usage": None} if tells_usage else {}
 
     def chunks(self, piece: AnswerPiece) -> Iterator[ChatChunk]:
-        if not self._has_begun:  # clients count on hearing of all answers in order, whichever speaks first
+        if not self._has_begun:  # clients expect first chunks in the order of the answers
             self._has_begun = True
             yield from map(self._first_chunk, range(len(self._generation)))
         delta = ChatCompletionDelta(content=piece.text) if piece.text else ChatCompletionDelta()
         finish = None if piece.finish is None else finish_name(piece.finish)
         choice = ChatChunkChoice(
             index=piece.index, delta=delta, logprobs=self._logprobs(piece), finish_reason=finish,
-            **({"token_ids": list(piece.tokens)} if self._generation.tells_tokens else {}),
+            **choice_fields(self._generation, piece),
         )  # fmt: skip
         yield self._chunk([choice])
 
@@ -82,7 +82,7 @@ class _ChatFormat:
             message=AnswerMessage(role="assistant", content=piece.text, refusal=None),
             logprobs=self._logprobs(piece),
             finish_reason=finish_name(piece.finish),
-            **({"token_ids": list(piece.tokens)} if self._generation.tells_tokens else {}),
+            **choice_fields(self._generation, piece),
         )
 
     def _first_chunk(self, index: int) -> ChatChunk:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from coserve.serve.answering.answers import AnswerPiece, Scored
 from coserve.serve.answering.logprobs import completion_logprobs
-from coserve.serve.answering.replies import common_fields, finish_name, reply
+from coserve.serve.answering.replies import choice_fields, common_fields, finish_name, reply
 from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
@@ -47,7 +47,7 @@ class _CompletionFormat:
     def __init__(self, text: Text, generation: GenerationRequest, body: CompletionRequest) -> None:
         self._text, self._generation = text, generation
         self._echo, self._logprobs = bool(body.echo), body.logprobs
-        self._offsets: dict[int, int] = {}  # of answers that have begun: characters before their own
+        self._offsets: dict[int, int] = {}  # by answer: characters before its own
         self._common: dict[str, Any] = {"object": "text_completion", **common_fields(generation)}
         self._usage: dict[str, Any] = {"usage": None} if body.includes_usage else {}
 
@@ -66,9 +66,9 @@ class _CompletionFormat:
         prompt, is_first = self._generation.prompt(piece.index), piece.index not in self._offsets
         echoed = self._text.decode(prompt) if is_first and self._echo else ""
         offset = self._offsets.setdefault(piece.index, len(echoed))
-        ids: dict[str, Any] = {}
-        if self._generation.tells_tokens:
-            ids = {"token_ids": list(piece.tokens)} | ({"prompt_token_ids": list(prompt)} if is_first else {})
+        asked = choice_fields(self._generation, piece)
+        if self._generation.tells_tokens and is_first:
+            asked["prompt_token_ids"] = list(prompt)
         logprobs = None
         if self._logprobs is not None:
             scored = [replace(one, start=one.start + offset) for one in piece.scored]
@@ -79,7 +79,7 @@ class _CompletionFormat:
             text=echoed + piece.text,
             logprobs=logprobs,
             finish_reason=None if piece.finish is None else finish_name(piece.finish),
-            **ids,
+            **asked,
         )
 
     def _scored_prompt(self, piece: AnswerPiece) -> list[Scored]:

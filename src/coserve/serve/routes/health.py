@@ -84,7 +84,7 @@ def _engine(state: State) -> Literal["ready", "waiting", "silent", "away"]:
 
 
 def _unreadable(state: State) -> str:
-    """Why the engine cannot read weights of its base, as of its last statistics."""
+    """The reason for which the engine cannot read weights of its base, as of its last statistics."""
     stats = state.link.stats
     return "" if stats is None else stats.unreadable
 

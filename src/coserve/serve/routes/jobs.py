@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from coserve.core.job_status import JobStatus
-from coserve.errors import AdapterError, ConfigError
+from coserve.errors import AdapterError, ConfigError, DataError, ValidationDataError
+from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
@@ -29,6 +30,7 @@ from coserve.serve.schema.jobs import (
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
+from coserve.serve.training.origins import origins_of
 from coserve.serve.training.recipe import checkpoint_interval, method_used, recipe_of, spec_of
 from coserve.train.objectives import objective_of
 from coserve.wire.messages import MethodFields
@@ -52,23 +54,25 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
     if body.validation_file is not None:
         await _training_file(state, caller, body.validation_file, "validation_file")
     seed = secrets.randbelow(MOST_SEED + 1) if body.seed is None else body.seed
-    width = engine.width
+    width = engine.of(model.base_id).width
     recipe = recipe_of(body, training.examples or 1, width, seed, continues=model.adapter is not None)
+    teacher = None
     if (objective := recipe.options.get("objective")) is not None:
         await _check_objective(state, caller, objective)
-        if (teacher := await _teacher(state, caller, objective)) is not None:
-            recipe.options["teacher"] = teacher
+        teacher = await _teacher(state, caller, objective, model)
+        if teacher is not None and teacher.key is not None:
+            recipe.options["teacher"] = teacher.key
     if body.peft is not None:
         await _check_method(state, body.peft)
-    await state.store.jobs.check_room(caller.id)  # before the engine is asked; counted again when it is added
+    await state.store.jobs.check_room(caller.id)  # before the engine checks it; counted again later
     id = new_id("ftjob")
     job = JobRecord(
         id=id,
         tenant=caller.id,
         status=JobStatus.QUEUED,
         model=body.model,
-        name=_name_of(state, caller, body.suffix, id),
-        base=state.catalog.base.name,
+        name=_name_of(model, caller, body.suffix, id),
+        base=model.base,
         created=int(time.time()),
         training_file=training.id,
         validation_file=body.validation_file,
@@ -84,16 +88,25 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         labels=body.metadata,
         start_from=model.key,
     )
-    await _check_job(state, job)
-    return _shown(state, await state.job_controller.submit(job))
+    async with origins_of(state.catalog, state.store, job, model, teacher):
+        await _check_job(state, job)
+        job = await state.job_controller.submit(job)
+    return _shown(state, job)
 
 
 async def _check_job(state: State, job: JobRecord) -> None:
-    """Raises ApiError 400 where the base lacks a job's targets or the job exceeds all memory, and EngineLost
-    where no engine can check: a stored job would start with every engine."""
-    spec = await spec_of(state.store, job)
-    with _naming_peft():
-        await state.link.check(spec)
+    """Raises ApiError 400 where the base lacks a job's targets, the beginning of a file is not what its
+    method learns from, or the job exceeds all memory, and EngineLost where no engine can check: a stored job
+    would start with every engine."""
+    spec = await spec_of(state.store, job, state.settings.base_id(job.base))
+    if not spec.data or spec.validation == "":
+        return  # a file was deleted a moment ago, which is told when the job is added
+    try:
+        with _naming_peft():
+            await state.link.check(spec)
+    except DataError as error:
+        param = "validation_file" if isinstance(error, ValidationDataError) else "training_file"
+        raise ApiError(400, str(error), param=param, code=f"invalid_{param}") from error
 
 
 async def _check_objective(state: State, caller: Tenant, objective: dict[str, Any]) -> None:
@@ -104,16 +117,21 @@ async def _check_objective(state: State, caller: Tenant, objective: dict[str, An
         raise ApiError(400, str(error), param="method", code="invalid_value") from error
 
 
-async def _teacher(state: State, caller: Tenant, objective: dict[str, Any]) -> str | None:
-    """The id of the adapter that teaches; None for the base, or where nobody does. Raises ApiError 404 for
-    one that the tenant has not."""
+async def _teacher(state: State, caller: Tenant, objective: dict[str, Any], pupil: Model) -> Model | None:
+    """The teacher of a distillation; None for other objectives. Raises ApiError 404 for a model that the
+    tenant does not have, and 400 for one of another base."""
     if (name := objective.get("teacher")) is None:
         return None
+    param = "method.distillation.teacher"
     try:
-        return (await state.catalog.find(caller, name)).key
+        found = await state.catalog.find(caller, name)
     except ApiError as error:
-        error.param = "method.distillation.teacher"
+        error.param = param
         raise
+    if found.base != pupil.base:
+        message = f"'{name}' is a model of '{found.base}', and cannot teach one of '{pupil.base}'."
+        raise ApiError(400, message, param=param, code="invalid_value")
+    return found
 
 
 async def _check_method(state: State, peft: MethodFields) -> None:
@@ -209,8 +227,8 @@ async def _training_file(state: State, tenant: Tenant, id: str, param: str) -> F
     return file
 
 
-def _name_of(state: State, tenant: Tenant, suffix: str | None, id: str) -> str:
-    base = state.catalog.base.name.rpartition("/")[2]
+def _name_of(model: Model, tenant: Tenant, suffix: str | None, id: str) -> str:
+    base = model.base.rpartition("/")[2]
     return f"ft:{base}:{tenant.name}:{suffix or ''}:{tail_of(id)[:_NAMED]}"
 
 

@@ -16,7 +16,7 @@ router = APIRouter(tags=["Models"])
 
 @router.get("/v1/models", responses=error_responses(), summary="List models")
 async def list_models(caller: Caller, state: Shared) -> ModelList:
-    """The base model, and the adapters that the caller may use: its own, and the shared ones."""
+    """The base models, mostly one, and the adapters that the caller may use: its own, and the shared ones."""
     models = await state.catalog.list(caller)
     return ModelList(data=await asyncio.to_thread(lambda: [_described(state, model) for model in models]))
 
@@ -44,15 +44,14 @@ def _described(state: State, model: Model) -> ModelCard:
 
 def card_of(state: State, model: Model) -> ModelCard:
     """A model as clients see it."""
-    base, adapter = state.catalog.base, model.adapter
-    hello = state.link.hello
+    adapter, hello = model.adapter, state.link.hello
     return ModelCard(
         id=model.name,
         created=model.created,
         owned_by="coserve" if adapter is None or adapter.tenant is None else adapter.tenant,
-        root=base.name,
-        parent=None if adapter is None else adapter.parent or base.name,
-        max_model_len=None if hello is None else hello.positions,
+        root=model.base,
+        parent=None if adapter is None else adapter.parent or model.base,
+        max_model_len=None if hello is None else hello.of(model.base_id).positions,
         pinned=adapter is not None and adapter.pinned,
         location=None if adapter is None else "memory" if adapter.id in state.link.resident else "disk",
     )

@@ -67,7 +67,7 @@ async def _part_of(state: State, caller: Caller, name: str, part: str) -> Path:
     if model.folder is None:
         raise not_found(f"The model '{name}' is the base: it has no adapter.", param="name")
     path = model.folder / part
-    if not await asyncio.to_thread(path.is_file):  # deleted a moment ago, or somebody took it away
+    if not await asyncio.to_thread(path.is_file):  # deleted a moment ago, by the server or by hand
         raise not_found(f"The files of '{name}' are gone.", param="name")
     return path
 

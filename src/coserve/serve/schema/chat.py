@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coserve.serve.answering.cost import MOST_MESSAGES, MOST_PARTS
 from coserve.serve.schema.common import (
+    CHAIN,
     Alternatives,
     FinishName,
     Generation,
@@ -144,6 +145,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishName
     token_ids: list[int] | None = Field(None, description="With return_token_ids.")
+    chain: str | None = Field(None, description=CHAIN)
 
 
 class ChatCompletion(BaseModel):
@@ -173,6 +175,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishName | None
     token_ids: list[int] | None = None
+    chain: str | None = None  # in an answer's last chunk
 
 
 class ChatChunk(BaseModel):

@@ -66,7 +66,8 @@ class StreamOptions(RequestBody):
 
 
 class Generation(RequestBody):
-    """Fields of both kinds of request. The last nine are vLLM's, not OpenAI's."""
+    """Fields of both kinds of request. The last ten are not OpenAI's: nine are vLLM's, and `adaptive` is
+    coserve's own."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -103,6 +104,11 @@ class Generation(RequestBody):
         max_length=256,
         description="Shares what prompts have in common only with requests of the same salt.",
     )
+    adaptive: bool | None = Field(
+        None,
+        description="Whether an approximate chain of the model may answer under load, if it has some; each "
+        "answer then says which one did.",
+    )
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> "Generation":
@@ -127,6 +133,9 @@ class Generation(RequestBody):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+CHAIN = "What answered: `exact`, or an approximate chain. Where the model has some, or with adaptive."
 
 
 class PromptTokensDetails(BaseModel):

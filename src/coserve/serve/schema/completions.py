@@ -5,7 +5,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coserve.serve.answering.cost import MOST_PROMPT_TOKENS, MOST_PROMPTS
-from coserve.serve.schema.common import Alternatives, FinishName, Generation, Tier, TokenId, Usage, Words
+from coserve.serve.schema.common import (
+    CHAIN,
+    Alternatives,
+    FinishName,
+    Generation,
+    Tier,
+    TokenId,
+    Usage,
+    Words,
+)
 from coserve.serve.schema.unsupported import without_unsupported_completion
 
 DEFAULT_MAX_TOKENS = 16
@@ -67,6 +76,7 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishName | None = Field(description="Null in all chunks of a stream but the last.")
     token_ids: list[int] | None = Field(None, description="With return_token_ids.")
     prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
+    chain: str | None = Field(None, description=CHAIN)
 
 
 class CreateCompletionResponse(BaseModel):

@@ -29,7 +29,7 @@ _TRAIN: Any = {
 FileId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
-MethodName = Literal["supervised", "distillation", "dpo", "orpo", "reinforcement"]
+MethodName = Literal["supervised", "distillation", "dpo", "orpo", "kto", "reinforcement"]
 
 
 class Named(RequestBody):
@@ -76,6 +76,19 @@ class PreferenceHyperparameters(Hyperparameters):
 
 class PreferenceMethod(Named):
     hyperparameters: PreferenceHyperparameters | None = None
+
+
+class LabelledHyperparameters(PreferenceHyperparameters):
+    desirable_weight: Auto | Annotated[float, Field(ge=0, le=1000)] = Field(
+        default="auto", description="Of the loss of desirable answers; auto is 1."
+    )
+    undesirable_weight: Auto | Annotated[float, Field(ge=0, le=1000)] = Field(
+        default="auto", description="Of the loss of undesirable answers; auto is 1."
+    )
+
+
+class LabelledMethod(Named):
+    hyperparameters: LabelledHyperparameters | None = None
 
 
 class DistillationHyperparameters(Hyperparameters):
@@ -141,13 +154,14 @@ class ReinforcementMethod(Named):
 
 
 class FineTuneMethod(Named):
-    """Training method; `orpo` and `distillation` are this server's own."""
+    """Training method; `orpo`, `kto` and `distillation` are this server's own."""
 
     type: MethodName
     supervised: SupervisedMethod | None = None
     distillation: DistillationMethod | None = None
     dpo: PreferenceMethod | None = None
     orpo: PreferenceMethod | None = None
+    kto: LabelledMethod | None = None
     reinforcement: ReinforcementMethod | None = None
 
     @model_validator(mode="after")
@@ -176,7 +190,9 @@ class FineTuneMethod(Named):
         return found
 
 
-MethodSettings = SupervisedMethod | DistillationMethod | PreferenceMethod | ReinforcementMethod
+MethodSettings = (
+    SupervisedMethod | DistillationMethod | PreferenceMethod | LabelledMethod | ReinforcementMethod
+)
 
 
 class OptimizerSettings(Named):
@@ -281,6 +297,7 @@ class MethodUsed(BaseModel):
     distillation: SettingsUsed | None = None
     dpo: SettingsUsed | None = None
     orpo: SettingsUsed | None = None
+    kto: SettingsUsed | None = None
     reinforcement: SettingsUsed | None = None
 
 

@@ -20,7 +20,7 @@ def _visible(tenant: str | BindParameter[str], base: str | BindParameter[str]) -
     return and_(Adapter.base == base, or_(Adapter.tenant == tenant, Adapter.tenant.is_(None)))
 
 
-# Asked for each request: made once, as making a statement takes as long as running it.
+# Run for each request: made once, as making a statement takes as long as running it.
 _NAMED: Final = (
     select(Adapter)
     .where(_visible(bindparam("tenant"), bindparam("base")), Adapter.name == bindparam("name"))

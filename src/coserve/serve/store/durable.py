@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-_RESUMING: Final = ("training.safetensors", "training.json")  # of a checkpoint: what sampling it needs not
+from coserve.core import disk
+
+_RESUMING: Final = ("training.safetensors", "training.json")  # files of a checkpoint that only resuming needs
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> int:
@@ -33,17 +35,39 @@ def partial_of(path: Path) -> Path:
 def settle(partial: Path, path: Path) -> None:
     """Renames a complete file or folder to its own name, and fsyncs that."""
     partial.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    disk.sync_path(path.parent)
+
+
+def link_files(source: Path, folder: Path, names: Iterable[str] | None = None) -> None:
+    """Makes `folder` with the files of `source`, all or those of these `names`. They are hard links, which
+    stay when `source` is deleted and take no room, or copies on a disk without links. So nothing may write to
+    these files. Raises OSError, with no folder left."""
+    partial = partial_of(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    disk.make_folder(folder.parent)
+    partial.mkdir()
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        for name in sorted(os.listdir(source) if names is None else names):
+            _link(source / name, partial / name)
+        disk.sync_path(partial)
+        settle(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def drop_resume_state(checkpoint: Path) -> None:
     """Removes the parts of a checkpoint that sampling does not need; damaged or missing ones are ignored."""
     for name in _RESUMING:
         (checkpoint / name).unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        disk.sync_path(target)
 
 
 def sweep_checkpoints(state: Path) -> None:

@@ -101,7 +101,7 @@ class JobEventStore:
             path, losses = self._relative(Path(news.path)), _losses(news)
             _add_validation(session, news)
             known = _at(session, CheckpointRecord, news)
-            if known is not None:  # an engine that goes on from it tells of it again
+            if known is not None:  # an engine that resumes from it reports it again
                 known.path, known.digest, known.metrics = path, news.digest, losses
                 return
             id, name = new_id("ftckpt"), f"{job.name}:ckpt-step-{news.step}"

@@ -8,7 +8,7 @@ from typing import Final
 
 from coserve.errors import ConfigError
 
-OWNER_ONLY: Final = 0o077  # what a mode may not hold, and the umask of all processes of a server
+OWNER_ONLY: Final = 0o077  # forbidden bits of a mode, and the umask of all processes of a server
 
 
 def make_private(folder: Path) -> None:

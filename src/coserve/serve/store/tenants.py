@@ -15,10 +15,10 @@ from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Key, KeyRecord, Tenant
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-LOCAL: Final = Tenant("local", "local")  # owns what is made while no key exists
+LOCAL: Final = Tenant("local", "local")  # owner of everything made while no key exists
 
 _IN_FORCE: Final = KeyRecord.revoked.is_(None)
-# Asked for each request: made once, as making a statement takes as long as running it.
+# Run for each request: made once, as making a statement takes as long as running it.
 _OWNER: Final = (
     select(KeyRecord.digest, Tenant)
     .join(Tenant, KeyRecord.tenant == Tenant.id)
@@ -49,7 +49,7 @@ class TenantStore:
     async def is_open(self) -> bool:
         """Tells whether no key has ever existed: only then requests from this machine need none.
 
-        Revoking the last key opens nothing; `forget_keys` is the way back.
+        Revoking the last key does not open the server; `forget_keys` does.
         """
         if not self._had_keys:
             self._had_keys = await self._database.read(lambda session: session.scalar(_ANY)) is not None

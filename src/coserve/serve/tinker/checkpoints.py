@@ -4,21 +4,23 @@ import asyncio
 import hashlib
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.state import State
-from coserve.serve.store.durable import partial_of, settle
+from coserve.serve.store.durable import link_files, settle
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSession
 from coserve.serve.tinker.schema import CopyWeightsRequest
 from coserve.serve.tinker.sessions import ClientSessions
 
-MOST_TEMPORARY: Final = 16  # checkpoints of one run that samplers without a name have
+MOST_TEMPORARY: Final = 16  # unnamed checkpoints of one run, for samplers
 _MOMENT: Final = 0.05  # seconds
+_DISCARDING: Final[set["asyncio.Task[None]"]] = set()  # of tasks: the loop alone would not keep them
 
 
 async def readable_checkpoint(state: State, tenant: Tenant, path: str) -> TinkerCheckpoint:
@@ -29,25 +31,40 @@ async def readable_checkpoint(state: State, tenant: Tenant, path: str) -> Tinker
     return found
 
 
+@asynccontextmanager
+async def in_use(state: State, tenant: Tenant, path: str) -> AsyncIterator[TinkerCheckpoint]:
+    """Context with the checkpoint at a path that the tenant may read, whose files stay until it ends. Raises
+    ApiError 404, also for one whose deletion has begun."""
+    found = await readable_checkpoint(state, tenant, path)
+    with state.catalog.use(state.catalog.checkpoint(found)):
+        yield found
+
+
 async def delete_checkpoint(state: State, row: TinkerCheckpoint, patience: float | None = None) -> None:
-    """Deletes a checkpoint once nobody uses it. Raises ApiError 400 where answers that use it go on for
-    longer than `patience` seconds, by default the server's own."""
+    """Deletes a checkpoint once nobody uses it; jobs and runs have files of their own. Raises ApiError 400
+    where answers that use it go on for longer than `patience` seconds, by default the server's own."""
     if not await state.catalog.retire(row.id, state.settings.drain_seconds if patience is None else patience):
         # No 409: clients would send it again for minutes.
         raise ApiError(400, f"Answers that use {row.tinker_path} are still under way.", code="adapter_in_use")
     try:
         await state.link.unload(row.id)
         await state.store.tinker_checkpoints.remove(row.id)
+        state.catalog.removed(row.id)
     finally:
         state.catalog.forget(row.id)
+
+
+async def delete_unused(state: State, rows: Sequence[TinkerCheckpoint]) -> None:
+    """Deletes checkpoints, but for those in use."""
+    for row in rows:
+        with suppress(ApiError):
+            await delete_checkpoint(state, row, _MOMENT)
 
 
 async def trim_temporary(state: State, session: str, run: str) -> None:
     """Deletes a run's oldest temporary checkpoints beyond `MOST_TEMPORARY`, but for those in use."""
     own = [row for row in await state.store.tinker_checkpoints.temporary(session) if row.run == run]
-    for row in own[:-MOST_TEMPORARY]:
-        with suppress(ApiError):
-            await delete_checkpoint(state, row, _MOMENT)
+    await delete_unused(state, own[:-MOST_TEMPORARY])
 
 
 async def copy_checkpoint(
@@ -57,8 +74,14 @@ async def copy_checkpoint(
 
     Raises ApiError 404 for one that the tenant may not read, and QuotaExceeded.
     """
+    async with in_use(sessions.state, tenant, body.source_path) as source:
+        return await _copy(sessions, tenant, body, key, source)
+
+
+async def _copy(
+    sessions: ClientSessions, tenant: Tenant, body: CopyWeightsRequest, key: str, source: TinkerCheckpoint
+) -> TinkerCheckpoint:
     state, now = sessions.state, int(time.time())
-    source = await readable_checkpoint(state, tenant, body.source_path)
     if body.session_id is not None:
         session = (await sessions.open_session(tenant, body.session_id)).id
         run = f"{session}:train:{body.model_seq_id or 0}"
@@ -93,10 +116,10 @@ async def copy_checkpoint(
 async def add_checkpoint(
     state: State, row: TinkerCheckpoint, source: Path, copied: bool = False, replace: bool = False
 ) -> TinkerCheckpoint:
-    """Adds a checkpoint whose files are in `source`, which is moved, or with `copied` stays.
+    """Adds a checkpoint whose files are in `source`. They are moved; with `copied` the source stays.
 
-    A path in use is an error (ApiError 400) unless `replace`, but for copies, which are all the same: the one
-    that is there is returned. Raises QuotaExceeded. After an error nothing is left but the source of a copy.
+    A path in use is an error (ApiError 400) unless `replace`. Copies of one path are all the same, so the
+    existing one is returned. Raises QuotaExceeded. After an error nothing is left but the source of a copy.
     """
     store, folder = state.store, state.store.tinker_folder(row.id)
     try:
@@ -113,15 +136,28 @@ async def add_checkpoint(
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         raise
     if before is not None:
-        await state.link.unload(before.id)
-        await asyncio.to_thread(shutil.rmtree, store.folder / before.path, ignore_errors=True)
+        discarding = asyncio.create_task(_discard(state, before))
+        _DISCARDING.add(discarding)
+        discarding.add_done_callback(_DISCARDING.discard)
+        await asyncio.wait({discarding}, timeout=_MOMENT)
     return row
+
+
+async def _discard(state: State, replaced: TinkerCheckpoint) -> None:
+    """Deletes the files of a checkpoint without a row, once no request uses them. After a crash the next
+    start of the server deletes them."""
+    await state.catalog.retire(replaced.id, None)
+    state.catalog.removed(replaced.id)
+    try:
+        await state.link.unload(replaced.id)
+        folder = state.store.folder / replaced.path
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    finally:
+        state.catalog.forget(replaced.id)
 
 
 def _place(source: Path, folder: Path, copied: bool) -> None:
     if copied:
-        partial = partial_of(folder)
-        shutil.copytree(source, partial)
-        settle(partial, folder)
+        link_files(source, folder)
     elif source != folder:
         settle(source, folder)

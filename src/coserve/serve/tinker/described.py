@@ -1,4 +1,4 @@
-"""Rows as the client reads them."""
+"""Rows in the client's formats."""
 
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -63,7 +63,7 @@ def told_session(row: TinkerSession, checkpoints: list[TinkerCheckpoint]) -> dic
 
 
 def told_metadata(given: dict[str, Any] | None) -> dict[str, str] | None:
-    """A client's own notes; the values are told as text."""
+    """A client's own metadata, with values as text."""
     if given is None:
         return None
     return {key: value if isinstance(value, str) else str(value) for key, value in given.items()}

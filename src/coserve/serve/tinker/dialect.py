@@ -11,7 +11,7 @@ from fastapi import Depends, Request
 from coserve.core.contained import contained
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant, TinkerSession
-from coserve.serve.tinker.checkpoints import delete_checkpoint
+from coserve.serve.tinker.checkpoints import delete_unused
 from coserve.serve.tinker.links import Links
 from coserve.serve.tinker.run_requests import RunRequests
 from coserve.serve.tinker.runs import Runs
@@ -46,11 +46,13 @@ class Dialect:
         await self._end(tenant.id, id, "The session has ended.")
 
     async def _end(self, tenant: str, id: str, reason: str) -> None:
-        """Ends what a session has under way, and deletes its temporary weights."""
+        """Ends what a session has under way, and deletes its temporary weights; those in use expire."""
         self.sessions.forget(tenant, id, reason)
         self.runs.close_session(tenant, id)
-        for row in await self.state.store.tinker_checkpoints.temporary(id):
-            await delete_checkpoint(self.state, row)
+        checkpoints = self.state.store.tinker_checkpoints
+        await delete_unused(self.state, await checkpoints.temporary(id))
+        for row in await checkpoints.temporary(id):
+            await checkpoints.change(row.id, expires=int(time.time()))
 
     async def _watch(self) -> None:
         """Ends silent sessions and deletes expired checkpoints; never returns."""
@@ -59,9 +61,9 @@ class Dialect:
             try:
                 for tenant, id in self.sessions.silent(self.silent_seconds):
                     await self._end(tenant, id, "The session's client gave no signs of life.")
-                for row in await self.state.store.tinker_checkpoints.outdated(time.time()):
-                    await delete_checkpoint(self.state, row)
-            except Exception as error:  # of the disk, or answers that go on: the next look tries again
+                outdated = await self.state.store.tinker_checkpoints.outdated(time.time())
+                await delete_unused(self.state, outdated)
+            except Exception as error:  # such as a full disk: the next look tries again
                 log.warning("sessions could not be looked after: %s", contained(error, "sessions"))
 
 

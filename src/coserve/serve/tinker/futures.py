@@ -1,8 +1,8 @@
-"""Results that clients come back for: `retrieve_future` waits for one, and may ask again.
+"""Results that clients fetch later: `retrieve_future` waits for one, and may be repeated.
 
 A future's id follows from the session and the number that the client gave its request, so a request that is
-sent twice is one future. Results are kept in memory, bounded in number, bytes and age; a client that asks for
-one that was dropped is told so (410), and sends its request again.
+sent twice is one future. Results are kept in memory, bounded in number, bytes and age. A client that asks for
+a dropped one gets 410, and sends its request again.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ class FutureLimits:
     most_tenant: int = 4096  # futures of one tenant, under way or kept
     bytes_tenant: int = 64 * 2**20  # of one tenant's results
     bytes_all: int = 512 * 2**20
-    seconds: float = 3600.0  # that a result is kept
-    seconds_read: float = 120.0  # that one is kept after it was read, for a client whose connection broke
+    seconds: float = 3600.0  # for which an unread result is kept
+    seconds_read: float = 120.0  # for which one is kept after it was read, in case the connection broke
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Why a future is not done, as the client reports it."""
+    """The reason for which a future is not done, as the client reports it."""
 
     state: QueueState = "active"
     reason: str | None = None
@@ -59,14 +59,14 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as the client knows them: the request was wrong (user), or the server failed."""
+    """An error in the client's terms: the request was wrong (user), or the server failed."""
 
     message: str
     category: Literal["user", "server"]
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The failure that an error means for a client."""
+        """A client's failure for an error."""
         if isinstance(error, CoserveError):
             error = ApiError.of(error)
         if isinstance(error, ApiError):

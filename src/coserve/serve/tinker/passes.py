@@ -27,8 +27,7 @@ _TARGETS: Final = "target_tokens"
 class PassRequest:
     """A `forward_backward`, or with `forward_only` a `forward`.
 
-    `problem` says what is wrong with its data: the request still takes its turn, so that later ones are not
-    kept waiting for it.
+    `problem` describes invalid data. The request still takes its turn, so that later ones do not wait for it.
     """
 
     model_id: str
@@ -65,8 +64,8 @@ def read_pass(body: bytes, encoding: str) -> PassRequest:
 
 
 def _decompressed(body: bytes) -> bytes:
-    """The content of a zstd frame that tells its size. Raises DataError for one that is damaged or too large,
-    of which no more than the most bytes of a body are ever written."""
+    """The content of a zstd frame that states its size. Raises DataError for a damaged or too large one;
+    never more than the limit of a body is written."""
     try:
         size = zstandard.frame_content_size(body)
         if size < 0 or size > MOST_BODY_BYTES:
@@ -138,7 +137,7 @@ def _numbers(number: int, name: str, code: str, data: bytes) -> list[Any]:
 
 
 def pass_payload(output: PassOutput) -> Payload:
-    """The reply to a pass: log-probabilities of the targets of each datum, and metrics whose names say how
+    """The reply to a pass: log-probabilities of the targets of each datum, and metrics whose names tell how
     those of several passes combine."""
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(output.logprobs))

@@ -208,7 +208,7 @@ def _count(kind: Any, data: memoryview, most: int) -> int:
                 place += size
             case 5:
                 place += 4
-            case _:  # groups, which this schema has not
+            case _:  # groups, which this schema does not have
                 raise _malformed()
     if place > len(data):
         raise _malformed()

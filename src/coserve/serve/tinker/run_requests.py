@@ -12,10 +12,10 @@ from coserve.errors import CoserveError, EngineLost, Quarantined
 from coserve.serve.errors import ApiError
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSampler
-from coserve.serve.tinker.checkpoints import add_checkpoint, trim_temporary
+from coserve.serve.tinker.checkpoints import add_checkpoint, in_use, trim_temporary
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.passes import PassRequest, pass_payload
-from coserve.serve.tinker.runs import OpenRun, Runs, source_of
+from coserve.serve.tinker.runs import OpenRun, Runs, check_source
 from coserve.serve.tinker.schema import (
     LoadWeightsRequest,
     OptimStepRequest,
@@ -118,10 +118,10 @@ class RunRequests:
         id = body.model_id
 
         async def load(run: OpenRun, submit: "Submit") -> Payload:
-            source = await source_of(self._state, tenant, body)
-            with self._state.catalog.use(await self._state.catalog.find(tenant, body.path)):
-                folder = self._state.store.folder / source.path
-                await submit(lambda: run.trainer.load(folder, body.optimizer))
+            async with in_use(self._state, tenant, body.path) as source:
+                check_source(source, body, run.row.base)
+                own = await run.trainer.take(self._state.store.folder / source.path)
+            await submit(lambda: run.trainer.load(own, body.optimizer))
             return Payload.of({"type": "load_weights", "path": body.path, "model_id": id})
 
         return self._in_turn(tenant, id, body.seq_id, "LoadWeights", load)
@@ -163,7 +163,7 @@ class RunRequests:
         return self._sessions.futures.begin(tenant.id, name, kind, whole)
 
     async def _final(self, run: OpenRun, error: CoserveError) -> CoserveError:
-        """A request's error; with what to go on from, where its run cannot."""
+        """A request's error. Where its run has ended, the error names the checkpoint to continue from."""
         is_lost = isinstance(error, EngineLost | Quarantined) and run.trainer.is_over
         return await self._runs.lost(run, error) if is_lost else error
 

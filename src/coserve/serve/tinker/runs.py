@@ -1,14 +1,15 @@
 """Training runs: each is a session of the engine, which its client opens and closes."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError, not_found
-from coserve.serve.state import State
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun
-from coserve.serve.tinker.checkpoints import readable_checkpoint
+from coserve.serve.tinker.checkpoints import in_use
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.schema import CreateModelRequest, LoadWeightsRequest, LoraConfig
 from coserve.serve.tinker.sessions import ClientSessions
@@ -16,7 +17,7 @@ from coserve.serve.tinker.trainer import EngineTrainer
 from coserve.serve.tinker.turns import Turns
 
 DEFAULT_RANK: Final = 32
-MOST_LOST: Final = 1024  # runs that could not go on, of which the reason is kept
+MOST_LOST: Final = 1024  # failed runs whose reason is kept
 
 
 @dataclass(eq=False)
@@ -31,7 +32,7 @@ class OpenRun:
 
 
 class Runs:
-    """All open runs of a server, and why others could not go on. For one event loop."""
+    """All open runs of a server, and the reasons for which others ended. For one event loop."""
 
     def __init__(self, sessions: ClientSessions) -> None:
         self._sessions, self._state = sessions, sessions.state
@@ -53,7 +54,7 @@ class Runs:
         )
 
     def used(self, row: TinkerRun) -> int:
-        """When a run had its last request, in Unix seconds."""
+        """Time of a run's last request, in Unix seconds."""
         run = self._open.get((row.tenant, row.id))
         return row.used if run is None else run.row.used
 
@@ -67,7 +68,9 @@ class Runs:
         id = f"{body.session_id}:train:{body.model_seq_id}"
 
         async def work(future: TinkerFuture) -> Payload:
-            run = await self._opened(future, tenant, body.session_id, id, lora, body.user_metadata)
+            run = await self._begun(future, tenant, body.session_id, id, lora, body.user_metadata)
+            with self._unless_it_fails(run):
+                await run.trainer.opened()
             return Payload.of({"type": "create_model", "model_id": run.row.id})
 
         await self._sessions.open_session(tenant, body.session_id)
@@ -85,10 +88,14 @@ class Runs:
             raise not_found(f"This server trains '{base}', not '{body.base_model}'.", "base_model")
 
         async def work(future: TinkerFuture) -> Payload:
-            source = await source_of(self._state, tenant, body)
-            with self._state.catalog.use(await self._state.catalog.find(tenant, body.path)):
-                run = await self._opened(future, tenant, session, id, source.lora, body.user_metadata)
-                await run.trainer.load(self._state.store.folder / source.path, body.optimizer)
+            async with in_use(self._state, tenant, body.path) as source:
+                check_source(source, body, base)
+                run = await self._begun(future, tenant, session, id, source.lora, body.user_metadata)
+                with self._unless_it_fails(run):
+                    own = await run.trainer.take(self._state.store.folder / source.path)
+            with self._unless_it_fails(run):
+                await run.trainer.opened()
+                await run.trainer.load(own, body.optimizer)
             return Payload.of({"type": "load_weights", "path": body.path, "model_id": run.row.id})
 
         return self._sessions.futures.begin(tenant.id, f"{id}:0", "LoadWeights", work)
@@ -111,8 +118,8 @@ class Runs:
         self._state.queue.note_job(run.tenant, run.row.id, trains=False)
 
     async def lost(self, run: OpenRun, error: CoserveError) -> CoserveError:
-        """Ends a run that cannot go on, and returns the error that says what to go on from; later requests
-        get it too."""
+        """Ends a run that cannot be restored. Returns the error, which names the checkpoint to continue from;
+        later requests get it too."""
         self.close(run)
         kept = self._state.store.tinker_checkpoints
         rows, _ = await kept.page(run.tenant.id, time.time(), run.row.id)
@@ -132,7 +139,7 @@ class Runs:
             if owner == tenant and run.row.session == session:
                 self.close(run)
 
-    async def _opened(
+    async def _begun(
         self,
         future: TinkerFuture,
         tenant: Tenant,
@@ -141,7 +148,7 @@ class Runs:
         lora: dict[str, Any],
         metadata: dict[str, Any] | None,
     ) -> OpenRun:
-        """A run with a session that is open. Without memory for it, it waits."""
+        """A run whose session opens once there is memory for it."""
         most = self._state.settings.max_jobs_tenant
         if sum(owner == tenant.id for owner, _ in self._open) >= most:
             raise ApiError(429, f"You have {most} open training runs: unload some.", code="quota_exceeded")
@@ -154,19 +161,23 @@ class Runs:
         trainer = EngineTrainer(self._state.link, id, lora, spare)
         run = self._open[tenant.id, id] = OpenRun(row, tenant, trainer)
         future.why = lambda: Waiting("paused_capacity", trainer.reason) if trainer.reason else Waiting()
+        return run
+
+    @contextmanager
+    def _unless_it_fails(self, run: OpenRun) -> Iterator[None]:
+        """Context of making a run, which is closed where the context fails: no client knows of it then."""
         try:
-            await trainer.opened()
+            yield
         except BaseException:
             self.close(run)
             raise
-        return run
 
 
-async def source_of(state: State, tenant: Tenant, body: LoadWeightsRequest) -> TinkerCheckpoint:
-    """The checkpoint to go on from. Raises ApiError 404 for one that the tenant may not read, and 400 for one
-    without the optimizer's state that is wanted."""
-    source = await readable_checkpoint(state, tenant, body.path)
+def check_source(source: TinkerCheckpoint, body: LoadWeightsRequest, base: str) -> None:
+    """Raises ApiError 400 for a checkpoint of another base, or without the optimizer's state that is
+    wanted."""
+    if source.base != base:
+        raise ApiError(400, f"{body.path} is of '{source.base}', and this server trains '{base}'.")
     if body.optimizer and source.kind != "weights":
         message = f"{body.path} has no state of an optimizer: load it without, or a path of 'weights'."
         raise ApiError(400, message, param="optimizer")
-    return source

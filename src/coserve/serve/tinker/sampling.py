@@ -121,7 +121,8 @@ def _alternatives(body: SampleRequest) -> int:
 
 
 def _why(sessions: ClientSessions, generation: GenerationRequest, future: TinkerFuture) -> Waiting:
-    """Why a sample is not done: it runs, or waits for a place in the engine, the engine, or an adapter."""
+    """The reason for which a sample is not done: it runs, or it waits for a place in the engine, for an
+    engine, or for an adapter."""
     state, names = sessions.state, [f"{generation.id}-{index}" for index in range(len(generation))]
     live = [name for name in names if name in state.link.live]
     if not state.link.ready:

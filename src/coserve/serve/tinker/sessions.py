@@ -1,4 +1,4 @@
-"""Sessions of clients: who owns what, and which of them still give signs of life."""
+"""Sessions of clients: their owners, and the time of each one's last sign of life."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class ClientSessions:
     def __init__(self, state: State, clock: Callable[[], float] = time.monotonic) -> None:
         self.state, self._clock = state, clock
         self.futures = Futures(clock=clock)
-        self._heard: dict[tuple[str, str], float] = {}  # when a client spoke, by tenant and session
+        self._heard: dict[tuple[str, str], float] = {}  # time of the last sign of life, by tenant and session
 
     async def session(self, tenant: Tenant, id: str) -> TinkerSession:
         """The tenant's session, which may have ended. Raises ApiError 404."""
@@ -53,7 +53,7 @@ class ClientSessions:
         return [session for session, heard in self._heard.items() if now - heard >= seconds]
 
     def forget(self, tenant: str, id: str, reason: str) -> None:
-        """Cancels what is under way for a session."""
+        """Cancels the work under way for a session."""
         self._heard.pop((tenant, id), None)
         for future in self.futures.of(tenant, f"{id}:"):
             self.futures.cancel(future, reason)

@@ -24,9 +24,11 @@ MOST_ROWS: Final = 2048  # of a micro-batch, and so of one datum: memory is rese
 
 
 class EngineTrainer:
-    """One training session, which goes on in the next engine where one dies. Operations run in the order of
-    these calls, which send them at once; what they return is awaited for the outcome, and raises
-    CoserveError, as the calls do once the session is over."""
+    """One training session, which continues in the next engine where one dies.
+
+    Operations run in the order of these calls, which send them at once; awaiting a call's result gives the
+    outcome. It raises CoserveError, as the calls do once the session is over.
+    """
 
     def __init__(self, link: EngineLink, session: str, lora: Mapping[str, Any], spare: Path) -> None:
         """Opens the session, with a fresh adapter: `lora` are its rank, its seed and the modules it is on;
@@ -37,7 +39,7 @@ class EngineTrainer:
         if lora["seed"] is not None:
             options["seed"] = lora["seed"]
         method = lora_method(link.hello, lora)
-        # Of an adapter's name in the engine, colons would be no part.
+        # An adapter's name in the engine may have no colons.
         adapter = session.replace(":", "-")
         self._name = session
         self._session = link.sessions.open(OpenTraining(0, session, adapter, method, options), spare)
@@ -68,11 +70,16 @@ class EngineTrainer:
         return _metrics(self._session.send(StepOptimizer(0, self._name, params)))
 
     def save(self, folder: Path, state: bool) -> Awaitable[Path]:
-        """Writes the weights, or with `state` what to go on from too; the folder that has it."""
+        """Writes the weights, with `state` also the optimizer's state. Returns the folder."""
         return _folder(self._session.send(SaveTraining(0, self._name, str(folder), state)))
 
+    async def take(self, folder: Path) -> Path:
+        """Takes the files of saved weights, which `load` can read even if `folder` is deleted. Returns the
+        folder with them."""
+        return await self._session.take(folder)
+
     def load(self, folder: Path, optimizer: bool) -> Awaitable[Reply]:
-        """Goes on from the weights in a folder, with `optimizer` from its whole state."""
+        """Continues from weights that were taken; with `optimizer` from their moments as well."""
         return self._session.send(LoadTraining(0, self._name, str(folder), optimizer))
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 
 from coserve.serve.errors import ApiError
 
-GAP_SECONDS: Final = 300.0  # what a request waits for earlier ones: clients send theirs again for as long
+GAP_SECONDS: Final = 300.0  # seconds that a request waits for earlier ones: clients repeat theirs for as long
 MOST_WAITING: Final = 256
 
 
@@ -60,7 +60,7 @@ class Turns:
             waiter.set_result(True)
 
     def _give_up(self) -> None:
-        """Fails all that wait, and goes on after the last of them."""
+        """Fails all requests that wait, and continues after the last of them."""
         self.next = max((self.next - 1, *self._waiting)) + 1
         for waiter in self._waiting.values():
             if not waiter.done():

@@ -30,6 +30,7 @@ from coserve.serve.store.durable import drop_resume_state, sweep
 from coserve.serve.store.records import JobRecord, NewsMark
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
+from coserve.serve.training.origins import drop_origins
 from coserve.serve.training.recipe import spec_of
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
 from coserve.wire.messages import (
@@ -50,7 +51,7 @@ from coserve.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
-_GOOD_CHECKPOINTS: Final = 2  # that a running job can go on from: the newest, and one if that is damaged
+_GOOD_CHECKPOINTS: Final = 2  # kept of a running job: the newest, and one in case that is damaged
 
 _STARVED: Final = "waits for room beside requests, whose bounds have left no time to train"
 _REMEDY: Final = (
@@ -62,6 +63,7 @@ _TRAINS_AGAIN: Final = "Fine-tuning job trains again beside requests"
 # Reasons for a job's failure, in OpenAI's words.
 _CODES: Final = {
     "DataError": "invalid_training_file",
+    "ValidationDataError": "invalid_validation_file",
     "LossNotFinite": "loss_not_finite",
     "NotOffered": "not_offered",
     "AdapterError": "invalid_adapter",
@@ -69,6 +71,9 @@ _CODES: Final = {
     "ConfigError": "invalid_hyperparameters",
     "OutOfMemory": "out_of_memory",
 }
+
+# And the parameter at fault.
+_FILES: Final = {"DataError": "training_file", "ValidationDataError": "validation_file"}
 
 
 class JobController:
@@ -84,10 +89,10 @@ class JobController:
         self._draining = False
         self._generation = ""
         self._inside: set[str] = set()  # jobs that the engine has, those that it is stopping included
-        self._waiting: dict[str, str] = {}  # of these, which wait for memory, and what they say about it
-        self._starved: dict[str, int] = {}  # of those that train, which have no time, and since when
-        self._leaving = ""  # the job that was asked to wait for another tenant's
-        self._weights: dict[str, float] = {}  # as the engine was told them
+        self._waiting: dict[str, str] = {}  # those of them that wait for memory, with the reason
+        self._starved: dict[str, int] = {}  # those that train without time, and since when
+        self._leaving = ""  # the job that is being stopped for another tenant's
+        self._weights: dict[str, float] = {}  # as last sent to the engine
         self._trials: dict[str, asyncio.Task[None]] = {}  # jobs that wait to be tried alone
         link.news.on_connect.append(self._connected)
         link.news.on_news = self._heard
@@ -127,7 +132,8 @@ class JobController:
         return self._waiting.get(job.id, f"waits until one of {self._settings.max_jobs} jobs that train ends")
 
     def starved_since(self, job: JobRecord) -> int | None:
-        """When a running job that requests leave no time trained last, Unix seconds; None for others."""
+        """Time of the last training of a running job that requests leave no time, Unix seconds; None for
+        others."""
         return self._starved.get(job.id) if job.status == JobStatus.RUNNING else None
 
     @property
@@ -154,7 +160,7 @@ class JobController:
             elif status != JobStatus.QUEUED and job.id in self._inside:
                 self._link.send(StopJob(job.id, keep=status == JobStatus.PAUSED))
             if status.is_final and job.id not in self._inside:
-                await self._drop_resume_state(job.id, keep=0)
+                await self._drop_what_training_needs(job.id)
             await self._bring_in()
         return await self._now(job)
 
@@ -183,13 +189,13 @@ class JobController:
                     self._link.send(StopJob(id, keep=id in jobs))
                 elif (
                     jobs[id].status == JobStatus.QUEUED and id not in hello.waiting
-                ):  # resumed before its pause had come through, or even set out
+                ):  # resumed before the engine had taken its pause
                     await self._store.jobs.move(id, (JobStatus.QUEUED,), JobStatus.RUNNING)
-            if self._draining:  # what is not in this engine goes on in the next server
+            if self._draining:  # jobs that are not in this engine continue under the next server
                 return
             for job in jobs.values():
                 if job.status == JobStatus.RUNNING and job.id not in self._inside:
-                    await self._start(job)  # which the engine ignores if the job's end is on its way
+                    await self._start(job)  # ignored by the engine if the job's end is on its way
             await self._bring_in()
 
     async def _heard(self, numbered: Numbered) -> None:
@@ -278,7 +284,7 @@ class JobController:
                 return  # it can go on
             case _:
                 await self._store.job_events.cancelled(mark, news.job)
-        await self._drop_resume_state(news.job, keep=0)
+        await self._drop_what_training_needs(news.job)
 
     async def _succeeded(self, mark: NewsMark, news: JobEnded) -> None:
         jobs = {job.id: job for job in await self._store.jobs.unfinished()}
@@ -296,7 +302,7 @@ class JobController:
 
     async def _failed(self, mark: NewsMark, job: str, fault: Fault | None) -> None:
         fault = fault or Fault("JobError", "the engine did not say why")
-        param = "training_file" if fault.kind == "DataError" else None
+        param = _FILES.get(fault.kind)
         error = {"code": _CODES.get(fault.kind, "job_failed"), "message": fault.text, "param": param}
         await self._store.job_events.failed(mark, job, error)
 
@@ -352,15 +358,20 @@ class JobController:
         self._inside.discard(job)
 
     async def _hand_in(self, job: JobRecord, weight: float) -> None:
-        command = StartJob(await spec_of(self._store, job), weight)
+        command = StartJob(await spec_of(self._store, job, self._settings.base_id(job.base)), weight)
         suspect = self._link.probation.suspects.get(WorkItem("job", job.id))
         self._link.probation.enter(WorkItem("job", job.id), -1 if suspect is None else suspect.progress)
         self._link.send(command)
 
     async def _unfinished(self) -> list[JobRecord]:
-        """Unfinished jobs of this server's base."""
+        """Unfinished jobs of this server's bases."""
         jobs = await self._store.jobs.unfinished()
-        return [job for job in jobs if job.base == self._settings.base_name]
+        return [job for job in jobs if job.base in self._settings.base_names]
+
+    async def _drop_what_training_needs(self, job: str) -> None:
+        """Deletes what a job that is over needs no more."""
+        await self._drop_resume_state(job, keep=0)
+        await drop_origins(self._store, job)
 
     async def _drop_resume_state(self, job: str, keep: int) -> None:
         """Deletes the optimizer states (twice the size of the weights) of all but the newest `keep`

@@ -15,14 +15,15 @@ from coserve.serve.schema.jobs import (
 from coserve.serve.store.records import JobRecord
 from coserve.serve.store.store import Store
 from coserve.serve.store.tinker import as_adapter
+from coserve.serve.training.origins import Origin, origin_folder
 from coserve.wire.messages import JobSpec
 
-_USUAL_RATE: Final = 2e-4  # of adapters on models whose rows are as wide as this:
+_USUAL_RATE: Final = 2e-4  # for adapters of models with this width:
 _USUAL_WIDTH: Final = 4096
 _EPOCHS: Final = 3
 _FEWEST, _MOST = 100, 25_000  # examples that should pass in all, repeated ones counted each time
 _MOST_EPOCHS: Final = 25
-_STEPS: Final = 100  # optimizer steps there should at least be
+_STEPS: Final = 100  # least optimizer steps of a job
 _LARGEST_BATCH: Final = 32
 _MOST_CHECKPOINTS: Final = 100  # of one job, whose weights stay on the disk
 # Of a job's options those that are not TrainingConfig's: the training method, and the id of who teaches.
@@ -36,9 +37,9 @@ _OTHERS: Final = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`hyperparameters` as OpenAI shows them; `options` go into TrainingConfig, but for the
-    `objective`, the type and settings of the training method, which a supervised job has none of, and the
-    `teacher`, the id of the adapter that teaches."""
+    """A job's settings. `hyperparameters` are those that OpenAI's API shows. `options` go into
+    TrainingConfig, except for the `objective` (type and settings of the training method; none of supervised
+    training) and the `teacher` (the id of the adapter that teaches)."""
 
     hyperparameters: dict[str, Any]
     options: dict[str, Any]
@@ -110,8 +111,9 @@ def _check_optimizer(optimizer: OptimizerSettings, validates: bool) -> None:
             raise ApiError(400, message, param=f"optimizer.{name}", code="invalid_value")
 
 
-async def spec_of(store: Store, job: JobRecord) -> JobSpec:
-    """The engine's description of a job. The path of a missing file is empty, and the job fails there."""
+async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
+    """The engine's description of a job on the base of the id `base`. The path of a missing file is empty,
+    and the job fails there."""
     paths = {
         file.id: str(store.file_path(file))
         for id in (job.training_file, job.validation_file)
@@ -128,28 +130,35 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
         options=options,
         objective=job.options.get("objective", {}),
         method=job.peft or {},
-        start_from=await _folder_of(store, job.start_from),
-        teacher=await _folder_of(store, job.options.get("teacher")),
+        start_from=await _folder_of(store, job.id, "start", job.start_from),
+        teacher=await _folder_of(store, job.id, "teacher", job.options.get("teacher")),
         validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
         every=job.every,
         keep_best=wanted.load_best_model_at_end or wanted.early_stopping_patience is not None,
         patience=wanted.early_stopping_patience,
         threshold=wanted.early_stopping_threshold,
         validated={step: cost for step, cost in costs if cost is not None},
+        base=base,
     )
 
 
 def _cost(metrics: Mapping[str, Any]) -> float | None:
-    """The number that a job's best checkpoint has the lowest of; None where validation gave none."""
+    """The number of which a job's best checkpoint has the lowest; None where validation gave none."""
     reward = metrics.get("valid_reward")
     return metrics.get("valid_loss") if reward is None else -reward
 
 
-async def _folder_of(store: Store, id: str | None) -> str | None:
-    """The folder of an adapter or a checkpoint; of one that has gone one that is not there, and the job fails
-    there."""
+async def _folder_of(store: Store, job: str, origin: Origin, id: str | None) -> str | None:
+    """The folder of an adapter that a job begins with or learns from.
+
+    A job without files of its own was made by an earlier version, or uses an adapter of the server's
+    settings. If that has been removed, the folder is missing, and the job fails.
+    """
     if id is None:
         return None
+    own = origin_folder(store, job, origin)
+    if own.is_dir():
+        return str(own)
     adapter = await store.adapters.get(id)
     if adapter is None and (checkpoint := await store.tinker_checkpoints.get(id)) is not None:
         adapter = as_adapter(checkpoint)
@@ -166,7 +175,7 @@ def auto_epochs(examples: int) -> int:
 
 
 def usual_rate(width: int) -> float:
-    """The learning rate that a multiplier of 1 stands for.
+    """The learning rate of a multiplier of 1.
 
     With Adam a step changes every weight by a similar amount, which changes sums of `width` products in
     proportion to `width`, so the rate is inversely proportional to it.

@@ -29,7 +29,7 @@ def next_to_wait(jobs: Sequence[JobRecord], weights: Mapping[str, float]) -> Job
     if chosen is None or not running:
         return None
     counts = Counter(job.tenant for job in running)
-    # The newest of several that are equal: `max` takes the first that it meets.
+    # The newest of several equal ones: `max` takes the first that it meets.
     last = max(reversed(running), key=lambda job: counts[job.tenant] / weights[job.tenant])
     left, gained = counts[last.tenant] - 1, counts[chosen.tenant] + 1
     is_even = left / weights[last.tenant] >= gained / weights[chosen.tenant]

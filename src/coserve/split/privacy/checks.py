@@ -28,7 +28,7 @@ class Factors:
 
     @staticmethod
     def drawn(inputs: int, outputs: Mapping[str, int]) -> "Factors":
-        """From the system's random generator, for these widths."""
+        """Factors for these widths, drawn from the system's random generator."""
         return Factors(
             {path: uniform_weights(_TIMES, width) for path, width in outputs.items()},
             uniform_weights(_TIMES, inputs),

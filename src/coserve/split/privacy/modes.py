@@ -12,10 +12,12 @@ from coserve.split.tls import ClientTls
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Additive noise (Symbiosis, 3.8): obfuscation, as the executor has seen the noise. Each linear has
-    `values` noise values, of which each row gets one at random; after `uses` calls there are new ones. They
-    are `level` times the square root of the width larger than the rows: less does not hide which of many
-    rows is the nearest one. That costs as many digits, so the base must have float32."""
+    """Additive noise (Symbiosis, 3.8): obfuscation, as the executor has seen the noise.
+
+    Each linear has `values` noise values, of which each row gets one at random; after `uses` calls they are
+    replaced. They are `level` times the square root of the width larger than the rows: smaller noise does not
+    hide which of many rows is the nearest one. It costs as many digits, so the base must have float32.
+    """
 
     values: int = 4
     level: float = 1.0
@@ -28,10 +30,13 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Secret shares between the executor that is attached to and a second one at `address`, of the same base,
-    which must not tell each other what they get. `key` is the second one's, and `tls` says how it is known
-    where that differs from the first one; where the second party has shards, all are as `attach` takes them.
-    An executor that has not answered after `timeout` seconds is given up."""
+    """Secret shares between the attached executor and a second one at `address`, of the same base. The two
+    must not tell each other their shares.
+
+    `key` is the second one's, and `tls` its settings where they differ from the first one's. Where the second
+    party has shards, all three are as `attach` takes them. An executor that has not answered after `timeout`
+    seconds is given up.
+    """
 
     address: str | Sequence[str]
     key: str | Sequence[str] = ""

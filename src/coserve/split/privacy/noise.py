@@ -1,7 +1,7 @@
 """Additive noise with effects computed ahead (Symbiosis, 3.8).
 
-This is obfuscation: the executor has computed the effects, so it has seen every noise value, and can take
-them out again. One who has not seen them finds them as the means of clusters of rows (docs/privacy.md).
+This is obfuscation: the executor has computed the effects, so it has seen every noise value, and can subtract
+them. An observer that has not seen them finds them as the means of clusters of rows (docs/privacy.md).
 """
 
 import secrets
@@ -24,11 +24,11 @@ class NoisyCalls:
     """Calls of one executor with noise on every row, in both directions."""
 
     def __init__(self, calls: Calls, values: int, level: float, uses: int) -> None:
-        """Each linear's input and output gradient has `values` noise values, of which each row gets one,
-        `level` times the width's square root larger than the call's rows are; after `uses` calls they are
-        replaced. Asks for the effects of those on the way forward; those on the way back are asked for when
-        first needed. Raises what calls raise."""
-        self.base = calls.base.of_linears()  # whose effects on noise can be taken out
+        """Each linear's input and output gradient has `values` noise values, of which each row gets one. They
+        are `level` times the width's square root larger than the call's rows; after `uses` calls they are
+        replaced. Effects of forward noise are requested now, those of backward noise when first needed.
+        Raises the errors of calls."""
+        self.base = calls.base.of_linears()  # for linear calls alone the effects of noise can be subtracted
         self._calls, self._level = calls, level
         self._of_input: dict[str, _Noise] = {}
         self._of_output: dict[str, _Noise] = {}
@@ -73,7 +73,7 @@ class _Denoised:
         self._answer, self._effects = answer, effects
 
     def result(self, timeout: float | None = None) -> list[Tensor]:
-        """Raises what the call raises."""
+        """Raises the errors of the call."""
         rows = self._answer.result(timeout)
         return [
             (part.float() - torch.stack(list(terms)).sum(0)).to(part.dtype)
@@ -117,7 +117,7 @@ class _Noise:
         with self._lock:
             if not self._left:
                 self.prepare()
-                pending, self._pending = self._pending, None  # one that fails is asked for again
+                pending, self._pending = self._pending, None  # a failed one is requested again
                 assert pending is not None, "just asked for"
                 answers = pending.result()
                 effects = [part[:-1].float() - part[-1:].float() for part in answers]

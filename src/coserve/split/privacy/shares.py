@@ -28,9 +28,9 @@ class SharedCalls:
 
     def __init__(self, calls: Sequence[Calls], names: Sequence[str], timeout: float) -> None:
         """`names` are the executors' in errors; one that has not answered after `timeout` seconds is given
-        up. Asks both for biases and for what the checks need: a pass over all weights, and another one for
+        up. Requests biases and the facts for checks from both: a pass over all weights, and another one for
         each linear's transpose. Raises AdapterMismatch where they have different bases, UnsupportedModel for
-        weights that are not finite, and what a call raises."""
+        weights that are not finite, and the errors of calls."""
         self._pair = _Pair(calls, names, timeout)
         self.base = _common_base([found.base for found in calls], names)
         self._exponents = {path: s for group in self.base.groups for path, s in group.exponents.items()}
@@ -45,7 +45,7 @@ class SharedCalls:
     def __deepcopy__(self, memo: Mapping[int, object]) -> "SharedCalls":
         return self  # copies of a model are clients of the same executors
 
-    def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "_Rows":
+    def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "_SharedRows":
         """Sends each executor its share of a call."""
         paths, is_forward = call.paths, call.direction == "forward"
         if is_forward:
@@ -58,14 +58,14 @@ class SharedCalls:
             scales = [scale]
         biases = [self._biases[path] for path in paths] if is_forward else None
         shared = self._pair.submit(call, elements, widths, self._checks[paths[0]])
-        return _Rows(shared, scales, biases, self._dtype)
+        return _SharedRows(shared, scales, biases, self._dtype)
 
     def close(self) -> None:
         """Ends both connections."""
         self._pair.close()
 
 
-class _Rows:
+class _SharedRows:
     """The answer to a call as rows of the base's type."""
 
     def __init__(
@@ -198,7 +198,7 @@ class _Secrets:
         return {path: bias[0].double() for path, bias in zip(self.paths, first, strict=True)}
 
     def checks(self) -> Checks:
-        """Raises what calls raise."""
+        """Raises the errors of calls."""
         forward = {path: answer.result()[0] for path, answer in self._forward.items()}
         return Checks(self._factors, forward, dict(zip(self.paths, self._backward.result(), strict=True)))
 

@@ -1,4 +1,5 @@
-"""Graders that need nothing but the answer: string checks, regular expressions, JSON schemas, Python.
+"""Graders that need nothing but the answer: string checks, regular expressions, JSON schemas, Python; and
+graders from their settings.
 
 A grader is settings, checked when they are made, and `grade(answer, item)`, which any thread may call;
 `item` is the record's reference. To add one, write its class and name it in `GRADERS`.
@@ -7,6 +8,7 @@ A grader is settings, checked when they are made, and `grade(answer, item)`, whi
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final, Protocol
 
@@ -19,7 +21,20 @@ from coserve.train.grading.template import ANSWER, Template
 _OPERATIONS: Final = ("eq", "ne", "like", "ilike")
 _MOST_SCHEMA: Final = 1 << 16  # characters
 _DEEPEST: Final = 64  # levels of a schema
-_PROGRAM: Final = 1 << 20  # bytes of a pattern's program in a schema
+_PROGRAM: Final = 1 << 18  # bytes of a pattern's program in a schema
+MOST_NESTED: Final = 16  # graders of a grader
+_MOST_PATTERNS: Final = 32  # of a schema: they are compiled under the interpreter's lock
+_REFERENCES: Final = frozenset({"$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id"})
+_REFUSED: Final[Mapping[str, str]] = {
+    "python": "it would run a tenant's code in the engine's process: use the type http, or PythonGrader in "
+    "the Python API",
+    "endpoint": "its name here is http",
+    **dict.fromkeys(
+        ("score_model", "label_model"),
+        "no model grades answers here: use the type http with a service that asks one",
+    ),
+}
+_EXPONENTIAL: Final = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 
 
 class Grader(Protocol):
@@ -106,8 +121,12 @@ class RegexGrader:
 
 @dataclass(frozen=True)
 class JsonSchemaGrader:
-    """1 if the answer is JSON that `schema` accepts, else 0. A schema refers to no other one: `$ref` would
-    let it call itself without end, or ask other hosts."""
+    """1 if the answer is JSON that `schema` accepts, else 0.
+
+    A schema refers to no other one: `$ref` would let it call itself without end, or ask other hosts. It has
+    no `unevaluatedProperties`: each evaluates what is within once more, so thirty levels of them take
+    days. And it has few regular expressions: all of this is computed under the interpreter's lock.
+    """
 
     type: ClassVar[str] = "json_schema"
     schema: Mapping[str, Any]
@@ -117,7 +136,11 @@ class JsonSchemaGrader:
     def __post_init__(self) -> None:
         if not isinstance(self.schema, Mapping):
             raise ConfigError("the grader's schema must be an object")
-        _check_schema(self.schema, "the grader's schema", 0)
+        patterns = _check_schema(self.schema, "the grader's schema", 0)
+        if patterns > _MOST_PATTERNS:
+            raise ConfigError(
+                f"the grader's schema has {patterns} regular expressions, and may have {_MOST_PATTERNS}"
+            )
         text = json.dumps(self.schema)
         if len(text) > _MOST_SCHEMA:
             raise ConfigError(f"the grader's schema may have {_MOST_SCHEMA} characters, not {len(text)}")
@@ -163,44 +186,78 @@ class PythonGrader:
 
 def checked_reward(value: object, what: str) -> float:
     """The reward as a number. Raises JobError for anything else."""
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
+    if isinstance(value, bool | int | float):
+        with suppress(OverflowError):  # of a whole number beyond all floats, whose digits are not shown
+            if math.isfinite(value):
+                return float(value)
+            raise JobError(f"{what} must give a finite number, not {value}")
+        raise JobError(f"{what} must give a finite number, not one beyond 1e308")
     raise JobError(f"{what} must give a finite number, not {str(value)[:80]!r}")
 
 
 def grader_from(
     settings: Mapping[str, Any], kinds: Mapping[str, Callable[..., Grader]], **operators: object
 ) -> Grader:
-    """A grader from plain fields, of one of these `kinds`. Fields in `operators` are the operator's to set.
-    Raises ConfigError."""
+    """A grader from plain fields, of one of these `kinds`; the field that a kind names as `nested` has
+    graders by name. Fields in `operators` are the operator's to set. Raises ConfigError."""
     if not isinstance(settings, Mapping):
         raise ConfigError("the grader must be an object with a type")
     given = dict(settings)
     name = given.pop("type", None)
     if not isinstance(name, str) or (kind := kinds.get(name)) is None:
-        raise ConfigError(f"there is no grader {name!r}, only {', '.join(kinds)}")
+        reason = _REFUSED.get(name) if isinstance(name, str) else None
+        raise ConfigError(
+            f"there is no grader {name!r:.80}{f': {reason}' if reason else ''}; there are {', '.join(kinds)}"
+        )
     of_kind = [one.name for one in fields(kind) if one.init]  # type: ignore[arg-type]
     known = [field for field in of_kind if field not in operators]
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"the grader {name!r} has no field {unknown[0]!r}, only {', '.join(known)}")
+    nested = getattr(kind, "nested", None)
+    if nested is not None and isinstance(parts := given.get(nested), Mapping):
+        given[nested] = _nested(parts, kinds, operators)
     try:
         return kind(**given, **{name: operators[name] for name in of_kind if name in operators})
     except TypeError as error:
         raise ConfigError(f"the grader {name!r}: {str(error).partition(') ')[2] or error}") from error
 
 
-def _check_schema(value: object, what: str, depth: int) -> None:
-    """Raises ConfigError for a reference, and for a schema that is nested too deeply."""
+def _nested(
+    parts: Mapping[str, Any], kinds: Mapping[str, Callable[..., Grader]], operators: Mapping[str, object]
+) -> dict[str, Grader]:
+    """Graders within one, by name; one level of them. Raises ConfigError."""
+    flat = {name: kind for name, kind in kinds.items() if not hasattr(kind, "nested")}
+    if len(parts) > MOST_NESTED:
+        raise ConfigError(f"a grader may have {MOST_NESTED} graders, not {len(parts)}")
+    made = {}
+    for name, settings in parts.items():
+        try:
+            made[name] = grader_from(settings, flat, **operators)
+        except ConfigError as error:
+            raise ConfigError(f"{name!r:.80}: {error}") from error
+    return made
+
+
+def _check_schema(value: object, what: str, depth: int) -> int:
+    """The number of regular expressions in a schema. Raises ConfigError for a reference, for what takes
+    exponential time, and for a schema that is nested too deeply."""
     if depth > _DEEPEST:
         raise ConfigError(f"{what} may have {_DEEPEST} levels")
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key in ("$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id"):
-                raise ConfigError(f"{what} has {key!r}: write out what it stands for")
-            _check_schema(inner, what, depth + 1)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            _check_schema(inner, what, depth + 1)
+    if isinstance(value, list | tuple):
+        return sum(_check_schema(inner, what, depth + 1) for inner in value)
+    if not isinstance(value, Mapping):
+        return 0
+    patterns = 0
+    for key, inner in value.items():
+        if key in _REFERENCES:
+            raise ConfigError(f"{what} has {key!r}: write out what it stands for")
+        if key in _EXPONENTIAL:
+            instead = key.replace("unevaluatedP", "additionalP").replace("unevaluatedI", "i")
+            raise ConfigError(f"{what} has {key!r}, which takes exponential time: use {instead!r}")
+        patterns += key == "pattern" and isinstance(inner, str)
+        patterns += len(inner) if key == "patternProperties" and isinstance(inner, Mapping) else 0
+        patterns += _check_schema(inner, what, depth + 1)
+    return patterns
 
 
 GRADERS: Final[Mapping[str, Callable[..., Grader]]] = {

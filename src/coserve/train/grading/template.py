@@ -11,25 +11,40 @@ from coserve.errors import ConfigError, DataError
 ANSWER: Final = "{{sample.output_text}}"
 _FIELD: Final = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
 _LONGEST: Final = 10_000  # characters of a template
+_SHOWN: Final = 100  # characters of a name in an error
+_LONGEST_RENDERED: Final = 1 << 20  # and with its fields filled in: a record's may be long, and come often
 
 
 class Template:
     """A text with fields of the prompt's record (`item`) and of the sampled answer (`sample.output_text`)."""
 
-    def __init__(self, text: str, what: str) -> None:
-        """`what` names the template in errors. Raises ConfigError for a field that is neither."""
+    def __init__(self, text: str, what: str, longest: int = _LONGEST_RENDERED) -> None:
+        """`what` names the template in errors; filled in it has at most `longest` characters. Raises
+        ConfigError for a field that is neither."""
         if not isinstance(text, str) or len(text) > _LONGEST:
             raise ConfigError(f"{what} must be a text of at most {_LONGEST} characters")
+        self._what, self._longest = what, longest
         for field in _FIELD.findall(text):
             if field != "sample.output_text" and not field.startswith("item."):
                 raise ConfigError(
-                    f"{what} has the field {field!r}: there are sample.output_text and item.NAME"
+                    f"{what} has the field {field[:_SHOWN]!r}: there are sample.output_text and item.NAME"
                 )
         self._text = text
 
     def render(self, answer: str, item: Mapping[str, Any]) -> str:
-        """The text with its fields filled in. Raises DataError for a field that the record lacks."""
-        return _FIELD.sub(lambda found: self._value(found[1], answer, item), self._text)
+        """The text with its fields filled in. Raises DataError for a field that the record lacks, and for a
+        text that gets too long."""
+        room = self._longest - len(self._text)
+
+        def filled(found: re.Match[str]) -> str:
+            nonlocal room
+            value = self._value(found[1], answer, item)
+            room -= len(value)
+            if room < 0:
+                raise DataError(f"{self._what} has more than {self._longest} characters, with its fields")
+            return value
+
+        return _FIELD.sub(filled, self._text)
 
     def check(self, item: Mapping[str, Any]) -> None:
         """Raises DataError for a field that the record lacks."""
@@ -43,6 +58,6 @@ class Template:
         for name in field.split(".")[1:]:
             if not isinstance(value, Mapping) or name not in value:
                 known = ", ".join(map(str, item)) or "nothing"
-                raise DataError(f"the grader needs {field}, and the record has {known}")
+                raise DataError(f"the grader needs {field[:_SHOWN]}, and the record has {known[:_SHOWN]}")
             value = value[name]
         return value if isinstance(value, str) else msgspec.json.encode(value).decode()

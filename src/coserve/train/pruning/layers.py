@@ -97,8 +97,8 @@ class LayerKey:
 
 
 def _choice(key: LayerKey, layer: int, placed: Sequence[tuple[Place, Bypass]]) -> Choice | None:
-    """Of `layer` with what is `placed` in it. None where torch cannot trace it: what it does
-    depends on its numbers."""
+    """The choice of `layer` with what is `placed` in it. None where torch cannot trace the layer, as its
+    control flow depends on numbers."""
     try:
         sketch = sketch_of(key.model)
         graph = trace(sketch, layer, placed, key.asks_input, key.asks_past)

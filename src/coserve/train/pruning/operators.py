@@ -41,7 +41,7 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class _Mark(torch.autograd.Function):
+class _MarkFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         marked: Tensor = _mark(x, name)
@@ -68,7 +68,7 @@ class _Attend(torch.autograd.Function):
 
 def mark(x: Tensor, name: str) -> Tensor:
     """x under a name that a trace of it shows."""
-    marked: Tensor = _Mark.apply(x, name)  # type: ignore[no-untyped-call]
+    marked: Tensor = _MarkFunction.apply(x, name)  # type: ignore[no-untyped-call]
     return marked
 
 

@@ -35,7 +35,7 @@ def test_what_was_read_does_not_change_with_the_next_file(method: str, tmp_path:
     engine, buffer = make_engine(), Buffer()
     base = engine.base
     folders = [stored(engine, tmp_path / str(seed), METHODS[method], seed) for seed in (1, 2)]
-    versions = [engine.look_at_adapter("a", folder) for folder in folders]
+    versions = [engine.adapters.look_at("a", folder) for folder in folders]
     first = versions[0].read(base, base.dtype, base.device, buffer)
     before = {name: tensor.clone() for name, tensor in first.parameters().items()}
     second = versions[1].read(base, base.dtype, base.device, buffer)

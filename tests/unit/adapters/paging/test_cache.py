@@ -1,4 +1,4 @@
-"""Which tier versions are in: a scripted device, bytes that are small numbers, and no tensor."""
+"""Tiers of adapter versions: on a scripted device, with small numbers of bytes and no tensor."""
 
 import random
 from collections.abc import Iterable

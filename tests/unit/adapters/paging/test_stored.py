@@ -1,4 +1,4 @@
-"""What is known of an adapter without its weights, and that it is those weights that come."""
+"""Stored adapters: their facts without weights, and that the weights read later are the same."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_an_outline_is_the_adapter_but_for_its_values(engine: Engine, method: st
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.parameters().items()}
     assert {name: tuple(tensor.shape) for name, tensor in outline.parameters().items()} == shapes
     assert all(tensor.is_meta for tensor in outline.parameters().values())
-    found = engine.look_at_adapter("a", folder)
+    found = engine.adapters.look_at("a", folder)
     assert found.outline.nbytes == whole.nbytes
     assert found.cost == whole.nbytes + engine.executor.slot_pools.slot_nbytes(whole.bypasses)
     counts = whole.virtual.count, whole.virtual.prompt_count
@@ -83,7 +83,7 @@ def test_what_lies_in_memory_does_not_change_with_the_file(engine: Engine, tmp_p
 def test_files_that_are_not_what_they_were_are_refused(
     engine: Engine, tmp_path: Path, harm: object, words: str
 ) -> None:
-    found = engine.look_at_adapter("a", stored(engine, tmp_path))
+    found = engine.adapters.look_at("a", stored(engine, tmp_path))
     assert callable(harm)
     harm(tmp_path)
     with pytest.raises(AdapterError, match=words) as refused:
@@ -93,16 +93,16 @@ def test_files_that_are_not_what_they_were_are_refused(
 
 def test_what_cannot_be_an_adapter_is_found_without_its_weights(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="cannot be read"):
-        engine.look_at_adapter("a", tmp_path)
+        engine.adapters.look_at("a", tmp_path)
     folder = stored(engine, tmp_path)
     os.truncate(folder / WEIGHTS, 5000)
     with pytest.raises(AdapterError, match="cannot be read"):
-        engine.look_at_adapter("a", folder)
+        engine.adapters.look_at("a", folder)
     (folder / WEIGHTS).write_bytes(b"")
     with pytest.raises(AdapterError, match="cannot be read"):
-        engine.look_at_adapter("a", folder)
+        engine.adapters.look_at("a", folder)
     folder = stored(engine, tmp_path)
     text = (folder / CONFIG).read_text()
     (folder / CONFIG).write_text(text.replace('"r": 4', '"r": 5'))
     with pytest.raises(AdapterMismatch, match="matrices of rank 4"):
-        engine.look_at_adapter("a", folder)
+        engine.adapters.look_at("a", folder)

@@ -32,7 +32,7 @@ def drawn(layout: Layout, rows: int, seed: int, dtype: torch.dtype = torch.float
 def by_backend(
     backend: TrainingLoraBackend, layout: Layout, x: Tensor, y: Tensor, a: Tensor, b: Tensor, grad: Tensor
 ) -> list[Tensor]:
-    """What comes out, and the gradients of x, of a and of b; a and b are tables, as the twins take them."""
+    """The result, and the gradients of x, a and b; a and b are tables, as in `reference.py`."""
     spans = layout.ranks
     weights = LoraWeights([a[span] for span in spans], [b[span].t() for span in spans], [1.0] * len(spans))
     out, of_x = y.clone(), torch.zeros_like(x)
@@ -74,7 +74,7 @@ def test_products_and_gradients_are_those_of_the_twin(
 
 
 def test_the_twin_s_gradients_are_autograd_s() -> None:
-    """What every way is compared with is itself the derivative of what it says it is."""
+    """The reference's gradients are those of autograd: every backend is compared with them."""
     layout = Layout.of([(slice(0, 2), 1), (slice(3, 9), 0), (slice(9, 10), 1)], [3, 5, 2])
     x, y, a, b, grad = drawn(layout, 12, 5)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, a, b)]

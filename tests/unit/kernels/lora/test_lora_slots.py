@@ -60,7 +60,7 @@ def test_each_row_gets_its_own_adapter_s_products(
 
 
 def products(tables: SlotTables, x: Tensor, slots: list[int]) -> Tensor:
-    """What the first linear adds to each row, given its slot."""
+    """The term that the first linear adds to each row, given its slot."""
     backend = GatheredSlots([(slice(row, row + 1), slot) for row, slot in enumerate(slots)], x.device)
     weights = tables.weights(0)
     y = x.new_zeros(len(x), weights.up.shape[2])

@@ -36,8 +36,7 @@ def test_what_was_refused_is_not_repeated_and_what_dropped_gradients_is() -> Non
 def test_a_load_makes_what_was_before_it_superfluous() -> None:
     made = filled("pass", "step", "load", "pass")
     assert refs(made) == [3, 4]
-    assert made.wants_state()  # of its own: the files that were loaded may be deleted
-    assert not made.wants_state()
+    assert not made.wants_state()  # the files that were loaded are the session's own
 
 
 def test_a_kept_state_is_without_the_passes_since_its_step() -> None:

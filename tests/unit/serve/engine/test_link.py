@@ -26,7 +26,7 @@ from coserve.wire.messages import (
     Submit,
     Token,
 )
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, expected
 from waiting import until
 
 Story = Callable[[FakeEngine, EngineLink], Coroutine[Any, Any, None]]
@@ -56,11 +56,6 @@ def request(name: str = "r", most: int = 8, **fields: Any) -> AnswerRequest:
 
 async def answer(link: EngineLink, wanted: AnswerRequest) -> list[Token]:
     return [token async for token in link.generate(wanted)]
-
-
-def expected(fake: FakeEngine, wanted: AnswerRequest) -> list[int]:
-    sent = Submit(wanted.id, wanted.prompt, wanted.sampling, adapter=wanted.adapter)
-    return [fake.script(sent, place) for place in range(wanted.sampling.max_tokens)]
 
 
 def said(fake: FakeEngine, kind: type) -> list[Any]:

@@ -75,7 +75,7 @@ def said(fake: FakeEngine, since: int = 0) -> list[SessionCommand]:
 
 
 def told(fake: FakeEngine, since: int = 0) -> list[str | int]:
-    """What the engine was told: of a pass the first token, of others their names."""
+    """The commands sent to the engine: of a pass the first token, of others their names."""
     return [
         one.data[0].tokens[0] if isinstance(one, Forward) else type(one).__name__ for one in said(fake, since)
     ]
@@ -113,7 +113,7 @@ def test_commands_go_out_in_order_and_replies_come_once(tmp_path: Path) -> None:
 
 
 def test_a_session_goes_on_in_the_next_engine(tmp_path: Path) -> None:
-    """What had a reply is repeated, what had none is sent again, and a forward changes nothing."""
+    """Commands with a reply are replayed, those without are sent again, and a forward changes nothing."""
 
     async def story(fake: FakeEngine, link: EngineLink) -> None:
         session = opened(link, tmp_path)

@@ -13,7 +13,7 @@ from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.wire.messages import AddAdapter, CheckJob, CheckMethod, Command, JobSpec, Submit
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, expected
 from waiting import until
 
 POISON = 13  # a token that the engine dies of
@@ -51,11 +51,6 @@ def request(name: str, *prompt: int, most: int = 30, **fields: Any) -> AnswerReq
 
 async def answer(link: EngineLink, wanted: AnswerRequest) -> list[int | None]:
     return [token.token async for token in link.generate(wanted)]
-
-
-def expected(fake: FakeEngine, wanted: AnswerRequest) -> list[int]:
-    submit = Submit(wanted.id, wanted.prompt, wanted.sampling, adapter=wanted.adapter)
-    return [fake.script(submit, place) for place in range(wanted.sampling.max_tokens)]
 
 
 def is_poison(command: Command) -> bool:

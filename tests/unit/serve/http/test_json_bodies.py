@@ -1,4 +1,4 @@
-"""What a body holds is known before it is decoded."""
+"""Limits of a body's contents, checked before it is decoded."""
 
 import json
 import random

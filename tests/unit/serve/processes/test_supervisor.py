@@ -299,6 +299,7 @@ def test_an_engine_that_hangs_is_ended_with_its_stacks_in_the_log_and_replaced(
     assert code == 0 and "the engine hangs (it gave no sign of life for 2 s)" in out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("role", ["api", "engine", "standby"])
 def test_a_stopped_child_is_replaced(role: str, make_server: Callable[[], Server]) -> None:
     server = make_server().started()
@@ -316,6 +317,7 @@ def test_a_stopped_child_is_replaced(role: str, make_server: Callable[[], Server
     assert code == 0 and " hangs (it " in out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["", "wakes"])
 @pytest.mark.parametrize("role", ["api", "engine"])
 def test_a_child_that_hangs_when_the_server_is_told_to_stop_is_told_of(
@@ -404,7 +406,7 @@ def test_the_address_is_told_once_it_answers(make_server: Callable[[], Server]) 
 
 
 def bound(host: str) -> str:
-    """What is said of a listening socket."""
+    """The message for a listening socket."""
     console = io.StringIO()
     settings = ServerSettings(model="m", state=Path("state"), host=host)
     with tempfile.TemporaryDirectory() as logs, listen(host, 0) as listener:

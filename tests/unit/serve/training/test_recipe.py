@@ -1,4 +1,4 @@
-"""What "auto" chooses, and who trains next."""
+"""The choices of "auto", and the order in which jobs train."""
 
 from typing import Any
 

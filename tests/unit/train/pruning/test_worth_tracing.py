@@ -1,4 +1,5 @@
-"""Which jobs have their layers traced: it takes most of a second, which a small base cannot earn back."""
+"""The choice of jobs whose layers are traced: tracing takes most of a second, which a small base cannot
+earn back."""
 
 from collections.abc import Callable
 from typing import Any

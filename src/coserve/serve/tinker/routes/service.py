@@ -1,5 +1,6 @@
 """Sessions, the client's configuration, capabilities, health, and telemetry, which is dropped."""
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -59,14 +60,14 @@ async def client_dynamic_config(body: ClientConfigRequest, caller: Caller) -> di
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(caller: Caller, state: Shared) -> dict[str, Any]:
-    """The base, and the caller's adapters of it, which can be sampled from."""
+    """The bases, of which the first can be trained, and the caller's adapters of them, which can be sampled
+    from."""
     hello, base = state.link.hello, state.catalog.base.name
-    context = None if hello is None else hello.positions
     return {
         "supported_models": [
             {
                 "model_name": model.name,
-                "max_context_length": context,
+                "max_context_length": None if hello is None else hello.of(model.base_id).positions,
                 "trainable": model.name == base,
                 "sampleable": True,
             }
@@ -139,5 +140,7 @@ async def create_sampling_session(
 async def get_sampler(sampler_id: str, caller: Caller, state: Shared, tinker: Tinker) -> dict[str, Any]:
     """The weights that a sampling session samples from."""
     found, base = await tinker.sessions.sampler(caller, sampler_id), state.catalog.base.name
+    with suppress(ApiError):  # where its adapter is gone
+        base = (await state.catalog.find(caller, found.model)).base
     path = None if found.model == base else found.model
     return {"sampler_id": found.id, "base_model": base, "model_path": path}

@@ -1,0 +1,121 @@
+"""An executor of several bases on one device: one for each base, which run their parts of a plan in turn."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from coserve.core.plan import Plan, StepResult
+from coserve.core.request import BASE
+from coserve.executors.executor import Command, Executor, ExecutorSpec, R
+
+
+class ComposedExecutor(Executor):
+    """Runs plans with rows of several bases. What a plan has for one base (segments, optimizer steps, pages
+    and keys) goes to the executor of that base, which never sees another's; a step's result is theirs
+    together.
+
+    Bases compute one after the other, so lanes are not split. Commands concern one base: its executor takes
+    them, and `call` here passes on those of the first base. Where an executor cannot run its part yet
+    (WeightsUnreadable) the parts that have run keep their results until the plan is tried again.
+    """
+
+    def __init__(self, first: Executor) -> None:
+        self._executors: dict[str, Executor] = {BASE: first}
+        self._base_of: dict[int, str] = {}  # of sequences and micro-batches that executors know, by key
+        self._launched: deque[tuple[str, ...]] = deque()  # the bases with a part of each plan under way
+        self._done: dict[str, StepResult] = {}  # of the oldest plan, by base
+
+    def add(self, base: str, executor: Executor) -> None:
+        """Adds the executor of one more base; no plan may be under way."""
+        assert not self._launched, "plans are split between the bases that are there"
+        self._executors[base] = executor
+
+    @property
+    def spec(self) -> ExecutorSpec:
+        """Facts of the first base's executor."""
+        return self._executors[BASE].spec
+
+    def launch(self, plan: Plan) -> None:
+        """See `Executor`."""
+        parts = self._split(plan)
+        for base, part in parts.items():
+            self._executors[base].launch(part)
+        self._launched.append(tuple(parts))
+
+    def collect(self, wait: bool = True) -> StepResult | None:
+        """See `Executor`."""
+        if not self._launched:
+            return None
+        for base in self._launched[0]:
+            if base not in self._done:
+                result = self._executors[base].collect(wait)
+                if result is None:
+                    return None
+                self._done[base] = result
+        self._launched.popleft()
+        done, self._done = self._done, {}
+        return _together(done)
+
+    def pause_training(self) -> None:
+        """See `Executor`. A layer of each base's training runs in any case."""
+        for executor in self._executors.values():
+            executor.pause_training()
+
+    def resume_training(self) -> None:
+        """See `Executor`."""
+        for executor in self._executors.values():
+            executor.resume_training()
+
+    def call(self, command: Command[R]) -> R:
+        """Executes a command of the first base."""
+        return self._executors[BASE].call(command)
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """See `Executor`."""
+        for executor in self._executors.values():
+            executor.on_progress(beat)
+
+    def _split(self, plan: Plan) -> dict[str, Plan]:
+        """The parts of a plan by base, without empty ones; a plan with nothing in it is the first base's."""
+        parts = {base: self._part(plan, base) for base in self._executors}
+        for key in plan.released:
+            self._base_of.pop(key, None)
+        # A preempted sequence may be named again.
+        self._base_of |= {start.key: start.base for start in plan.sequences}
+        self._base_of |= {start.key: start.base for start in plan.micro_batches}
+        return {base: part for base, part in parts.items() if not part.is_empty} or {BASE: parts[BASE]}
+
+    def _part(self, plan: Plan, base: str) -> Plan:
+        """The part of a plan that is for one base. The second tier of pages is the first base's."""
+        is_first = base == BASE
+        return replace(
+            plan,
+            inference=tuple(one for one in plan.inference if one.base == base),
+            training=tuple(one for one in plan.training if one.base == base),
+            updates=tuple(one for one in plan.updates if one.base == base),
+            released=tuple(key for key in plan.released if self._base_of.get(key, BASE) == base),
+            prefixes=tuple(one for one in plan.prefixes if one.base == base),
+            split=None,
+            sequences=tuple(one for one in plan.sequences if one.base == base),
+            micro_batches=tuple(one for one in plan.micro_batches if one.base == base),
+            swap_out=plan.swap_out if is_first else (),
+            swap_in=plan.swap_in if is_first else (),
+            swap_dropped=plan.swap_dropped if is_first else (),
+        )
+
+
+def _together(done: Mapping[str, StepResult]) -> StepResult:
+    """The result of a step of its bases' parts."""
+    whole, *others = (done.get(BASE, StepResult(0.0)), *(done[base] for base in done if base != BASE))
+    for part in others:
+        whole = replace(
+            whole,
+            seconds=whole.seconds + part.seconds,
+            sampled={**whole.sampled, **part.sampled},
+            updated={**whole.updated, **part.updated},
+            failed={**whole.failed, **part.failed},
+            trained=(*whole.trained, *part.trained),
+            paused=whole.paused or part.paused,
+            outputs={**whole.outputs, **part.outputs},
+        )
+    return replace(whole, beside={base: part.seconds for base, part in done.items() if base != BASE})

@@ -1,0 +1,192 @@
+"""Open requests: from submission to the end of their answers."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
+from coserve.core.plan import InferenceSegment, StepResult
+from coserve.core.request import FinishReason, Request
+from coserve.core.sequence import Sequence
+from coserve.errors import CoserveError
+from coserve.schedule import answers
+from coserve.schedule.newcomers import LATELY
+from coserve.schedule.places import Places
+from coserve.schedule.request_queues import RequestQueues
+
+INFINITE = float("inf")
+
+
+class OpenRequests:
+    """Requests that have not ended, each with its sequence.
+
+    Callers submit and end requests between two steps. The scheduler plans rows of the sequences in `queues`
+    and passes each step's result to `apply`, which returns the events. Times are seconds on the scheduler's
+    clock.
+    """
+
+    def __init__(self, queues: RequestQueues, new_key: Callable[[], int]) -> None:
+        self.queues = queues
+        self.sequences: dict[int, Sequence] = {}  # by key
+        self.places = Places()
+        self.newcomer_at = -INFINITE  # when the last newcomer came
+        self._bounded_at = -INFINITE  # when the last request with a bound came
+        self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
+        self._events: list[Event] = []  # ends between two steps
+        self._stats, self._new_key = queues.stats, new_key
+
+    # Between two steps
+
+    def submit(
+        self, request: Request, now: float, output: Iterable[int] = (), blocked: bool = False
+    ) -> Sequence:
+        """Adds a request to the waiting queue; raises a RequestError if it can never be served.
+
+        `output` is the part of the answer that another engine generated: a complete answer ends at once, and
+        the next step's events have its `Finished`. A `blocked` request stays out of the queue until
+        `unblock`.
+        """
+        is_long = self.queues.check(request)
+        sequence = Sequence(self._new_key(), request, output=list(output), offloaded=is_long)
+        # Training runs last in a step: a request that arrived during one waited for its training.
+        ended, training = self._last_training
+        sequence.deferred = min(max(ended - request.arrival, 0.0), training)
+        self.sequences[sequence.key] = sequence
+        self.places.arrived(now)
+        if request.newcomer:
+            self.newcomer_at = now
+        if _is_bounded(request):
+            self._bounded_at = now
+        if blocked:
+            self.queues.block(sequence)
+        else:
+            self.queues.join(sequence)
+        if sequence.output:
+            self._take_over(sequence, now)
+        return sequence
+
+    def unblock(self, sequence: Sequence) -> None:
+        """Adds a blocked sequence to the waiting queue."""
+        self.queues.unblock(sequence)
+
+    def cancel(self, key: int) -> None:
+        """Ends a sequence as cancelled; has no effect if it has ended already."""
+        self.finish(key, FinishReason.CANCELLED)
+
+    def finish(self, key: int, reason: FinishReason, now: float | None = None) -> None:
+        """Ends a sequence for a reason known to the caller alone, such as a stop string in its text; has no
+        effect if it has ended already.
+
+        `now` defaults to the time of its last token. The next step's events have its `Finished`.
+        """
+        sequence = self.sequences.get(key)
+        if sequence is None:
+            return
+        ended = now if now is not None else sequence.last_token_at or sequence.request.arrival
+        self._retire(sequence, reason, ended)
+        self._events.append(Finished(key, sequence.request.id, reason))
+
+    def fail(self, key: int, error: CoserveError) -> None:
+        """Ends a sequence that cannot be answered; the next step's events have its `RequestFailed`."""
+        sequence = self.sequences[key]
+        self._retire(sequence, FinishReason.CANCELLED, sequence.last_token_at or sequence.request.arrival)
+        self._events.append(RequestFailed(key, sequence.request.id, error))
+
+    # State
+
+    @property
+    def has_work(self) -> bool:
+        """Tells whether a sequence is open, or the end of one is still to be reported."""
+        return bool(self.sequences or self._events)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences without pages that may enter, most urgent first. Preempted ones with rows under way may
+        not."""
+        return tuple(sequence for sequence in self.queues.waiting if not sequence.under_way)
+
+    @property
+    def blocked_on_adapter(self) -> tuple[Sequence, ...]:
+        """Blocked sequences, most urgent first."""
+        return tuple(self.queues.blocked_on_adapter)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences with pages, in order of arrival."""
+        return tuple(self.queues.running)
+
+    def has_bounds(self, now: float) -> bool:
+        """Tells whether prompts may make a request late: one that is open, or one expected, as its like came
+        lately."""
+        expected = now - self._bounded_at <= LATELY
+        return expected or any(_is_bounded(sequence.request) for sequence in self.sequences.values())
+
+    # Results
+
+    def apply(self, segments: Iterable[InferenceSegment], result: StepResult, now: float) -> list[Event]:
+        """Applies the result of a step that ran `segments` and ended at `now`. Returns the events, those of
+        ends since the last step first."""
+        events, self._events = self._events, []
+        for key, error in result.lost.items():
+            if key in self.sequences:  # else it was cancelled meanwhile
+                sequence = self.sequences[key]
+                self._retire(sequence, FinishReason.CANCELLED, now)
+                events.append(RequestFailed(key, sequence.request.id, error))
+        for segment in segments:
+            if segment.key not in self.sequences:  # cancelled while the step ran
+                continue
+            event = self._record(self.sequences[segment.key], segment, result, now)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def charge(self, training: float, now: float) -> None:
+        """Charges `training` seconds of a step that ended at `now` to the requests that waited for it."""
+        for sequence in self.queues:
+            sequence.deferred += training
+        self._last_training = (now, training)
+
+    # Inside
+
+    def _take_over(self, sequence: Sequence, now: float) -> None:
+        """Continues an answer of another engine: its first token is out, the next is due from now on. What it
+        waited before is no time that training may slow."""
+        sequence.first_token_at, sequence.last_token_at = sequence.request.arrival, now
+        sequence.taken_over_at, sequence.deferred_first = now, sequence.deferred
+        sequence.reported = len(sequence.request.prompt) - 1
+        reason = answers.stop_reason(sequence, self.queues.caches.of(sequence).config)
+        if reason is not None:
+            self.finish(sequence.key, reason)
+
+    def _record(
+        self, sequence: Sequence, segment: InferenceSegment, result: StepResult, now: float
+    ) -> TokenEvent | None:
+        """Records a segment that ran; ends the sequence with the last token of its answer."""
+        if segment.length == 1:
+            self._stats.decode_tokens += 1
+        else:
+            self._stats.prefill_tokens += segment.length
+        end = segment.start + segment.length
+        self._stats.recomputed_tokens += max(min(end, sequence.reached) - segment.start, 0)
+        event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
+        cache = self.queues.caches.of(sequence)
+        if sequence.pages:  # a later plan may have preempted it
+            cache.prefixes.record(sequence)
+        if event is None:
+            return None
+        reason = answers.stop_reason(sequence, cache.config, end)
+        if reason is None:
+            return event
+        self._retire(sequence, reason, now)
+        return replace(event, finish_reason=reason)
+
+    def _retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        del self.sequences[sequence.key]
+        self.queues.retire(sequence, reason)
+        self._stats.count_finished(sequence, now)
+        if sequence.output:
+            self.places.ended(now, len(sequence.output))
+
+
+def _is_bounded(request: Request) -> bool:
+    """Tells whether others' prompts may make the request late."""
+    return request.slo.states_bound or request.newcomer

@@ -1,0 +1,112 @@
+"""Schedules of two bases on scripted executors, and engines of two tiny models of other widths, for tests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from coserve import Engine, EngineConfig
+from coserve.core.events import Event
+from coserve.core.plan import Plan, StepResult
+from coserve.core.request import Request, SamplingParams
+from coserve.core.sequence import Sequence
+from coserve.executors.composed import ComposedExecutor
+from coserve.executors.scripted import ScriptedExecutor
+from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.policies import make_policy
+from coserve.schedule.scheduler import Scheduler
+from models import letter_tokenizer, tiny
+
+PAGE = 4
+SMALL, WIDE = "base", "wide"  # ids of the two bases
+LAYERS = {SMALL: 3, WIDE: 2}
+
+
+class TwoBases:
+    """A scheduler of two bases, with so many pages each, and a scripted executor for each, which checks its
+    part of every plan."""
+
+    def __init__(self, pages: int = 64, wide_pages: int = 64, wide: dict[str, Any] | None = None) -> None:
+        config = SchedulerConfig(LAYERS[SMALL], 512, max_running=16, interruptible=True)
+        self.pools = {SMALL: PagePool(pages, PAGE), WIDE: PagePool(wide_pages, PAGE)}
+        self.it = Scheduler(config, self.pools[SMALL], two_costs(), make_policy("hybrid"))
+        its = SchedulerConfig(LAYERS[WIDE], **{"max_positions": 256, **(wide or {})})
+        self.it.caches.add(WIDE, BaseCache(its, self.pools[WIDE]))
+        self.executor, self.executors = scripted()
+        self.plans: list[Plan] = []
+        self.results: list[StepResult] = []
+        self.now = 0.0
+
+    def submit(self, request: Request) -> Sequence:
+        return self.it.requests.submit(request, 0.0)
+
+    def step(self) -> list[Event]:
+        plan = self.it.plan(self.now)
+        result = self.executor.run(plan)
+        self.plans.append(plan)
+        self.results.append(result)
+        self.now += result.seconds
+        return self.it.apply(result, self.now)
+
+    def drain(self) -> None:
+        for _ in range(2000):
+            if not self.it.has_work:
+                return
+            self.step()
+        raise AssertionError("the work does not end")
+
+
+def two_costs() -> CostModel:
+    """Costs of two bases, as assumed before any measurement."""
+    cost = CostModel()
+    cost.others[WIDE] = CostModel()
+    return cost
+
+
+def scripted(**kinds: type[ScriptedExecutor]) -> tuple[ComposedExecutor, dict[str, ScriptedExecutor]]:
+    """An executor of two bases, and those of the bases, of the given kinds."""
+    parts = {base: kinds.get(base, ScriptedExecutor)(PAGE, two_costs().predict) for base in (SMALL, WIDE)}
+    executor = ComposedExecutor(parts[SMALL])
+    executor.add(WIDE, parts[WIDE])
+    return executor, parts
+
+
+def request(base: str, prompt: int = 6, answer: int = 4, first: int = 0) -> Request:
+    tokens = tuple(range(first, first + prompt))
+    return Request("r", tokens, SamplingParams(max_tokens=answer), base=base)
+
+
+def two_engines(**config: Any) -> tuple[Engine, Engine]:
+    """An engine of a llama of width 64 and three layers, and one beside it, of width 96 and two layers."""
+    settings: dict[str, Any] = {"calibrate": False, "cache_tokens": 1024, "page_size": 8, "executor": "local"}
+    engine = Engine(tiny("llama"), EngineConfig(**{**settings, **config}), letter_tokenizer())
+    return engine, engine.add_base(WIDE, wide_model(), letter_tokenizer())
+
+
+def wide_model(name: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any) -> PreTrainedModel:
+    """A model of width 96 and two layers."""
+    changes = {"n_embd": 96, "n_layer": 2} if name == "gpt2" else {"hidden_size": 96, "num_hidden_layers": 2}
+    return tiny(name, dtype, seed=3, **changes, **fields)
+
+
+@contextmanager
+def planned(engine: Engine) -> Iterator[list[Plan]]:
+    """The plans that an engine of several bases runs."""
+    plans: list[Plan] = []
+    device = engine.bases.device
+    launch = device.launch
+
+    def watched(plan: Plan) -> None:
+        plans.append(plan)
+        launch(plan)
+
+    device.launch = watched  # type: ignore[method-assign]
+    try:
+        yield plans
+    finally:
+        device.launch = launch  # type: ignore[method-assign]

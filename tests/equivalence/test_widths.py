@@ -1,0 +1,124 @@
+"""Bases of several widths in one engine: each computes what it computes in an engine of its own."""
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from test_training import make_examples
+from transformers import PreTrainedModel
+
+from bases import SMALL, WIDE, planned, wide_model
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.engine.completion import Completion
+from coserve.engine.finetuning import FineTuning
+from models import Exact, logits_of, prompts, tiny
+
+pytestmark = pytest.mark.local
+CUTS = {"max_training_rows": 48, "min_training_rows": 8, "max_prefill_rows": 16, "min_prefill_rows": 4}
+TRAINING = TrainingConfig(learning_rate=3e-3, batch_size=2, epochs=9, max_steps=2, rows=64, seed=3)
+METHODS: dict[str, Any] = {"lora": LoRAConfig(rank=4), "prompt": PromptTuningConfig(tokens=11)}
+
+
+def config() -> EngineConfig:
+    settings = {"cache_tokens": 1024, "page_size": 8, "scheduler": CUTS}
+    return EngineConfig(calibrate=False, executor="local", **settings)  # type: ignore[arg-type]
+
+
+def train(engine: Engine, base: str) -> dict[str, FineTuning]:
+    """A job of each method on a base, with names of its own."""
+    data = make_examples(base, 8)
+    return {
+        name: engine.finetune(data, f"{name} on {base}", method, TRAINING, job=f"{base}/{name}")
+        for name, method in METHODS.items()
+    }
+
+
+def parameters(engine: Engine, jobs: dict[str, FineTuning]) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}/{place}": tensor.detach().double()
+        for name, job in jobs.items()
+        for place, tensor in engine.adapters.weights(job.adapter).parameters().items()
+    }
+
+
+def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Largest difference of a number, and of a parameter in its norm, relative to that."""
+    assert found.keys() == wanted.keys() and found
+    apart = {name: found[name] - wanted[name] for name in wanted}
+    relative = max(float(each.norm() / wanted[name].norm()) for name, each in apart.items())
+    return max(float(each.abs().max()) for each in apart.values()), relative
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance", "relative"),
+    [("llama", torch.float32, 1e-5, 1e-4), ("gpt2", torch.float64, 1e-10, 1e-10)],
+)
+def test_answers_and_training_of_both_in_the_same_steps(
+    kind: str, dtype: torch.dtype, tolerance: float, relative: float
+) -> None:
+    """In float32 AdamW's division magnifies rounding of small parameters, so these are bounded in full."""
+    draws = random.Random(f"widths/{kind}")
+    make = {SMALL: lambda: tiny("llama", dtype), WIDE: lambda: wide_model(kind, dtype)}
+    with Exact() if dtype == torch.float64 else nullcontext():
+        engine = Engine(make[SMALL](), config())
+        engines = {SMALL: engine, WIDE: engine.add_base(WIDE, make[WIDE]())}
+        with planned(engine) as plans:
+            jobs = {base: train(one, base) for base, one in engines.items()}
+            answers: list[tuple[str, list[int], Completion]] = []
+            sampling = SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=5)
+            while any(job.is_under_way for each in jobs.values() for job in each.values()):
+                if len(engine.completions) < 4:
+                    (prompt,), base = prompts(draws, [draws.randint(2, 40)]), draws.choice((SMALL, WIDE))
+                    adapter = draws.choice([None, *(job.adapter for job in jobs[base].values())])
+                    handle = engines[base].generate(prompt, adapter, sampling)
+                    if adapter is None:
+                        answers.append((base, prompt, handle))
+                draws.choice((engine, engines[WIDE])).step()  # whichever steps, all go on
+            engine.run()
+        for base, one in engines.items():
+            alone = Engine(make[base](), config())
+            own = train(alone, base)
+            alone.run()
+            number, norm = worst(parameters(one, jobs[base]), parameters(alone, own))
+            assert number < tolerance and norm < relative, base
+        models = {base: made() for base, made in make.items()}
+        assert {base for base, _, _ in answers} == {SMALL, WIDE}
+        for base, prompt, answer in answers:
+            check(models[base], prompt, answer, tolerance)
+    answered = [plan for plan in plans if len({one.base for one in plan.inference}) == 2]
+    trained = [plan for plan in plans if len({one.base for one in plan.training}) == 2]
+    crossed = [plan for plan in plans if {o.base for o in plan.inference} ^ {o.base for o in plan.training}]
+    assert answered and trained and crossed, "steps with rows of both, answers beside the other's training"
+
+
+def check(model: PreTrainedModel, prompt: list[int], answer: Completion, tolerance: float) -> None:
+    """Log-probabilities of the prompt and chosen tokens are the model's own."""
+    expected = torch.log_softmax(logits_of(model, [*prompt, *answer.tokens[:-1]]).double(), -1)
+    assert len(answer.prompt_logprobs) == len(prompt) - 1
+    for place, given in enumerate(answer.prompt_logprobs):
+        assert abs(expected[place, prompt[place + 1]] - given.chosen) < tolerance
+        for token, logprob in given.top:
+            assert abs(expected[place, token] - logprob) < tolerance
+    rows = expected[len(prompt) - 1 :]
+    own = rows.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    assert float((rows.max(-1).values - own).max()) < tolerance
+
+
+def test_prefixes_are_shared_within_a_base_alone() -> None:
+    """The same tokens in both: each finds its own pages, and answers as it does without any."""
+    engine = Engine(tiny("llama"), config())
+    engines = {SMALL: engine, WIDE: engine.add_base(WIDE, wide_model())}
+    prompt, sampling = list(range(1, 41)), SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
+    first = {base: one.generate(prompt, sampling=sampling).result() for base, one in engines.items()}
+    found = engine.stats().found_tokens
+    for base, one in engines.items():
+        again = one.generate(prompt, sampling=sampling).result()
+        assert again.tokens == first[base].tokens
+        for new, old in zip(again.logprobs, first[base].logprobs, strict=True):
+            assert new.chosen == pytest.approx(old.chosen, abs=1e-5)
+        assert engine.stats().found_tokens - found == 39
+        found = engine.stats().found_tokens
+    assert first[SMALL].tokens != first[WIDE].tokens

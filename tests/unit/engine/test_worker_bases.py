@@ -1,0 +1,121 @@
+"""Commands of a server for an engine of several bases reach the right one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from llguidance import LLMatcher
+
+import coserve.tiny
+from bases import WIDE, two_engines, wide_model
+from coserve import Engine, EngineConfig, SamplingParams
+from coserve.core.job_status import JobStatus
+from coserve.text.tokenizer import load_tokenizer
+from coserve.wire.messages import (
+    AddAdapter,
+    CheckJob,
+    FurtherBase,
+    Hello,
+    JobCheckpoint,
+    PinAdapter,
+    RemoveAdapter,
+)
+from desk import HELLO, Desk, ask, job, write_data
+from models import tiny, with_lora
+
+pytestmark = pytest.mark.local
+GRAMMAR = str(LLMatcher.grammar_from_json_schema({"enum": ["77"]}))
+
+
+@pytest.fixture(scope="module")
+def desk() -> Iterator[Desk]:
+    engine, _ = two_engines()
+    yield Desk(engine=engine)
+
+
+def answers(desk: Desk) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for token in desk.tokens:
+        if token.token is not None:
+            found.setdefault(token.id, []).append(token.token)
+    return found
+
+
+def run(desk: Desk, name: str) -> None:
+    desk.until(lambda: any(token.id == name and (token.finish or token.fault) for token in desk.tokens))
+
+
+def test_requests_go_to_their_base(desk: Desk) -> None:
+    small, wide = desk.engine, desk.engine.bases[WIDE]
+    desk.send(ask("small"), ask("wide", base=WIDE), ask("lost", base="other"))
+    run(desk, "small"), run(desk, "wide")
+    found = answers(desk)
+    sampling = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    assert found["small"] == small.generate((5, 6), sampling=sampling).result().tokens
+    assert found["wide"] == wide.generate((5, 6), sampling=sampling).result().tokens != found["small"]
+    (fault,) = [token.fault for token in desk.tokens if token.id == "lost"]
+    assert fault is not None and fault.kind == "ConfigError" and "no base 'other'" in fault.text
+
+
+def test_adapters_go_to_their_base(desk: Desk, tmp_path: Path) -> None:
+    with_lora(wide_model(), seed=1).save_pretrained(tmp_path / "wide")
+    path = str(tmp_path / "wide")
+    desk.send(AddAdapter(1, "a", path), AddAdapter(2, "a", path, base=WIDE))
+    desk.until(lambda: len(desk.replies) == 2)
+    faults = {reply.ref: reply.fault for reply in desk.replies}
+    assert faults[1] is not None and faults[1].kind == "AdapterMismatch" and faults[2] is None
+    desk.send(PinAdapter(3, "a", True), ask("by key", adapter="a"), ask("plain", base=WIDE))
+    run(desk, "by key"), run(desk, "plain")
+    assert len(answers(desk)["by key"]) == 3 and answers(desk)["by key"] != answers(desk)["plain"]
+    desk.send(PinAdapter(4, "a", False), RemoveAdapter(5, "a"))
+    desk.until(lambda: len(desk.replies) == 5)
+    assert not any(reply.fault for reply in desk.replies[2:])
+
+
+def test_grammars_are_compiled_for_their_base() -> None:
+    tokenizer = load_tokenizer(coserve.tiny.path())
+    words = {"vocab_size": len(tokenizer)}  # type: ignore[arg-type]
+    config = EngineConfig(calibrate=False, cache_tokens=512, executor="local")
+    engine = Engine(tiny("llama", **words), config, tokenizer)
+    engine.add_base(WIDE, wide_model(**words), tokenizer)
+    desk = Desk(engine=engine)
+    sampling = SamplingParams(max_tokens=9, seed=1, grammar=GRAMMAR)
+    for base in ("base", WIDE):
+        desk.send(msgspec.structs.replace(ask(f"g{base}", base=base), sampling=sampling))
+    for base in ("base", WIDE):
+        run(desk, f"g{base}")
+        text = desk.engine.text
+        assert text is not None and text.decode(answers(desk)[f"g{base}"]).startswith('"77"')
+
+
+def test_jobs_train_on_their_base(desk: Desk, tmp_path: Path) -> None:
+    data = write_data(tmp_path / "data.jsonl")
+    short = {"max_steps": 2}
+    made = job(data, tmp_path / "wide", "on wide", base=WIDE, validation=str(data), options=short)
+    desk.send(CheckJob(9, made.spec), made, job(data, tmp_path / "small", "on base", options=short))
+    ended = {news.job: news for news in (desk.ended(), desk.ended())}
+    assert {news.status for news in ended.values()} == {JobStatus.SUCCEEDED}
+    (checkpoint,) = [news for news in desk.news(JobCheckpoint) if news.job == "on wide"]
+    assert isinstance(checkpoint, JobCheckpoint) and checkpoint.validation_loss
+    desk.send(AddAdapter(10, "trained", checkpoint.path, base=WIDE), AddAdapter(11, "t", checkpoint.path))
+    desk.until(lambda: {9, 10, 11} <= {reply.ref for reply in desk.replies})
+    faults = {reply.ref: reply.fault for reply in desk.replies}
+    assert faults[9] is None and faults[10] is None and faults[11] is not None
+
+
+def test_a_job_of_a_base_that_is_not_here_fails(desk: Desk, tmp_path: Path) -> None:
+    desk.send(job(write_data(tmp_path / "data.jsonl"), tmp_path / "lost", "lost", base="other"))
+    ended = desk.ended()
+    assert ended.status is JobStatus.FAILED and ended.fault is not None and "'other'" in ended.fault.text
+
+
+def test_hello_has_the_properties_of_each_base() -> None:
+    wide = FurtherBase("models/wide", 7, 64, 100, 48, {"head": ("lm_head",)})
+    hello = msgspec.structs.replace(HELLO, bases={WIDE: wide}, offloaded_tokens=9)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(hello), type=Hello)
+    its = sent.of(WIDE)
+    assert (its.model, its.parameters, its.positions) == ("models/wide", 7, 64)
+    assert (its.vocabulary, its.width) == (100, 48)
+    assert its.linears == {"head": ("lm_head",)} and its.offloaded_tokens == 0
+    assert its.max_running == HELLO.max_running and sent.of("base") is sent and sent.of("other") is sent

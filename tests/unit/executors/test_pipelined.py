@@ -1,0 +1,209 @@
+"""The pipelined executor: timelines of stages, and the scheduler's plans that share a pipeline out."""
+
+import random
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+
+from coserve.core.events import StepDone, TokenEvent
+from coserve.core.plan import Plan, StepResult
+from coserve.core.request import SLO, Request
+from coserve.core.sequence import MicroBatch
+from coserve.executors.pipelined import Pipeline, PipelinedExecutor, StageSeconds
+from coserve.executors.simulated import SimulatedExecutor
+from coserve.executors.virtual_clock import VirtualClock
+from coserve.memory.pages import PagePool
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.policies import make_policy
+from coserve.schedule.scheduler import Scheduler
+from coserve.workload.requests import greedy
+
+LAYERS = 8
+COST = CostModel()
+
+
+def split(seconds: float, stages: int) -> StageSeconds:
+    """A plan's seconds in equal parts, all on its way forward."""
+    return StageSeconds((seconds / stages,) * stages, (0.0,) * stages)
+
+
+def evenly(stages: int) -> PipelinedExecutor:
+    """Stages that each take an equal part of what is predicted."""
+    return PipelinedExecutor(stages, lambda plan: split(COST.predict(plan), stages))
+
+
+def scheduler(stages: int, policy: str = "hybrid") -> Scheduler:
+    config = SchedulerConfig(LAYERS, 4096, stages=stages, slowdown=None)
+    return Scheduler(config, PagePool(4096, 16), CostModel(), make_policy(policy))
+
+
+def ask(made: Scheduler, count: int, tokens: int = 12, slo: SLO = SLO()) -> None:
+    for number in range(count):
+        made.requests.submit(Request(str(number), (0,) * 8, greedy(tokens), None, slo), 0.0)
+
+
+def answer(made: Scheduler, executor: VirtualClock) -> dict[int, list[float]]:
+    """Times of all tokens by sequence."""
+    found: dict[int, list[float]] = {}
+    while made.has_work:
+        for event in executor.step(made):
+            if isinstance(event, TokenEvent):
+                found.setdefault(event.key, []).append(executor.now)
+    return found
+
+
+# Timelines
+
+
+def play(stages: int, plans: Iterable[tuple[float, StageSeconds]]) -> list[tuple[float, float, float]]:
+    """(begin, when it has gone forward, end) of plans that enter at some times."""
+    pipeline = Pipeline(stages)
+    entered = [pipeline.enter(at, taken) for at, taken in plans]
+    pipeline.until(lambda: all(one.ended is not None for one in entered))
+    return [(one.begun, one.there or 0.0, one.ended or 0.0) for one in entered]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_equal_plans_follow_each_other_a_stage_apart(stages: int) -> None:
+    found = play(stages, [(0.0, StageSeconds((2.0,) * stages, (0.0,) * stages))] * 5)
+    assert found == [(2.0 * n, 2.0 * (stages + n), 2.0 * (stages + n)) for n in range(5)]
+
+
+def test_what_goes_forward_is_before_what_goes_back() -> None:
+    first, second = StageSeconds((1.0, 1.0), (3.0, 3.0)), split(2.0, 2)
+    assert play(2, [(0.0, first)]) == [(0.0, 2.0, 8.0)]
+    # The second plan waits for what the last stage does when it comes there, but not in the first one.
+    assert play(2, [(0.0, first), (0.0, second)]) == [(0.0, 2.0, 9.0), (1.0, 3.0, 3.0)]
+    assert play(2, [(0.0, first), (1.5, second)]) == [(0.0, 2.0, 8.0), (1.5, 6.0, 6.0)]
+    assert play(2, [(0.0, first), (4.5, second)]) == [(0.0, 2.0, 8.5), (4.5, 6.5, 6.5)]
+
+
+def test_what_is_sent_takes_time_between_stages() -> None:
+    taken = StageSeconds((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), 0.25, 0.5)
+    assert play(3, [(10.0, taken)]) == [(10.0, 13.5, 17.5)] and taken.total == 7.5
+    assert taken.times(2.0).total == 15.0
+
+
+def test_stages_do_one_thing_at_a_time_and_keep_the_order() -> None:
+    """Random plans: as late as their own work and that before them in a stage, and all in order."""
+    draw = random.Random(3)
+    for _ in range(50):
+        stages = draw.randrange(1, 5)
+        plans = []
+        for number in range(12):
+            back = draw.random() < 0.5
+            there = tuple(draw.random() for _ in range(stages))
+            again = tuple(draw.random() if back else 0.0 for _ in range(stages))
+            plans.append((0.3 * number, StageSeconds(there, again)))
+        found = play(stages, plans)
+        for (at, taken), (begun, gone, ended) in zip(plans, found, strict=True):
+            assert begun >= at and gone >= begun + taken.there - 1e-9 and ended >= gone + taken.again - 1e-9
+        for place in (0, 1):
+            assert sorted(one[place] for one in found) == [one[place] for one in found]
+        ends = [one[2] for (_, taken), one in zip(plans, found, strict=True) if any(taken.back)]
+        assert ends == sorted(ends)
+        for stage in range(stages):
+            work = sum(taken.forward[stage] + taken.back[stage] for _, taken in plans)
+            assert max(one[2] for one in found) >= work - 1e-9
+
+
+# With the scheduler
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_pipeline_answers_a_plan_for_each_stage_at_once(stages: int) -> None:
+    """A token's row passes all stages before the next one; others' rows pass meanwhile."""
+    alone, piped = scheduler(1), scheduler(stages)
+    ask(alone, stages)
+    ask(piped, stages)
+    one = SimulatedExecutor(lambda plan: 1.0)
+    many = PipelinedExecutor(stages, lambda plan: split(1.0, stages))
+    slow, quick = answer(alone, one), answer(piped, many)
+    for times in quick.values():
+        gaps = [after - before for before, after in pairwise(times[1:])]  # all prompts were in one plan
+        assert gaps == pytest.approx([1.0] * len(gaps))
+    assert len(quick) == len(slow) == stages
+    assert len({times[1] for times in quick.values()}) == stages  # they are not in the same plans
+    # One batch of all rows takes as long as parts of it, as a plan's seconds do not depend on its rows.
+    assert many.now == pytest.approx(one.now + (stages - 1) / stages, abs=1.0)
+
+
+def test_no_row_is_planned_before_the_token_that_it_needs() -> None:
+    made, under_way = scheduler(3), dict[int, int]()
+    ask(made, 7)
+
+    def seconds(plan: Plan) -> StageSeconds:
+        for segment in plan.inference:
+            assert under_way.get(segment.key, 0) == 0 or segment.start + segment.length <= 8
+            under_way[segment.key] = 1
+        decoded = sum(segment.length == 1 for segment in plan.inference)
+        assert decoded <= 3  # of seven, in three plans
+        return split(0.3, 3)
+
+    def observe(plan: Plan, result: StepResult, began: float) -> None:
+        for segment in plan.inference:
+            under_way[segment.key] = 0
+
+    found = answer(made, PipelinedExecutor(3, seconds, observe=observe))
+    assert [len(times) for times in found.values()] == [12] * 7
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "adaptive", "temporal:3,grain=batch", "idle-only", "deferred"])
+def test_jobs_train_in_full_depth_windows(policy: str) -> None:
+    """All policies finish answers and optimizer steps, in windows through all layers."""
+    made, left = scheduler(2, policy), 4
+
+    def seconds(plan: Plan) -> StageSeconds:
+        assert all(len(one.span) in (1, LAYERS) for one in plan.training)
+        return split(COST.predict(plan), 2)
+
+    executor = PipelinedExecutor(2, seconds)
+    ask(made, 6, slo=SLO(end_to_end=5.0))
+    while left or made.has_work:
+        if left and not made.training.has_work:
+            made.training.add("job", [MicroBatch(made.new_key(), "job", "job@0", (300, 212), LAYERS)])
+        left -= sum(isinstance(event, StepDone) for event in executor.step(made))
+    assert made.stats.updates == 4 and made.stats.finished == 6
+
+
+def test_training_keeps_bounds_between_tokens() -> None:
+    """Training in all plans under way together leaves answers their bound, and fills most of it. What plans
+    wait for each other in the stages is not foreseen: one gap in twenty may be up to a tenth longer."""
+    bound, made = 0.12, scheduler(4)
+    ask(made, 8, tokens=200, slo=SLO(between_tokens=bound))
+    batches = [MicroBatch(made.new_key(), "job", "job@0", (4096,), LAYERS) for _ in range(60)]
+    made.training.add("job", batches)
+    executor = evenly(4)
+    found: dict[int, list[float]] = {}
+    while made.stats.finished < 8:
+        for event in executor.step(made):
+            if isinstance(event, TokenEvent):
+                found.setdefault(event.key, []).append(executor.now)
+    gaps = [after - before for times in found.values() for before, after in pairwise(times[1:])]
+    assert sorted(gaps)[int(0.95 * len(gaps))] <= bound and max(gaps) <= 1.1 * bound
+    assert sum(gaps) / len(gaps) > 0.4 * bound
+    assert made.stats.kept_rows > 0
+
+
+def test_delays_are_counted_once_for_all_stages() -> None:
+    """The deferral counted for an answer is the delay of its tokens against a run without training, with two
+    stages as with four."""
+    ends, delays = {}, {}
+    for stages in (0, 2, 4):
+        made = scheduler(stages or 2)
+        sequences = [
+            made.requests.submit(Request(str(n), (0,) * 8, greedy(100), None, SLO(between_tokens=0.2)), 0.0)
+            for n in range(8)
+        ]
+        if stages:
+            batches = [MicroBatch(made.new_key(), "job", "job@0", (4096,), LAYERS) for _ in range(60)]
+            made.training.add("job", batches)
+        executor = evenly(stages or 2)
+        while made.stats.finished < 8:
+            executor.step(made)
+        ends[stages], delays[stages] = executor.now, sum(one.deferred for one in sequences) / 8
+    for stages in (2, 4):
+        later = ends[stages] - ends[0]
+        assert later > 0.5 and later / 3 < delays[stages] < 1.5 * later

@@ -1,0 +1,136 @@
+"""One schedule of two bases: one queue and one ledger of time, pages and limits for each."""
+
+import pytest
+
+from bases import LAYERS, PAGE, SMALL, WIDE, TwoBases, request, two_costs
+from coserve.core.events import TokenEvent
+from coserve.core.plan import TrainingSegment
+from coserve.core.request import FinishReason
+from coserve.core.sequence import Direction, MicroBatch, Span
+from coserve.errors import OutOfPages, PromptTooLong
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.plan_builder import PlanBuilder
+from coserve.schedule.policies.base import INFINITE, Allowance
+from coserve.schedule.training_packer import TrainingPacker
+
+
+def batch(world: TwoBases, job: str, base: str, rows: int = 64) -> MicroBatch:
+    return MicroBatch(world.it.new_key(), job, f"{job}@0", (rows,), LAYERS[base])
+
+
+def test_answers_and_training_of_both_share_steps() -> None:
+    world = TwoBases()
+    sequences = [world.submit(request(base, answer=9)) for base in (SMALL, WIDE, SMALL, WIDE)]
+    for base in (SMALL, WIDE):
+        world.it.training.add(f"of {base}", [batch(world, f"of {base}", base)], base=base)
+    world.drain()
+    assert all(len(sequence.output) == 9 for sequence in sequences)
+    assert all({segment.base for segment in plan.inference} == {SMALL, WIDE} for plan in world.plans[:9])
+    both = [plan for plan in world.plans if len({one.base for one in (*plan.training, *plan.updates)}) == 2]
+    assert both, "no step trains on both"
+    for base, executor in world.executors.items():
+        assert executor.trained == {f"of {base}": 64} and executor.plans, "its executor has its part alone"
+
+
+def test_pages_of_one_that_are_used_up_do_not_block_the_other() -> None:
+    world = TwoBases(pages=4)
+    first = world.submit(request(SMALL, prompt=12, answer=3))  # 14 tokens: all pages
+    waits = world.submit(request(SMALL, prompt=12, answer=3, first=100))
+    other = world.submit(request(WIDE, prompt=30, answer=3))
+    world.step()
+    assert first.pages and other.pages and not waits.pages, "the other one's enters behind the one that waits"
+    world.drain()
+    assert [len(one.output) for one in (first, waits, other)] == [3, 3, 3]
+
+
+def test_a_sequence_takes_pages_from_others_of_its_base_alone() -> None:
+    world = TwoBases(pages=5, wide_pages=7)
+    small, wide = ([world.submit(request(base, 4, 13, n)) for n in (0, 50)] for base in (SMALL, WIDE))
+    while not world.it.stats.preemptions:
+        world.step()
+    assert small[1].preemptions == 1, "the later one of its base, though others came later still"
+    assert not any(one.preemptions for one in wide)
+    world.drain()
+    assert all(len(one.output) == 13 for one in (*small, *wide))
+    assert all(pool.free_count == pool.pages for pool in world.pools.values())
+
+
+def test_each_has_limits_of_its_own() -> None:
+    world = TwoBases(wide_pages=10, wide={"max_positions": 64, "eos_token_ids": (1,)})
+    with pytest.raises(PromptTooLong, match="64 positions"):
+        world.submit(request(WIDE, prompt=62))
+    with pytest.raises(OutOfPages, match="there are 10 in all"):
+        world.submit(request(WIDE, prompt=50))
+    long = world.submit(request(SMALL, prompt=62))
+    assert not world.submit(request(SMALL, prompt=50)).is_finished
+    room = world.it.requests.queues.room
+    assert room(30, 0, WIDE) == 10 * PAGE - 30 + 1 and room(30, 0) == 64 * PAGE - 30 + 1
+    world.drain()
+    assert len(long.output) == 4
+
+
+def test_tokens_that_end_an_answer_are_the_base_s() -> None:
+    world = TwoBases()
+    probe = world.submit(request(WIDE, answer=3))
+    world.drain()
+    ends = probe.output[1]
+    world = TwoBases(wide={"eos_token_ids": (ends,)})
+    own, other = (world.submit(request(base, answer=3)) for base in (WIDE, SMALL))
+    events: list[TokenEvent] = []
+    while world.it.has_work:
+        events += [event for event in world.step() if isinstance(event, TokenEvent)]
+    assert own.output == probe.output[:2] and own.finish_reason is FinishReason.STOP
+    assert other.output == probe.output and other.finish_reason is FinishReason.LENGTH
+
+
+def features(base: str, rows: int) -> Features:
+    found = Features()
+    found.add_inference(20, rows, 1, None, base=base)
+    window = TrainingSegment(9, "j", "j@0", 0, 32, 99, Direction.BACKWARD, Span(0, 2), 2, base)
+    found.add_training(window)
+    found.add_update(base)
+    return found
+
+
+def test_seconds_of_bases_add_up() -> None:
+    cost = CostModel()
+    cost.others[WIDE] = CostModel({name: 3 * weight for name, weight in cost.weights.items()})
+    for rows in (1, 40):
+        small, other = features(SMALL, rows), features(WIDE, rows)
+        both = small.copy()
+        both.others[WIDE] = other.others[WIDE].copy()
+        assert cost.predict_features(other) == pytest.approx(3 * cost.predict_features(small))
+        assert cost.predict_features(both) == pytest.approx(4 * cost.predict_features(small))
+        assert both.copy().others[WIDE].values == other.others[WIDE].values
+        alone = 4 * cost.predict_features(small.without_rows)
+        assert cost.predict_features(both.without_rows) == pytest.approx(alone)
+
+
+def test_each_learns_from_its_own_seconds() -> None:
+    cost = two_costs()
+    both = features(SMALL, 8)
+    both.others[WIDE] = features(WIDE, 8).others[WIDE]
+    usual = cost.predict_features(features(SMALL, 8))
+    for _ in range(200):
+        cost.observe(both, 3 * usual, beside={WIDE: 2 * usual})
+    assert cost.predict_features(features(SMALL, 8)) == pytest.approx(usual, rel=0.02)
+    assert cost.predict_features(features(WIDE, 8)) == pytest.approx(2 * usual, rel=0.05)
+    before = cost.weights
+    for _ in range(50):
+        cost.observe(features(WIDE, 8), 2 * usual, beside={WIDE: 2 * usual})
+    assert cost.weights == before, "steps of the other one alone teach it nothing"
+
+
+def test_jobs_of_two_bases_are_no_window_group() -> None:
+    """Windows of two jobs at one layer share its weights where they are of one base."""
+    cost = two_costs()
+    for bases, expected in (((SMALL, SMALL), ["a", "b"]), ((WIDE, WIDE), ["a", "b"]), ((SMALL, WIDE), [])):
+        batches = [
+            MicroBatch(key, job, f"{job}@0", (40,), LAYERS[base], base=base)
+            for key, (job, base) in enumerate(zip("ab", bases, strict=True))
+        ]
+        builder = PlanBuilder(0.0)
+        packer = TrainingPacker(builder, Allowance(INFINITE, 512), cost, SchedulerConfig(3, 512))
+        assert packer.window_group(batches[0], batches) is bool(expected)
+        assert [segment.job for segment in builder.training] == expected, bases

@@ -1,0 +1,87 @@
+"""Similarity of a text to a reference, by rapidfuzz, and metrics that are refused by name."""
+
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from coserve.errors import ConfigError, DataError
+from coserve.train.grading.graders import grader_from
+from coserve.train.grading.similarity import TextSimilarityGrader
+from coserve.train.objectives import ALL_GRADERS
+
+
+def similarity(**fields: Any) -> dict[str, Any]:
+    return {"type": "text_similarity", "reference": "{{item.answer}}", **fields}
+
+
+def longest_common(one: str, other: str) -> int:
+    """Length of the longest common subsequence, by its definition."""
+    row = [0] * (len(other) + 1)
+    for letter in one:
+        above = row.copy()
+        for n, second in enumerate(other):
+            row[n + 1] = above[n] + 1 if letter == second else max(above[n + 1], row[n])
+    return row[-1]
+
+
+def test_a_text_is_as_close_as_its_longest_common_subsequence() -> None:
+    pytest.importorskip("rapidfuzz")
+    grader = grader_from(similarity(evaluation_metric="fuzzy_match", name="close"), ALL_GRADERS)
+    for found, wanted in (
+        ("kitten", "sitting"),
+        ("", "a"),
+        ("abc", "abc"),
+        ("Größe", "grosse"),
+        ("ab", "ba"),
+    ):
+        common = 2 * longest_common(found, wanted) / (len(found) + len(wanted))
+        assert grader.grade(found, {"answer": wanted}) == pytest.approx(common, abs=1e-12)
+
+
+def test_lengths_are_bounded() -> None:
+    pytest.importorskip("rapidfuzz")
+    grader = TextSimilarityGrader("{{item.answer}}")
+    with pytest.raises(DataError, match="the grader's reference has more than 32768 characters"):
+        grader.check({"answer": "a" * 40_000})
+    with pytest.raises(DataError, match="the grader's input has more than 32768 characters"):
+        grader.grade("a" * 40_000, {"answer": "a"})
+
+
+def test_others_go_on_while_long_texts_are_compared() -> None:
+    """A comparison of 20 ms that held the interpreter's lock would let another thread have it once."""
+    pytest.importorskip("rapidfuzz")
+    grader = TextSimilarityGrader("{{item.answer}}")
+    long, item, rewards = "abcdefgh" * 4000, {"answer": "hgfedcba" * 4000}, list[float]()
+    comparing = threading.Thread(target=lambda: rewards.extend(grader.grade(long, item) for _ in range(20)))
+    comparing.start()
+    turns = 0
+    while comparing.is_alive():
+        time.sleep(0)  # gives the lock up, and waits for it
+        turns += 1
+    assert turns > 1000 and len(rewards) == 20
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("cosine", "'cosine' is not offered: it compares embeddings"),
+        ("bleu", "'bleu' is not offered: .*use fuzzy_match, the type http"),
+        ("rouge_l", "'rouge_l' is not offered"),
+        ("meteor", "PythonGrader"),
+        ("levenshtein", "one of fuzzy_match, cosine, bleu, .* not 'levenshtein'"),
+        (4, "not 4"),
+        (["bleu"], "not \\['bleu'\\]"),
+    ],
+)
+def test_metrics_that_are_not_there(metric: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        grader_from(similarity(evaluation_metric=metric), ALL_GRADERS)
+
+
+def test_rapidfuzz_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rapidfuzz.fuzz", None)
+    with pytest.raises(ConfigError, match=r"needs rapidfuzz, which coserve\[graders\] installs"):
+        grader_from(similarity(), ALL_GRADERS)
