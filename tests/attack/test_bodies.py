@@ -1,13 +1,16 @@
 """Large bodies never stop the event loop, whoever sends them: other streams go on."""
 
 import asyncio
+import gc
 import json
+import math
 import os
 import random
 import socket
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -33,22 +36,48 @@ MOST_SECONDS = 0.2  # of the loop's own processor time between two looks, on wha
 async def watched() -> AsyncIterator[list[float]]:
     """The longest that the loop computed without letting others run, in seconds of its thread's time.
 
-    Processor time and not the clock: a test's machine does other things too.
+    Processor time and not the clock: a test's machine does other things too. Without that of garbage
+    collections, which go through all that the tests before have left: 0.2 s after 5,000 of them.
     """
-    worst = [0.0]
+    worst, last, thread = [0.0], time.thread_time(), threading.get_ident()
+    begun = 0.0
 
     async def watch() -> None:
-        last = time.thread_time()
+        nonlocal last
         while True:
             await asyncio.sleep(0.002)
             now = time.thread_time()
             worst[0], last = max(worst[0], now - last), now
 
+    def collected(phase: str, _: dict[str, int]) -> None:
+        nonlocal last, begun
+        if threading.get_ident() == thread:
+            begun, spent = time.thread_time(), time.thread_time() - begun
+            last += spent if phase == "stop" else 0.0
+
+    gc.callbacks.append(collected)
     task = asyncio.create_task(watch())
     try:
         yield worst
     finally:
+        gc.callbacks.remove(collected)
         task.cancel()
+
+
+async def longest_stop(send: Callable[[], Awaitable[object]]) -> float:
+    """The longest that the loop computes at once for what is sent, in seconds of its thread's time.
+
+    A body that takes long is sent again, and the shortest of three counts: a virtual machine's processor time
+    has in it what its host did meanwhile, but a costly body costs it each time.
+    """
+    shortest = math.inf
+    for _ in range(3):
+        async with watched() as worst:
+            await send()
+        shortest = min(shortest, worst[0])
+        if shortest < MOST_SECONDS:
+            break
+    return shortest
 
 
 @pytest.mark.sample(4)
@@ -64,10 +93,12 @@ def test_no_body_stops_the_loop(play: Play, seed: int) -> None:
 
         for path in (CHAT, TEXT, JOB):
             await post(path, b"{}")  # what is built with the first request
-        async with watched() as worst:
+
+        async def send() -> None:
             statuses = await asyncio.gather(*(post(*body) for body in bodies))
-        assert not [status for status in statuses if status >= 500], statuses
-        assert worst[0] < MOST_SECONDS, [body[:80] for _, body in bodies]
+            assert not [status for status in statuses if status >= 500], statuses
+
+        assert await longest_stop(send) < MOST_SECONDS, [body[:80] for _, body in bodies]
 
     play(story, engine={"step_seconds": 0.01})
 
