@@ -134,24 +134,34 @@ def test_trackio_is_told_in_its_words(tmp_path: Path, install: Install) -> None:
     ]
 
 
-def test_mlflow_is_told_in_its_words(tmp_path: Path, install: Install) -> None:
-    said = Said()
+def test_mlflow_is_told_in_its_words(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, runs = Said(), []
 
-    def client() -> Any:
+    def client(tracking_uri: str | None) -> Any:
+        assert tracking_uri == f"sqlite:///{tmp_path}/reports/mlflow.db"
         made = SimpleNamespace(info=SimpleNamespace(run_id="r"))
-        calls = {name: said.of(name) for name in ("log_param", "log_metric", "set_terminated")}
+        runs.append(made)
+        calls = {name: said.of(name) for name in ("log_param", "log_metric", "set_terminated", "update_run")}
         return SimpleNamespace(
             get_experiment_by_name=said.of("find"), create_experiment=said.of("new", "e"),
-            create_run=said.of("run", made), **calls,
+            search_runs=said.of("search", runs[:-1]), create_run=said.of("run", made), **calls,
         )  # fmt: skip
 
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     install("mlflow", MlflowClient=client)
+    search = ("search", ["e"], "attributes.run_name = 'j'", {"max_results": 1})
     assert not play(tmp_path, ("mlflow",), *ALL_NEWS).notes
-    assert said[:3] == [("find", "p"), ("new", "p"), ("run", "e", {"run_name": "j"})]
+    assert said[:4] == [("find", "p"), ("new", "p"), search, ("run", "e", {"run_name": "j"})]
     assert ("log_param", "r", "epochs", "2") in said
     assert ("log_metric", "r", "train/loss", 0.5, {"step": 3}) in said
     assert ("log_metric", "r", "eval/loss", 0.25, {"step": 2}) in said
     assert said[-1] == ("set_terminated", "r", "FINISHED")
+    said.clear()
+    assert not play(tmp_path, ("mlflow",), *ALL_NEWS).notes  # by another server: the same run goes on
+    assert said[2:4] == [search, ("update_run", "r", {"status": "RUNNING"})]
+    assert {call[0] for call in said[4:]} == {"log_metric", "set_terminated"}
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
