@@ -26,12 +26,12 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    """Adapters `tuned`, which has three chains, and `plain`, which has none."""
-    folders = {name: str(make_adapter(tmp_path / name)) for name in ("tuned", "plain", "2", "4")}
+    """Adapters `tuned`, which has three chains, and `plain`, which has none; the base has one."""
+    folders = {name: str(make_adapter(tmp_path / name)) for name in ("tuned", "plain", "2", "4", "L3")}
     chains = {"tuned~4": folders["4"], "tuned~2": folders["2"], "tuned~6": ""}
     return {
         "adapters": {name: folders[name] for name in ("tuned", "plain")},
-        "chains": {"tuned": chains},
+        "chains": {"tuned": chains, "tiny": {"tiny.L3": folders["L3"]}},
     }  # fmt: skip
 
 
@@ -76,6 +76,21 @@ def test_answers_tell_their_chain_whole_and_streamed(play: Play, settings: dict[
     play(story, **settings)
 
 
+def test_a_base_has_chains_too(play: Play, settings: dict[str, Any]) -> None:
+    async def story(world: World) -> None:
+        for path in ASKED:
+            for place, name in ((0, "exact"), (1, "tiny.L3")):
+                chosen(world, place)
+                assert (await ask(world, path, "tiny", adaptive=True))["choices"][0]["chain"] == name
+            assert (await ask(world, path, "tiny"))["choices"][0]["chain"] == "exact"
+            answer = await world.http.post(path, json={"model": "tiny.L3", **ASKED[path]})
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "approximate_chain"
+        for submit in world.submits():
+            assert submit.adapter is None and len(submit.alternatives) in (0, 1)
+
+    play(story, **settings)
+
+
 def test_nobody_else_is_offered_any(play: Play, settings: dict[str, Any]) -> None:
     async def story(world: World) -> None:
         chosen(world, 1)
@@ -83,9 +98,8 @@ def test_nobody_else_is_offered_any(play: Play, settings: dict[str, Any]) -> Non
             for more in ({}, {"adaptive": False}, {"adaptive": None}):
                 found = await ask(world, path, **more)
                 assert found["choices"][0]["chain"] == "exact", "it has chains"
-            for model in ("plain", "tiny"):
-                assert "chain" not in (await ask(world, path, model))["choices"][0]
-                assert (await ask(world, path, model, adaptive=True))["choices"][0]["chain"] == "exact"
+            assert "chain" not in (await ask(world, path, "plain"))["choices"][0]
+            assert (await ask(world, path, "plain", adaptive=True))["choices"][0]["chain"] == "exact"
         assert not any(offered(submit) for submit in world.submits())
         names = {Path(c.path).name for c in world.engine.said if isinstance(c, AddAdapter)}
         assert names == {"tuned", "plain"}
@@ -151,9 +165,33 @@ def test_an_answer_goes_on_on_its_chain_when_the_engine_dies(play: Play, setting
     play(story, engine={"step_seconds": 0.01}, **settings)
 
 
+def test_an_answer_that_changes_its_chain_tells_both(play: Play, settings: dict[str, Any]) -> None:
+    async def story(world: World) -> None:
+        after = 2
+
+        def changing(request: Submit) -> int:
+            return int(world.engine.places.get(request.id, after + 1) > after)
+
+        world.engine.chooses = lambda request: changing(request) if request.alternatives else 0
+        for path in ASKED:
+            assert (await ask(world, path, adaptive=True))["choices"][0]["chain"] == "exact > tuned~4"
+        text = (await world.http.get("/metrics")).text
+        assert 'answers_by_chain_total{chain="exact > tuned~4",model_name="tuned"} 2.0' in text
+        asking = asyncio.create_task(ask(world, "/v1/completions", adaptive=True, max_tokens=60))
+        await world.until(lambda: max(world.engine.places.values(), default=0) > after + 1)
+        await world.engine.die()
+        await world.engine.start()
+        assert (await asking)["choices"][0]["chain"] == "exact > tuned~4"
+        first, *others = world.submits()[2:]
+        assert others and all(submit.adapter == first.alternatives[0] for submit in others), "its new one"
+
+    play(story, engine={"step_seconds": 0.01}, **settings)
+
+
 def test_a_chain_that_cannot_be_loaded_is_not_offered(play: Play, settings: dict[str, Any]) -> None:
     async def story(world: World) -> None:
-        (adapter,) = world.state.catalog.chains
+        adapter, base = world.state.catalog.chains
+        assert base == "tiny"
         broken = world.state.catalog.chains[adapter][0].key
         assert broken is not None
         world.engine.refusals[broken] = Fault("AdapterError", "its file is cut")
@@ -200,5 +238,5 @@ def test_other_values_of_the_field_are_refused(play: Play, settings: dict[str, A
 
 
 def test_chains_of_what_is_not_served_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="chains has 'other', which is none of the adapters"):
+    with pytest.raises(ConfigError, match="chains has 'other', which is no model and none"):
         ServerSettings(model="m", state=tmp_path, chains={"other": {"other~1": ""}})

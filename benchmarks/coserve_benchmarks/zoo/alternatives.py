@@ -1,39 +1,47 @@
 """Alternatives of the embedded model, made on the spot (BlockLLM, tables 3 and 4, figures 10, 11 and 13):
 stitching blocks between it and a smaller one, surrogates of its blocks, and accuracies at each depth."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 import torch
 from transformers import AutoTokenizer
 
 from coserve import tiny
+from coserve.engine.engine import Engine
 from coserve.engine.remembered import device_name
 from coserve.model.load import load_model
 from coserve.text.tokenizer import load_tokenizer, token_ids
 from coserve.tiny.newtasks import NEW_TASKS, examples
 from coserve.tiny.world import KINDS, Question, questions
 from coserve.train.example import IGNORED, Example
+from coserve.workload.requests import greedy
 from coserve.zoo.adding import add
 from coserve.zoo.alternatives import Fidelity, Pruning, Stitching
 from coserve.zoo.depths import measure_depths
-from coserve.zoo.distilling import DistillationSettings
+from coserve.zoo.distilling import DistillationSettings, windows_of
 from coserve.zoo.finetune import FullFineTuning, choose, train
 from coserve.zoo.picture import draw_depths
 from coserve.zoo.profile import Machine
 from coserve.zoo.stitching import stitch
 from coserve.zoo.store import Zoo
-from coserve.zoo.surrogates import make_surrogate
+from coserve.zoo.surrogates import make_surrogate, similarities_behind, surrogate_of
+from coserve.zoo.views import serve_from
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.zoo.applications import FOUNDATION, copy_tokenizer, other_width
+from coserve_benchmarks.zoo.serving import CONFIG
 
 SMALL: Final = "small"
 TUNED: Final = "tuned"
 _WIDTH, _LAYERS = 128, 3  # of the smaller model
 _BLOCKS: Final = ("A3", "F3", "L3", "L3-5")
+ACCEPTED: Final = 0.95  # cosine similarity from which a speculated output is right (BlockLLM, 7.1)
+_ROWS, _ROUNDS = 8, 7  # answers at once, and paired rounds, of which the median counts
 _QUESTIONS: Final = 40  # of each kind, in a text
 _ROW: Final = 128  # tokens of an example on which models are trained
 _SMALL: Final = FullFineTuning(epochs=8, batch_size=8, learning_rate=3e-3, max_steps=400)
@@ -61,6 +69,8 @@ def measure_alternatives(results: Results, folder: Path, quick: bool, picture: P
         _fidelity(results, f"{own}.recovered", made.after)
         results.figure(f"{own}.bytes", made.nbytes[1] / made.nbytes[0], "of the block's")
         results.figure(f"{own}.speedup", made.seconds[0] / made.seconds[1], "times as fast, one sequence")
+    _served(results, zoo, quick)
+    _speculated(results, zoo, text, settings.window)
     new = text_of([examples(task, "held_out", count) for task in sorted(NEW_TASKS)])
     found = measure_depths(zoo, TUNED, new, FOUNDATION, window=settings.window)
     _fidelity(results, "depths.own", found.own)
@@ -70,6 +80,53 @@ def measure_alternatives(results: Results, folder: Path, quick: bool, picture: P
             results.figure(f"depths.{name}.at-{depth.layers}", accuracy, "next tokens that are right")
     if picture is not None:
         draw_depths(found.accuracies(), found.own.accuracy, TUNED, picture)
+
+
+def _served(results: Results, zoo: Zoo, quick: bool) -> None:
+    """Answers of the chain with each surrogate over those of the exact one, tokens a second, by turns in one
+    engine: alone in the steps, and half of the rows beside exact ones."""
+    served = serve_from(zoo, FOUNDATION, least=0.0)
+    engine = Engine(str(served.model), CONFIG)
+    for name, folder in served.chains[FOUNDATION].items():
+        assert folder is not None
+        engine.adapters.register(name, folder)
+        engine.adapters.pin(name)
+    for block in _BLOCKS:
+        own = f"{FOUNDATION}.{block}"
+        mixes: dict[str, list[str | None]] = {"alone": [own] * _ROWS, "half": [None, own] * (_ROWS // 2)}
+        rounds: dict[str, list[float]] = {mix: [] for mix in mixes}
+        for _ in range(1 if quick else _ROUNDS):
+            exact = _seconds_of(engine, [None] * _ROWS)
+            for mix, versions in mixes.items():
+                rounds[mix].append(exact / _seconds_of(engine, versions))
+        for mix, ratios in rounds.items():
+            results.figure(f"surrogate.{block}.served.{mix}", median(ratios), "times the exact tokens/s")
+
+
+def _seconds_of(engine: Engine, versions: Sequence[str | None]) -> float:
+    """Seconds in which an engine answers one prompt of 32 tokens with 32 for each of these versions."""
+    begin = time.perf_counter()
+    for one in [engine.generate(range(5, 37), version, greedy(32), text=False) for version in versions]:
+        one.result()
+    return time.perf_counter() - begin
+
+
+def _speculated(results: Results, zoo: Zoo, text: str, window: int) -> None:
+    """Counts the held-out tokens at which the prediction of each surrogate would be accepted, and those at
+    which it would be corrected. Each is alone in its chain, and none is the last block."""
+    rights, count = 0, 0
+    for block in _BLOCKS:
+        name = f"{FOUNDATION}.{block}"
+        made = zoo.alternatives.get(name).made
+        assert isinstance(made, Pruning)
+        windows = windows_of(zoo, zoo.application(FOUNDATION), text, window).held_out
+        with surrogate_of(zoo, name) as (whole, layers):
+            behind = similarities_behind(whole, layers, made.stop - 1, windows)
+        right = int((behind >= ACCEPTED).sum())
+        results.figure(f"speculation.{block}.right", right / behind.numel(), "of the tokens")
+        rights, count = rights + right, count + behind.numel()
+    note = f"{rights} right and {count - rights} wrong predictions of {len(_BLOCKS)} surrogates, each alone"
+    results.row("speculation.right", rights / count, note=note)
 
 
 def make_models(folder: Path, quick: bool) -> Zoo:

@@ -30,6 +30,7 @@ BARS: Final[dict[str, Bar | None]] = {
     "serving.throughput": Bar(1.71),
     "serving.p95": Bar(0.665, at_most=True),
     "serving.vs_parameter_sharing": Bar(1.46),
+    "speculation.right": None,
 }
 
 

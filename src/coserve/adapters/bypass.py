@@ -65,6 +65,11 @@ class Bypass(ABC):
         """Tells whether the output depends on the module's input alone: `instead` gives it."""
         return False
 
+    @property
+    def saved(self) -> int:
+        """Bytes of the module's own parameters, where the bypass `replaces` it; else none."""
+        return 0
+
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
         """Trained parameters by names unique at the place."""

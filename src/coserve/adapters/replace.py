@@ -1,10 +1,11 @@
 """An adapter's own modules in place of the base's: PEFT's `modules_to_save`, for any method, and LN tuning.
 
 For the adapter's rows the output of the base's module is not used, except that of a norm; a step need not
-compute it for them (`Bypass.replaces`).
+compute it for them (`Bypass.replaces`). A linear may be pruned: a surrogate's (`zoo/surrogates.py`) has fewer
+outputs or inputs than the base's, which `kept_units` in the file's configuration names.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, Dense, Place, Side, exact_type
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
@@ -20,6 +22,7 @@ from coserve.kernels.native import ops
 from coserve.kernels.native.layer import OwnWeight
 
 _FEW: Final = 32  # rows; with twice as many torch's product is as fast
+KEPT: Final = "kept_units"  # the field of pruned modules: {path: {"outputs": [0, 3], "inputs": [...]}}
 REPLACED = (Kind.LINEAR, Kind.NORM, Kind.EMBEDDING)
 _Self = TypeVar("_Self", bound="Replacement")
 
@@ -56,9 +59,55 @@ class Replacement(Bypass):
         read them."""
         return OwnWeight(rows, self.weight, self.bias) if ops.reads(self.weight, self.bias) else None
 
+    @property
+    def saved(self) -> int:
+        return sum(tensor.nbytes for tensor in self.parameters().values())
+
     def merged(self, dense: Dense, side: Side) -> Dense:
         exact = exact_type(self.weight.dtype)
         return Dense(self.weight.to(exact), None if self.bias is None else self.bias.to(exact))
+
+
+@dataclass(frozen=True, eq=False)
+class PrunedReplacement(Replacement):
+    """A linear's weight [kept outputs, kept inputs] and bias in place of one with `width` outputs and
+    `inputs` inputs. It reads the inputs at `columns` alone; outputs other than those at `rows` are zero, and
+    a surrogate's last linear does not read them. Without indices all are kept."""
+
+    width: int = 0
+    inputs: int = 0
+    rows: Tensor | None = None  # int64
+    columns: Tensor | None = None
+
+    def with_parameters(self: _Self, parameters: Mapping[str, Tensor]) -> _Self:
+        made = super().with_parameters(parameters)
+        assert isinstance(made, PrunedReplacement)
+        device = made.weight.device  # where a copy on another device is indexed
+        rows, columns = (None if at is None else at.to(device) for at in (made.rows, made.columns))
+        return replace(made, rows=rows, columns=columns)
+
+    def instead(self, x: Tensor) -> Tensor:
+        y = super().instead(x if self.columns is None else x.index_select(-1, self.columns))
+        if self.rows is None:
+            return y
+        return y.new_zeros(*y.shape[:-1], self.width).index_copy_(-1, self.rows, y)
+
+    def readable(self, rows: slice) -> None:
+        return None
+
+    @property
+    def saved(self) -> int:
+        return (self.width * (self.inputs + (self.bias is not None))) * self.weight.itemsize
+
+    def merged(self, dense: Dense, side: Side) -> Dense:
+        small = super().merged(dense, side)
+        weight, bias = small.weight, small.bias
+        if self.columns is not None:
+            weight = weight.new_zeros(len(weight), self.inputs).index_copy_(1, self.columns, weight)
+        if self.rows is not None:
+            weight = weight.new_zeros(self.width, self.inputs).index_copy_(0, self.rows, weight)
+            bias = None if bias is None else bias.new_zeros(self.width).index_copy_(0, self.rows, bias)
+        return Dense(weight, bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +171,15 @@ def fresh_replacement(site: Site, frame: Frame) -> "Replacement":
     return _replacement(frame, site, _trainable(dense.weight), bias)
 
 
+def expect_exact(adapter: AdapterVersion) -> None:
+    """Raises AdapterError for an adapter with pruned modules, on which nothing is trained."""
+    if any(isinstance(bypass, PrunedReplacement) for _, bypass in adapter.placed()):
+        raise AdapterError(
+            f"{adapter.name} has a surrogate in place of a block of its model: nothing is trained on an "
+            "approximation, or learns from one"
+        )
+
+
 def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
     """Takes the modules in a file's `modules_to_save`. Raises AdapterMismatch for tensors that are missing or
     do not fit the base."""
@@ -148,14 +206,35 @@ def read_replacement(
     """The replacement of the base's module at `path` by `given`, a weight and a bias as files have them;
     `module` is the file's name for it. Raises AdapterMismatch where one is missing or does not fit."""
     site = site_at(frame.sites, path, *REPLACED)
+    rows, columns = _kept(saved, site)
+    shape = _shape(site)
+    if rows or columns:
+        shape = len(rows) or site.outputs, len(columns) or site.inputs
     for kind in ("weight", *["bias"] * site.has_bias):
         if kind not in given:
             raise AdapterMismatch(f"{saved.folder}: {PREFIX}{module}.{kind} is missing")
-    expect_shape(site, "weight", given["weight"], *_shape(site))
+    expect_shape(site, "weight", given["weight"], *shape)
     if "bias" in given:
-        expect_shape(site, "bias", given["bias"], *[site.outputs] * site.has_bias)
+        expect_shape(site, "bias", given["bias"], *[len(rows) or site.outputs] * site.has_bias)
+    if rows or columns:
+        at = (torch.tensor(each, device=given["weight"].device) if each else None for each in (rows, columns))
+        return PrunedReplacement(given["weight"], given.get("bias"), False, site.outputs, site.inputs, *at)
     weight = given["weight"].t() if site.transposed else given["weight"]
     return _replacement(frame, site, weight, given.get("bias"))
+
+
+def written_kept(bypasses: Mapping[Place, Bypass]) -> dict[str, dict[str, dict[str, list[int]]]]:
+    """The fields of a file for pruned modules, none without them."""
+    kept = {
+        place.path: {
+            side: at.tolist()
+            for side, at in (("outputs", bypass.rows), ("inputs", bypass.columns))
+            if at is not None
+        }
+        for place, bypass in bypasses.items()
+        if isinstance(bypass, PrunedReplacement)
+    }
+    return {KEPT: kept} if kept else {}
 
 
 def written_replacements(
@@ -211,6 +290,39 @@ def _shape(site: Site) -> Sequence[int]:
         return (site.outputs,)
     is_turned = site.transposed or site.kind is Kind.EMBEDDING
     return (site.inputs, site.outputs) if is_turned else (site.outputs, site.inputs)
+
+
+def _kept(saved: Saved, site: Site) -> tuple[list[int], list[int]]:
+    """The outputs and the inputs that a pruned linear has of the base's at a site, in order; none where it
+    has all of them. Raises AdapterError."""
+    kept = saved.fields.get(KEPT) or {}
+    own = kept.get(site.path, {}) if isinstance(kept, dict) else None
+    if own == {}:
+        return [], []
+    if not isinstance(own, dict) or own.keys() - {"outputs", "inputs"}:
+        raise AdapterError(
+            f"{saved.folder}: {KEPT} must have outputs and inputs by module, not {shown(kept)}"
+        )
+    if site.kind is not Kind.LINEAR or site.transposed:
+        raise AdapterError(f"{saved.folder}: {KEPT} names {site.path}, which cannot be pruned")
+    found = []
+    for side, count in (("outputs", site.outputs), ("inputs", site.inputs)):
+        units = own.get(side, [])
+        ordered = isinstance(units, list) and all(type(unit) is int for unit in units)
+        if not ordered or units != sorted({*units}) or (units and not 0 <= units[0] <= units[-1] < count):
+            raise AdapterError(
+                f"{saved.folder}: the {side} in {KEPT} at {site.path} must be numbers from 0 to {count - 1} "
+                f"in ascending order, not {shown(units)}"
+            )
+        found.append(units)
+    return found[0], found[1]
+
+
+def expect_kept(saved: Saved, paths: Collection[str]) -> None:
+    """Takes the field of pruned modules, which are among those at `paths`. Raises AdapterMismatch."""
+    kept = saved.take(KEPT, {})
+    if strange := [path for path in kept if path not in paths]:
+        raise AdapterMismatch(f"{saved.folder}: {KEPT} names {shown(strange[0])}, which has no tensors")
 
 
 def _is_within(path: str, name: str) -> bool:

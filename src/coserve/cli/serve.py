@@ -259,7 +259,11 @@ def _from_zoo(
         raise ConfigError(f"--adapter {min(taken)}: the zoo has a model or an adapter of that name")
     settings = {table: served[table] for table in ("adapters", "chains", "bases", "adapter_bases")}
     settings["adapters"] |= adapters
-    return served["model"], name or served["name"], settings
+    called = name or served["name"]
+    settings["chains"] = {
+        called if of == served["name"] else of: own for of, own in settings["chains"].items()
+    }
+    return served["model"], called, settings
 
 
 def _check_model(model: str) -> None:

@@ -129,6 +129,9 @@ class Request:
     Requests of one `scope` and one adapter version share cached prefixes; None neither uses nor adds any. A
     server gives each tenant its own scope.
 
+    Keys and values are `of_base` where the adapter's modules all stand behind the last of them: these are the
+    base's own, and shared with it.
+
     A `newcomer` is a request of a tenant below its fair share: its first token has priority
     (`schedule/newcomers.py`).
     """
@@ -144,3 +147,4 @@ class Request:
     virtual_rows: int = 0
     scope: str | None = ""
     newcomer: bool = False
+    of_base: bool = False

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple, Protocol
 
+from coserve.adapters.replace import expect_exact
 from coserve.core.size import show_size
 from coserve.engine.memory import EngineMemory, base_owner, job_owner
 from coserve.errors import OutOfMemory
@@ -87,7 +88,11 @@ class Admission:
         return any(name in one._sizes for one in self._all)
 
     def check(self, name: str, size: JobSize) -> None:
-        """Raises OutOfMemory, with settings that would fit, for a job that would not fit even alone."""
+        """Raises OutOfMemory, with settings that would fit, for a job that would not fit even alone, and
+        AdapterError for one on an approximation."""
+        for adapter in (size.adapter, size.reference):
+            if adapter is not None:
+                expect_exact(adapter)
         needs, room = size.needs(self._base, self._steps), self._memory.job_room()
         if needs.total <= room:
             return

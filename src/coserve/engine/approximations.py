@@ -1,17 +1,42 @@
-"""Predicts the latency that versions would add to a request now, and has the rule choose among them."""
+"""Predicts the latency that versions would add to a request, or to answers under way, and has the rule choose
+among them."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from coserve.adapters.paging.cache import AdapterCache, ExpectedRead, expected_reads
+from coserve.adapters.paging.cache import AdapterCache, AdapterTier, ExpectedRead, expected_reads
 from coserve.adapters.paging.reader import Reader
 from coserve.adapters.paging.stored import KnownVersion
+from coserve.core.request import BASE, Request
+from coserve.core.sequence import Sequence as Answer
 from coserve.engine.memory import EngineMemory
 from coserve.schedule.approximation import ApproximationRule, StepLoad, VersionOutlook
 from coserve.schedule.cost import CostModel
 from coserve.schedule.scheduler import Scheduler
 
 Version = KnownVersion | None  # None is the base
+
+
+def _pruned(version: Version) -> int:
+    """Bytes of the base's modules that pruned ones of a version stand in for."""
+    return 0 if version is None else version.outline.pruned
+
+
+def shares_pages(one: Version, other: Version) -> bool:
+    """Tells whether two versions of one base have the same keys and values for the same tokens."""
+    return all(each is None or each.outline.behind for each in (one, other))
+
+
+def for_version(request: Request, version: Version) -> Request:
+    """The request, answered by a version."""
+    if version is None:
+        return replace(request, adapter=None, virtual=0, virtual_rows=0, of_base=False)
+    virtual = version.virtual
+    return replace(
+        request, adapter=version.key, virtual=virtual.count, virtual_rows=virtual.prompt_count,
+        of_base=version.outline.behind,
+    )  # fmt: skip
 
 
 class Approximations:
@@ -26,11 +51,13 @@ class Approximations:
         base_nbytes: int,
         cost: CostModel,
         bound: float | None,
+        base: str = BASE,
     ) -> None:
-        """`base_nbytes` and `cost` are the base's. `bound` is that of `ApproximationRule`; without one every
-        answer is exact, as in the deterministic mode, whose results depend on no load."""
+        """`base_nbytes` and `cost` are those of the base with the id `base`. `bound` is that of
+        `ApproximationRule`; without one every answer is exact, as in the deterministic mode, whose results
+        depend on no load."""
         self._cache, self._scheduler, self._reader, self._memory = cache, scheduler, reader, memory
-        self._base_nbytes, self._cost = max(base_nbytes, 1), cost
+        self._base_nbytes, self._cost, self._base = max(base_nbytes, 1), cost, base
         self._rule = None if bound is None else ApproximationRule(bound)
 
     def choose(self, versions: Sequence[Version], tokens: int, now: float) -> int:
@@ -50,20 +77,107 @@ class Approximations:
         known = [version.key for version in versions if version is not None]
         room = self._memory.stored_room(asks=False)
         reads = iter(expected_reads(self._cache, known, wanted, room))
+        added = [tokens * seconds for seconds in self._step_seconds(versions)]
         return self._rule.choose(
             [
-                VersionOutlook() if version is None else self._outlook(version, next(reads), tokens)
-                for version in versions
+                VersionOutlook(compute=seconds) if version is None else self._outlook(next(reads), seconds)
+                for version, seconds in zip(versions, added, strict=True)
             ],
             load,
         )
 
-    def _outlook(self, version: KnownVersion, read: ExpectedRead | None, tokens: int) -> VersionOutlook:
-        """A version's outlook. A step with its modules takes longer by the share of a forward pass that their
-        bytes are of the base's, unless the steps have another answer of the same version anyway."""
-        step = self._cost.pass_seconds * version.cost / self._base_nbytes
-        running = {sequence.request.adapter for sequence in self._scheduler.requests.running}
-        compute = 0.0 if version.key in running else tokens * step
+    def is_pressed(self, now: float) -> bool:
+        """Tells whether a request has waited for longer than the bound: for a place where all are taken, or
+        for an adapter's bytes that answers hold."""
+        if self._rule is None:
+            return False
+        requests = self._scheduler.requests
+        is_full = len(requests.running) >= self._scheduler.config.max_running
+        new = [one for one in requests.waiting if is_full and one.admitted_at is None]
+        first = min((one.request.arrival for one in (*new, *requests.blocked_on_adapter)), default=now)
+        return now - first > self._rule.bound
+
+    def turn(self, answers: Sequence[Answer], versions: Sequence[Version], at: int) -> int:
+        """The index of the version with which `answers` go on, all those of version number `at`: that one, or
+        a less accurate one that is on the device.
+
+        What the others do not share of the present one's keys and values is computed again. The present one
+        takes as long as its last answer where somebody waits for its bytes.
+        """
+        assert self._rule is not None, "is_pressed"
+        steps, computed = max(each.steps_left for each in answers), sum(each.computed for each in answers)
+        row, passes = self._cost.weights["forward_rows"], self._cost.pass_seconds
+        added = self._step_seconds(versions, answers)
+        present, *others = versions[at:]
+        frees = [self._is_there(one) and self._frees(present, one) for one in others]
+        there = [is_free or self._is_there(one, True) for is_free, one in zip(frees, others, strict=True)]
+        wait = steps * (passes + row * len(self._scheduler.requests.running)) if any(frees) else 0.0
+        outlooks = [VersionOutlook(wait, steps * added[at])]
+        for one, is_there, is_free, seconds in zip(others, there, frees, added[at + 1 :], strict=True):
+            again = 0.0 if shares_pages(one, present) else passes + row * computed
+            load = again + (0.0 if is_free else wait) if is_there else math.inf
+            outlooks.append(VersionOutlook(load, steps * seconds))
+        return at + self._rule.choose(outlooks, StepLoad(1, 1))
+
+    def _is_there(self, version: Version, is_open: bool = False) -> bool:
+        """Tells whether a version is on the device, and if `is_open` does not leave for another."""
+        if version is None:
+            return True
+        if self._cache.find(version.key) is None or self._cache.tier(version.key) is not AdapterTier.DEVICE:
+            return False
+        return not is_open or expected_reads(self._cache, [version.key], (), 0) != [None]
+
+    def _frees(self, present: Version, other: Version) -> bool:
+        """Tells whether the first request that waits for an adapter would have room for it if all answers of
+        one version went on with the other, and has none now."""
+        blocked = self._scheduler.requests.blocked_on_adapter
+        if present is None or not blocked or (wanted := blocked[0].request.adapter) is None:
+            return False
+        room, kept = self._memory.stored_room(asks=False), () if other is None else (other.key,)
+        (now,) = expected_reads(self._cache, [wanted], (), room)
+        (then,) = expected_reads(self._cache, [wanted], (), room, (present.key,), kept)
+        return now is None and then is not None
+
+    def _outlook(self, read: ExpectedRead | None, compute: float) -> VersionOutlook:
         if read is None:
             return VersionOutlook(math.inf, compute, True)
         return VersionOutlook(self._reader.seconds(read.nbytes), compute, read.displaces)
+
+    def _step_seconds(self, versions: Sequence[Version], without: Sequence[Answer] = ()) -> list[float]:
+        """Seconds that a step with one more row of each version, or with rows of the answers `without` which
+        the others are there, takes longer, beyond the least.
+
+        Modules that no row of other answers passes are read once more, and take the share of a forward pass
+        that their bytes are of the base's. Those of the base are a version's as far as it has none of its
+        own. All modules of a row cost it the share of a row's time that their bytes are of the base's. Layers
+        with pruned modules take no compiled call, whose gain is the difference that prompts make to a pass.
+        """
+        requests = self._scheduler.requests
+        there = {
+            sequence.request.adapter
+            for sequence in (*requests.running, *requests.waiting)
+            if sequence.request.base == self._base and sequence not in without
+        }
+        others = [None if key is None else self._cache.find(key) for key in there]
+        shared = max((self._of_base(version) for version in others), default=0)
+        slowed = max((_pruned(version) for version in others), default=0)
+        read, passed, slow = list[float](), list[float](), list[float]()
+        for version in versions:
+            own, rest = 0 if version is None else version.cost, self._of_base(version)
+            is_there = version is not None and version.key in there
+            read.append((0 if is_there else own) + max(rest - shared, 0))
+            passed.append(own + rest)
+            slow.append(max(_pruned(version) - slowed, 0))
+        least, rows_of = min(passed), max(len(without), 1)
+        whole = self._cost.pass_seconds / self._base_nbytes
+        row = rows_of * self._cost.weights["forward_rows"] / self._base_nbytes
+        call = self._cost.weights["prefill_layers"] / self._base_nbytes
+        return [
+            whole * nbytes + row * (rows - least) + call * pruned
+            for nbytes, rows, pruned in zip(read, passed, slow, strict=True)
+        ]
+
+    def _of_base(self, version: Version) -> int:
+        """Bytes of the base's own modules that rows of a version pass."""
+        saved = 0 if version is None else version.outline.saved
+        return max(self._base_nbytes - saved, 0)

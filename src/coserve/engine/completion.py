@@ -40,9 +40,10 @@ class Completion:
         alternative: int = 0,
     ) -> None:
         """`grammar` is the one that the answer has to match, held until it ends. `alternative` is the adapter
-        that answers: 0 is the one asked for, numbers from 1 on are the alternatives to it."""
+        that answers, at present: 0 is the one asked for, numbers from 1 on are the alternatives to it."""
         self.sequence = sequence
         self.alternative = alternative
+        self.changes: list[tuple[int, int]] = []  # of chains: tokens answered until then, and the alternative
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
@@ -78,6 +79,11 @@ class Completion:
     def cancel(self) -> None:
         """Ends the answer; its resources are free after one step."""
         self._cancel()
+
+    def change(self, alternative: int) -> None:
+        """Notes that another alternative goes on with the answer."""
+        self.alternative = alternative
+        self.changes.append((len(self.tokens) + self.sequence.unsampled, alternative))
 
     def skip(self, tokens: Iterable[int]) -> bool:
         """Skips tokens that the caller has already; True if they contain a stop string."""

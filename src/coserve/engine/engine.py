@@ -22,10 +22,11 @@ from coserve.core.plan import StepResult
 from coserve.core.request import BASE, SLO, FinishReason, Request, SamplingParams
 from coserve.engine.adapters import EngineAdapters
 from coserve.engine.admission import Admission
-from coserve.engine.approximations import Approximations
+from coserve.engine.approximations import Approximations, for_version
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.bases import Bases
 from coserve.engine.calibrate import measure, measure_lanes
+from coserve.engine.chain_changes import ChainChanges
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.memory import EngineMemory
@@ -133,6 +134,10 @@ class Engine:
             self.base.nbytes,
             self.cost,
             bound,
+            base_id,
+        )
+        self._changes = ChainChanges(
+            self.scheduler, self.adapters.cache, self._approximations, self.completions, base_id
         )
         admission = Admission(
             self.memory,
@@ -231,6 +236,8 @@ class Engine:
             is_awaited = self.arrivals.before_step()
             if not self._is_stuck:  # else commands would wait for the plan
                 self.adapters.paged.advance()
+                for engine in self.bases:
+                    engine._changes.advance(self.clock())
             # A caller that waits already gets the next step after one layer: no large window in this one.
             self.scheduler.window_rows = 0 if is_awaited else self._window_rows()
             result = self._next_result()
@@ -275,7 +282,8 @@ class Engine:
         None shares nothing. The first token of a `newcomer` has priority.
 
         Under load (`schedule.approximation`) one of the `alternatives`, names or keys of adapters, the most
-        accurate first, may answer in the adapter's place; None is the base. The handle tells which one does.
+        accurate first, may answer in the adapter's place, or go on with the answer; None is the base. The
+        handle tells which one does.
         Raises RequestError, AdapterNotFound or ConfigError, with nothing queued.
         """
         # Before the lock is taken: no step waits while a grammar is compiled.
@@ -299,6 +307,7 @@ class Engine:
             cancel = partial(self._cancel_sequence, sequence.key)
             completion = Completion(sequence, stream, self._drive, cancel, grammar, chosen)
             self.completions[sequence.key] = completion
+            self._changes.allow(sequence.key, versions)
             if completion.skip(continued):
                 self.scheduler.requests.finish(sequence.key, FinishReason.STOP)
             if version is not None and not sequence.is_finished:
@@ -498,17 +507,15 @@ class Engine:
         self._requests += 1
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._random.getrandbits(63))
-        return Request(
+        request = Request(
             id=f"req-{self._requests}",
             prompt=tokens,
             sampling=sampling,
-            adapter=None if version is None else version.key,
             slo=slo,
             arrival=self.clock() if arrival is None else arrival,
-            virtual=0 if version is None else version.virtual.count,
-            virtual_rows=0 if version is None else version.virtual.prompt_count,
             base=self.base_id,
         )
+        return for_version(request, version)
 
     def _drive(self) -> bool:
         """Runs one step if there is anything to do; callers on other threads take the lock before it."""
@@ -539,6 +546,8 @@ class Engine:
 
     def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
         completion = self.completions.pop(key)
+        for engine in self.bases:
+            engine._changes.forget(key)
         completion.finish(reason, error)
         adapter = completion.sequence.request.adapter
         if adapter is not None:

@@ -16,8 +16,8 @@ class VersionOutlook:
     """A version's part in a request's latency.
 
     `load` is the seconds until its weights are on the device, infinite where answers of other versions have
-    to end first. `compute` is the seconds that its own modules add to the steps of the answer. It `displaces`
-    others if some leave the device for it, or are read first.
+    to end first. `compute` is the seconds that its modules add to the steps of the answer, beyond those of
+    the version with the fewest. It `displaces` others if some leave the device for it, or are read first.
     """
 
     load: float = 0.0

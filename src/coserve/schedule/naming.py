@@ -1,8 +1,9 @@
 """Content names of pages: equal names mean equal keys and values.
 
-The keys and values of a token depend on every token before it, on the base and on the adapter version. So a
-page's name is a digest of the previous page's name and its own tokens; the first digest (`root`) covers base,
-adapter version and scope. The scope keeps tenants from learning each other's prompts by timing cache hits.
+The keys and values of a token depend on every token before it, on the base and on the adapter version, of
+which the modules up to the last keys and values count. So a page's name is a digest of the previous page's
+name and its own tokens; the first digest (`root`) covers base, adapter version and scope. The scope keeps
+tenants from learning each other's prompts by timing cache hits.
 
 Sixteen bytes of BLAKE2b: finding a collision takes some 2^64 trials. A prompt of 1,000 tokens in pages of 16
 takes 0.24 ms.
@@ -20,7 +21,8 @@ _BYTES = 16
 def root(request: Request) -> bytes:
     """The name before a request's first own page."""
     digest = blake2b(digest_size=_BYTES)
-    for part in (request.scope or "", request.base, request.adapter or "", str(request.virtual)):
+    chain = "" if request.of_base else request.adapter or ""
+    for part in (request.scope or "", request.base, chain, str(request.virtual)):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(8, "little"))  # or "ab", "c" would be "a", "bc"
         digest.update(encoded)

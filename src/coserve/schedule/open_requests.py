@@ -56,10 +56,7 @@ class OpenRequests:
             self.newcomer_at = now
         if _is_bounded(request):
             self._bounded_at = now
-        if blocked:
-            self.queues.block(sequence)
-        else:
-            self.queues.join(sequence)
+        self.queues.join(sequence, blocked)
         if sequence.output:
             self._take_over(sequence, now)
         return sequence

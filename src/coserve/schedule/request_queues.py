@@ -98,13 +98,10 @@ class RequestQueues:
             cached = max(cached, cache.offloading.room(prompt))
         return min(cache.config.max_positions - virtual - prompt, cached)
 
-    def join(self, sequence: Sequence) -> None:
-        """Adds a sequence to the waiting line."""
-        insort(self.waiting, sequence, key=self.urgency)
-
-    def block(self, sequence: Sequence) -> None:
-        """Keeps a sequence out of the waiting line, invisible to policies, until `unblock`."""
-        insort(self.blocked_on_adapter, sequence, key=self.urgency)
+    def join(self, sequence: Sequence, blocked: bool = False) -> None:
+        """Adds a sequence to the waiting line. A `blocked` one stays out of it, invisible to policies, until
+        `unblock`."""
+        insort(self.blocked_on_adapter if blocked else self.waiting, sequence, key=self.urgency)
 
     def unblock(self, sequence: Sequence) -> None:
         """Moves a blocked sequence to the waiting line."""
@@ -209,6 +206,21 @@ class RequestQueues:
         sequence.preemptions += 1
         self.stats.preemptions += 1
         self._wait_again(sequence)
+
+    def change(self, sequence: Sequence, request: Request) -> None:
+        """Has a sequence go on as another request, which differs in its adapter version alone: it enters
+        again, and computes what is not found in pages of that version."""
+        self._drop_copy(sequence)
+        if sequence.loading:
+            self.caches.of(sequence).swapping.withdraw(sequence)
+        sequence.reached = max(sequence.reached, sequence.computed)
+        sequence.preemptions += 1  # it is ahead of those that have not begun
+        if sequence.pages:
+            self._leave(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.request, sequence.computed, sequence.names = request, 0, []
+        self.join(sequence)
 
     def _swap_out(self, sequence: Sequence, now: float) -> None:
         """Has a sequence's pages copied to the second tier if that is worth it."""

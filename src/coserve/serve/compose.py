@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -172,11 +172,19 @@ async def _name_adapters(state: State) -> None:
         kept = state.store.path_of(folder)
         shared.append(Adapter(key, name, kept, base, catalog.base.created))
         if chains := state.settings.chains.get(name):
-            catalog.chains[key] = tuple([
-                ApproximateModel(chain, *(await _named(chain, own) if own else (None, None)))
-                for chain, own in chains.items()
-            ])  # fmt: skip
+            catalog.chains[key] = await _chains(chains)
+    for name in catalog.bases:
+        if chains := state.settings.chains.get(name):
+            catalog.chains[name] = await _chains(chains)
     await state.store.adapters.share(shared)
+
+
+async def _chains(chains: Mapping[str, str]) -> tuple[ApproximateModel, ...]:
+    """The approximate chains of a model, of their folders by name."""
+    return tuple([
+        ApproximateModel(name, *(await _named(name, own) if own else (None, None)))
+        for name, own in chains.items()
+    ])  # fmt: skip
 
 
 async def _named(name: str, path: str) -> tuple[str, Path]:

@@ -45,9 +45,9 @@ class ServerSettings:
     `bases` are folders of further base models by the name under which they are served, in the same engine.
     `adapters` are PEFT folders by theirs, and `adapter_bases` the names of their bases, of those that are not
     for `model`. `chains` are folders of
-    approximations of some of these, by the adapter's name and their own, the most accurate first; an empty
-    folder is the base itself. `slo` holds all three service tiers; missing entries keep their defaults.
-    Raises ConfigError, naming the key.
+    approximations of some models and adapters, by the name of these and their own, the most accurate first;
+    an empty folder is the base itself. `slo` holds all three service tiers; missing entries keep their
+    defaults. Raises ConfigError, naming the key.
     """
 
     model: str  # folder or hub name
@@ -144,8 +144,8 @@ class ServerSettings:
             raise ConfigError(f"adapter_bases has {min(strange)!r}, which is none of the adapters")
         if strange := set(self.adapter_bases.values()) - set(self.bases):
             raise ConfigError(f"adapter_bases names {min(strange)!r}, which is none of the bases")
-        if strange := set(self.chains) - set(self.adapters):
-            raise ConfigError(f"chains has {min(strange)!r}, which is none of the adapters")
+        if strange := set(self.chains) - {self.base_name, *self.bases, *self.adapters}:
+            raise ConfigError(f"chains has {min(strange)!r}, which is no model and none of the adapters")
         if unknown := set(self.slo) - set(TIERS):
             raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
         self._check_policy()

@@ -15,6 +15,7 @@ from coserve.errors import ZooError
 from coserve.zoo.disk import make_folder, remove_file, sync_folder
 from coserve.zoo.manifest import Application, check_name, read_manifest, write_manifest
 
+LEAST: Final = 0.9  # similarity with its model that an approximate chain needs to be served
 _SUFFIX: Final = ".json"
 
 

@@ -70,6 +70,14 @@ def without_weights(zoo: Zoo, application: Application) -> Base:
         return load_base(shapes, dtype)
 
 
+def skeleton_of(zoo: Zoo, application: Application) -> PreTrainedModel:
+    """A model of the zoo without weights, as transformers makes it."""
+    with _configuration(zoo, application) as folder, torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return made
+
+
 def architecture_of(zoo: Zoo, application: Application) -> Architecture:
     """The architecture of a model in the zoo."""
     with _configuration(zoo, application) as folder:

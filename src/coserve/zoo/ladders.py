@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from coserve.errors import ConfigError, ZooError
-from coserve.zoo.alternatives import ApproximateChain, Fidelity, Ladder, StoredAlternative
+from coserve.zoo.alternatives import LEAST, ApproximateChain, Fidelity, Ladder, StoredAlternative
 from coserve.zoo.chain import model_of, parent_of
 from coserve.zoo.components import Architecture
 from coserve.zoo.distilling import Student, fidelity, windows_of
@@ -30,7 +30,6 @@ from coserve.zoo.store import Zoo, check_unlocked
 from coserve.zoo.views import own_weights
 
 CHAINS: Final = 4  # of a ladder, at most
-LEAST: Final = 0.9  # similarity of a chain with the full fine-tune
 WINDOW: Final = 64  # tokens
 
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from coserve.adapters.sites import Kind, sublayers
+from coserve.adapters.sites import Kind, decoder_layers, sublayers
 from coserve.errors import ConfigError, ZooError
 from coserve.zoo.alternatives import Criterion, Pruning, StoredAlternative, check_fits
 from coserve.zoo.chain import model_of
 from coserve.zoo.distilling import DistillationSettings, OnStep, Student, distil, fidelity, windows_of
-from coserve.zoo.export import loaded
+from coserve.zoo.export import loaded, skeleton_of
 from coserve.zoo.finetune import places_of
 from coserve.zoo.layered import LayeredModel
+from coserve.zoo.manifest import Application
 from coserve.zoo.outputs import component_states, directions
 from coserve.zoo.profile import Machine, component_seconds
 from coserve.zoo.pruning import check_share, importances, linear_in, most_important, pruned, units_of
@@ -105,15 +106,17 @@ def make_surrogate(
 
 
 @contextmanager
-def surrogate_of(zoo: Zoo, name: str) -> Iterator[tuple[LayeredModel, dict[int, nn.Module]]]:
-    """A model in float32 and the decoder layers of a stored surrogate, by place from 0. Raises ZooError."""
+def surrogate_of(
+    zoo: Zoo, name: str, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[LayeredModel, dict[int, nn.Module]]]:
+    """A model in `dtype` and the decoder layers of a stored surrogate, by place from 0. Raises ZooError."""
     alternative = zoo.alternatives.get(name)
     made = alternative.made
     if not isinstance(made, Pruning):
         raise ZooError(f"{name} is no surrogate")
     check_fits(alternative, zoo.applications())
     kept = {_place(label): units for label, units in made.kept.items()}
-    with loaded(zoo, made.model, torch.float32) as own:
+    with loaded(zoo, made.model, dtype) as own:
         whole = LayeredModel(own)
         layers = pruned_layers(whole, kept)
         stored, there = read_tensors(zoo, alternative.tensors), cut_tensors(whole, layers, kept)
@@ -123,6 +126,29 @@ def surrogate_of(zoo: Zoo, name: str) -> Iterator[tuple[LayeredModel, dict[int, 
             for tensor, values in ((there[one], stored[one]) for one in there):
                 tensor.copy_(values)
         yield whole, layers
+
+
+def served_linears(
+    zoo: Zoo, application: Application, alternative: StoredAlternative
+) -> tuple[dict[str, str], dict[str, dict[str, list[int]]]]:
+    """A surrogate as linears that stand in for those of `application`: ids of their tensors by name in the
+    model, and for each linear, by path, the outputs or inputs that it kept of the model's."""
+    made = alternative.made
+    assert isinstance(made, Pruning)
+    layers = list(decoder_layers(skeleton_of(zoo, application)).items())
+    kept = dict[str, dict[str, list[int]]]()
+    for label, chosen in made.kept.items():
+        number, kind = _place(label)
+        path, layer = layers[number]
+        units, prefix = units_of(layer, kind), f"{path}.{sublayers(layer)[kind]}"
+        for name, rows in units.rows.items():
+            kept[f"{prefix}.{name}"] = {"outputs": rows[list(chosen)].flatten().tolist()}
+        kept[f"{prefix}.{units.output}"] = {"inputs": units.columns[list(chosen)].flatten().tolist()}
+    keys = dict[str, str]()
+    for name, key in alternative.tensors.items():
+        layer_number, _, tail = name.partition(".")
+        keys[f"{layers[int(layer_number)][0]}.{tail}"] = key
+    return keys, kept
 
 
 def choose_units(
@@ -180,12 +206,19 @@ def recover(
         linear.requires_grad_(False)
 
 
-@torch.no_grad()
 def similarity_behind(
     whole: LayeredModel, layers: Mapping[int, nn.Module], place: int, windows: Tensor
 ) -> float:
-    """Mean cosine similarity of the vocabulary distributions behind the component at a place of the chain, of
-    the model and of the model with other layers."""
+    """Mean of `similarities_behind`."""
+    return float(similarities_behind(whole, layers, place, windows).mean())
+
+
+@torch.no_grad()
+def similarities_behind(
+    whole: LayeredModel, layers: Mapping[int, nn.Module], place: int, windows: Tensor
+) -> Tensor:
+    """For each token the cosine similarity of the vocabulary distributions behind the component at a place of
+    the chain, of the model and of the model with other layers."""
     vocabulary = int(whole.model.config.get_text_config().vocab_size)
     both = []
     for own in ({}, layers):
@@ -193,7 +226,7 @@ def similarity_behind(
             both.append(
                 directions(whole.model, component_states(whole.model, windows.tolist())[place], vocabulary)
             )
-    return float((both[0] * both[1]).sum(-1).mean())
+    return (both[0] * both[1]).sum(-1)
 
 
 def cut_tensors(whole: LayeredModel, layers: Mapping[int, nn.Module], kept: Kept) -> dict[str, Tensor]:

@@ -4,32 +4,34 @@ Foundations of any width and depth are served together if texts become the same 
 server has one tokenizer. An adapter is served as it is. A full fine-tune of the model is served as the
 modules in which it differs, which stand in for the model's own on its rows (PEFT's `modules_to_save`): so it
 shares every step, and every module that it did not change, with all others. Its approximate chains are fewer
-of these modules.
+of these modules, or have a surrogate's smaller linears among them. A foundation's are such linears alone.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from coserve.adapters.files import CONFIG, WEIGHTS
-from coserve.adapters.replace import REPLACED
+from coserve.adapters.replace import KEPT, REPLACED
 from coserve.adapters.saved import PREFIX
 from coserve.adapters.sites import Kind, Site, Sites
 from coserve.core.request import BASE
-from coserve.errors import ConfigError, ZooError
+from coserve.errors import ConfigError, UnsupportedModel, ZooError
 from coserve.text.tokenizer import load_tokenizer, reads_alike
-from coserve.zoo.alternatives import Ladder, check_fits
+from coserve.zoo.alternatives import LEAST, Ladder, Pruning, Stitching, StoredAlternative, check_fits
 from coserve.zoo.chain import model_of
 from coserve.zoo.disk import make_folder, sync_folder, write_file
 from coserve.zoo.export import architecture_of, export, without_weights
 from coserve.zoo.manifest import Application
 from coserve.zoo.store import Zoo
+from coserve.zoo.surrogates import served_linears
 from coserve.zoo.weight_file import header_of
 
 _METHOD: Final = "LN_TUNING"  # PEFT's type of adapters that are nothing but modules of their own
@@ -40,7 +42,7 @@ class Served:
     """Applications of a zoo for one server: the first model's name and folder, those of further `bases` by
     name, adapters' folders by name, and why others are left out, by name. `adapter_bases` are the models of
     adapters that are not for the first. `chains` are folders of approximate chains by application and name,
-    the most accurate first; None is a chain that is the model itself."""
+    the most accurate first; None is a chain that is the foundation itself."""
 
     name: str
     model: Path
@@ -64,15 +66,27 @@ class FineTunedWeights:
 
 
 Own = Callable[[], FineTunedWeights]
+Kept = Mapping[str, Mapping[str, list[int]]]  # outputs or inputs that pruned linears kept, by path
 
 
-def serve_from(zoo: Zoo, name: str | None = None) -> Served:
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """An approximate chain that is served. `first` is the first place in it that is no longer exact."""
+
+    name: str
+    similarity: float
+    first: int
+    folder: Path | None
+
+
+def serve_from(zoo: Zoo, name: str | None = None, least: float = LEAST) -> Served:
     """Makes what a server needs to serve the model called `name`, by default all foundations that can be
-    served together, and all that belongs to them. The first by name is the server's first base. Raises
-    ZooError where there is no model to serve."""
+    served together, and all that belongs to them. The first by name is the server's first base. Surrogates
+    are served whose model has a similarity of at least `least` with them. Raises ZooError where there is no
+    model to serve."""
     applications = zoo.applications()
     models, left_out = _models(zoo, applications, name)
-    adapters, chains = dict[str, Path](), dict[str, dict[str, Path | None]]()
+    adapters, chains = dict[str, Path](), dict[str, list[_Chain]]()
     adapter_bases, owns = dict[str, str](), dict[str, Own]()
     first, *further = models
     for one in applications.values():
@@ -95,19 +109,74 @@ def serve_from(zoo: Zoo, name: str | None = None) -> Served:
     for alternative in zoo.alternatives.names():
         try:
             stored = zoo.alternatives.get(alternative)
-            ladder = stored.made
-            if isinstance(ladder, Ladder) and ladder.model in adapters:
-                check_fits(stored, applications)
-                application = applications[ladder.model]
-                own = zoo, application, applications[application.parent], owns[ladder.model]
-                chains[ladder.model] = {
-                    chain.name: _bypass_view(*own, chain.places) if chain.nbytes else None
-                    for chain in ladder.chains
-                }
-        except ZooError as error:
+            of = "" if isinstance(stored.made, Stitching) else stored.made.model
+            if of not in adapters and (of not in models or isinstance(stored.made, Ladder)):
+                continue
+            check_fits(stored, applications)
+            application = applications[of]
+            pair = application, application if of in models else applications[application.parent]
+            made = (
+                _ladder_chains(zoo, *pair, stored.made, owns[of])
+                if isinstance(stored.made, Ladder)
+                else [_surrogate_chain(zoo, *pair, stored, owns.get(of), least)]
+            )
+            _check_names(made, {each.name for own in chains.values() for each in own} | {*applications})
+            chains.setdefault(of, []).extend(made)
+        except (ZooError, UnsupportedModel) as error:
             left_out[alternative] = str(error)
     bases = {name: models[name] for name in further}
-    return Served(first, models[first], adapters, chains, left_out, bases, adapter_bases)
+    ordered = {of: {each.name: each.folder for each in sorted(own, key=_order)} for of, own in chains.items()}
+    return Served(first, models[first], adapters, ordered, left_out, bases, adapter_bases)
+
+
+def _order(chain: _Chain) -> tuple[float, int]:
+    """The most accurate first; of equal ones those that are exact in front (BlockLLM, 5.3)."""
+    return -chain.similarity, -chain.first
+
+
+def _check_names(chains: Sequence[_Chain], taken: Collection[str]) -> None:
+    """Raises ZooError for a chain that has the name of another one, or of an application."""
+    if twice := [each.name for each in chains if each.name in taken]:
+        raise ZooError(f"there is another application or chain called {twice[0]}")
+
+
+def _ladder_chains(
+    zoo: Zoo, application: Application, base: Application, ladder: Ladder, own: Own
+) -> list[_Chain]:
+    """The chains of a full fine-tune's ladder. Raises ZooError."""
+    return [
+        _Chain(
+            chain.name, chain.fidelity.similarity, min(chain.places),
+            _bypass_view(zoo, application, base, own, chain.places) if chain.nbytes else None,
+        )
+        for chain in ladder.chains
+    ]  # fmt: skip
+
+
+def _surrogate_chain(
+    zoo: Zoo,
+    application: Application,
+    base: Application,
+    stored: StoredAlternative,
+    own: Own | None,
+    least: float,
+) -> _Chain:
+    """The chain of a model with a surrogate in it: a full fine-tune's `own` weights and the surrogate's, or
+    these alone where the model is the base. Raises ZooError and UnsupportedModel."""
+    made = stored.made
+    assert isinstance(made, Pruning)
+    if made.after.similarity < least:
+        raise ZooError(
+            f"its similarity with {made.model} is {made.after.similarity:.4f}, and {least} is asked for"
+        )
+    cut, kept = served_linears(zoo, application, stored)
+    keys = {} if own is None else own().without(())
+    keys = {name: key for name, key in keys.items() if name.rpartition(".")[0] not in kept} | cut
+    written = repr((sorted(keys.items()), sorted(kept.items())))
+    folder = _write_view(
+        zoo, application, base, hashlib.sha256(written.encode()).hexdigest(), lambda: keys, kept
+    )
+    return _Chain(stored.name, made.after.similarity, made.start, folder)
 
 
 def _models(
@@ -170,17 +239,33 @@ def _bypass_view(
 ) -> Path:
     """The folder of a full fine-tune, `without` its own components at some places, as an adapter beside
     `base`. Raises ZooError where it changes tensors that no adapter can have."""
-    shared = f".{hashlib.sha256(repr(sorted(without)).encode()).hexdigest()[:16]}" if without else ""
-    folder = _folder(zoo, f"{application.digest}.{base.digest[:16]}{shared}")
+    shared = hashlib.sha256(repr(sorted(without)).encode()).hexdigest() if without else ""
+    return _write_view(zoo, application, base, shared, lambda: own().without(without))
+
+
+def _write_view(
+    zoo: Zoo,
+    application: Application,
+    base: Application,
+    kind: str,
+    keys: Callable[[], Mapping[str, str]],
+    kept: Kept = MappingProxyType({}),
+) -> Path:
+    """The folder of an adapter beside `base`, of this `kind`, whose modules have the tensors `keys`, ids by
+    name; of pruned ones it has what they `kept`. It is written unless it is there."""
+    folder = _folder(
+        zoo, ".".join(part for part in (application.digest, base.digest[:16], kind[:16]) if part)
+    )
     if folder.is_dir():
         return folder
-    tensors = {name: zoo.tensors.checked(key) for name, key in own().without(without).items()}
+    tensors = {name: zoo.tensors.checked(key) for name, key in keys().items()}
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     config = {
         "peft_type": _METHOD,
         "task_type": "CAUSAL_LM",
         "modules_to_save": modules,
         "target_modules": [],
+        **({KEPT: kept} if kept else {}),
     }
     named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
     partial = folder.with_name(f".{folder.name}.partial")

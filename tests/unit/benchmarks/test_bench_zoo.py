@@ -30,9 +30,9 @@ def test_the_table_is_filled(tmp_path: Path) -> None:
     assert 0.0 < results["storage.with_alternatives"] <= results["storage.exact"] < 1.0
     assert "20 applications" in results["notes"]["storage.exact"]
     assert "full-6" in (tmp_path / "chains.svg").read_text()
-    assert {"stitch.128-256.seconds", "surrogate.L3-5.speedup", "depths.own.accuracy"} <= set(
-        results["figures"]
-    )
+    expected = {"stitch.128-256.seconds", "surrogate.L3-5.speedup", "depths.own.accuracy"}
+    assert expected | {"surrogate.L3-5.served.half", "speculation.L3.right"} <= set(results["figures"])
+    assert 0.0 < results["speculation.right"] <= 1.0
     assert "switching every 2 layers" in (tmp_path / "depths.svg").read_text()
     assert 0.0 <= results["figures"]["adaptive.1.5.adapted"]["value"] <= 1.0
     assert "answers adapted" in (tmp_path / "loads.svg").read_text()

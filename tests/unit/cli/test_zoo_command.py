@@ -206,7 +206,9 @@ def test_a_server_says_what_it_leaves_out(made: Path, monkeypatch: pytest.Monkey
     """The message of the command that makes the folders is a stand-in, as that takes seconds to start."""
     served = {
         "name": "base", "model": str(made / "base"), "adapters": {"lora": str(made / "lora")},
-        "chains": {"lora": {"lora~2": str(made / "tuned"), "lora~4": ""}},
+        "chains": {
+            "lora": {"lora~2": str(made / "tuned"), "lora~4": ""}, "base": {"base.L1": str(made / "lora")},
+        },
         "bases": {"large": str(made / "large")}, "adapter_bases": {"lora": "large"},
     }  # fmt: skip
     said = CompletedProcess([], 0, json.dumps({**served, "left_out": {"tuned": "it belongs to other"}}), "")
@@ -216,6 +218,8 @@ def test_a_server_says_what_it_leaves_out(made: Path, monkeypatch: pytest.Monkey
     assert "tuned is not served: it belongs to other" in result.stderr
     settings = json.loads(result.stdout)
     assert all(settings[field] == served[field] for field in ("chains", "bases", "adapter_bases"))
+    renamed = CliRunner().invoke(app, [*serve, "--name", "mine"], catch_exceptions=False)
+    assert set(json.loads(renamed.stdout)["chains"]) == {"lora", "mine"}
     for name in ("lora", "large"):
         with pytest.raises(CoserveError, match=f"--adapter {name}: the zoo has"):
             CliRunner().invoke(app, [*serve, "--adapter", f"{name}={made / 'lora'}"], catch_exceptions=False)

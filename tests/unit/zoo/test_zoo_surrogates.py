@@ -1,15 +1,17 @@
 """Surrogates: smaller, recovered, stored whole, and nothing else of the model is another."""
 
+import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from coserve.adapters.sites import Kind
 from coserve.errors import ConfigError, UnsupportedModel, ZooError
 from coserve.zoo.adding import add
-from coserve.zoo.alternatives import Criterion, Pruning
+from coserve.zoo.alternatives import Criterion, Pruning, StoredAlternative
 from coserve.zoo.distilling import DistillationSettings, fidelity, windows_of
 from coserve.zoo.layered import LayeredModel
 from coserve.zoo.profile import Machine
@@ -24,6 +26,7 @@ from coserve.zoo.surrogates import (
     surrogate_of,
     with_layers,
 )
+from coserve.zoo.views import serve_from
 from models import VOCABULARY, tiny
 from zoo_made import make_model
 
@@ -143,3 +146,47 @@ def test_another_model_under_its_name_is_refused(zoo: Zoo, sources: Path) -> Non
     assert any("small belongs to other weights than base has now" in one for one in zoo.verify())
     with pytest.raises(ZooError, match="other weights"), surrogate_of(zoo, "small"):
         pass
+
+
+def judged(zoo: Zoo, found: StoredAlternative, name: str, similarity: float) -> None:
+    """Stores a surrogate under another name, with another similarity with its model."""
+    assert isinstance(found.made, Pruning)
+    after = msgspec.structs.replace(found.made.after, similarity=similarity)
+    made = msgspec.structs.replace(found.made, after=after)
+    with zoo.writing():
+        zoo.publish(msgspec.structs.replace(found, name=name, made=made))
+
+
+def test_a_server_is_given_surrogates_the_most_accurate_first(zoo: Zoo, sources: Path) -> None:
+    add(zoo, sources / "tuned", "tuned", "base")
+    first, last = (make_surrogate(zoo, "base", block, TEXT, HERE, settings=SHORT) for block in ("F1", "L2"))
+    mine = make_surrogate(zoo, "tuned", "A2", TEXT, HERE, settings=SHORT)
+    for name in (first.name, last.name, mine.name):
+        zoo.remove(name)
+    judged(zoo, first, "a", 0.95)
+    judged(zoo, last, "b", 0.95)
+    judged(zoo, last, "c", 0.97)
+    judged(zoo, last, "d", 0.89)
+    judged(zoo, mine, "e", 0.9)
+    served = serve_from(zoo)
+    assert [list(served.chains[model]) for model in ("base", "tuned")] == [["c", "b", "a"], ["e"]]
+    assert served.left_out == {"d": "its similarity with base is 0.8900, and 0.9 is asked for"}
+    modules = {}
+    for model, name in (("base", "c"), ("tuned", "e")):
+        folder = served.chains[model][name]
+        assert folder is not None
+        fields = json.loads((folder / "adapter_config.json").read_text())
+        modules[name], kept = set(fields["modules_to_save"]), fields["kept_units"]
+        assert set(kept) <= modules[name]
+        assert {len(each.get("outputs", each.get("inputs"))) for each in kept.values()} <= {16, 32, 48}
+    assert modules["c"] == {
+        *(f"model.layers.1.self_attn.{one}_proj" for one in "qkvo"),
+        *(f"model.layers.1.mlp.{one}_proj" for one in ("gate", "up", "down")),
+    }
+    own = json.loads((served.adapters["tuned"] / "adapter_config.json").read_text())
+    assert modules["e"] == set(own["modules_to_save"])
+    assert serve_from(zoo) == served
+    assert serve_from(zoo, "tuned").chains.keys() == {"tuned"}, "it is the foundation then"
+    zoo.remove("c")
+    assert list(serve_from(zoo).chains["base"]) == ["b", "a"]
+    assert zoo.verify() == []

@@ -13,10 +13,12 @@ from coserve.adapters.bypass import Bypass, Part, Place
 from coserve.adapters.method import Written, chosen, expect_targets
 from coserve.adapters.replace import (
     REPLACED,
+    expect_kept,
     fresh_replacement,
     fresh_replacements,
     read_replacement,
     take_replacements,
+    written_kept,
     written_replacements,
 )
 from coserve.adapters.saved import Saved, shown
@@ -73,12 +75,13 @@ class LNTuning:
         bypasses |= take_replacements(saved, frame)
         found = {place.path for place in bypasses}
         expect_targets(saved, frame, found, f"{_INSIDE[1:]}.weight", REPLACED)
+        expect_kept(saved, found)
         return Part(self.name, LNTuningConfig(), bypasses)
 
     def write(self, part: Part) -> Written:
         """Writes all modules as targets."""
         paths, tensors = written_replacements(part.bypasses, _INSIDE)
-        return Written({"target_modules": sorted(paths)}, tensors)
+        return Written({"target_modules": sorted(paths), **written_kept(part.bypasses)}, tensors)
 
 
 METHOD = LNTuning()

@@ -144,12 +144,15 @@ class AdapterCache:
 
     # Users
 
-    def acquire(self, key: str, user: Hashable) -> bool:
+    def acquire(self, key: str, user: Hashable, reopens: bool = False) -> bool:
         """Adds a user, which keeps the version known. True if its weights are on the device, where they then
-        stay until `release`; otherwise the user waits and has to call again."""
+        stay until `release`; otherwise the user waits and has to call again. A user that `reopens` the
+        version leaves another one, with more bytes, to whoever has the claim."""
         entry = self._versions[key]
         if entry.users.get(user):
             return True
+        if reopens and key in self._closed:
+            self._closed.remove(key)
         is_there = entry.tier is AdapterTier.DEVICE and key not in self._closed
         if user not in entry.users and isinstance(entry.version, StoredVersion):
             self._hits, self._misses = self._hits + is_there, self._misses + (not is_there)
@@ -365,11 +368,16 @@ class AdapterCache:
 
 
 def expected_reads(
-    cache: AdapterCache, keys: Sequence[str], wanted: Iterable[str], room: int
+    cache: AdapterCache,
+    keys: Sequence[str],
+    wanted: Iterable[str],
+    room: int,
+    released: Collection[str] = (),
+    kept: Collection[str] = (),
 ) -> list[ExpectedRead | None]:
     """The reads until each of some known versions would be on the device, if it were asked for after the
     `wanted` ones and stored versions had `room` bytes. None where users of others would have to release these
-    first."""
+    first: of all but the `released` ones, and of the `kept` ones in any case."""
     versions, found = cache._versions, list[ExpectedRead | None]()
     ahead = [key for key in dict.fromkeys(wanted) if not _has_bytes(versions[key])]
     coming = _cost(each for each in versions.values() if each.tier is AdapterTier.LOADING)
@@ -384,7 +392,9 @@ def expected_reads(
             asked = entry.version.cost + _cost(before)
             missing = max(cache._used + asked - room, 0)
             is_late = bool(before or coming or missing)
-            fits = missing <= _cost(cache._idle(()))
+            leaving = {id(each): each for each in cache._idle(kept)}
+            leaving |= {id(each): each for each in cache._movable(kept) if each.version.key in released}
+            fits = missing <= _cost(leaving.values())
             found.append(ExpectedRead(coming + asked + missing, is_late) if fits else None)
     return found
 

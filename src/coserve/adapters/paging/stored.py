@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from stat import S_ISREG
 from typing import Final
@@ -11,10 +11,11 @@ from typing import Final
 import torch
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bypass import Bypasses
+from coserve.adapters.bypass import Bypasses, Side
 from coserve.adapters.files import CONFIG, WEIGHTS, check_weights, read_adapter, read_outline
 from coserve.adapters.paging.buffer import Buffer
-from coserve.adapters.sites import Frame
+from coserve.adapters.replace import PrunedReplacement
+from coserve.adapters.sites import Frame, Kind
 from coserve.core.request import BASE
 from coserve.errors import AdapterError, CoserveError
 
@@ -36,17 +37,25 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Outline:
     """Properties of an adapter whose weights are not read: `cost` is its bytes in memory with its slot,
-    `nbytes` without."""
+    `nbytes` without. `saved` are bytes of the base's modules that its own stand in for, `pruned` of these
+    those of pruned ones. One all of whose modules stand behind the last keys and values is `behind`: its keys
+    and values are the base's."""
 
     virtual: Counts
     nbytes: int
     cost: int
+    saved: int = 0
+    pruned: int = 0
+    behind: bool = False
 
     @classmethod
     def of(cls, adapter: AdapterVersion, slot: int = 0) -> "Outline":
         """Outline of an adapter from its shapes, with `slot` bytes for its slot."""
         virtual = Counts(adapter.virtual.count, adapter.virtual.prompt_count, adapter.virtual.given_count)
-        return cls(virtual, adapter.nbytes, adapter.nbytes + slot)
+        placed = [bypass for _, bypass in adapter.placed()]
+        saved = sum(bypass.saved for bypass in placed)
+        pruned = sum(bypass.saved for bypass in placed if isinstance(bypass, PrunedReplacement))
+        return cls(virtual, adapter.nbytes, adapter.nbytes + slot, saved, pruned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +129,26 @@ class Outlines:
         outline = self._known.get(digest)
         if outline is None:
             found = read_outline(folder, name, self._frame, self._dtype)
-            self._known[digest] = outline = Outline.of(found, self._slot_nbytes(found.bypasses))
+            outline = Outline.of(found, self._slot_nbytes(found.bypasses))
+            outline = replace(outline, behind=is_behind(found, self._frame))
+            self._known[digest] = outline
             while len(self._known) > _KNOWN:
                 self._known.pop(next(iter(self._known)), None)  # another thread may have been quicker
         if new:
             check_weights(folder, name, self._frame, self._dtype)
         return StoredVersion(name, 0, outline, folder, stamp)
+
+
+def is_behind(adapter: AdapterVersion, frame: Frame) -> bool:
+    """Tells whether all places of an adapter are in the last layer's feed-forward or behind the layers."""
+    last = frame.depth - 1
+    sites = frame.sites.values()
+    within = tuple(f"{each.path}." for each in sites if each.stage == last and each.kind is Kind.FEED_FORWARD)
+    ends = tuple(f"{each.path}." for each in sites if each.stage > last)
+    return all(
+        place.side in (Side.INPUT, Side.OUTPUT) and f"{place.path}.".startswith((*within, *ends))
+        for place, _ in adapter.placed()
+    )
 
 
 def _stamp(folder: Path) -> Stamp:

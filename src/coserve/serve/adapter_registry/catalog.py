@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import time
 from typing import Final
@@ -57,7 +57,7 @@ class Catalog:
         self.base = Model(base, created, base)
         others = {name: Model(name, created, name, name) for name in further}
         self.bases: dict[str, Model] = {base: self.base, **others}
-        self.chains: dict[str, tuple[ApproximateModel, ...]] = {}  # by the adapter's key
+        self.chains: dict[str, tuple[ApproximateModel, ...]] = {}  # by the adapter's key, or the base's name
         self._store = store
         self._users: Counter[str] = Counter()
         self._leaving: dict[str, asyncio.Event] = {}  # by key; set when no request uses the adapter
@@ -68,7 +68,7 @@ class Catalog:
         an unknown name, or one of another base. Raises ApiError 400 for an approximation, which can be
         neither requested nor trained on."""
         if (base := self.bases.get(name)) is not None:
-            return base
+            return replace(base, chains=self.chains.get(name, ()))
         adapter = await self._named(tenant, name)
         if adapter is None and any(name == each.name for own in self.chains.values() for each in own):
             raise _approximate_model(name)

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason
@@ -16,6 +16,8 @@ from coserve.serve.answering.request_builder import GenerationRequest
 from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
 from coserve.wire.messages import Token
+
+_CHANGE: Final = " > "  # between the chains of one answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class AnswerPiece:
 
     `tokens` are all tokens, including final ones outside of the text. If log-probabilities are requested,
     `scores` has those of `tokens`, `scored` those of the text, and `prompt_scores` those of the prompt after
-    its first token. The last piece has the number of `cached` prompt tokens and the `chain` that answered.
+    its first token. The last piece has the number of `cached` prompt tokens and the `chain` that answered,
+    or those that did, in order.
     """
 
     index: int
@@ -145,13 +148,14 @@ class Writer:
         self._scored: list[Scored] = []
         self._prompt_scores: list[TokenLogprobs] = []
         self._given = 0  # characters
-        self._cached = self._alternative = 0
+        self._cached = 0
+        self._chains = dict[str, None]()  # that answered, in order
 
     def take(self, token: Token) -> AnswerPiece | None:
         """The piece completed by this token, None if there is none."""
         self._prompt_scores += token.prompt_logprobs
         self._cached += token.cached  # only one token has it
-        self._alternative = token.alternative
+        self._chains[self._chain_of(token.alternative)] = None
         text = ""
         if token.token is not None:
             self._tokens.append(token.token)
@@ -179,7 +183,7 @@ class Writer:
         piece = AnswerPiece(
             self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish,
             self._cached if finish is not None else 0, tuple(self._scores),
-            self._chain_of(self._alternative) if finish is not None else "",
+            _CHANGE.join(self._chains) if finish is not None else "",
         )  # fmt: skip
         self._tokens, self._scores, self._scored, self._prompt_scores = [], [], [], []
         return piece

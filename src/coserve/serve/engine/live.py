@@ -84,8 +84,7 @@ class LiveRequest:
         )  # fmt: skip
 
     def take(self, token: Token) -> None:
-        if self.alternative is None:  # from now on no other version goes on with the answer
-            self.alternative = self._offered[token.alternative]
+        self.alternative = self._offered[token.alternative]  # another engine goes on with this version
         if token.alternative != self.alternative:
             token = structs.replace(token, alternative=self.alternative)
         if self.repeated and token.prompt_logprobs:

@@ -135,7 +135,10 @@ class Generation(RequestBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-CHAIN = "What answered: `exact`, or an approximate chain. Where the model has some, or with adaptive."
+CHAIN = (
+    "What answered: `exact`, or an approximate chain; of an answer that changed its chain all in order, "
+    "with ` > ` between them. Where the model has some, or with adaptive."
+)
 
 
 class PromptTokensDetails(BaseModel):
