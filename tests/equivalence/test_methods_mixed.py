@@ -19,7 +19,7 @@ from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.core.plan import InferenceSegment
 from coserve.executors import inference, local, sampler
-from coserve.executors.local import LocalExecutor
+from coserve.executors.fused_pass import FusedPass
 from coserve.executors.sequence_table import SequenceTable
 from coserve.kernels.lora.backend import LoraSegment
 from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
@@ -173,7 +173,7 @@ def missing_ia3_scale(patch: pytest.MonkeyPatch) -> None:
 def dropped_offset(patch: pytest.MonkeyPatch) -> None:
     """Tokens of a prompt stand at the positions that they would have without the adapter's virtual ones."""
     batch = SequenceTable.batch
-    embed = LocalExecutor._embed
+    embed = FusedPass._embed
     offsets: list[int] = []
 
     def noting(self: SequenceTable, segments: list[InferenceSegment], num_decodes: int) -> Any:
@@ -181,14 +181,14 @@ def dropped_offset(patch: pytest.MonkeyPatch) -> None:
         offsets[:] = [0] * num_decodes + [s.context - s.start for s in chunks for _ in range(s.length)]
         return batch(self, segments, num_decodes)
 
-    def from_zero(self: LocalExecutor, tokens: Tensor, positions: Tensor, adapters: Any) -> Any:
+    def from_zero(self: FusedPass, tokens: Tensor, positions: Tensor, adapters: Any) -> Any:
         if offsets:  # else an adapter's prompt fills its pages
             positions = positions - torch.tensor(offsets)
             offsets.clear()
         return embed(self, tokens, positions, adapters)
 
     patch.setattr(SequenceTable, "batch", noting)
-    patch.setattr(LocalExecutor, "_embed", from_zero)
+    patch.setattr(FusedPass, "_embed", from_zero)
 
 
 LORAS, SCALES = {"lora", "larger lora", "ia3 and lora"}, {"ia3", "ia3 and lora"}

@@ -22,6 +22,7 @@ from coserve.core.plan import (
     TrainingSegment,
 )
 from coserve.core.sequence import Direction
+from coserve.executors.fused_pass import FusedPass
 from coserve.executors.inference import InferenceBatch, adapter_ranges
 from coserve.executors.local import LocalExecutor
 from coserve.executors.sampler import Sampler
@@ -55,37 +56,18 @@ class DeterministicSampler(Sampler):
         return [super(DeterministicSampler, self)._logprobs(r, t, [w])[0] for r, t, w in rows]
 
 
-class DeterministicExecutor(LocalExecutor):
-    """A `LocalExecutor` whose tokens, log-probabilities and weights are the same bit for bit, however the
-    scheduler mixed, cut or repeated the work, on one machine with one number of threads.
-
-    Raises UnsupportedModel for a base that does not allow this.
-    """
+class DeterministicPass(FusedPass):
+    """A `FusedPass` whose groups of rows and windows pass one after the other."""
 
     sampler_type = DeterministicSampler
-    attention_type = TiledBackend
-    is_deterministic = True
 
-    def _prove(self) -> None:
-        with torch_only():
-            fixed.prove_fixed(self.base)
-
-    def _run(self, plan: Plan) -> StepResult:
-        """Runs without compiled kernels: bits must not change with a compiler."""
-        with torch_only():
-            return super()._run(plan)
-
-    def launch(self, plan: Plan) -> None:
-        """Takes a split plan without its split, which changes the numbers of threads."""
-        super().launch(replace(plan, split=None))
-
-    def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+    def run(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Samples once all rows have passed: where weights cannot be read in a later group or window the
         plan runs again whole, and must find the sequences' newest tokens as they were."""
         passed: list[InferenceBatch] = []
         for group in _groups(lane.inference):
             inference = self._inference_rows(group)
-            self._forward(inference, [])
+            self.forward(inference, [])
             passed.append(inference)
         kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
         trained = [done for segment in kept for done in self._keep_alone(segment)]
@@ -114,6 +96,31 @@ class DeterministicExecutor(LocalExecutor):
         if isinstance(one, ForwardWindow):
             return super()._compose([one])
         return FixedRows([one.part], one.adapters), one.calls
+
+
+class DeterministicExecutor(LocalExecutor):
+    """A `LocalExecutor` whose tokens, log-probabilities and weights are the same bit for bit, however the
+    scheduler mixed, cut or repeated the work, on one machine with one number of threads.
+
+    Raises UnsupportedModel for a base that does not allow this.
+    """
+
+    pass_type = DeterministicPass
+    attention_type = TiledBackend
+    is_deterministic = True
+
+    def _prove(self) -> None:
+        with torch_only():
+            fixed.prove_fixed(self.base)
+
+    def _run(self, plan: Plan) -> StepResult:
+        """Runs without compiled kernels: bits must not change with a compiler."""
+        with torch_only():
+            return super()._run(plan)
+
+    def launch(self, plan: Plan) -> None:
+        """Takes a split plan without its split, which changes the numbers of threads."""
+        super().launch(replace(plan, split=None))
 
 
 def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegment]]:

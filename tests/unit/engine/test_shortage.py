@@ -195,7 +195,7 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
     """Two jobs' rows and an answer's in one pass: only the job that fails alone as well has failed."""
     engine = make_engine()
     together: list[int] = []
-    real = engine.executor._forward
+    real = engine.executor.fused.forward
 
     def forward(inference: Any, kept: Any) -> Any:
         jobs = {segment.job for segment in kept}
@@ -206,7 +206,7 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
 
     ask(engine)
     jobs = [start(engine, name) for name in ("one", "two")]
-    monkeypatch.setattr(engine.executor, "_forward", forward)
+    monkeypatch.setattr(engine.executor.fused, "forward", forward)
     engine.run()
     assert max(together) > 1 and [job.status for job in jobs] == ["succeeded", "failed"]
 
@@ -218,7 +218,7 @@ def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch
     wanted = [make_engine().generate(prompt, sampling=params).result().tokens for prompt in prompts]
     engine = make_engine()
     again: list[int] = []
-    real = engine.executor._forward
+    real = engine.executor.fused.forward
 
     def forward(inference: Any, kept: Any) -> Any:
         if inference is not None and kept:
@@ -228,7 +228,7 @@ def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch
 
     answers = [engine.generate(prompt, sampling=params) for prompt in prompts]
     start(engine, "one")
-    monkeypatch.setattr(engine.executor, "_forward", forward)
+    monkeypatch.setattr(engine.executor.fused, "forward", forward)
     engine.run()
     assert any(again), "steps that passed again brought new pages"
     assert [answer.tokens for answer in answers] == wanted

@@ -13,7 +13,7 @@ from coserve import Engine, EngineConfig
 from coserve.engine.background import Background
 from coserve.engine.link import Inbox
 from coserve.engine.worker import Worker
-from coserve.executors.local import LocalExecutor
+from coserve.executors.training_passes import TrainingPasses
 from coserve.wire.codec import decode_answer, encode_answer
 from coserve.wire.messages import (
     CheckJob,
@@ -224,15 +224,15 @@ def test_a_job_that_ran_out_and_goes_on_tells_so(
     desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed: list[str] = []
-    real = LocalExecutor._through_tail
+    real = TrainingPasses._through_tail
 
-    def walk(self: LocalExecutor, segment: Any) -> None:
+    def walk(self: TrainingPasses, segment: Any) -> None:
         if not failed:
             failed.append(segment.job)
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         real(self, segment)
 
-    monkeypatch.setattr(LocalExecutor, "_through_tail", walk)
+    monkeypatch.setattr(TrainingPasses, "_through_tail", walk)
     desk.worker.take(start(data, tmp_path, "one"))
     desk.until(lambda: desk.of(JobEnded, "one"))
     (note,) = desk.of(JobNote, "one")

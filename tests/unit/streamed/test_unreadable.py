@@ -210,7 +210,7 @@ def test_a_disk_that_hangs_is_waited_for_with_signs_of_life(
     monkeypatch.setattr(WeightFile, "read", held_up)
     run = Run(base)
     run.engine.executor.on_progress(beat)
-    ring = run.engine.executor.sampler.base.reader  # type: ignore[attr-defined]
+    ring = run.engine.executor.base.reader  # type: ignore[attr-defined]
     hung = 0
     while run.engine.has_work:
         answers.clear()

@@ -1,0 +1,236 @@
+"""The fused pass of a step: all forward rows, of answers and of training, through the layers together."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypasses
+from coserve.adapters.lora_batch import AdapterRows
+from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
+from coserve.attention.offloaded import OffloadedCache, OffloadedSegment, SplitRows
+from coserve.core.plan import InferenceSegment, Lane, Prefix, Sampled, TrainingSegment
+from coserve.core.sequence import Direction
+from coserve.errors import WeightsUnreadable
+from coserve.executors.held import HeldState
+from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
+from coserve.executors.sampler import Sampler
+from coserve.executors.sequence_table import SequenceTable
+from coserve.executors.training_passes import TrainingPasses
+from coserve.memory.exhausted import is_out_of_memory
+from coserve.model.batch import BatchPart, FusedRows, LayerCalls
+from coserve.train.pause import LayerAbandoned
+from coserve.train.window_group import ForwardWindow, KeptRows
+
+
+class FusedPass:
+    """Runs the forward rows of a lane, and samples. `offloaded` has the pages that are not on the device;
+    `training` knows the windows, and stops them."""
+
+    sampler_type: ClassVar[type[Sampler]] = Sampler
+
+    def __init__(
+        self,
+        held: HeldState,
+        attention: AttentionBackend[Any],
+        table: SequenceTable,
+        training: TrainingPasses,
+        offloaded: OffloadedCache | None = None,
+    ) -> None:
+        self.base, self.loaded, self.slot_pools = held.base, held.adapters, held.slot_pools
+        self.attention, self.table = attention, table
+        self.sampler = self.sampler_type(self.base, self.loaded, table)
+        self._training, self._pause, self._short = training, training.pause, training.short
+        self._offloaded = offloaded
+
+    def run(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """Runs all forward rows in one fused pass; returns the tokens, and the training that ran.
+
+        Where memory runs out inference and each window pass again alone, and overwrite their own results.
+        """
+        inference = self._inference_rows(lane.inference) if lane.inference else None
+        kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
+        trained = self._together(inference, kept)
+        if trained is None:
+            inference = self._inference_rows(lane.inference) if lane.inference else None
+            self.forward(inference, [])
+            trained = [done for segment in kept for done in self._keep_alone(segment)]
+        return (self.sampler.sample(inference) if inference is not None else {}), trained
+
+    def fill(self, prefix: Prefix) -> None:
+        """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their
+        own."""
+        version = self.loaded.find(prefix.adapter)
+        self.attention.clean(prefix.pages)
+        for layer, (k, v) in enumerate(version.virtual.caches()):
+            self.attention.fill(layer, prefix.pages, k, v)
+        for start, count in self._prompt_windows(prefix.rows):
+            bypasses = version.virtual.embedded(version.bypasses, start, count)
+            first = prefix.tokens - prefix.rows + start
+            self.forward(self._prompt_rows(prefix.pages, first, count, bypasses), [])
+
+    def forward(
+        self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
+    ) -> list[TrainingSegment]:
+        """Runs all rows through the layers: a window joins at its span's first layer and leaves after its
+        last, at a pause, or where weights cannot be read and no answer waits for them. Returns the windows
+        with the layers they passed."""
+        kept = self._training.by_batch_key(kept)
+        windows = [self._forward_window(segment) for segment in kept]
+        through = 0  # layers that windows have passed
+
+        def stop() -> None:
+            for window in windows:
+                window.stop(through)
+
+        def passed(layer: int, there: Sequence[InferenceBatch | ForwardWindow]) -> None:
+            nonlocal through
+            if isinstance(there[-1], ForwardWindow):
+                through = layer + 1
+                self._pause.passed()
+                if self._pause.is_due:
+                    stop()
+
+        travellers: list[InferenceBatch | ForwardWindow] = [*windows]
+        if inference is not None:
+            travellers.insert(0, inference)
+        try:
+            self.base.chain.forward(travellers, self._compose, passed)
+        except LayerAbandoned:
+            stop()
+        except WeightsUnreadable as error:
+            if inference is not None:
+                raise
+            self._pause.failure = error
+            stop()
+        pairs = zip(kept, windows, strict=True)
+        return [replace(segment, span=window.span) for segment, window in pairs if window.layers]
+
+    def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
+        """(start, count) of each pass of a prompt's rows."""
+        return [(0, rows)] if rows else []
+
+    def _prompt_rows(
+        self, pages: Sequence[int], first: int, count: int, bypasses: Bypasses
+    ) -> InferenceBatch:
+        """`count` rows of an adapter's prompt from position `first`; the prompt replaces their embeddings."""
+        positions = torch.arange(first, first + count, device=self.base.device)
+        table = torch.tensor([pages], device=self.base.device)
+        common = CommonAttentionMetadata(table, positions, [count], [first + count])
+        return self._batch((), torch.zeros_like(positions), common, [(slice(0, count), bypasses)])
+
+    def _together(
+        self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
+    ) -> list[TrainingSegment] | None:
+        """As `forward`; None where memory runs out, as the cause may be any of the rows."""
+        try:
+            return self.forward(inference, kept)
+        except (RuntimeError, MemoryError) as error:
+            if not kept or not is_out_of_memory(error):
+                raise
+            return None
+
+    def _keep_alone(self, segment: TrainingSegment) -> list[TrainingSegment]:
+        """Runs a window forward by itself; returns the part that ran before a pause."""
+        if self._pause.is_due:
+            return []
+        if (job := segment.job) in self._short:
+            return [segment]  # its job has failed
+        trained = [segment]
+        with self._short.of(job):
+            trained = self.forward(None, [segment])
+        return trained
+
+    def _forward_window(self, segment: TrainingSegment) -> ForwardWindow:
+        micro_batch, window = self._training.window(segment)
+        layers = range(segment.span.first, segment.span.last)
+        calls = micro_batch.store.calls_for(window)
+        return ForwardWindow(layers, micro_batch.store, window, micro_batch.bypasses(window), calls)
+
+    def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
+        inference = next((one for one in there if isinstance(one, InferenceBatch)), None)
+        windows = [one for one in there if isinstance(one, ForwardWindow)]
+        parts: list[BatchPart] = [] if inference is None else [inference.part]
+        training: list[AdapterRows] = []
+        calls = [] if inference is None else [inference.calls]
+        start = 0 if inference is None else inference.hidden.shape[1]
+        if windows:
+            parts.append(KeptRows([(window.store, window.window) for window in windows], self._pause.check))
+        calls += [window.calls for window in windows]
+        for window in windows:
+            training.append((slice(start, start + window.window.rows), window.bypasses))
+            start += window.window.rows
+        lora = self.slot_pools.batch([] if inference is None else inference.adapters).with_rows(training)
+        padding = slice(0, 0) if inference is None else inference.padding
+        rows = FusedRows(parts, lora.rest, lora, inference is None, padding)
+        return rows, self.base.arguments.concat(calls)
+
+    def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
+        """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows
+        of an adapter are adjacent."""
+        decodes: list[InferenceSegment] = []
+        chunks: list[InferenceSegment] = []
+        offloaded: list[InferenceSegment] = []
+        for segment in segments:
+            group = offloaded if segment.offloaded else decodes if self._decodes(segment) else chunks
+            group.append(segment)
+        ordered = [segment for group in (decodes, chunks, offloaded) for segment in self._by_kind(group)]
+        tokens, common = self.table.batch(ordered, len(decodes))
+        return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
+
+    def _batch(
+        self,
+        segments: Sequence[InferenceSegment],
+        tokens: Tensor,
+        common: CommonAttentionMetadata,
+        adapters: list[tuple[slice, Bypasses]],
+    ) -> InferenceBatch:
+        hidden, calls = self._embed(tokens, common.positions, adapters)
+        part = self._part(segments, common, hidden.shape[1])
+        layers = range(self.base.depth)
+        return InferenceBatch(part, segments, common.query_lens, hidden, calls, adapters, layers)
+
+    def _part(
+        self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata, count: int
+    ) -> BatchPart:
+        """The rows' attention: to pages on the device, and elsewhere for the last segments if they are
+        offloaded."""
+        elsewhere = [s for s in segments if s.offloaded]
+        if not elsewhere or self._offloaded is None:
+            return InferenceRows(self.attention, common, count)
+        here = len(segments) - len(elsewhere)
+        lens, resident = common.query_lens[:here], None
+        if here:
+            rows = sum(lens)
+            table, positions = common.block_table[:here], common.positions[:rows]
+            own = CommonAttentionMetadata(table, positions, lens, common.seq_lens[:here], common.num_decodes)
+            resident = InferenceRows(self.attention, own, rows)
+        parts = [OffloadedSegment(s.key, s.context, s.length) for s in elsewhere]
+        return SplitRows(resident, self._offloaded, parts, count)
+
+    def _embed(
+        self, tokens: Tensor, positions: Tensor, adapters: Sequence[tuple[slice, Bypasses]]
+    ) -> tuple[Tensor, LayerCalls]:
+        """`Base.prologue` of rows padded to one of the device's row buckets."""
+        if missing := self.base.row_buckets.pad_rows(len(tokens)) - len(tokens):
+            tokens, positions = (F.pad(each, (0, missing)) for each in (tokens, positions))
+        return self.base.prologue(tokens, positions, outside_layers(self.base.early_sites, adapters))
+
+    def _by_kind(self, segments: list[InferenceSegment]) -> list[InferenceSegment]:
+        if all(segment.adapter is None for segment in segments):
+            return segments
+        return sorted(segments, key=lambda segment: self._kind(segment.adapter))
+
+    def _kind(self, adapter: str | None) -> tuple[int, str]:
+        """Sort key of an adapter's rows, so that rows multiplied together are adjacent."""
+        return (
+            (-1, "")
+            if adapter is None
+            else (self.slot_pools.order(self.loaded.find(adapter).bypasses), adapter)
+        )
+
+    def _decodes(self, segment: InferenceSegment) -> bool:
+        return not segment.offloaded and self.table[segment.key].is_newest(segment)
