@@ -18,7 +18,7 @@ from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.core.plan import InferenceSegment
-from coserve.executors import inference, local, sampler
+from coserve.executors import fused_pass, inference, sampler
 from coserve.executors.fused_pass import FusedPass
 from coserve.executors.sequence_table import SequenceTable
 from coserve.kernels.lora.backend import LoraSegment
@@ -154,7 +154,7 @@ def swapped_rows(patch: pytest.MonkeyPatch) -> None:
         others = [*others[1:], *others[:1]]
         return [(rows, other) for (rows, _), other in zip(found, others, strict=True)]
 
-    for module in (local, sampler):
+    for module in (fused_pass, sampler):
         patch.setattr(module, "adapter_ranges", swapping)
 
 
