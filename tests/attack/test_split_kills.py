@@ -81,8 +81,13 @@ def test_training_survives_a_kill_and_ends_where_it_would_have(
         thread.join(60)
         assert got == wanted  # bit for bit: no call was lost, none was answered twice
         assert kind == "tcp" or getattr(connection._channel, "_slots", None) is not memory
+        attach(calling := tiny("llama"), address, "secret", patience=0.0)
+        calls = threading.Thread(target=forward_until_it_ends, args=(calling,))
+        calls.start()
         second.send_signal(signal.SIGTERM)
         assert second.wait(20) == 0
+        calls.join(60)
+        assert not calls.is_alive()
 
 
 def test_training_on_two_shards_survives_the_kill_of_one(folder: Path, tmp_path: Path) -> None:
@@ -136,6 +141,13 @@ def test_an_executor_that_is_stopped(folder: Path, tmp_path: Path, monkeypatch: 
         assert torch.equal(models[2](ids).logits, wanted)  # it made no call meanwhile
         attach(again := tiny("llama"), address)
         assert torch.equal(again(ids).logits, wanted)
+
+
+def forward_until_it_ends(model: nn.Module) -> None:
+    ids = torch.ones(1, 3, dtype=torch.long)
+    with pytest.raises((EngineLost, Unreachable)), torch.no_grad():
+        while True:
+            model(ids)
 
 
 def free_port() -> int:

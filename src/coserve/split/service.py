@@ -32,6 +32,8 @@ BEAT_SECONDS: Final = 1.0  # between signs of life to clients that wait
 _STUCK_SECONDS: Final = 120.0
 _REFUSED_SECONDS: Final = 0.05  # seconds before accepting again after a refusal, as without files left
 _KEYS_SECONDS: Final = 5.0  # seconds between two checks of connected clients' keys
+# Threads of clients are waited for as long: a process that ends while one computes in torch aborts.
+_CLOSE_SECONDS: Final = 2.0
 KeyCheck = Callable[[str], bool]  # tells whether a key is valid; called on threads of clients
 
 
@@ -94,13 +96,16 @@ class SplitService:
         return len(self._clients)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Ends all connections, and waits for `_CLOSE_SECONDS` in all for their threads."""
         with self._lock:
             self._closing.set()
             clients = list(self._clients)
         shut(self._listening)
         for client in clients:
             client.close()
+        until = time.monotonic() + _CLOSE_SECONDS
+        for client in clients:
+            client.wait(max(until - time.monotonic(), 0.0))
         for thread in self._threads:
             thread.join()
         self._listening.close()

@@ -66,14 +66,20 @@ class ClientSession:
         self._answered = threading.Condition(self._lock)
         self._waiting = 0  # messages that the writer has still to send
         self._rests: SimpleQueue[tuple[Rest, int | None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="split-client", daemon=True)
 
     def start(self) -> None:
         """Greets and serves on a thread of its own."""
-        threading.Thread(target=self._serve, name="split-client", daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
         """Wakes its threads, which end."""
         self._channel.shut()
+
+    def wait(self, seconds: float) -> None:
+        """Waits for its threads to end after `close`, or for so long."""
+        if self._thread.ident is not None:  # else it is about to start, and ends at once
+            self._thread.join(seconds)
 
     def refuse(self, error: CoserveError) -> None:
         """Sends the error, and ends."""

@@ -5,6 +5,7 @@ import random
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -409,6 +410,27 @@ def test_a_call_that_ends_connections_is_not_repeated_for_ever(
         with pytest.raises(EngineLost, match="4 times"):
             check(healthy)
     assert len(sent) == 4 and len(set(sent)) == 1
+
+
+def test_closing_waits_for_who_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends within a product aborts. The thread that has read a call may compute it."""
+    served, computing = Served(Address(path=str(tmp_path / "a.sock"))), threading.Event()
+    ended: list[str] = []
+
+    def held(work: Work) -> None:
+        computing.set()
+        served.service._closing.wait(60)
+        time.sleep(0.2)  # less would be over before `close` is
+        ended.append(threading.current_thread().name)
+
+    monkeypatch.setattr(served.executor, "submit", held)
+    connection = served.connect()
+    x = torch.randn(2, 96)
+    connection.submit(call_of([DOWN], [x], "float32", direction="forward", work="inference"), [x], [64])
+    assert computing.wait(60)
+    served.close()
+    assert ended == ["split-client"]
+    connection.close()
 
 
 def test_addresses(tmp_path: Path) -> None:
