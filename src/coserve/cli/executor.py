@@ -42,6 +42,9 @@ def executor(
         bool, typer.Option(help="Tensors of clients at a unix socket are in memory shared with each.")
     ] = True,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:N, or auto: a GPU where there is one.")
+    ] = "auto",
     batching: Annotated[
         str,
         typer.Option(
@@ -100,6 +103,7 @@ def executor(
         keys = None if store is None else lambda secret: is_key(store, secret)
         run_service(
             model, listen, key, dtype, config, LayerChoice(layers, with_head), shared_memory, keys, tls, part,
+            device,
         )  # fmt: skip
 
 

@@ -135,13 +135,14 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
     return base
 
 
-def usable_device(device: str | torch.device) -> torch.device:
-    """The device, with its number where there are several. Raises ConfigError where it cannot be used."""
+def usable_device(device: str | torch.device, setting: str = "engine.device") -> torch.device:
+    """The device, with its number where there are several. Raises ConfigError, which names the `setting`,
+    where it cannot be used."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"engine.device {str(device)!r} cannot be used: {reason}") from error
+        raise ConfigError(f"{setting} {str(device)!r} cannot be used: {reason}") from error
 
 
 def load_model(

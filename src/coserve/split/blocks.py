@@ -32,11 +32,12 @@ _TRIED: Final = (5, 3)  # tokens of sequences
 class BlockModules:
     """Decoder layers whose linears are frozen ones, with their description for clients."""
 
-    def __init__(self, model: PreTrainedModel, linears: Collection[str], dtype: torch.dtype) -> None:
-        """Takes over the model's decoder, of which the layers stay that can be computed here as a whole.
+    def __init__(self, model: PreTrainedModel, linears: Collection[str], like: Tensor) -> None:
+        """Takes over the model's decoder, of which the layers stay that can be computed here as a whole, for
+        rows of the type and on the device of `like`.
         Raises UnsupportedModel, and the model's own exceptions where it cannot be driven so."""
         self._decoder: Any = model.get_decoder()
-        self._dtype, self._width = dtype, layer_width(model)
+        self._like, self._width = like, layer_width(model)
         self._sequences = _Sequences()
         self._preparing = threading.Lock()  # several products may be computed at once
         self._windows: dict[int, int | None] = {}
@@ -112,8 +113,9 @@ class BlockModules:
             calls.append(call)
             return hidden
 
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        rows = torch.zeros(1, sum(lengths), self._width, dtype=self._dtype)
+        device = self._like.device
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+        rows = self._like.new_zeros(1, sum(lengths), self._width)
         with self._preparing:
             for block in self._blocks:
                 block.answer_with(note)
@@ -147,7 +149,8 @@ class BlockModules:
         """Tells by a trial whether two sequences in one call give the same as each gives alone. This finds
         the layer's window, too."""
         path = self._blocks[number].path
-        x = torch.randn(sum(_TRIED), self._width, generator=torch.Generator().manual_seed(0)).to(self._dtype)
+        made = torch.Generator().manual_seed(0)
+        x = torch.randn(sum(_TRIED), self._width, generator=made).to(self._like)
         try:
             (both,) = self.compute([path], "forward", [x], _TRIED)
             (last,) = self.compute([path], "forward", [x[_TRIED[0] :]], _TRIED[1:])
@@ -164,13 +167,11 @@ class _Sequences(threading.local):
     lengths: list[int]
 
 
-def find_blocks(
-    model: PreTrainedModel, linears: Collection[str], dtype: torch.dtype
-) -> "BlockModules | None":
+def find_blocks(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> "BlockModules | None":
     """The decoder layers whose linears are all among these frozen ones; None where there are none, or the
     model's layers cannot be driven one by one."""
     try:
-        return BlockModules(model, linears, dtype)
+        return BlockModules(model, linears, like)
     except Exception as error:  # a model may need anything beside embeddings and positions
         _log.info("this model's layers are not computed as a whole: %s", error)
         return None

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve.core.contained import contained
-from coserve.errors import RequestError, UnsupportedModel
+from coserve.errors import ConfigError, RequestError, UnsupportedModel
 from coserve.model.batch import BatchCell
-from coserve.model.load import load_model
+from coserve.model.load import load_model, usable_device
 from coserve.model.origin import linears_digest
 from coserve.model.placement import Offer, Placement, place_locally
 from coserve.model.placing import place_linears
@@ -53,9 +53,12 @@ class BaseLinears:
         limits: Limits | None = None,
         choice: LayerChoice | None = None,
         shard: Shard | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Takes the model over; everything but the chosen linears, or the `shard` of each, is freed with it.
-        Raises ConfigError for a choice of none, UnsupportedModel."""
+        They are computed on `device`, the CPU where it is None; calls' tensors are on the CPU. Raises
+        ConfigError for a choice of none, UnsupportedModel."""
+        self.device = device or torch.device("cpu")
         self.name = Path(str(model.config.name_or_path)).name  # clients need not know a path
         every = {path: module for path, (_, module) in find_linears(model).items()}
         head = next((p for p, module in every.items() if module is model.get_output_embeddings()), None)
@@ -93,17 +96,19 @@ class BaseLinears:
             if shard is not None:  # copies, as a view would keep the whole
                 rows = shard.rows(len(weight))
                 weight, bias = weight[rows].clone(), None if bias is None else bias[rows].clone()
-            self._placements[path] = place_locally(weight, bias)
+            bias = None if bias is None else bias.to(self.device)
+            self._placements[path] = place_locally(weight.to(self.device), bias)
             return self._placements[path]
 
         place_linears(model, BatchCell(), place, chosen.__contains__)
         if shard is None:
-            dtype = DTYPES[self.hello.dtype]
-            spans = find_spans(model, chosen, dtype)
+            model.to(device=self.device)
+            like = torch.empty(0, dtype=DTYPES[self.hello.dtype], device=self.device)
+            spans = find_spans(model, chosen, like)
             self._spans = {span.shape.path: span for span in spans}
-            slices = find_slices(model, chosen, dtype)  # before blocks replace forwards
+            slices = find_slices(model, chosen, like)  # before blocks replace forwards
             self._slices = {own.shape.path: own for own in slices}
-            self._blocks = find_blocks(model, chosen, dtype)
+            self._blocks = find_blocks(model, chosen, like)
             blocks = None if self._blocks is None else self._blocks.shape
             self.hello = msgspec.structs.replace(
                 self.hello,
@@ -119,9 +124,12 @@ class BaseLinears:
         limits: Limits | None = None,
         choice: LayerChoice | None = None,
         shard: Shard | None = None,
+        device: str = "cpu",
     ) -> "BaseLinears":
-        """Loads a folder or hub name. Raises ConfigError, ModelError."""
-        return BaseLinears(load_model(model, dtype), limits, choice, shard)
+        """Loads a folder or hub name, for `device`: cpu, cuda, cuda:N, or auto for what there is. Raises
+        ConfigError, ModelError."""
+        where = _device_named(device)
+        return BaseLinears(load_model(model, dtype), limits, choice, shard, where)
 
     @property
     def nbytes(self) -> int:
@@ -131,6 +139,10 @@ class BaseLinears:
     @torch.no_grad()
     def compute(self, call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The answer's tensors, for those of a call that was checked, with any number of rows."""
+        found = self._compute(call, [tensor.to(self.device) for tensor in tensors])
+        return [tensor.cpu() for tensor in found]
+
+    def _compute(self, call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
         if call.dtype == "field":
             return self._compute_in_field(call, tensors)
         if call.lengths and self._blocks is not None:
@@ -300,6 +312,15 @@ def _cut(shapes: Mapping[str, tuple[int, int]], shard: Shard) -> dict[str, tuple
     return {
         path: (own.stop - own.start, shapes[path][1]) for path, own in rows.items() if own.stop > own.start
     }
+
+
+def _device_named(name: str) -> torch.device:
+    """A device by its name, or what there is. Raises ConfigError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is none of auto, cpu, cuda and cuda:N")
+    return usable_device(name, "--device")
 
 
 def _late(work: Work) -> RequestError:

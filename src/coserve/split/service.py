@@ -183,9 +183,11 @@ def run_service(
     key_check: KeyCheck | None = None,
     tls: TlsFiles | None = None,
     shard: Shard | None = None,
+    device: str = "auto",
 ) -> None:
     """Loads a model and serves its linears, or a shard of each, until SIGTERM or SIGINT. With `tls`, `tcp:`
-    addresses are `tls:` ones. Raises ConfigError, ModelError, ServerError."""
+    addresses are `tls:` ones. `device` is as in `BaseLinears.load`. Raises ConfigError, ModelError,
+    ServerError."""
     address = Address.parse(listen)
     if tls is not None and not address.path:  # a unix socket is refused
         address = replace(address, is_encrypted=True)
@@ -198,15 +200,16 @@ def run_service(
         signal.signal(number, lambda *_: stop.set())
     limits = Limits(rows=min(Limits().rows, config.client_rows))
     keep_freed_memory()  # in one arena: each client has threads, whose own would grow to its largest call
-    linears = BaseLinears.load(model, dtype, limits, choice, shard)
+    linears = BaseLinears.load(model, dtype, limits, choice, shard, device)
     return_freed_memory()
     executor = BaseExecutor(linears, config)
     service = SplitService(executor, address, key, key_check, context, SLOT_BYTES if shared_memory else 0)
     count = sum(len(group.outputs) for group in linears.hello.groups)
     part = "" if shard is None else f"shard {shard.shape} of "
     print(
-        f"executor of {linears.hello.fingerprint}: {part}{count} linears, {linears.nbytes / 2**20:.1f} MiB, "
-        f"at {service.address}{'' if tls is None else f', certificate {tls.fingerprint()}'}",
+        f"executor of {linears.hello.fingerprint}: {part}{count} linears, {linears.nbytes / 2**20:.1f} MiB "
+        f"on {linears.device}, at {service.address}"
+        f"{'' if tls is None else f', certificate {tls.fingerprint()}'}",
         flush=True,
     )
     stop.wait()

@@ -52,11 +52,12 @@ class SliceModule:
         x = self._following.before_attention(y)
         return [y[0], *(linear(x)[0] for linear in self._following.inputs)]
 
-    def passes_trial(self, dtype: torch.dtype) -> bool:
-        """Runs it for some rows, and for fewer of them in another order: each must be alone."""
+    def passes_trial(self, like: Tensor) -> bool:
+        """Runs it for some rows of the type and on the device of `like`, and for fewer of them in another
+        order: each must be alone."""
         made = torch.Generator().manual_seed(0)
         given = [
-            torch.randn(_TRIED, width, generator=made).to(dtype)
+            torch.randn(_TRIED, width, generator=made).to(like)
             for width in (self.shape.width, self.shape.inputs)
         ]
         widths = [self.shape.width, *self.shape.following.values()]
@@ -66,14 +67,14 @@ class SliceModule:
         except Exception:  # the layer takes other arguments, or is built in another way
             return False
         return all(
-            y.shape == (_TRIED, width) and y.dtype == dtype and is_close(few, y[order])
+            y.shape == (_TRIED, width) and y.dtype == like.dtype and is_close(few, y[order])
             for y, few, width in zip(every, some, widths, strict=True)
         )
 
 
-def find_slices(model: PreTrainedModel, linears: Collection[str], dtype: torch.dtype) -> list[SliceModule]:
+def find_slices(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> list[SliceModule]:
     """Slices of the decoder layers whose linears are all among these frozen ones: which they are is seen from
-    what layers contain, and by trying them."""
+    what layers contain, and by trying them with rows as `like`."""
     try:
         layers = decoder_layers(model)
     except UnsupportedModel:
@@ -84,7 +85,7 @@ def find_slices(model: PreTrainedModel, linears: Collection[str], dtype: torch.d
     for layer, following in zip(own, [*own[1:], None], strict=True):
         if layer is not None:
             made = SliceModule(_shape(layer, following, width), layer, following)
-            if made.passes_trial(dtype):
+            if made.passes_trial(like):
                 found.append(made)
     return found
 

@@ -48,9 +48,10 @@ class SpanModule:
         return found
 
 
-def find_spans(model: nn.Module, linears: Collection[str], dtype: torch.dtype) -> list[SpanModule]:
+def find_spans(model: nn.Module, linears: Collection[str], like: Tensor) -> list[SpanModule]:
     """The largest modules that have two or more of these frozen linears, no other tensor, and outputs that
-    depend on the same row of their one input alone. They are found by their contents, and by trying them."""
+    depend on the same row of their one input alone. They are found by their contents, and by trying them with
+    rows of the type and on the device of `like`."""
     found: list[SpanModule] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{span.shape.path}.") for span in found):
@@ -58,7 +59,7 @@ def find_spans(model: nn.Module, linears: Collection[str], dtype: torch.dtype) -
         own = linears_of(path, module)
         if len(own) < 2 or not set(own) <= set(linears) or _has_tensors(module):
             continue
-        if (shape := _tried(path, module, own, dtype)) is not None:
+        if (shape := _tried(path, module, own, like)) is not None:
             found.append(SpanModule(module, shape))
     return found[:MOST_SPANS]
 
@@ -83,18 +84,18 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def _tried(
-    path: str, module: nn.Module, linears: Mapping[str, FrozenLinear], dtype: torch.dtype
+    path: str, module: nn.Module, linears: Mapping[str, FrozenLinear], like: Tensor
 ) -> SpanShape | None:
     """Runs it for some rows, and for fewer of them in another order."""
     inputs = next(iter(linears.values())).in_features
-    x = torch.randn(1, _TRIED, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(1, _TRIED, inputs, generator=torch.Generator().manual_seed(0)).to(like)
     order = [4, 1, 6]
     try:
         with torch.no_grad():
             y, some = module(x), module(x[:, order])
     except Exception:  # it takes other arguments, such as attention
         return None
-    if not isinstance(y, Tensor) or y.ndim != 3 or y.shape[:2] != x.shape[:2] or y.dtype != dtype:
+    if not isinstance(y, Tensor) or y.ndim != 3 or y.shape[:2] != x.shape[:2] or y.dtype != like.dtype:
         return None
     if not is_close(some, y[:, order]):
         return None

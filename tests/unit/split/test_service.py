@@ -433,6 +433,18 @@ def test_closing_waits_for_who_computes(tmp_path: Path, monkeypatch: pytest.Monk
     connection.close()
 
 
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """By its name, before anything is loaded."""
+    for name, reason in (("gpu", "is none of"), ("meta", "is none of"), ("cuda:99", "cannot be used")):
+        with pytest.raises(ConfigError, match=f"--device '{name}' {reason}"):
+            BaseLinears.load(tmp_path / "none", device=name)
+    tiny("llama").save_pretrained(tmp_path)
+    assert BaseLinears.load(tmp_path, device="cpu").device == torch.device("cpu")
+    assert BaseLinears.load(tmp_path, device="auto").device.type == (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )
+
+
 def test_addresses(tmp_path: Path) -> None:
     for text in ("unix:/run/a:b.sock", "tcp:localhost:80", "tcp:[::1]:8000", "tcp:10.0.0.1:0"):
         assert str(Address.parse(text)) == text

@@ -59,7 +59,7 @@ def _sums(parts: Tensor, weight: Tensor, exponent: int) -> Tensor:
 def split_element(x: Tensor) -> Tensor:
     """Elements [n, in] as their highest 19 bits, the middle ones and the lowest, [3 * n, in] in float64. As
     weights for `product` they have results that `joined_product` joins."""
-    parts = torch.empty(3 * len(x), x.shape[1], dtype=torch.float64)
+    parts = torch.empty(3 * len(x), x.shape[1], dtype=torch.float64, device=x.device)
     for number, part in enumerate(parts.chunk(3)):
         part.copy_((x >> (2 - number) * _PART) & _PART_MASK)
     return parts
