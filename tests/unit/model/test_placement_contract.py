@@ -65,7 +65,7 @@ class _Linears(BaseLinears):
     """Linears of an executor that are given as placements."""
 
     def __init__(self, placements: Mapping[str, PlainPlacement]) -> None:
-        self._placements = dict(placements)
+        self._placements, self.device = dict(placements), torch.device("cpu")
         weights = {path: own.weight() for path, own in placements.items()}
         dtype = str(weights["own"].dtype).removeprefix("torch.")
         shape = GroupShape(IN, {path: len(weight) for path, weight in weights.items()})
