@@ -215,7 +215,7 @@ def test_products_of_packed_weights_are_onednns() -> None:
 
 def test_products_of_weights_as_loaded_are_torchs() -> None:
     found_library = library()
-    if found_library is None or not found_library.multiplies():
+    if found_library is None or not found_library.panel_outputs():
         pytest.skip("there is no kernel of products")
     for _ in range(20):
         outputs, inputs, rows = 4 * DRAWS.randint(1, 70), 32 * DRAWS.randint(1, 20), DRAWS.randint(1, 70)
@@ -249,7 +249,7 @@ def test_only_packed_panels_are_read() -> None:
         weight = drawn(outputs, inputs)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         found = ops.packed_address(packed, weight)
-        assert (found is not None) == (bool(found_library.multiplies()) and (outputs, inputs) == (64, 64))
+        assert (found is not None) == (bool(found_library.panel_outputs()) and (outputs, inputs) == (64, 64))
         with torch_only():
             assert ops.packed_address(packed, weight) is None
 

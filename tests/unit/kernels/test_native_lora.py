@@ -11,7 +11,7 @@ from coserve.kernels.native.build import library
 from coserve.kernels.native.lora import add_lora, computes, readable
 
 pytestmark = pytest.mark.skipif(
-    library() is None or not library().multiplies(),  # type: ignore[union-attr]
+    library() is None or not library().panel_outputs(),  # type: ignore[union-attr]
     reason="there is no C compiler, or no kernel of products",
 )
 

@@ -47,7 +47,7 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "linear_unpacked": "plpppllli",
     "add_lora": "plplplli",
     "decode_layers": "pppppplppppllli",
-    "multiplies": "",
+    "panel_outputs": "",
 }
 
 

@@ -21,6 +21,15 @@ void attend_pages(const bf16 *q, i64 row_stride, i64 head_stride, const bf16 *ke
 void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
             int threads);
 
+// Whether the processor has tile registers (AMX) that this process may use.
+int has_tiles(void);
+
+enum { TILE_PANEL = 32 };  // outputs of a packed weight that lie together where there are tiles
+
+// As `linear`, with the weight in panels of TILE_PANEL outputs.
+void linear_by_tiles(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
+                     i64 outs, int threads);
+
 void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
                      i64 outs, int threads);
 

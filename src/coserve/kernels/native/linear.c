@@ -10,14 +10,13 @@
 #include "bfloat16.h"
 #include "kernels.h"
 
-// Not on processors with tile registers (AMX): oneDNN's products are faster there.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 #include <immintrin.h>
 
 enum { PANEL = 64, TALL = 6, CHUNK = 128, BLOCK = 96 };  // outputs, rows, pairs of inputs, rows
 enum { WIDE = 4, LANES = 32 };  // of weights that are not packed: outputs, inputs in a vector
 
-int multiplies(void) { return 1; }
+int panel_outputs(void) { return has_tiles() ? TILE_PANEL : PANEL; }
 
 static inline __m512bh pair(const bf16 *x) {
     int32_t both;
@@ -78,6 +77,10 @@ static void tiles(const bf16 *x, i64 stride, i64 rows, const bf16 *w, i64 pairs,
 // y [rows, outs] = x [rows, ins] times the weight, plus bias [outs] if it is not null.
 void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
             int threads) {
+    if (has_tiles()) {
+        linear_by_tiles(x, stride, packed, bias, y, rows, ins, outs, threads);
+        return;
+    }
     i64 panels = outs / PANEL, pairs = ins / 2, most = rows < BLOCK ? rows : BLOCK;
 #pragma omp parallel num_threads(threads) if (parallel : threads > 1)
     {
@@ -171,7 +174,7 @@ void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *
     }
 }
 #else
-int multiplies(void) { return 0; }
+int panel_outputs(void) { return 0; }
 
 void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
             int threads) {}

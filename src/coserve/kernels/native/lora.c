@@ -9,7 +9,7 @@
 #include "bfloat16.h"
 #include "kernels.h"
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 #include <immintrin.h>
 #include <omp.h>
 

@@ -69,7 +69,7 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype is not torch.bfloat16 or device.type != "cpu":
         return False
     found = library()
-    return found is not None and bool(found.multiplies())
+    return found is not None and bool(found.panel_outputs())
 
 
 def readable(segments: Sequence[LoraSegment]) -> LoraRows | None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from coserve.kernels.native.build import kernels
 
 GRAIN: Final = 32768  # numbers: fewer are not worth a second thread
-_PANEL: Final = 64  # outputs of a packed weight that lie together
 _WIDE: Final = 4  # outputs of another weight that are computed together
 _LANES: Final = 32  # inputs of it that are read together
 _SAME: Final = 1e-2  # relative difference of two products with the same weight; each rounds to 8 bits
@@ -97,7 +96,7 @@ def reads(weight: Tensor, bias: Tensor | None) -> bool:
     outputs, inputs = weight.shape
     if outputs % _WIDE or inputs % _LANES or not fits(weight) or not weight.is_contiguous():
         return False
-    return bool(loaded().multiplies()) and (bias is None or (fits(bias) and bias.is_contiguous()))
+    return bool(loaded().panel_outputs()) and (bias is None or (fits(bias) and bias.is_contiguous()))
 
 
 @torch.no_grad()
@@ -107,9 +106,11 @@ def packed_address(packed: Tensor, weight: Tensor) -> int | None:
     each does."""
     outputs, inputs = weight.shape
     found = kernels()
-    if found is None or not found.multiplies() or not fits(weight):
+    panel = 0 if found is None else found.panel_outputs()
+    if not panel or not fits(weight):
         return None
-    if outputs % _PANEL or inputs % 2 or torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
+    # Inputs that do not fill a register are padded, which the bytes show.
+    if outputs % panel or inputs % 2 or torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
         return None
     address: int = torch.ops.mkldnn.data_ptr(packed)
     x = torch.randn(2, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()

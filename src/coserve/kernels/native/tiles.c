@@ -1,0 +1,112 @@
+// Products with weights that oneDNN has packed into panels of 32 outputs, [outputs / 32][inputs / 2][32][2], as it does
+// for processors with tile registers (AMX).
+//
+// Of the eight registers four hold sums of up to 32 rows by 32 outputs, two inputs and two weights, so a panel is read
+// from memory once and the sums stay in registers over all inputs.
+
+#include "bfloat16.h"
+#include "kernels.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { TALL = 16, DEEP = 32, AHEAD = 256 };  // rows and inputs of a register; inputs
+enum { BLOCK = 2 * TALL, WEIGHT_BYTES = TILE_PANEL * 4, SUM_BYTES = TILE_PANEL * 4 };
+enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };  // of Linux's arch_prctl
+
+// The shapes of the registers, as the processor reads them: in the order 0 to 3 sums, 4 and 5 inputs, 6 and 7 weights.
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Shapes;
+
+int has_tiles(void) {
+    static int found = -1;
+    if (found < 0) found = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return found;
+}
+
+// Registers for blocks of `height` rows, at most BLOCK.
+static void configure(i64 height) {
+    Shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) shapes.bytes[i] = 64;
+    uint8_t first = (uint8_t)(height < TALL ? height : TALL), second = (uint8_t)(height - first);
+    uint8_t rows[8] = {first, first, second, second, first, second, TALL, TALL};
+    for (int i = 0; i < 8; i++) shapes.rows[i] = rows[i] ? rows[i] : 1;
+    _tile_loadconfig(&shapes);
+}
+
+// Fetches the weights that come AHEAD inputs later, of the next panel too, into the second cache: 32 rows of 1024x2816
+// take 0.55 ms on one thread without and 0.52 with. Up to 16 rows are no faster with it.
+static inline void fetch(const bf16 *w) {
+    for (int i = 0; i < DEEP; i++) _mm_prefetch((const char *)(w + AHEAD * TILE_PANEL + i * TILE_PANEL), _MM_HINT_T1);
+}
+
+// sums [height, TILE_PANEL] of a block's rows with a panel.
+static void multiply(const bf16 *x, i64 stride, i64 height, const bf16 *w, i64 ins, float *sums) {
+    i64 bytes = stride * (i64)sizeof(bf16);
+    const bf16 *below = x + TALL * stride;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (height <= TALL) {
+        for (i64 i = 0; i < ins; i += DEEP) {
+            _tile_loadd(6, w + i * TILE_PANEL, WEIGHT_BYTES);
+            _tile_loadd(7, w + i * TILE_PANEL + TILE_PANEL, WEIGHT_BYTES);
+            _tile_loadd(4, x + i, bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    } else {
+        _tile_zero(2);
+        _tile_zero(3);
+        for (i64 i = 0; i < ins; i += DEEP) {
+            fetch(w + i * TILE_PANEL);
+            _tile_loadd(6, w + i * TILE_PANEL, WEIGHT_BYTES);
+            _tile_loadd(7, w + i * TILE_PANEL + TILE_PANEL, WEIGHT_BYTES);
+            _tile_loadd(4, x + i, bytes);
+            _tile_loadd(5, below + i, bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, sums + TALL * TILE_PANEL, SUM_BYTES);
+        _tile_stored(3, sums + TALL * TILE_PANEL + TILE_PANEL / 2, SUM_BYTES);
+    }
+    _tile_stored(0, sums, SUM_BYTES);
+    _tile_stored(1, sums + TILE_PANEL / 2, SUM_BYTES);
+}
+
+void linear_by_tiles(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
+                     i64 outs, int threads) {
+    i64 panels = outs / TILE_PANEL, blocks = (rows + BLOCK - 1) / BLOCK;
+#pragma omp parallel num_threads(threads) if (parallel : threads > 1)
+    {
+        float sums[BLOCK * TILE_PANEL] __attribute__((aligned(64)));
+        i64 configured = 0;
+#pragma omp for nowait
+        for (i64 panel = 0; panel < panels; panel++) {
+            const bf16 *added = bias == NULL ? NULL : bias + panel * TILE_PANEL;
+            for (i64 block = 0; block < blocks; block++) {
+                i64 begin = rows * block / blocks, height = rows * (block + 1) / blocks - begin;
+                if (height != configured) configure(configured = height);
+                multiply(x + begin * stride, stride, height, packed + panel * ins * TILE_PANEL, ins, sums);
+                for (i64 m = 0; m < height; m++) {
+                    bf16 *to = y + (begin + m) * outs + panel * TILE_PANEL;
+                    for (i64 n = 0; n < TILE_PANEL; n++)
+                        to[n] = narrow(sums[m * TILE_PANEL + n] + (added == NULL ? 0.0f : widen(added[n])));
+                }
+            }
+        }
+        if (configured) _tile_release();
+    }
+}
+#else
+int has_tiles(void) { return 0; }
+
+void linear_by_tiles(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
+                     i64 outs, int threads) {}
+#endif
