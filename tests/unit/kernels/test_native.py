@@ -203,7 +203,7 @@ def test_a_chunk_attends_to_what_came_before() -> None:
 @pytest.mark.skipif(not multiplies_bfloat16(drawn(1)), reason="oneDNN packs no bfloat16 weights here")
 def test_products_of_packed_weights_are_onednns() -> None:
     for _ in range(10):
-        outputs, inputs, rows = 64 * DRAWS.randint(1, 5), 64 * DRAWS.randint(1, 12), DRAWS.randint(1, 70)
+        outputs, inputs, rows = 32 * DRAWS.randint(1, 9), 32 * DRAWS.randint(1, 24), DRAWS.randint(1, 70)
         bias = drawn(outputs) if DRAWS.random() < 0.5 else None
         placement = PackedPlacement(drawn(outputs, inputs), bias)
         x = drawn(1, rows, inputs + 3)[..., :inputs]
