@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
+from coserve.schedule.swap_tier import Rate
 from models import Exact, logits_of, prompts, tiny
 
 pytestmark = pytest.mark.local
@@ -125,3 +127,39 @@ def test_prefixes_are_shared_within_a_base_alone() -> None:
         assert engine.stats().found_tokens - found == 39
         found = engine.stats().found_tokens
     assert first[SMALL].tokens != first[WIDE].tokens
+
+
+def test_both_have_the_second_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of both are preempted, move there and back, or lie there as a whole; a tier as fast as
+    guessed, since a tiny model computes its tokens sooner than a page moves."""
+    monkeypatch.setattr(Rate, "observe", lambda *_: None)
+    few = replace(config(), page_size=4, cache_tokens=72, max_running=12, swap_space="16MiB")
+    draws = random.Random("second tier")
+    with Exact():
+        make = {SMALL: lambda: tiny("llama", torch.float64), WIDE: lambda: wide_model("llama", torch.float64)}
+        engine = Engine(make[SMALL](), few)
+        engines = {SMALL: engine, WIDE: engine.add_base(WIDE, make[WIDE]())}
+        sampling = SamplingParams(max_tokens=24, ignore_eos=True, prompt_logprobs=2)
+        with planned(engine) as plans:
+            answers = [
+                (base, prompt, engines[base].generate(prompt, None, sampling))
+                for base in engines
+                for prompt in prompts(draws, [96, *[draws.randint(12, 24) for _ in range(5)]])
+            ]
+            engine.run()
+        models = {base: made() for base, made in make.items()}
+        for base, prompt, answer in answers:
+            check(models[base], prompt, answer, 1e-10)
+    for chosen in (
+        [move for plan in plans for move in plan.swap_out],
+        [move for plan in plans for move in plan.swap_in],
+        [segment for plan in plans for segment in plan.inference if segment.offloaded],
+    ):
+        assert {one.base for one in chosen} == {SMALL, WIDE}
+    stats, caches = engine.stats(), engine.scheduler.caches
+    assert stats.swapped_in_pages and not stats.swap_failures and stats.offloaded_read_bytes
+    unneeded = sum(len(caches[base].swapping.copies.evictable) for base in caches)
+    held = engine.scheduler.tier.used
+    assert (held > 0) is (unneeded > 0) and stats.free_pages == stats.pages and not stats.offloaded_pages_used
+    copies = [len(one.executor._swap_space._copies) for one in engines.values()]  # type: ignore[attr-defined]
+    assert sum(copies) == unneeded

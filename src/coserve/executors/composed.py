@@ -22,6 +22,7 @@ class ComposedExecutor(Executor):
     def __init__(self, first: Executor) -> None:
         self._executors: dict[str, Executor] = {BASE: first}
         self._base_of: dict[int, str] = {}  # of sequences and micro-batches that executors know, by key
+        self._base_of_copy: dict[int, str] = {}  # in the second tier, by number
         self._launched: deque[tuple[str, ...]] = deque()  # the bases with a part of each plan under way
         self._done: dict[str, StepResult] = {}  # of the oldest plan, by base
 
@@ -83,11 +84,13 @@ class ComposedExecutor(Executor):
         # A preempted sequence may be named again.
         self._base_of |= {start.key: start.base for start in plan.sequences}
         self._base_of |= {start.key: start.base for start in plan.micro_batches}
+        self._base_of_copy |= {out.copy: out.base for out in plan.swap_out}
+        for number in (*plan.swap_dropped, *(back.copy for back in plan.swap_in)):
+            self._base_of_copy.pop(number, None)
         return {base: part for base, part in parts.items() if not part.is_empty} or {BASE: parts[BASE]}
 
     def _part(self, plan: Plan, base: str) -> Plan:
-        """The part of a plan that is for one base. The second tier of pages is the first base's."""
-        is_first = base == BASE
+        """The part of a plan that is for one base."""
         return replace(
             plan,
             inference=tuple(one for one in plan.inference if one.base == base),
@@ -98,9 +101,9 @@ class ComposedExecutor(Executor):
             split=None,
             sequences=tuple(one for one in plan.sequences if one.base == base),
             micro_batches=tuple(one for one in plan.micro_batches if one.base == base),
-            swap_out=plan.swap_out if is_first else (),
-            swap_in=plan.swap_in if is_first else (),
-            swap_dropped=plan.swap_dropped if is_first else (),
+            swap_out=tuple(one for one in plan.swap_out if one.base == base),
+            swap_in=tuple(one for one in plan.swap_in if one.base == base),
+            swap_dropped=tuple(one for one in plan.swap_dropped if self._base_of_copy.get(one, BASE) == base),
         )
 
 
@@ -117,5 +120,11 @@ def _together(done: Mapping[str, StepResult]) -> StepResult:
             trained=(*whole.trained, *part.trained),
             paused=whole.paused or part.paused,
             outputs={**whole.outputs, **part.outputs},
+            swap_failed=(*whole.swap_failed, *part.swap_failed),
+            swap_seconds=(
+                whole.swap_seconds[0] + part.swap_seconds[0],
+                whole.swap_seconds[1] + part.swap_seconds[1],
+            ),
+            lost={**whole.lost, **part.lost},
         )
-    return replace(whole, beside={base: part.seconds for base, part in done.items() if base != BASE})
+    return replace(whole, beside={base: part for base, part in done.items() if base != BASE})

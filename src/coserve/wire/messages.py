@@ -245,6 +245,7 @@ class FurtherBase(msgspec.Struct, frozen=True, omit_defaults=True):
     vocabulary: int
     width: int
     linears: dict[str, tuple[str, ...]] = {}
+    offloaded_tokens: int = 0
 
 
 class Hello(WireMessage, frozen=True):
@@ -279,7 +280,7 @@ class Hello(WireMessage, frozen=True):
         it are refused by the engine."""
         if (found := self.bases.get(base)) is None:
             return self
-        return msgspec.structs.replace(self, **msgspec.structs.asdict(found), offloaded_tokens=0)
+        return msgspec.structs.replace(self, **msgspec.structs.asdict(found))
 
 
 class Fault(WireMessage, frozen=True):
