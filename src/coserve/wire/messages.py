@@ -167,7 +167,7 @@ class SessionCommand(WireMessage, frozen=True):
 
 
 class OpenTraining(SessionCommand, frozen=True):
-    """Opens the training session `session` for a new adapter; the reply has the key of its first
+    """Opens the training session `session` for a new adapter of a base; the reply has the key of its first
     version.
 
     `options` are fields of TrainingConfig: `rows`, `keep`, `seed` and `weight` count. `method` and
@@ -178,6 +178,7 @@ class OpenTraining(SessionCommand, frozen=True):
     method: MethodFields = {}
     options: Options = {}
     start_from: str | None = None
+    base: str = BASE
 
 
 class Forward(SessionCommand, frozen=True):
