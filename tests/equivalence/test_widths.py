@@ -15,6 +15,8 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
+from coserve.errors import EngineLost
+from coserve.executors.remote import RemoteExecutor
 from coserve.schedule.swap_tier import Rate
 from models import Exact, logits_of, prompts, tiny
 
@@ -163,3 +165,36 @@ def test_both_have_the_second_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (held > 0) is (unneeded > 0) and stats.free_pages == stats.pages and not stats.offloaded_pages_used
     copies = [len(one.executor._swap_space._copies) for one in engines.values()]  # type: ignore[attr-defined]
     assert sum(copies) == unneeded
+
+
+def test_each_in_a_process_of_its_own() -> None:
+    """With an executor that plans ahead, and has a plan under way when another base joins."""
+    models = {SMALL: tiny("llama"), WIDE: wide_model()}
+    engine = Engine(models[SMALL], replace(config(), executor="remote"))
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True, prompt_logprobs=1)
+    draws = random.Random("processes")
+    answers = [(SMALL, prompt, engine.generate(prompt, None, sampling)) for prompt in prompts(draws, [9])]
+    while not answers[0][2].tokens:
+        engine.step()
+    assert engine.scheduler.under_way
+    engines = {SMALL: engine, WIDE: engine.add_base(WIDE, models[WIDE])}
+    with planned(engine) as plans:
+        jobs = train(engines[WIDE], WIDE)
+        for base, prompt in zip((SMALL, WIDE) * 2, prompts(draws, [5, 30, 17, 8]), strict=True):
+            answers.append((base, prompt, engines[base].generate(prompt, None, sampling)))
+        engine.run()
+    assert any(len({one.base for one in plan.inference}) == 2 for plan in plans)
+    for base, prompt, answer in answers:
+        check(models[base], prompt, answer, 1e-5)
+    alone = Engine(wide_model(), config())
+    own = train(alone, WIDE)
+    alone.run()
+    number, norm = worst(parameters(engines[WIDE], jobs), parameters(alone, own))
+    assert number < 1e-5 and norm < 1e-4
+    executors = [one.executor for one in engines.values()]
+    assert all(isinstance(executor, RemoteExecutor) for executor in executors)
+    executors[1].process.kill()  # type: ignore[attr-defined]
+    with pytest.raises(EngineLost, match="SIGKILL"):
+        engines[WIDE].generate([1, 2, 3], None, sampling).result()
+    for executor in executors:
+        executor.close()  # type: ignore[attr-defined]

@@ -182,8 +182,7 @@ class Engine:
             said = f"there is a base {base!r} already" if base else "a base's id must not be empty"
             raise ConfigError(said)
         for name, is_set in (
-            ("executor", config.executor != "local"),
-            ("async_scheduling", self._plans_ahead),
+            ("async_scheduling", bool(config.async_scheduling)),
             ("base", bool(config.base)),
             ("base_memory", self.streaming is not None or config.base_memory != "auto"),
         ):
@@ -197,12 +196,21 @@ class Engine:
 
     def _join(self, settings: SchedulerConfig) -> None:
         """Takes the work of this base into the steps from now on."""
+        if self.base_id != BASE:
+            self.bases.first._end_plans_ahead()
         self.bases.add(self.base_id, self, self.executor)
         self.arrivals.watch(self.bases.device)
         self.adapters.open()
         if self.base_id != BASE:
             self.scheduler.caches.add(self.base_id, self._cache(settings, self.scheduler.tier))
             self.scheduler.cost.others[self.base_id] = self.cost
+
+    def _end_plans_ahead(self) -> None:
+        """Plans no step while another runs from now on: after a pause in one base's part others would go on
+        with training that the scheduler has taken back."""
+        self._plans_ahead = False
+        while self.scheduler.under_way:
+            self._step(self.scheduler.config.interruptible)
 
     def calibrate(self) -> None:
         """Measures the costs of this base's steps on this machine, in some seconds; nothing else may be under

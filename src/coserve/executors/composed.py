@@ -14,16 +14,19 @@ class ComposedExecutor(Executor):
     and keys) goes to the executor of that base, which never sees another's; a step's result is theirs
     together.
 
-    Bases compute one after the other, so lanes are not split. Commands concern one base: its executor takes
-    them, and `call` here passes on those of the first base. Where an executor cannot run its part yet
-    (WeightsUnreadable) the parts that have run keep their results until the plan is tried again.
+    Bases compute one after the other, also those in processes of their own, which would take each other's
+    cores: a part is launched when the one before it has its result. So lanes are not split, and no command
+    may come while a plan is under way. Commands concern one base: its executor takes them, and `call` here
+    passes on those of the first base. Where an executor cannot run its part yet (WeightsUnreadable) the parts
+    that have run keep their results until the plan is tried again.
     """
 
     def __init__(self, first: Executor) -> None:
         self._executors: dict[str, Executor] = {BASE: first}
         self._base_of: dict[int, str] = {}  # of sequences and micro-batches that executors know, by key
         self._base_of_copy: dict[int, str] = {}  # in the second tier, by number
-        self._launched: deque[tuple[str, ...]] = deque()  # the bases with a part of each plan under way
+        self._launched: deque[dict[str, Plan]] = deque()  # the parts of each plan under way, by base
+        self._running: str | None = None  # the base whose part of the oldest plan was launched last
         self._done: dict[str, StepResult] = {}  # of the oldest plan, by base
 
     def add(self, base: str, executor: Executor) -> None:
@@ -38,23 +41,24 @@ class ComposedExecutor(Executor):
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`."""
-        parts = self._split(plan)
-        for base, part in parts.items():
-            self._executors[base].launch(part)
-        self._launched.append(tuple(parts))
+        self._launched.append(self._split(plan))
 
     def collect(self, wait: bool = True) -> StepResult | None:
         """See `Executor`."""
         if not self._launched:
             return None
-        for base in self._launched[0]:
-            if base not in self._done:
-                result = self._executors[base].collect(wait)
-                if result is None:
-                    return None
-                self._done[base] = result
+        for base, part in self._launched[0].items():
+            if base in self._done:
+                continue
+            if base != self._running:
+                self._executors[base].launch(part)
+                self._running = base
+            result = self._executors[base].collect(wait)
+            if result is None:
+                return None
+            self._done[base] = result
         self._launched.popleft()
-        done, self._done = self._done, {}
+        done, self._done, self._running = self._done, {}, None
         return _together(done)
 
     def pause_training(self) -> None:

@@ -90,7 +90,6 @@ def test_memory_that_is_too_small_for_one_more() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"executor": "remote"}, "executor"),
         ({"base_memory": "1GiB"}, "base_memory"),
         ({"async_scheduling": True}, "async_scheduling"),
     ],

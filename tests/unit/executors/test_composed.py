@@ -92,7 +92,7 @@ def test_pauses_reach_all_and_one_pause_pauses_the_step() -> None:
     assert all(part._pausing for part in parts.values())
     executor.resume_training()
     assert not any(part._pausing for part in parts.values())
-    executor._launched.append((SMALL, WIDE))
+    executor._launched.append({SMALL: Plan(), WIDE: Plan()})
     wide = StepResult(
         2.0, paused=True, swap_failed=(2,), swap_seconds=(0.25, 0.5), lost={4: OffloadFailed("")}
     )
