@@ -3,6 +3,7 @@
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
-from coserve.errors import EngineLost
+from coserve.errors import EngineLost, WeightsUnreadable
 from coserve.executors.remote import RemoteExecutor
 from coserve.schedule.swap_tier import Rate
-from models import Exact, logits_of, prompts, tiny
+from coserve.streamed.model_files import saved_bytes
+from models import Exact, logits_of, prompts, save, tiny
 
 pytestmark = pytest.mark.local
 CUTS = {
@@ -198,3 +200,59 @@ def test_each_in_a_process_of_its_own() -> None:
         engines[WIDE].generate([1, 2, 3], None, sampling).result()
     for executor in executors:
         executor.close()  # type: ignore[attr-defined]
+
+
+def test_both_streamed(tmp_path: Path) -> None:
+    """Neither fits into its memory; files of one go away for a while, and nothing is lost."""
+    fields = {SMALL: {"seed": 0, "hidden_size": 64}, WIDE: {"seed": 3, "hidden_size": 80}}
+    models = {base: tiny("llama", num_hidden_layers=8, **fields[base]) for base in fields}
+    folders = {base: save(model, tmp_path / base) for base, model in models.items()}
+    room = int(0.6 * saved_bytes(folders[SMALL], "none"))
+    engine = Engine(folders[SMALL], replace(config(), base_memory=room))
+    engines = {SMALL: engine, WIDE: engine.add_base(WIDE, folders[WIDE])}
+    reads = {base: one.streaming.plan.read_nbytes for base, one in engines.items() if one.streaming}
+    assert all(reads.values()) and [*reads] == [SMALL, WIDE]
+    sampling, draws = (
+        SamplingParams(max_tokens=10, ignore_eos=True, prompt_logprobs=1),
+        random.Random("streamed"),
+    )
+    jobs = {base: train(one, base) for base, one in engines.items()}
+    answers = [
+        (base, prompt, engines[base].generate(prompt, None, sampling))
+        for base, prompt in zip((SMALL, WIDE) * 2, prompts(draws, [5, 30, 17, 8]), strict=True)
+    ]
+    extra = engines[WIDE].finetune(make_examples("extra", 8), "extra", METHODS["lora"], TRAINING)
+    engine.step()
+    file = folders[SMALL] / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(b"")
+    for turn in range(3):
+        with pytest.raises(WeightsUnreadable, match=SMALL):
+            for _ in range(20):
+                engine.step()
+        if not turn:
+            extra.cancel()  # behind the other base's part of the step that waits
+    file.write_bytes(content)
+    engine.run()
+    for base, prompt, answer in answers:
+        check(models[base], prompt, answer, 1e-5)
+    for base, model in models.items():
+        alone = Engine(model, config())
+        own = train(alone, base)
+        alone.run()
+        number, norm = worst(parameters(engines[base], jobs[base]), parameters(alone, own))
+        assert number < 1e-5 and norm < 1e-4, base
+
+
+def test_one_that_does_not_fit_beside_others_is_streamed(tmp_path: Path) -> None:
+    """As an engine's only base is, which does not fit into its memory."""
+    model = tiny("llama", seed=3, hidden_size=256, num_hidden_layers=8)
+    folder = save(model, tmp_path / WIDE)
+    engine = Engine(tiny("llama"), replace(config(), memory="1GiB", cache_tokens=64, swap_space=0))
+    engine.memory.ledger.budget = engine.memory.ledger.used + saved_bytes(folder, "none") - 1
+    wide = engine.add_base(WIDE, folder)
+    assert wide.streaming is not None and wide.streaming.plan.read_nbytes and engine.streaming is None
+    assert engine.memory.ledger.used <= engine.memory.ledger.budget
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True, prompt_logprobs=1)
+    for base, prompt, one in ((model, [5, 6, 7], wide), (tiny("llama"), [8, 9], engine)):
+        check(base, prompt, one.generate(prompt, None, sampling).result(), 1e-5)

@@ -91,8 +91,6 @@ class Engine:
         opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.streaming = self.executor.spec.streaming
-        if beside is not None and self.streaming is not None:
-            raise ConfigError(f"engine.memory: the base {base_id!r} does not fit beside others")
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
         self._plans_ahead = config.plans_ahead and not reads and not config.base
         self.text = texts()
@@ -170,6 +168,8 @@ class Engine:
             first = self.bases.first
             first._check_more(base)
             config = replace(self.config, calibrate=False)
+            if config.memory != "auto" and config.base_memory == "auto":
+                config = replace(config, memory=max(self.memory.ledger.free, 1))  # of more it is streamed
             added = Engine(model, config, tokenizer, self.clock, beside=first, base_id=base)
             if self.config.calibrate:
                 added.calibrate()
@@ -184,7 +184,6 @@ class Engine:
         for name, is_set in (
             ("async_scheduling", bool(config.async_scheduling)),
             ("base", bool(config.base)),
-            ("base_memory", self.streaming is not None or config.base_memory != "auto"),
         ):
             if is_set:
                 raise ConfigError(f"engine.{name} is for engines of one base, and this one is to have more")

@@ -307,7 +307,8 @@ def _memory(engine: Engine) -> str:
     """One line about the memory budget and the bytes outside of it."""
     memory = engine.memory
     found = f"{show_size(memory.ledger.budget)} of memory, beside {show_size(memory.imports)} of imports"
-    if engine.streaming is None:
-        return found
-    free = engine.scheduler.cost.free_rows
-    return f"{found}; {engine.streaming}" + (f"; it computes {free} rows meanwhile" if free else "")
+    for one in engine.bases:
+        if one.streaming is not None:
+            free = one.cost.free_rows
+            found += f"; {one.streaming}" + (f"; it computes {free} rows meanwhile" if free else "")
+    return found

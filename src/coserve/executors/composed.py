@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from coserve.core.plan import Plan, StepResult
 from coserve.core.request import BASE
+from coserve.errors import WeightsUnreadable
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
 
 
@@ -13,12 +14,12 @@ class ComposedExecutor(Executor):
     """Runs plans with rows of several bases. What a plan has for one base (segments, optimizer steps, pages
     and keys) goes to the executor of that base, which never sees another's; a step's result is theirs
     together.
-
     Bases compute one after the other, also those in processes of their own, which would take each other's
-    cores: a part is launched when the one before it has its result. So lanes are not split, and no command
-    may come while a plan is under way. Commands concern one base: its executor takes them, and `call` here
-    passes on those of the first base. Where an executor cannot run its part yet (WeightsUnreadable) the parts
-    that have run keep their results until the plan is tried again.
+    cores: a part is launched when the one before it has its result. So lanes are not split, and commands come
+    when `collect` has returned or raised. They concern one base: its executor takes them, and `call` passes
+    on those of the first base. Where an executor cannot run its part yet (WeightsUnreadable) the others are
+    launched, so that commands come behind them, and those that have run keep their results until the plan
+    is tried again.
     """
 
     def __init__(self, first: Executor) -> None:
@@ -26,7 +27,7 @@ class ComposedExecutor(Executor):
         self._base_of: dict[int, str] = {}  # of sequences and micro-batches that executors know, by key
         self._base_of_copy: dict[int, str] = {}  # in the second tier, by number
         self._launched: deque[dict[str, Plan]] = deque()  # the parts of each plan under way, by base
-        self._running: str | None = None  # the base whose part of the oldest plan was launched last
+        self._sent: set[str] = set()  # the bases whose part of the oldest plan was launched
         self._done: dict[str, StepResult] = {}  # of the oldest plan, by base
 
     def add(self, base: str, executor: Executor) -> None:
@@ -47,19 +48,29 @@ class ComposedExecutor(Executor):
         """See `Executor`."""
         if not self._launched:
             return None
-        for base, part in self._launched[0].items():
-            if base in self._done:
-                continue
-            if base != self._running:
-                self._executors[base].launch(part)
-                self._running = base
-            result = self._executors[base].collect(wait)
-            if result is None:
-                return None
-            self._done[base] = result
+        parts = self._launched[0]
+        for base in parts:
+            if base not in self._done:
+                self._send(base)
+                try:
+                    result = self._executors[base].collect(wait)
+                except WeightsUnreadable:
+                    for other in parts:
+                        self._send(other)
+                    raise
+                if result is None:
+                    return None
+                self._done[base] = result
         self._launched.popleft()
-        done, self._done, self._running = self._done, {}, None
+        done, self._done = self._done, {}
+        self._sent.clear()
         return _together(done)
+
+    def _send(self, base: str) -> None:
+        """Launches a base's part of the oldest plan, once."""
+        if base not in self._sent:
+            self._sent.add(base)
+            self._executors[base].launch(self._launched[0][base])
 
     def pause_training(self) -> None:
         """See `Executor`. A layer of each base's training runs in any case."""

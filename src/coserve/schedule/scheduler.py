@@ -263,10 +263,11 @@ class Scheduler:
         """Tells whether answers' rows wait for the next step.
 
         They do where weights are read and none of this step's training shares their pass. Behind it in one
-        step they would have their tokens no sooner, and the next window forward can share the pass.
+        step they would have their tokens no sooner, and the next window forward can share the pass. Never
+        with several bases, of which others' answers would wait too.
         """
         shares = builder.split is not None or not self.cost.reads.layers or not builder.goes_back
-        return not shares and not self.caches.has_unfilled
+        return not shares and len(self.caches) == 1 and not self.caches.has_unfilled
 
     def _idle(self, view: View) -> float:
         """Seconds for which an empty step sleeps, as the policy or blocked sequences require."""

@@ -70,6 +70,7 @@ def test_a_part_that_cannot_run_is_tried_again_alone(away: str) -> None:
     for _ in range(2):
         with pytest.raises(WeightsUnreadable):
             executor.collect()
+        assert parts[WIDE]._launched, "commands come behind all parts"
     result = executor.collect()
     assert result is not None and sorted(result.sampled) == [1, 2]
     assert [len(part.plans) for part in parts.values()] == [1, 1], "each part ran once"
