@@ -14,6 +14,7 @@ class ComposedExecutor(Executor):
     """Runs plans with rows of several bases. What a plan has for one base (segments, optimizer steps, pages
     and keys) goes to the executor of that base, which never sees another's; a step's result is theirs
     together.
+
     Bases compute one after the other, also those in processes of their own, which would take each other's
     cores: a part is launched when the one before it has its result. So lanes are not split, and commands come
     when `collect` has returned or raised. They concern one base: its executor takes them, and `call` passes
