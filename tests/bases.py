@@ -18,8 +18,11 @@ from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
+from coserve.schedule.offloading import Offloading
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.swap_tier import SwapTier
+from coserve.schedule.swapping import Swapping
 from models import letter_tokenizer, tiny
 
 PAGE = 4
@@ -28,16 +31,24 @@ LAYERS = {SMALL: 3, WIDE: 2}
 
 
 class TwoBases:
-    """A scheduler of two bases, with so many pages each, and a scripted executor for each, which checks its
-    part of every plan."""
+    """A scheduler of two bases, with so many pages each and one second tier of `swap` bytes, in which a page
+    takes one and two, and a scripted executor for each base, which checks its part of every plan."""
 
-    def __init__(self, pages: int = 64, wide_pages: int = 64, wide: dict[str, Any] | None = None) -> None:
-        config = SchedulerConfig(LAYERS[SMALL], 512, max_running=16, interruptible=True)
+    def __init__(
+        self, pages: int = 64, wide_pages: int = 64, wide: dict[str, Any] | None = None, swap: int = 0,
+        sharing: bool = False,
+    ) -> None:  # fmt: skip
+        limits = {"max_running": 16, "interruptible": True, "prefix_sharing": sharing}
+        config = SchedulerConfig(LAYERS[SMALL], 512, **limits)  # type: ignore[arg-type]
         self.pools = {SMALL: PagePool(pages, PAGE), WIDE: PagePool(wide_pages, PAGE)}
-        self.it = Scheduler(config, self.pools[SMALL], two_costs(), make_policy("hybrid"))
+        cost, tier = two_costs(), SwapTier(swap)
+        first = BaseCache(config, self.pools[SMALL], Swapping(cost, swap, tier))
+        self.it = Scheduler(first, cost, make_policy("hybrid"))
         its = SchedulerConfig(LAYERS[WIDE], **{"max_positions": 256, **(wide or {})})
-        self.it.caches.add(WIDE, BaseCache(its, self.pools[WIDE]))
-        self.executor, self.executors = scripted()
+        swapping = Swapping(cost.others[WIDE], swap // 2, tier, 2, WIDE)
+        offloading = Offloading(swapping, wide_pages + 1, swap // 2, PAGE)
+        self.it.caches.add(WIDE, BaseCache(its, self.pools[WIDE], swapping, offloading))
+        self.executor, self.executors = scripted(swap)
         self.plans: list[Plan] = []
         self.results: list[StepResult] = []
         self.now = 0.0
@@ -68,9 +79,16 @@ def two_costs() -> CostModel:
     return cost
 
 
-def scripted(**kinds: type[ScriptedExecutor]) -> tuple[ComposedExecutor, dict[str, ScriptedExecutor]]:
+def scripted(
+    swap: int = 0, **kinds: type[ScriptedExecutor]
+) -> tuple[ComposedExecutor, dict[str, ScriptedExecutor]]:
     """An executor of two bases, and those of the bases, of the given kinds."""
-    parts = {base: kinds.get(base, ScriptedExecutor)(PAGE, two_costs().predict) for base in (SMALL, WIDE)}
+    parts = {
+        base: kinds.get(base, ScriptedExecutor)(
+            PAGE, two_costs().predict, swap_pages=swap, swap_seconds=(1e-6, 1e-6)
+        )
+        for base in (SMALL, WIDE)
+    }
     executor = ComposedExecutor(parts[SMALL])
     executor.add(WIDE, parts[WIDE])
     return executor, parts

@@ -14,6 +14,7 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
 from coserve.schedule.policies import Policy, make_policy
@@ -82,7 +83,9 @@ class World:
         settings: dict[str, object] = {"layers": DEPTH, "max_positions": 64, "starvation": None} | config
         self.lines: list[str] = []
         self.sequences: dict[str, Sequence] = {}
-        self.it = Scheduler(SchedulerConfig(**settings), PagePool(pages, PAGE), CostModel(costs), policy)  # type: ignore[arg-type]
+        self.it = Scheduler(
+            BaseCache(SchedulerConfig(**settings), PagePool(pages, PAGE)), CostModel(costs), policy
+        )  # type: ignore[arg-type]
         self.executor = ScriptedExecutor(PAGE, CostModel(costs).predict)
         self._asks, self._tunes = asks, tunes
         self._steps: dict[str, int] = {}  # optimizer steps that were given, by job

@@ -45,9 +45,9 @@ class Caller:
     async def session(self) -> str:
         return str((await self.post("create_session", {"tags": []})).json()["session_id"])
 
-    async def run(self) -> str:
+    async def run(self, base: str = "tiny") -> str:
         """An open run."""
-        body = {"session_id": await self.session(), "model_seq_id": 0, "base_model": "tiny"}
+        body = {"session_id": await self.session(), "model_seq_id": 0, "base_model": base}
         made = await self.result(await self.post("create_model", {**body, "lora_config": {"rank": 4}}))
         return str(made["model_id"])
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 from test_api_models import commands, load, make_adapter
 
 from coserve.errors import ConfigError
 from coserve.serve.settings import ServerSettings
-from coserve.wire.messages import AddAdapter, CheckJob, FurtherBase, PinAdapter
+from coserve.wire.messages import AddAdapter, CheckJob, FurtherBase, OpenTraining, PinAdapter
 from serving import Play, World
+from tinkering import Caller, passed, sent
 from training import Trainer, create, started
 
 WIDE = FurtherBase("models/wide", 9000, 64, 500, 2048)
@@ -157,3 +159,56 @@ def test_imported_adapters_belong_to_the_base_they_name(
 def test_settings_that_name_no_base(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         ServerSettings(model="tiny", name="tiny", state=tmp_path, **fields)
+
+
+def test_runs_train_on_the_base_that_they_name(play: Play, settings: dict[str, Any]) -> None:
+    """In Tinker's dialect: with its limits and modules, in the next engine too, and with its own states."""
+
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        listed = (await world.http.get("/api/v1/get_server_capabilities", headers=caller.headers)).json()
+        trainable = {one["model_name"]: one["trainable"] for one in listed["supported_models"]}
+        assert trainable == {"tiny": True, "wide": True, "small-one": False, "wide-one": False}
+        runs = {base: await caller.run(base) for base in ("tiny", "wide")}
+        opened = {one.base: one for one in sent(world, OpenTraining)}
+        assert [opened[base].session for base in ("base", "wide")] == [*runs.values()]
+        assert opened["wide"].options["rows"] == 64 and opened["base"].options["rows"] == 2048
+        assert opened["wide"].method["targets"] == ["attn.c_attn"]
+        assert (await caller.post("get_info", {"model_id": runs["wide"]})).json()["model_name"] == "wide"
+        body = {"session_id": await caller.session(), "model_seq_id": 3}
+        for unknown in ("other", "wide-one"):
+            refused = await caller.post("create_model", {**body, "base_model": unknown})
+            said = f"This server trains 'tiny' and 'wide', not '{unknown}'."
+            assert refused.status_code == 404 and refused.json()["error"]["message"] == said
+
+        saved = {}
+        for base, run in runs.items():
+            await caller.result(await caller.post("forward_backward", passed(run, 1)))
+            save = {"model_id": run, "seq_id": 2, "path": "a"}
+            saved[base] = (await caller.result(await caller.post("save_weights", save)))["path"]
+        load = {"model_id": runs["tiny"], "seq_id": 3, "path": saved["wide"], "optimizer": True}
+        mixed = [await caller.post("load_weights", load)]
+        again = {**body, "path": saved["wide"], "optimizer": True}
+        mixed.append(await caller.post("load_weights", {**again, "base_model": "tiny"}))
+        for answer in mixed:
+            failed = await caller.result(answer)
+            assert f"{saved['wide']} is of 'wide', and cannot go on as one of 'tiny'" in failed["error"]
+        made = await caller.result(await caller.post("load_weights", {**again, "model_seq_id": 4}))
+        assert sent(world, OpenTraining)[-1].base == "wide" and made["model_id"].endswith(":train:4")
+
+        await world.engine.die()
+        await world.until(lambda: not world.state.link.ready)
+        before = len(world.engine.said)
+        await world.engine.start()
+        step = {"model_id": runs["wide"], "seq_id": 3, "adam_params": {}}
+        assert "metrics" in await caller.result(await caller.post("optim_step", step))
+        back = {one.session: one.base for one in world.engine.said[before:] if isinstance(one, OpenTraining)}
+        assert back == {runs["tiny"]: "base", runs["wide"]: "wide", made["model_id"]: "wide"}
+
+        keep = {"model_id": runs["wide"], "seq_id": 4, "path": "s"}
+        path = (await caller.result(await caller.post("save_weights_for_sampler", keep)))["path"]
+        await ask(world, path)
+        assert world.submits()[-1].base == "wide" and commands(world, AddAdapter)[-1].base == "wide"
+
+    linears = {"attention": ("attn.c_attn",)}
+    play(story, {"bases": {"wide": replace(WIDE, linears=linears)}}, **settings)

@@ -61,13 +61,12 @@ def expect_alike(found: Completion, wanted: Completion, dtype: str = "float32") 
 def expect_empty(engine: Engine) -> None:
     """Nothing is held for sequences that have ended, on the host and on a local device."""
     engine.run()
-    offloading = engine.scheduler.offloading
-    assert offloading.used == 0 and engine.scheduler.swapping.copies.used == len(
-        engine.scheduler.swapping.copies.evictable
-    )
+    cache = engine.scheduler.caches.first
+    copies = cache.swapping.copies
+    assert cache.offloading.used == 0 and copies.used == len(copies.evictable)
     assert engine._pages.free_count == engine._pages.pages
-    cache = getattr(engine.executor, "_offloaded", None)
-    assert cache is None or not cache._held
+    held = getattr(engine.executor, "_offloaded", None)
+    assert held is None or not held._held
 
 
 @pytest.mark.sample(2)
@@ -225,7 +224,7 @@ def test_sequences_wait_for_room_and_all_are_answered() -> None:
     draws = random.Random(secrets.randbits(32))
     full, few = engine_of(4096), engine_of(FEW, swap_space="480KiB")
     longs, short = prompts(draws, [LONG, LONG, LONG]), prompts(draws, [6])[0]
-    assert few.scheduler.offloading.pages < 2 * (LONG // PAGE), "room for one"
+    assert few.scheduler.caches.first.offloading.pages < 2 * (LONG // PAGE), "room for one"
     wanted, found = ([ask(engine, one) for one in (*longs, short)] for engine in (full, few))
     full.run()
     while not found[-1].sequence.is_finished:

@@ -15,7 +15,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.executors import swap_space
 from coserve.executors.swap_space import FileTier
-from coserve.schedule.swapping import Rate
+from coserve.schedule.swap_tier import Rate
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import prompts, tiny
@@ -89,7 +89,7 @@ def run(asked: list[Asked], tokens: int, swap: str, **settings: Any) -> tuple[li
         )
         for a, o in zip(answers, asked, strict=True)
     ]
-    swapping = engine.scheduler.swapping
+    swapping = engine.scheduler.caches.first.swapping
     assert engine._pages.free_count == engine._pages.pages and swapping.copies.used == len(
         swapping.copies.evictable
     )

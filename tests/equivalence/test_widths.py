@@ -2,6 +2,8 @@
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,12 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
-from models import Exact, logits_of, prompts, tiny
+from coserve.errors import EngineLost, WeightsUnreadable
+from coserve.executors.remote import RemoteExecutor
+from coserve.schedule.swap_tier import Rate
+from coserve.streamed.model_files import saved_bytes
+from forked_executors import fork_executors
+from models import Exact, logits_of, prompts, save, tiny
 
 pytestmark = pytest.mark.local
 CUTS = {
@@ -125,3 +132,129 @@ def test_prefixes_are_shared_within_a_base_alone() -> None:
         assert engine.stats().found_tokens - found == 39
         found = engine.stats().found_tokens
     assert first[SMALL].tokens != first[WIDE].tokens
+
+
+def test_both_have_the_second_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of both are preempted, move there and back, or lie there as a whole; a tier as fast as
+    guessed, since a tiny model computes its tokens sooner than a page moves."""
+    monkeypatch.setattr(Rate, "observe", lambda *_: None)
+    few = replace(config(), page_size=4, cache_tokens=72, max_running=12, swap_space="16MiB")
+    draws = random.Random("second tier")
+    with Exact():
+        make = {SMALL: lambda: tiny("llama", torch.float64), WIDE: lambda: wide_model("llama", torch.float64)}
+        engine = Engine(make[SMALL](), few)
+        engines = {SMALL: engine, WIDE: engine.add_base(WIDE, make[WIDE]())}
+        sampling = SamplingParams(max_tokens=24, ignore_eos=True, prompt_logprobs=2)
+        with planned(engine) as plans:
+            answers = [
+                (base, prompt, engines[base].generate(prompt, None, sampling))
+                for base in engines
+                for prompt in prompts(draws, [96, *[draws.randint(12, 24) for _ in range(5)]])
+            ]
+            engine.run()
+        models = {base: made() for base, made in make.items()}
+        for base, prompt, answer in answers:
+            check(models[base], prompt, answer, 1e-10)
+    for chosen in (
+        [move for plan in plans for move in plan.swap_out],
+        [move for plan in plans for move in plan.swap_in],
+        [segment for plan in plans for segment in plan.inference if segment.offloaded],
+    ):
+        assert {one.base for one in chosen} == {SMALL, WIDE}
+    stats, caches = engine.stats(), engine.scheduler.caches
+    assert stats.swapped_in_pages and not stats.swap_failures and stats.offloaded_read_bytes
+    unneeded = sum(len(caches[base].swapping.copies.evictable) for base in caches)
+    held = engine.scheduler.tier.used
+    assert (held > 0) is (unneeded > 0) and stats.free_pages == stats.pages and not stats.offloaded_pages_used
+    copies = [len(one.executor._swap_space._copies) for one in engines.values()]  # type: ignore[attr-defined]
+    assert sum(copies) == unneeded
+
+
+def test_each_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an executor that plans ahead, and has a plan under way when another base joins."""
+    fork_executors(monkeypatch)
+    models = {SMALL: tiny("llama"), WIDE: wide_model()}
+    engine = Engine(models[SMALL], replace(config(), executor="remote"))
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True, prompt_logprobs=1)
+    draws = random.Random("processes")
+    answers = [(SMALL, prompt, engine.generate(prompt, None, sampling)) for prompt in prompts(draws, [9])]
+    while not answers[0][2].tokens:
+        engine.step()
+    assert engine.scheduler.under_way
+    engines = {SMALL: engine, WIDE: engine.add_base(WIDE, models[WIDE])}
+    with planned(engine) as plans:
+        jobs = train(engines[WIDE], WIDE)
+        for base, prompt in zip((SMALL, WIDE) * 2, prompts(draws, [5, 30, 17, 8]), strict=True):
+            answers.append((base, prompt, engines[base].generate(prompt, None, sampling)))
+        engine.run()
+    assert any(len({one.base for one in plan.inference}) == 2 for plan in plans)
+    for base, prompt, answer in answers:
+        check(models[base], prompt, answer, 1e-5)
+    alone = Engine(wide_model(), config())
+    own = train(alone, WIDE)
+    alone.run()
+    number, norm = worst(parameters(engines[WIDE], jobs), parameters(alone, own))
+    assert number < 1e-5 and norm < 1e-4
+    executors = [one.executor for one in engines.values()]
+    assert all(isinstance(executor, RemoteExecutor) for executor in executors)
+    executors[1].process.kill()  # type: ignore[attr-defined]
+    with pytest.raises(EngineLost, match="process has ended"):
+        engines[WIDE].generate([1, 2, 3], None, sampling).result()
+    for executor in executors:
+        executor.close()  # type: ignore[attr-defined]
+
+
+def test_both_streamed(tmp_path: Path) -> None:
+    """Neither fits into its memory; files of one go away for a while, and nothing is lost."""
+    fields = {SMALL: {"seed": 0, "hidden_size": 64}, WIDE: {"seed": 3, "hidden_size": 80}}
+    models = {base: tiny("llama", num_hidden_layers=8, **fields[base]) for base in fields}
+    folders = {base: save(model, tmp_path / base) for base, model in models.items()}
+    room = int(0.6 * saved_bytes(folders[SMALL], "none"))
+    engine = Engine(folders[SMALL], replace(config(), base_memory=room))
+    engines = {SMALL: engine, WIDE: engine.add_base(WIDE, folders[WIDE])}
+    reads = {base: one.streaming.plan.read_nbytes for base, one in engines.items() if one.streaming}
+    assert all(reads.values()) and [*reads] == [SMALL, WIDE]
+    sampling, draws = (
+        SamplingParams(max_tokens=10, ignore_eos=True, prompt_logprobs=1),
+        random.Random("streamed"),
+    )
+    jobs = {base: train(one, base) for base, one in engines.items()}
+    answers = [
+        (base, prompt, engines[base].generate(prompt, None, sampling))
+        for base, prompt in zip((SMALL, WIDE) * 2, prompts(draws, [5, 30, 17, 8]), strict=True)
+    ]
+    extra = engines[WIDE].finetune(make_examples("extra", 8), "extra", METHODS["lora"], TRAINING)
+    engine.step()
+    file = folders[SMALL] / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(b"")
+    for turn in range(3):
+        with pytest.raises(WeightsUnreadable, match=SMALL):
+            for _ in range(20):
+                engine.step()
+        if not turn:
+            extra.cancel()  # behind the other base's part of the step that waits
+    file.write_bytes(content)
+    engine.run()
+    for base, prompt, answer in answers:
+        check(models[base], prompt, answer, 1e-5)
+    for base, model in models.items():
+        alone = Engine(model, config())
+        own = train(alone, base)
+        alone.run()
+        number, norm = worst(parameters(engines[base], jobs[base]), parameters(alone, own))
+        assert number < 1e-5 and norm < 1e-4, base
+
+
+def test_one_that_does_not_fit_beside_others_is_streamed(tmp_path: Path) -> None:
+    """As an engine's only base is, which does not fit into its memory."""
+    model = tiny("llama", seed=3, hidden_size=256, num_hidden_layers=8)
+    folder = save(model, tmp_path / WIDE)
+    engine = Engine(tiny("llama"), replace(config(), memory="1GiB", cache_tokens=64, swap_space=0))
+    engine.memory.ledger.budget = engine.memory.ledger.used + saved_bytes(folder, "none") - 1
+    wide = engine.add_base(WIDE, folder)
+    assert wide.streaming is not None and wide.streaming.plan.read_nbytes and engine.streaming is None
+    assert engine.memory.ledger.used <= engine.memory.ledger.budget
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True, prompt_logprobs=1)
+    for base, prompt, one in ((model, [5, 6, 7], wide), (tiny("llama"), [8, 9], engine)):
+        check(base, prompt, one.generate(prompt, None, sampling).result(), 1e-5)

@@ -7,6 +7,7 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
@@ -24,7 +25,7 @@ class World:
         cost = CostModel()
         for trains in (False, True) * 16:
             cost.misses.observe(1.0, trains)
-        self.it = Scheduler(self.config, PagePool(4096, 16), cost, make_policy("hybrid"))
+        self.it = Scheduler(BaseCache(self.config, PagePool(4096, 16)), cost, make_policy("hybrid"))
         self.executor = ScriptedExecutor(16)
         self.between = between
         self.answers = [self.submit(8, 2000) for _ in range(4)]

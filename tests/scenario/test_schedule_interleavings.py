@@ -14,6 +14,7 @@ from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import OutOfPages
 from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.offloading import Offloading
@@ -135,7 +136,9 @@ class World:
         cost, moves = CostModel(), count(1)
         swapping = Swapping(cost, swap_pages)
         self.offloading = Offloading(swapping, pages + 1, swap_pages, PAGE)
-        self.it = Scheduler(config, self.pool, cost, make_policy(policy), swapping, self.offloading)
+        self.it = Scheduler(
+            BaseCache(config, self.pool, swapping, self.offloading), cost, make_policy(policy)
+        )
         self.executor = AcrossBytes(
             PAGE, vocabulary=VOCABULARY, swap_pages=swap_pages, swap_seconds=(1e-9, 1e-9),
             loses=lambda move: (
@@ -273,8 +276,9 @@ class World:
                 assert holder.swapped is not None and not holder.pages
         assert sum(isinstance(owner, int) for owner in self.pool.owners) == len(running)
         copies = [s.swapped.pages for s in self.sequences if s.swapped is not None]
-        copies += [self.offloading.used, len(self.it.swapping.copies.evictable)]
-        assert self.it.swapping.copies.used == sum(copies) <= self.it.swapping.copies.pages
+        swapped = self.it.caches.first.swapping.copies
+        copies += [self.offloading.used, len(swapped.evictable)]
+        assert swapped.used == sum(copies) <= swapped.pages
         assert [self.pool.readers(page) for page in range(self.pool.pages)] == [
             read[page] for page in range(self.pool.pages)
         ]
@@ -358,11 +362,8 @@ def check(
     world.drain()
 
     assert world.pool.free_count == pages
-    assert (
-        world.it.swapping.copies.used
-        == len(world.it.swapping.copies.evictable)
-        == len(world.executor._copies)
-    )
+    copies = world.it.caches.first.swapping.copies
+    assert copies.used == len(copies.evictable) == len(world.executor._copies)
     assert world.offloading.used == 0 and not any(s.offloaded and s.preemptions for s in world.sequences)
     for sequence in world.sequences:
         events = world.events[sequence.key]

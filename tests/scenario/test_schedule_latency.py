@@ -11,6 +11,7 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
@@ -29,7 +30,7 @@ class World:
         for trains in (False, True) * 16:
             cost.misses.observe(1.0, trains)  # this machine does what is predicted
         self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
-        self.it = Scheduler(self.config, PagePool(2048, 16), cost, make_policy("hybrid"))
+        self.it = Scheduler(BaseCache(self.config, PagePool(2048, 16)), cost, make_policy("hybrid"))
         self.executor = ScriptedExecutor(16)
         self.more_training()
 

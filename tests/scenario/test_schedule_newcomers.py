@@ -10,6 +10,7 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.newcomers import SLOWER
@@ -48,7 +49,7 @@ class World:
             cost.misses.observe(1.0, trains)  # this machine does what is predicted
         config = SchedulerConfig(layers=DEPTH, max_positions=2048, max_running=max_running)
         self.mix, self.draw = mix, mix.draw
-        self.it = Scheduler(config, PagePool(mix.pages, PAGE), cost, make_policy("hybrid"))
+        self.it = Scheduler(BaseCache(config, PagePool(mix.pages, PAGE)), cost, make_policy("hybrid"))
         self.executor = ScriptedExecutor(PAGE)
         self.greedy: list[Sequence] = []
         for job in range(mix.jobs):

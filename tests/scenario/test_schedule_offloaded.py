@@ -9,6 +9,7 @@ from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.offloading import Offloading
@@ -44,7 +45,7 @@ class World:
         self.pool, config = PagePool(10, PAGE), SchedulerConfig(2, 1000, prefix_sharing=False)
         policy = make_policy("hybrid")
         offloading = Offloading(swapping, 11, 1000, PAGE)
-        self.it = Scheduler(config, self.pool, CostModel(), policy, swapping, offloading)
+        self.it = Scheduler(BaseCache(config, self.pool, swapping, offloading), CostModel(), policy)
         self.executor = Slow(PAGE, swap_pages=1000)
 
     def ask(self, prompt: int, answer: int) -> Sequence:
@@ -93,4 +94,4 @@ def test_everybody_ends() -> None:
     for sequence in asked:
         world.until_ended(sequence)
     assert [len(one.output) for one in asked] == [25] * len(asked)
-    assert world.it.offloading.used == 0
+    assert world.it.caches.first.offloading.used == 0

@@ -9,6 +9,7 @@ from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
@@ -42,7 +43,7 @@ def test_prompts_of_one_token_are_preempted_like_all_others(ahead: int) -> None:
         draws = Random(seed)
         config = SchedulerConfig(2, 64, max_running=8)
         pages = PagePool(draws.choice((8, 10, 14)), PAGE)
-        it = Scheduler(config, pages, CostModel(), make_policy("hybrid"))
+        it = Scheduler(BaseCache(config, pages), CostModel(), make_policy("hybrid"))
         executor = ScriptedExecutor(PAGE, plans_ahead=ahead)
         asked: list[Sequence] = []
         for _ in range(40):

@@ -8,6 +8,7 @@ from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
@@ -18,7 +19,7 @@ DEPTH = 8
 
 def scheduler(policy: str, **options: object) -> Scheduler:
     config = SchedulerConfig(layers=DEPTH, max_positions=1024, quantum=0.025)
-    return Scheduler(config, PagePool(512, 16), CostModel(), make_policy(policy, **options))
+    return Scheduler(BaseCache(config, PagePool(512, 16)), CostModel(), make_policy(policy, **options))
 
 
 def give(it: Scheduler, job: str, weight: float, rows: int, count: int) -> None:

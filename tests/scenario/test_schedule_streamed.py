@@ -8,6 +8,7 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
@@ -32,7 +33,7 @@ class Machine:
         config = SchedulerConfig(
             layers=DEPTH, max_positions=1024, interruptible=True, max_training_rows=ROWS, prefix_sharing=False
         )
-        self.it = Scheduler(config, PagePool(512, 16), cost, make_policy(policy))
+        self.it = Scheduler(BaseCache(config, PagePool(512, 16)), cost, make_policy(policy))
         self.executor = ScriptedExecutor(16, lambda plan: plan.predicted)
         self._rows, self.updates = rows, 0
         for number in range(jobs):

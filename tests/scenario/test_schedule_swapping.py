@@ -9,10 +9,12 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.executors.scripted import ScriptedExecutor, next_token
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel, added_seconds
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping
 
 SLOW_ROWS = {**DEFAULT_WEIGHTS, "forward_rows": 5e-4}
@@ -29,8 +31,9 @@ class World:
     ) -> None:  # fmt: skip
         self.pool, cost = PagePool(pages, PAGE), CostModel()
         config = SchedulerConfig(2, 96, prefix_sharing=sharing)
-        self.swapping = Swapping(cost, room, seconds if guess is None else guess)
-        self.it = Scheduler(config, self.pool, cost, make_policy(policy), self.swapping)
+        tier = SwapTier(room, seconds if guess is None else guess)
+        self.swapping = Swapping(cost, room, tier)
+        self.it = Scheduler(BaseCache(config, self.pool, self.swapping), cost, make_policy(policy))
         self.executor = ScriptedExecutor(PAGE, swap_pages=room, swap_seconds=(seconds, seconds))
 
     def ask(
@@ -185,7 +188,7 @@ def test_a_copy_without_time_to_be_read_is_computed_again() -> None:
     world.until_preempted(second)
     assert second.swapped is not None
     world.it.requests.cancel(between.key)
-    world.swapping.reading.guess = 0.1
+    world.swapping.tier.reading.guess = 0.1
     world.finish(first, second)
     assert world.it.stats.recomputed_tokens > 0 and not world.backs
 
@@ -292,7 +295,7 @@ def test_prefixes_are_read_from_a_fast_tier() -> None:
     assert _again_after_others(slow).cached == 0 and not slow.outs
     rows, computed = ([one.it.stats.prefill_tokens, one.it.stats.decode_tokens] for one in (world, slow))
     assert sum(rows) == sum(computed) - 20  # the last token of the prompt is a decode row
-    prefixes = world.it.swapped_prefixes
+    prefixes = world.it.caches.first.prefixes.swapped
     assert (prefixes.written, prefixes.read) == (len(world.outs), len(world.backs))
     assert world.it.stats.swapped_out_pages == len(world.outs) > 5 == world.it.stats.swapped_in_pages
 
@@ -351,7 +354,7 @@ def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing_behind() -> No
 def test_prefixes_that_nobody_reads_are_written_no_longer() -> None:
     """With a tier that is hardly faster than computing, after a few pages that were written for nothing."""
     world = World(sharing=True, seconds=added_seconds(CostModel(), 0, PAGE) / 10)
-    prefixes = world.it.swapped_prefixes
+    prefixes = world.it.caches.first.prefixes.swapped
     for n in range(1, 40):
         world.finish(world.ask(30, 2, first=100 * n))
     assert 0 < prefixes.written < 39 * 7 / 2 and not prefixes.read

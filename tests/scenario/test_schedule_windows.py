@@ -11,6 +11,7 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
@@ -44,7 +45,7 @@ class World:
         for trains in (False, True) * 16:
             cost.misses.observe(1.0, trains)
         config = SchedulerConfig(DEPTH, 4096, micro_batches_in_flight=1)
-        self.it = Scheduler(config, PagePool(2048, 16), cost, make_policy(policy))
+        self.it = Scheduler(BaseCache(config, PagePool(2048, 16)), cost, make_policy(policy))
         self.executor = ScriptedExecutor(16, CostModel(weights).predict)
         self.batch = MicroBatch(self.it.new_key(), "job", "job@0", (4 * ROWS,), DEPTH)
         self.it.training.add("job", [self.batch])

@@ -137,7 +137,7 @@ class StepRecorder:
             host: float = 0.0,
             reads: WeightReads = WeightReads(),
             offload: OffloadReads = OffloadReads(),
-            beside: Mapping[str, float] = MappingProxyType({}),
+            beside: Mapping[str, StepResult] = MappingProxyType({}),
         ) -> None:
             features = work if isinstance(work, Features) else Features.of(work)
             self.samples.append((features.copy(), seconds))

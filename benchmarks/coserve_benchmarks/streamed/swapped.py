@@ -20,7 +20,7 @@ from coserve.core.sequence import Sequence
 from coserve.engine.engine import Engine
 from coserve.executors import swap_space
 from coserve.executors.swap_space import FileTier
-from coserve.schedule.swapping import Rate
+from coserve.schedule.swap_tier import Rate
 from coserve.workload.requests import Tokens, fixed_prompts, greedy
 from coserve_benchmarks.streamed.orders import StreamedOrder, SwapCase
 
@@ -68,13 +68,15 @@ class Preemptions:
             scheduler={"max_prefill_rows": longest + 64, "bounded_prefill_rows": longest + 64},
         )
         self._order, self._engine = order, Engine(order.folder, config)
-        self._guess = self._engine.scheduler.swapping.writing.guess
+        self._swapping = self._engine.scheduler.caches.first.swapping
+        self._tier = self._swapping.tier
+        self._guess = self._tier.writing.guess
         self.moves: bool | None = None
         self.chosen = False  # by the scheduler, at the last preemption
         self._results: list[StepResult] = []
-        self._is_worth = self._engine.scheduler.swapping.is_worth
+        self._is_worth = self._swapping.is_worth
         self._apply = self._engine.scheduler.apply
-        self._engine.scheduler.swapping.is_worth = self._choose  # type: ignore[method-assign]
+        self._swapping.is_worth = self._choose  # type: ignore[method-assign]
         self._engine.scheduler.apply = self._note  # type: ignore[method-assign]
 
     def cases(self) -> tuple[SwapCase, ...]:
@@ -93,16 +95,14 @@ class Preemptions:
     def _open_tier(self, pause: float) -> None:
         """A tier of which nothing is known yet, and then what the scheduler's own choices teach."""
         PacedTier.pause = pause
-        swapping = self._engine.scheduler.swapping
-        swapping.writing, swapping.reading = Rate(self._guess), Rate(self._guess)
+        self._tier.writing, self._tier.reading = Rate(self._guess), Rate(self._guess)
         for _ in range(_TRIES):
             self.preempt(_TRY, None)
 
     def _case(self, tokens: int, pause: float) -> SwapCase:
         """Both ways in turn. What the scheduler would do is asked first, and its rates learn nothing from
         what it is made to do."""
-        swapping = self._engine.scheduler.swapping
-        known = replace(swapping.writing), replace(swapping.reading)
+        known = replace(self._tier.writing), replace(self._tier.reading)
         moved, computed, choices = list[_Seconds](), list[_Seconds](), list[bool]()
         written, read_back = PacedTier.written, PacedTier.read_back
         stats, passed = self._engine.stats(), _passed()
@@ -111,7 +111,7 @@ class Preemptions:
                 seconds = self.preempt(tokens, moves)
                 (moved if moves else computed).append(seconds)
                 choices.append(self.chosen)
-                swapping.writing, swapping.reading = replace(known[0]), replace(known[1])
+                self._tier.writing, self._tier.reading = replace(known[0]), replace(known[1])
         after, rounds = self._engine.stats(), self._order.rounds
         expected = rounds * self._pages(tokens)
         assert (PacedTier.written - written, PacedTier.read_back - read_back) == (expected, expected)

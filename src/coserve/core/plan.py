@@ -166,6 +166,7 @@ class SwapOut:
 
     copy: int
     pages: tuple[int, ...]
+    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,7 @@ class SwapIn:
     copy: int
     pages: tuple[int, ...]
     first: int = 0
+    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +325,8 @@ class StepResult:
     are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
     that writing and reading copies took. `lost` are offloaded sequences whose keys and values could not be
     written or read, and `offload_reads` what was read of all of them. `outputs` are those of micro-batches
-    that report and have ended, by key. `beside` are the seconds, of `seconds`, of each base but the first.
+    that report and have ended, by key. `beside` are the results of each base but the first, which this one
+    has in it but for what was read.
     """
 
     seconds: float
@@ -339,4 +342,9 @@ class StepResult:
     lost: Mapping[int, CoserveError] = field(default_factory=dict)
     offload_reads: OffloadReads = OffloadReads()
     outputs: Mapping[int, MicroBatchOutput] = field(default_factory=dict)
-    beside: Mapping[str, float] = field(default_factory=dict)
+    beside: Mapping[str, "StepResult"] = field(default_factory=dict)
+
+    @property
+    def computing(self) -> float:
+        """Seconds without those of moving pages."""
+        return self.seconds - sum(self.swap_seconds)

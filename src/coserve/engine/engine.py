@@ -48,7 +48,8 @@ from coserve.schedule.offloading import Offloading
 from coserve.schedule.policies import Policy, make_policy
 from coserve.schedule.reads import OffloadCosts
 from coserve.schedule.scheduler import Scheduler
-from coserve.schedule.swapping import GUESS, Swapping
+from coserve.schedule.swap_tier import GUESS, SwapTier
+from coserve.schedule.swapping import Swapping
 from coserve.text import Text
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared, check_fit
@@ -90,8 +91,6 @@ class Engine:
         opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.streaming = self.executor.spec.streaming
-        if beside is not None and self.streaming is not None:
-            raise ConfigError(f"engine.memory: the base {base_id!r} does not fit beside others")
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
         self._plans_ahead = config.plans_ahead and not reads and not config.base
         self.text = texts()
@@ -104,7 +103,8 @@ class Engine:
             self.completions: dict[int, Completion] = {}
             self._lock = threading.RLock()
             self.arrivals = Arrivals(self.executor)
-            self.scheduler = self._make_scheduler(policy, settings)
+            tier = SwapTier(config.swap_nbytes, GUESS)
+            self.scheduler = Scheduler(self._cache(settings, tier), self.cost, policy)
         else:
             self.bases, self.completions, self._lock = beside.bases, beside.completions, beside._lock
             self.arrivals, self.scheduler = beside.arrivals, beside.scheduler
@@ -161,14 +161,15 @@ class Engine:
         """Loads one more base under the id `base`, with the settings of this engine, and returns its
         `Engine`: what that answers and trains is in the same steps as all else.
 
-        It has pages of its own, as many as this engine's, a queue and bytes in common with all. Its preempted
-        sequences are computed again, and none is longer than its pages: the second tier is the first base's.
-        Takes seconds, in which nobody steps. Raises ModelError or ConfigError, with nothing changed.
+        It has pages of its own, as many as this engine's; a queue, the second tier and bytes in common with
+        all. Takes seconds, in which nobody steps. Raises ModelError or ConfigError, with nothing changed.
         """
         with self.arrivals.arriving(), self._lock:
             first = self.bases.first
             first._check_more(base)
-            config = replace(self.config, swap_space=0, calibrate=False)
+            config = replace(self.config, calibrate=False)
+            if config.memory != "auto" and config.base_memory == "auto":
+                config = replace(config, memory=max(self.memory.ledger.free, 1))  # of more it is streamed
             added = Engine(model, config, tokenizer, self.clock, beside=first, base_id=base)
             if self.config.calibrate:
                 added.calibrate()
@@ -181,10 +182,8 @@ class Engine:
             said = f"there is a base {base!r} already" if base else "a base's id must not be empty"
             raise ConfigError(said)
         for name, is_set in (
-            ("executor", config.executor != "local"),
-            ("async_scheduling", self._plans_ahead),
+            ("async_scheduling", bool(config.async_scheduling)),
             ("base", bool(config.base)),
-            ("base_memory", self.streaming is not None or config.base_memory != "auto"),
         ):
             if is_set:
                 raise ConfigError(f"engine.{name} is for engines of one base, and this one is to have more")
@@ -195,14 +194,22 @@ class Engine:
             engine.training.refuse_while_trained(adapter)
 
     def _join(self, settings: SchedulerConfig) -> None:
-        """Takes the work of this base into the steps from now on. Without a second tier of its own its
-        preempted sequences are computed again."""
+        """Takes the work of this base into the steps from now on."""
+        if self.base_id != BASE:
+            self.bases.first._end_plans_ahead()
         self.bases.add(self.base_id, self, self.executor)
         self.arrivals.watch(self.bases.device)
         self.adapters.open()
         if self.base_id != BASE:
-            self.scheduler.caches.add(self.base_id, BaseCache(settings, self._pages))
+            self.scheduler.caches.add(self.base_id, self._cache(settings, self.scheduler.tier))
             self.scheduler.cost.others[self.base_id] = self.cost
+
+    def _end_plans_ahead(self) -> None:
+        """Plans no step while another runs from now on: after a pause in one base's part others would go on
+        with training that the scheduler has taken back."""
+        self._plans_ahead = False
+        while self.scheduler.under_way:
+            self._step(self.scheduler.config.interruptible)
 
     def calibrate(self) -> None:
         """Measures the costs of this base's steps on this machine, in some seconds; nothing else may be under
@@ -486,15 +493,17 @@ class Engine:
         except TypeError as error:
             raise ConfigError(f"engine.scheduler: {error}") from error
 
-    def _make_scheduler(self, policy: Policy, settings: SchedulerConfig) -> Scheduler:
-        config, cost, spec = self.config, self.cost, self.executor.spec
-        swapping = Swapping(cost, spec.swap_pages, GUESS * spec.cache_nbytes / config.pages)
+    def _cache(self, settings: SchedulerConfig, tier: SwapTier) -> BaseCache:
+        """The cache of this base's keys and values, also of those in the second tier."""
+        config, spec = self.config, self.executor.spec
+        copy_nbytes = config.swap_nbytes // max(spec.swap_pages, 1)  # of a page, at least what it takes
+        swapping = Swapping(self.cost, spec.swap_pages, tier, max(copy_nbytes, 1), self.base_id)
         offloading = Offloading(
             swapping, config.pages + 1, spec.offload_pages, config.page_size, spec.offload_refusal
         )
         page_nbytes = offloaded_page_nbytes(self.base.caches, config.page_size, self.base.dtype)
-        cost.offload = OffloadCosts(GUESS * page_nbytes / config.page_size)
-        return Scheduler(settings, self._pages, cost, policy, swapping, offloading)
+        self.cost.offload = OffloadCosts(GUESS * page_nbytes / config.page_size)
+        return BaseCache(settings, self._pages, swapping, offloading)
 
     def _request(
         self,

@@ -272,7 +272,7 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         load_seconds=seconds,
         quantize=base.quantized,
         cache_dtype=config.cache_dtype,
-        offloaded_tokens=engine.executor.spec.offload_pages * config.page_size,
+        offloaded_tokens=_offloaded_tokens(engine),
         crash=start.crash,
         linears=linear_names(base.sites, base.depth),
         bases={
@@ -283,11 +283,16 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
                 one.base.vocabulary,
                 one.base.hidden_size,
                 linear_names(one.base.sites, one.base.depth),
+                _offloaded_tokens(one),
             )
             for one in engine.bases
             if one.base_id != BASE
         },
     )
+
+
+def _offloaded_tokens(engine: Engine) -> int:
+    return engine.executor.spec.offload_pages * engine.config.page_size
 
 
 def _describe(hello: Hello) -> str:
@@ -302,7 +307,8 @@ def _memory(engine: Engine) -> str:
     """One line about the memory budget and the bytes outside of it."""
     memory = engine.memory
     found = f"{show_size(memory.ledger.budget)} of memory, beside {show_size(memory.imports)} of imports"
-    if engine.streaming is None:
-        return found
-    free = engine.scheduler.cost.free_rows
-    return f"{found}; {engine.streaming}" + (f"; it computes {free} rows meanwhile" if free else "")
+    for one in engine.bases:
+        if one.streaming is not None:
+            free = one.cost.free_rows
+            found += f"; {one.streaming}" + (f"; it computes {free} rows meanwhile" if free else "")
+    return found

@@ -47,7 +47,8 @@ class ServedSessions:
         self._opening: dict[str, int] = {}  # refs of the commands, by session
         self._behind: dict[str, list[SessionCommand]] = {}  # a pass being checked, and commands after it
         self._servers = 0  # counts servers, so that a late reply never reaches the next one
-        engine.sessions.aside = background.do
+        for one in engine.bases:
+            one.sessions.aside = background.do
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -61,9 +62,10 @@ class ServedSessions:
             return
         match command:
             case OpenTraining():
+                engine = self._engine.bases[command.base]
                 self._opening[command.session] = command.ref
-                opened = partial(self._opened, command, self._servers)
-                work = partial(prepare_session, self._engine, command)
+                opened = partial(self._opened, engine, command, self._servers)
+                work = partial(prepare_session, engine, command)
                 self._background.do("opening the session", work, opened)
             case Forward():
                 self._pass(self._client(command.session), command)
@@ -97,7 +99,9 @@ class ServedSessions:
             raise JobError(f"there is no session {name!r}")
         return client
 
-    def _opened(self, command: OpenTraining, server: int, outcome: Outcome[PreparedSession]) -> None:
+    def _opened(
+        self, engine: Engine, command: OpenTraining, server: int, outcome: Outcome[PreparedSession]
+    ) -> None:
         if server != self._servers:
             return
         is_closed = self._opening.get(command.session) != command.ref
@@ -107,7 +111,7 @@ class ServedSessions:
             del self._opening[command.session]
             if isinstance(outcome, CoserveError):
                 raise outcome
-            client = self._engine.open_training(
+            client = engine.open_training(
                 command.adapter, outcome.methods, outcome.config, outcome.start, command.session
             )
         except CoserveError as error:

@@ -14,8 +14,9 @@ def count(
     scheduler: Scheduler, memory: EngineMemory, pages: Collection[PagePool], cache: AdapterCache
 ) -> EngineStats:
     """Counters since the engine's start, and its current state, over all its bases, whose `pages` are given.
-    The caller holds the engine's lock."""
+    The caller holds the engine's lock. Pages of the second tier are counted in those of the first base."""
     stats, requests = scheduler.stats, scheduler.requests
+    first, caches = scheduler.caches.first, [scheduler.caches[base] for base in scheduler.caches]
     return EngineStats(
         steps=stats.steps,
         fused_steps=stats.fused_steps,
@@ -27,12 +28,12 @@ def count(
         swapped_out_pages=stats.swapped_out_pages,
         swapped_in_pages=stats.swapped_in_pages,
         swap_failures=stats.swap_failures,
-        prefix_pages_swapped_out=scheduler.swapped_prefixes.written,
-        prefix_pages_swapped_in=scheduler.swapped_prefixes.read,
-        swap_pages=scheduler.swapping.copies.pages,
-        swap_pages_used=scheduler.swapping.copies.used,
-        offloaded_pages=scheduler.offloading.pages,
-        offloaded_pages_used=scheduler.offloading.used,
+        prefix_pages_swapped_out=sum(one.prefixes.swapped.written for one in caches),
+        prefix_pages_swapped_in=sum(one.prefixes.swapped.read for one in caches),
+        swap_pages=first.swapping.copies.pages,
+        swap_pages_used=-(-scheduler.tier.used // first.swapping.copies.page_nbytes),
+        offloaded_pages=first.offloading.pages,
+        offloaded_pages_used=round(sum(one.offloading.used_share for one in caches) * first.offloading.pages),
         offloaded_read_bytes=stats.offloaded_read_bytes,
         offload_failures=stats.offload_failures,
         recomputed_tokens=stats.recomputed_tokens,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from coserve.core.plan import Plan, StepResult
 from coserve.core.request import BASE
+from coserve.errors import WeightsUnreadable
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
 
 
@@ -14,15 +15,20 @@ class ComposedExecutor(Executor):
     and keys) goes to the executor of that base, which never sees another's; a step's result is theirs
     together.
 
-    Bases compute one after the other, so lanes are not split. Commands concern one base: its executor takes
-    them, and `call` here passes on those of the first base. Where an executor cannot run its part yet
-    (WeightsUnreadable) the parts that have run keep their results until the plan is tried again.
+    Bases compute one after the other, also those in processes of their own, which would take each other's
+    cores: a part is launched when the one before it has its result. So lanes are not split, and commands come
+    when `collect` has returned or raised. They concern one base: its executor takes them, and `call` passes
+    on those of the first base. Where an executor cannot run its part yet (WeightsUnreadable) the others are
+    launched, so that commands come behind them, and those that have run keep their results until the plan
+    is tried again.
     """
 
     def __init__(self, first: Executor) -> None:
         self._executors: dict[str, Executor] = {BASE: first}
         self._base_of: dict[int, str] = {}  # of sequences and micro-batches that executors know, by key
-        self._launched: deque[tuple[str, ...]] = deque()  # the bases with a part of each plan under way
+        self._base_of_copy: dict[int, str] = {}  # in the second tier, by number
+        self._launched: deque[dict[str, Plan]] = deque()  # the parts of each plan under way, by base
+        self._sent: set[str] = set()  # the bases whose part of the oldest plan was launched
         self._done: dict[str, StepResult] = {}  # of the oldest plan, by base
 
     def add(self, base: str, executor: Executor) -> None:
@@ -37,24 +43,35 @@ class ComposedExecutor(Executor):
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`."""
-        parts = self._split(plan)
-        for base, part in parts.items():
-            self._executors[base].launch(part)
-        self._launched.append(tuple(parts))
+        self._launched.append(self._split(plan))
 
     def collect(self, wait: bool = True) -> StepResult | None:
         """See `Executor`."""
         if not self._launched:
             return None
-        for base in self._launched[0]:
+        parts = self._launched[0]
+        for base in parts:
             if base not in self._done:
-                result = self._executors[base].collect(wait)
+                self._send(base)
+                try:
+                    result = self._executors[base].collect(wait)
+                except WeightsUnreadable:
+                    for other in parts:
+                        self._send(other)
+                    raise
                 if result is None:
                     return None
                 self._done[base] = result
         self._launched.popleft()
         done, self._done = self._done, {}
+        self._sent.clear()
         return _together(done)
+
+    def _send(self, base: str) -> None:
+        """Launches a base's part of the oldest plan, once."""
+        if base not in self._sent:
+            self._sent.add(base)
+            self._executors[base].launch(self._launched[0][base])
 
     def pause_training(self) -> None:
         """See `Executor`. A layer of each base's training runs in any case."""
@@ -83,11 +100,13 @@ class ComposedExecutor(Executor):
         # A preempted sequence may be named again.
         self._base_of |= {start.key: start.base for start in plan.sequences}
         self._base_of |= {start.key: start.base for start in plan.micro_batches}
+        self._base_of_copy |= {out.copy: out.base for out in plan.swap_out}
+        for number in (*plan.swap_dropped, *(back.copy for back in plan.swap_in)):
+            self._base_of_copy.pop(number, None)
         return {base: part for base, part in parts.items() if not part.is_empty} or {BASE: parts[BASE]}
 
     def _part(self, plan: Plan, base: str) -> Plan:
-        """The part of a plan that is for one base. The second tier of pages is the first base's."""
-        is_first = base == BASE
+        """The part of a plan that is for one base."""
         return replace(
             plan,
             inference=tuple(one for one in plan.inference if one.base == base),
@@ -98,9 +117,9 @@ class ComposedExecutor(Executor):
             split=None,
             sequences=tuple(one for one in plan.sequences if one.base == base),
             micro_batches=tuple(one for one in plan.micro_batches if one.base == base),
-            swap_out=plan.swap_out if is_first else (),
-            swap_in=plan.swap_in if is_first else (),
-            swap_dropped=plan.swap_dropped if is_first else (),
+            swap_out=tuple(one for one in plan.swap_out if one.base == base),
+            swap_in=tuple(one for one in plan.swap_in if one.base == base),
+            swap_dropped=tuple(one for one in plan.swap_dropped if self._base_of_copy.get(one, BASE) == base),
         )
 
 
@@ -117,5 +136,11 @@ def _together(done: Mapping[str, StepResult]) -> StepResult:
             trained=(*whole.trained, *part.trained),
             paused=whole.paused or part.paused,
             outputs={**whole.outputs, **part.outputs},
+            swap_failed=(*whole.swap_failed, *part.swap_failed),
+            swap_seconds=(
+                whole.swap_seconds[0] + part.swap_seconds[0],
+                whole.swap_seconds[1] + part.swap_seconds[1],
+            ),
+            lost={**whole.lost, **part.lost},
         )
-    return replace(whole, beside={base: part.seconds for base, part in done.items() if base != BASE})
+    return replace(whole, beside={base: part for base, part in done.items() if base != BASE})

@@ -81,7 +81,8 @@ _UNKNOWN_ERROR = 0.25  # before anything was measured
 _ALL = -1  # all bits set: every layer
 _NO_READS = WeightReads()
 _NO_OFFLOAD_READS = OffloadReads()
-_NO_SECONDS: Mapping[str, float] = MappingProxyType({})
+_NO_RESULT = StepResult(0.0)
+_NOTHING_BESIDE: Mapping[str, StepResult] = MappingProxyType({})
 _OUTLIER = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
 
 
@@ -405,11 +406,11 @@ class CostModel:
         host: float = 0.0,
         reads: WeightReads = _NO_READS,
         offload: OffloadReads = _NO_OFFLOAD_READS,
-        beside: Mapping[str, float] = _NO_SECONDS,
+        beside: Mapping[str, StepResult] = _NOTHING_BESIDE,
     ) -> None:
         """Learns from one step that took its executor `seconds`, and the host `host` more. The time that it
         waited for weights teaches `reads`, that for offloaded keys and values `offload`, and the rest the
-        weights of its features. `beside` are the seconds, of `seconds`, of each base but the first.
+        weights of its features. `beside` are the results, in this step, of each base but the first.
 
         Each kind of work has a factor that follows recent steps: the machine may have become busier, or more
         activations are stored than during the measurement. A kind learns from a step in proportion to its
@@ -432,8 +433,9 @@ class CostModel:
             self._hosts += 1
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
         for base, part in features.others.items():
-            self.others[base]._learn(part, beside.get(base, 0.0), _NO_READS, _NO_OFFLOAD_READS)
-        self._learn(features, seconds - sum(beside.values()), reads, offload)
+            its = beside.get(base, _NO_RESULT)
+            self.others[base]._learn(part, its.computing, its.reads, its.offload_reads)
+        self._learn(features, seconds - sum(its.computing for its in beside.values()), reads, offload)
 
     def _learn(self, features: Features, seconds: float, reads: WeightReads, offload: OffloadReads) -> None:
         """Corrects the weights and factors by the seconds of this base's passes."""

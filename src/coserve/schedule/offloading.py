@@ -14,17 +14,14 @@ from coserve.schedule.swapping import Swapping
 
 
 class Offloading:
-    """The second tier's `pages` for sequences that lie there as a whole, numbered from `first` on. Copies of
-    preempted sequences (`swapping`) share its bytes. `refusal` says why there are no pages."""
+    """A base's `pages` in the second tier for sequences that lie there as a whole, numbered from `first` on.
+    Copies of preempted sequences (`swapping`) share its bytes. `refusal` says why there are no pages."""
 
     def __init__(
         self, swapping: Swapping, first: int = 0, pages: int = 0, page_size: int = 1, refusal: str = ""
     ) -> None:
         self.pool = PagePool(pages, page_size)
         self._swapping, self._first, self._refusal = swapping, first, refusal
-        self._rests_until = -float("inf")
-        self._count = count(1)
-        self._turns: dict[int, int] = {}  # number of the last turn of each offloaded sequence, by key
 
     @property
     def pages(self) -> int:
@@ -35,6 +32,11 @@ class Offloading:
     def used(self) -> int:
         """Pages of sequences."""
         return self.pool.pages - self.pool.free_count
+
+    @property
+    def used_share(self) -> float:
+        """Share of the pages that sequences have."""
+        return self.used / max(self.pages, 1)
 
     def refusal(self, request: Request, tokens: int) -> str:
         """Says why a request of at most `tokens` cached ones cannot be offloaded; empty if it can."""
@@ -49,6 +51,38 @@ class Offloading:
     def room(self, prompt: int) -> int:
         """Most tokens of an answer to `prompt` tokens; less than one where the prompt does not fit."""
         return self.pages * self.pool.page_size - prompt + 1
+
+    def enter(self, sequence: Sequence) -> bool:
+        """Gives a sequence all pages that it will ever need; False, with nothing changed, where so many are
+        not free."""
+        pages = self.pool.pages_for(sequence.longest - 1)
+        shared = self._share(pages)
+        if pages > self.pool.free_count or not self._swapping.copies.make_room(shared):
+            return False
+        taken = self.pool.allocate(sequence.key, pages)
+        assert taken is not None, "so many are free"
+        self._swapping.copies.use(shared)
+        sequence.pages = [self._first + page for page in taken]
+        return True
+
+    def leave(self, sequence: Sequence) -> None:
+        """Frees the pages of a sequence."""
+        self._swapping.copies.use(-self._share(self.pool.free(sequence.key)))
+        sequence.pages = []
+
+    def _share(self, pages: int) -> int:
+        """Pages of copies that take the bytes of `pages` offloaded ones, which may be larger: they are in the
+        base's type."""
+        return -(-pages * self._swapping.copies.pages // self.pages)
+
+
+class OffloadTurns:
+    """Turns of offloaded sequences, whatever their base: they read from one memory."""
+
+    def __init__(self) -> None:
+        self._rests_until = -float("inf")
+        self._count = count(1)
+        self._turns: dict[int, int] = {}  # number of the last turn of each offloaded sequence, by key
 
     def resting(self, sequences: Ordered[Sequence], now: float) -> frozenset[int]:
         """Keys of offloaded `sequences`, running or waiting, that have no rows in a step at `now`.
@@ -73,26 +107,3 @@ class Offloading:
         """Notes that a step which ended at `now` waited `seconds` for offloaded keys and values."""
         if seconds:
             self._rests_until = max(self._rests_until, now) + seconds
-
-    def enter(self, sequence: Sequence) -> bool:
-        """Gives a sequence all pages that it will ever need; False, with nothing changed, where so many are
-        not free."""
-        pages = self.pool.pages_for(sequence.longest - 1)
-        shared = self._share(pages)
-        if pages > self.pool.free_count or not self._swapping.copies.make_room(shared):
-            return False
-        taken = self.pool.allocate(sequence.key, pages)
-        assert taken is not None, "so many are free"
-        self._swapping.copies.used += shared
-        sequence.pages = [self._first + page for page in taken]
-        return True
-
-    def leave(self, sequence: Sequence) -> None:
-        """Frees the pages of a sequence."""
-        self._swapping.copies.used -= self._share(self.pool.free(sequence.key))
-        sequence.pages = []
-
-    def _share(self, pages: int) -> int:
-        """Pages of copies that take the bytes of `pages` offloaded ones, which may be larger: they are in the
-        base's type."""
-        return -(-pages * self._swapping.copies.pages // self.pages)

@@ -53,7 +53,7 @@ class PromptPacker:
         if not sequence.pages:  # sequences before it may have taken its cached pages
             self.queues.look_up(sequence)
         if sequence.swapped is not None and not cache.swapping.has_time(sequence.swapped, self.builder.now):
-            if cache.swapping.copies.moves.back:  # it may be next
+            if cache.swapping.tier.moves.back:  # it may be next
                 return False
             self.queues.look_up(sequence, copies=False)  # rows pass in as many steps as they need
         if sequence.swapped is None and not cache.prefixes.reads(sequence):

@@ -7,13 +7,9 @@ from contextlib import suppress
 from coserve.core.request import BASE, FinishReason, Request
 from coserve.core.sequence import Sequence
 from coserve.errors import EmptyPrompt, OutOfPages, PromptTooLong
-from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache, BaseCaches
-from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.newcomers import is_new
-from coserve.schedule.offloading import Offloading
 from coserve.schedule.stats import Stats
-from coserve.schedule.swapping import Swapping
 
 
 def _age(sequence: Sequence) -> tuple[float, int]:
@@ -27,22 +23,15 @@ class RequestQueues:
     for pages of its base, and takes them from sequences of its base alone.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        pages: PagePool,
-        swapping: Swapping | None = None,
-        offloading: Offloading | None = None,
-        stats: Stats | None = None,
-    ) -> None:
+    def __init__(self, first: BaseCache, stats: Stats | None = None) -> None:
         self.blocked_on_adapter: list[Sequence] = []  # waiting for their adapters; most urgent first
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.stats = stats or Stats()
         self.released: list[int] = []  # keys whose device state the next plan drops
-        self.caches = BaseCaches(BaseCache(config, pages, swapping, offloading))
-        self.caches.first.swapping.on_failure = self._lose_copy
-        self._config = config
+        self.caches = BaseCaches(first)
+        first.swapping.tier.on_failure = self._lose_copy
+        self._config = first.config
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running

@@ -14,11 +14,10 @@ from typing import Final
 from coserve.core.events import Event, JobFailed, PassDone, StepDone, TrainingProgress
 from coserve.core.plan import Plan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction, Position
-from coserve.memory.pages import PagePool
-from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
-from coserve.schedule.offloading import Offloading
+from coserve.schedule.offloading import OffloadTurns
 from coserve.schedule.open_requests import OpenRequests
 from coserve.schedule.pace import prefill_limit
 from coserve.schedule.plan_builder import PlanBuilder
@@ -28,7 +27,7 @@ from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.segments import announce, announce_batches, note_planned
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
-from coserve.schedule.swapping import Swapping, longest_moves
+from coserve.schedule.swapping import longest_moves
 from coserve.schedule.training_packer import TrainingPacker, in_order
 from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_through
 from coserve.schedule.utilization import Utilization
@@ -58,28 +57,17 @@ class Scheduler:
     Times (`now`, `arrival`) are seconds on one clock of the caller's choice.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        pages: PagePool,
-        cost: CostModel,
-        policy: Policy,
-        swapping: Swapping | None = None,
-        offloading: Offloading | None = None,
-    ) -> None:
-        """`swapping` is the second tier of pages; without it preempted sequences are computed again.
-        `offloading` are its pages for sequences that are longer than all of `pages`."""
-        self.config = config
+    def __init__(self, first: BaseCache, cost: CostModel, policy: Policy) -> None:
+        """`first` is the cache of the first base, whose `config` has the limits of all steps."""
+        self.config = config = first.config
         self.cost = cost
         self.policy = policy
         self.stats = Stats()
         self.interruptible = config.interruptible  # whether arrivals stop the training of the next step
         self.window_rows = config.reserved_rows  # most rows of a window alone in the next step
-        self.swapping = swapping or Swapping(cost)
-        self._queues = RequestQueues(config, pages, self.swapping, offloading, self.stats)
-        self.caches = self._queues.caches  # of all bases: `swapping` and `offloading` are the first one's
-        self.offloading = self.caches.first.offloading
-        self.swapped_prefixes = self.caches.first.prefixes.swapped
+        self.tier = first.swapping.tier
+        self._queues = RequestQueues(first, self.stats)
+        self.caches = self._queues.caches
         self.requests = OpenRequests(self._queues, self.new_key)
         self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
@@ -91,6 +79,7 @@ class Scheduler:
         self._split: float | None = None  # the machine's split meanwhile
         self._applied = -INFINITE  # when the last result was applied
         self._utilization = Utilization()
+        self._offload_turns = OffloadTurns()
 
     def new_key(self) -> int:
         """A key unique among this engine's sequences and micro-batches."""
@@ -99,7 +88,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Tells whether a step would do anything: run rows, release keys, or deliver events."""
-        unreleased = self._queues.released or self.training.released or self.swapping.copies.moves
+        unreleased = self._queues.released or self.training.released or self.tier.moves
         under_way = any(not launched.plan.is_empty for launched in self._launched)
         return self.requests.has_work or self.training.has_work or bool(unreleased or under_way)
 
@@ -131,8 +120,8 @@ class Scheduler:
 
     def _plan(self, now: float) -> Plan:
         builder = PlanBuilder(now)
-        if self.swapping.copies.pages:
-            self.swapping.begin(now, longest_moves(self._queues.running, now, self.cost, self.config))
+        if self.tier.nbytes:
+            self.tier.begin(now, longest_moves(self._queues.running, now, self.cost, self.config))
         self._queues.look_up()
         jobs, starving = self.training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
@@ -140,7 +129,7 @@ class Scheduler:
         if not held:
             self._queues.make_way(now)
             view = replace(view, waiting=self.requests.waiting, running=self.requests.running)
-            resting = self.offloading.resting((*view.running, *view.waiting), now)
+            resting = self._offload_turns.resting((*view.running, *view.waiting), now)
             closed = self._decode(builder, resting)
             self._prefill(builder, view, resting, closed)
         if self._underway:
@@ -226,7 +215,7 @@ class Scheduler:
 
     def _count_moves(self, builder: PlanBuilder) -> None:
         """Lets the step's rows begin when its swaps are predicted to be done."""
-        moving = self.swapping.seconds(builder.now)
+        moving = self.tier.seconds(builder.now)
         builder.now += moving - builder.moving
         builder.moving = moving
 
@@ -274,10 +263,11 @@ class Scheduler:
         """Tells whether answers' rows wait for the next step.
 
         They do where weights are read and none of this step's training shares their pass. Behind it in one
-        step they would have their tokens no sooner, and the next window forward can share the pass.
+        step they would have their tokens no sooner, and the next window forward can share the pass. Never
+        with several bases, of which others' answers would wait too.
         """
         shares = builder.split is not None or not self.cost.reads.layers or not builder.goes_back
-        return not shares and not self.caches.has_unfilled
+        return not shares and len(self.caches) == 1 and not self.caches.has_unfilled
 
     def _idle(self, view: View) -> float:
         """Seconds for which an empty step sleeps, as the policy or blocked sequences require."""
@@ -290,7 +280,7 @@ class Scheduler:
         self._queues.released.clear()
         self.training.released.clear()
         sequences, inference = announce(builder.inference, self.requests.sequences)
-        moves = self.swapping.take(builder.now)
+        moves = self.tier.take(builder.now)
         named = [batch for segment in builder.training if (batch := self.training.find(segment)) is not None]
         return Plan(
             sequences=sequences,
@@ -319,7 +309,7 @@ class Scheduler:
 
     def _launch(self, plan: Plan, now: float, begins: float) -> None:
         """Records a plan as under way, and its work as done."""
-        taken = self.swapping.planned + plan.predicted
+        taken = self.tier.planned + plan.predicted
         ends = begins + taken + plan.idle
         free_at = begins + taken / self.config.stages + plan.idle
         ready = not plan.inference and any(s.remaining for s in self._queues.running)
@@ -343,7 +333,7 @@ class Scheduler:
         if not (plan.inference or plan.training or plan.updates or result.trained):
             return
         plan = self._as_run(plan, result)
-        executed, host = result.seconds - sum(result.swap_seconds), max(seconds - result.seconds, 0.0)
+        executed, host = result.computing, max(seconds - result.seconds, 0.0)
         if self.config.stages > 1:  # the rest is others' plans
             host = min(host, self.cost.host)
         machine = (executed + host) / self.config.stages
@@ -384,13 +374,14 @@ class Scheduler:
 
     def _take_moves(self, plan: Plan, result: StepResult, now: float) -> None:
         """Applies the moves of pages to and from the second tier, and counts them."""
-        written, read = self.swapping.apply(plan, result, now)
+        written, read = self.tier.apply(plan, result, now)
         self.stats.swapped_out_pages += written
         self.stats.swapped_in_pages += read
         self.stats.swap_failures += len(result.swap_failed)
-        self.stats.offloaded_read_bytes += result.offload_reads.nbytes
+        reads = [part.offload_reads for part in (result, *result.beside.values())]
+        self.stats.offloaded_read_bytes += sum(each.nbytes for each in reads)
         self.stats.offload_failures += len(result.lost)
-        self.offloading.read(result.offload_reads.seconds, now)
+        self._offload_turns.read(sum(each.seconds for each in reads), now)
 
     def _rewind(self, launched: "Launched", result: StepResult) -> None:
         """Rewinds the training that was stopped, also in a lane of its own, and that of later plans, which

@@ -52,9 +52,9 @@ class SwappedPrefixes:
         are copied while none was written."""
         self._lately_written *= _MEMORY
         self._lately_read *= _MEMORY
-        swapping = self._swapping
-        writing, reading = swapping.writing.seconds(swapping.now), swapping.reading.seconds(swapping.now)
-        if swapping.is_barred or swapping.seconds(swapping.now) + writing > swapping.limit:
+        swapping, tier = self._swapping, self._swapping.tier
+        writing, reading = swapping.seconds(1, tier.now)
+        if tier.is_barred(tier.now) or tier.seconds(tier.now) + writing > tier.limit:
             return False
         share = min((self._lately_read + 1) / (self._lately_written + 1), 1.0)
         return writing < share * (added_seconds(swapping.cost, 0, self._page_size) - reading)
@@ -62,16 +62,13 @@ class SwappedPrefixes:
     def worth_reading(self, sequence: Sequence, start: int, pages: int) -> int:
         """Number of `pages` copies, with a sequence's tokens from `start` on, that the plan has time to read
         and that are read sooner than computed."""
-        swapping = self._swapping
-        seconds, left = (
-            swapping.reading.seconds(swapping.now),
-            swapping.limit - swapping.seconds(swapping.now),
-        )
+        swapping, tier = self._swapping, self._swapping.tier
+        seconds, left = swapping.seconds(1, tier.now)[1], tier.limit - tier.seconds(tier.now)
         if pages * seconds > left:
             pages = max(int(left / seconds), 0)
         rows, adapter = pages * self._page_size, sequence.request.adapter
         computing = added_seconds(swapping.cost, sequence.virtual + start, rows, adapter)
-        return pages if pages * seconds < computing and not swapping.is_barred else 0
+        return pages if pages * seconds < computing and not tier.is_barred(tier.now) else 0
 
     def take(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
         """Copies that the plan is to read, by name. They can no longer be evicted."""

@@ -10,6 +10,7 @@ from coserve.core.request import SLO, Request
 from coserve.core.sequence import MicroBatch
 from coserve.executors.simulated import SimulatedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
@@ -29,7 +30,7 @@ class Backlog:
     def __init__(self, waiting: int, policy: str = "hybrid", slo: SLO = SLO(first_token=30.0)) -> None:
         config = SchedulerConfig(_LAYERS, 4096, max_running=_RUNNING, interruptible=True)
         cost = CostModel()
-        self.scheduler = Scheduler(config, PagePool(1 << 20, 16), cost, make_policy(policy))
+        self.scheduler = Scheduler(BaseCache(config, PagePool(1 << 20, 16)), cost, make_policy(policy))
         self.executor = SimulatedExecutor(cost.predict)
         for number in range(waiting + _RUNNING):
             asked = Request(str(number), (0,) * 16, greedy(2000), None, slo, number * 1e-6)

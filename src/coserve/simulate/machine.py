@@ -20,6 +20,7 @@ from coserve.executors.pipelined import PipelinedExecutor
 from coserve.executors.simulated import SimulatedExecutor
 from coserve.jobs.packing import pack
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
@@ -64,7 +65,7 @@ class SimulatedMachine:
             cost.lanes.start(*settings.lanes)
         config = SchedulerConfig(times.layers, settings.positions, **settings.scheduler)
         pages = PagePool(settings.cache_tokens // PAGE_SIZE, PAGE_SIZE)
-        self.scheduler = Scheduler(config, pages, cost, make_policy(policy))
+        self.scheduler = Scheduler(BaseCache(config, pages), cost, make_policy(policy))
         self._times, self._reads = times, WeightReads()
         self._factor = partial(jitter.draw, draw)
         self.executor = self._executor(config.stages, settings.lanes or (2.0, 2.0))

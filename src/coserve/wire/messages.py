@@ -167,7 +167,7 @@ class SessionCommand(WireMessage, frozen=True):
 
 
 class OpenTraining(SessionCommand, frozen=True):
-    """Opens the training session `session` for a new adapter; the reply has the key of its first
+    """Opens the training session `session` for a new adapter of a base; the reply has the key of its first
     version.
 
     `options` are fields of TrainingConfig: `rows`, `keep`, `seed` and `weight` count. `method` and
@@ -178,6 +178,7 @@ class OpenTraining(SessionCommand, frozen=True):
     method: MethodFields = {}
     options: Options = {}
     start_from: str | None = None
+    base: str = BASE
 
 
 class Forward(SessionCommand, frozen=True):
@@ -245,6 +246,7 @@ class FurtherBase(msgspec.Struct, frozen=True, omit_defaults=True):
     vocabulary: int
     width: int
     linears: dict[str, tuple[str, ...]] = {}
+    offloaded_tokens: int = 0
 
 
 class Hello(WireMessage, frozen=True):
@@ -279,7 +281,7 @@ class Hello(WireMessage, frozen=True):
         it are refused by the engine."""
         if (found := self.bases.get(base)) is None:
             return self
-        return msgspec.structs.replace(self, **msgspec.structs.asdict(found), offloaded_tokens=0)
+        return msgspec.structs.replace(self, **msgspec.structs.asdict(found))
 
 
 class Fault(WireMessage, frozen=True):

@@ -11,6 +11,7 @@ from coserve.core.plan import InferenceSegment, Plan
 from coserve.core.request import Request, SamplingParams
 from coserve.executors.simulated import SimulatedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.policies import make_policy
@@ -26,7 +27,7 @@ TRUE = {"step": 3e-3, "forward_layers": 2e-2, "forward_rows": 4e-4, "decode_cont
 
 
 def scheduler() -> Scheduler:
-    return Scheduler(SchedulerConfig(4, 512), PagePool(64, 16), CostModel(), make_policy("hybrid"))
+    return Scheduler(BaseCache(SchedulerConfig(4, 512), PagePool(64, 16)), CostModel(), make_policy("hybrid"))
 
 
 def test_costs_are_those_of_the_steps_that_were_watched() -> None:

@@ -87,19 +87,11 @@ def test_memory_that_is_too_small_for_one_more() -> None:
     assert engine.memory.ledger.used == used and tokens(engine)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"executor": "remote"}, "executor"),
-        ({"base_memory": "1GiB"}, "base_memory"),
-        ({"async_scheduling": True}, "async_scheduling"),
-    ],
-)
-def test_what_is_for_one_base_alone(settings: dict[str, Any], said: str) -> None:
-    config = EngineConfig(calibrate=False, cache_tokens=256, **settings)
-    engine = Engine(tiny("llama"), replace(config, executor="local", base_memory="auto"))
-    engine.config = config
-    with pytest.raises(ConfigError, match=f"engine.{said} is for engines of one base"):
+@pytest.mark.parametrize(("name", "value"), [("async_scheduling", True), ("base", "unix:/nowhere")])
+def test_what_is_for_one_base_alone(name: str, value: Any) -> None:
+    engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=256, executor="local"))
+    engine.config = replace(engine.config, **{name: value})
+    with pytest.raises(ConfigError, match=f"engine.{name} is for engines of one base"):
         engine.add_base(WIDE, wide_model())
 
 

@@ -1,7 +1,9 @@
 """Commands of a server for an engine of several bases reach the right one."""
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,17 +11,26 @@ from llguidance import LLMatcher
 
 import coserve.tiny
 from bases import WIDE, two_engines, wide_model
-from coserve import Engine, EngineConfig, SamplingParams
+from coserve import Datum, Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.job_status import JobStatus
+from coserve.core.training import AdamParams
 from coserve.text.tokenizer import load_tokenizer
 from coserve.wire.messages import (
     AddAdapter,
     CheckJob,
+    CloseTraining,
+    Forward,
     FurtherBase,
     Hello,
     JobCheckpoint,
+    LoadTraining,
+    OpenTraining,
     PinAdapter,
     RemoveAdapter,
+    Reply,
+    SaveTraining,
+    SessionCommand,
+    StepOptimizer,
 )
 from desk import HELLO, Desk, ask, job, write_data
 from models import tiny, with_lora
@@ -119,3 +130,44 @@ def test_hello_has_the_properties_of_each_base() -> None:
     assert (its.vocabulary, its.width) == (100, 48)
     assert its.linears == {"head": ("lm_head",)} and its.offloaded_tokens == 0
     assert its.max_running == HELLO.max_running and sent.of("base") is sent and sent.of("other") is sent
+
+
+def test_sessions_train_on_their_base(desk: Desk, tmp_path: Path) -> None:
+    """As they do in an engine that has the base alone; a state goes on where it was."""
+    data, step = (Datum((1, 2, 3, 4), (2, 3, 4, 5)),), AdamParams(1e-2)
+    lora, options = {"rank": 2, "targets": ["q_proj"]}, {"rows": 64, "seed": 5}
+    refs = count(100)
+
+    def told(kind: type[SessionCommand], session: str, **fields: Any) -> Reply:
+        ref = next(refs)
+        desk.send(kind(ref, session, **fields))
+        desk.until(lambda: any(reply.ref == ref for reply in desk.replies))
+        return next(reply for reply in desk.replies if reply.ref == ref)
+
+    losses = {}
+    for base in (WIDE, "base"):
+        opened = told(OpenTraining, base, adapter=f"of {base}", method=lora, options=options, base=base)
+        assert opened.said == f"of {base}@0"
+    for base in (WIDE, "base"):
+        assert told(Forward, base, data=data).fault is None and told(StepOptimizer, base, params=step).updated
+        losses[base] = told(Forward, base, data=data, backward=False).output
+    config = EngineConfig(calibrate=False, cache_tokens=512, executor="local")
+    alone = Engine(wide_model(), config).open_training(
+        "alone", LoRAConfig(rank=2, targets=("q_proj",)), TrainingConfig(rows=64, seed=5)
+    )
+    alone.forward_backward(data), alone.optim_step(step)
+    assert losses[WIDE] is not None and losses["base"] is not None
+    assert losses[WIDE].loss == pytest.approx(alone.forward(data).result().loss, rel=1e-5)
+    assert losses[WIDE].loss != pytest.approx(losses["base"].loss, rel=1e-3)
+    state = told(SaveTraining, WIDE, path=str(tmp_path), state=True).said
+    told(StepOptimizer, WIDE, params=step)
+    assert told(LoadTraining, WIDE, path=state, optimizer=True).fault is None
+    again = told(Forward, WIDE, data=data, backward=False).output
+    assert again is not None and again.loss == pytest.approx(losses[WIDE].loss, rel=1e-5)
+    other = told(LoadTraining, "base", path=state, optimizer=True).fault
+    assert other is not None and other.kind == "AdapterMismatch"
+    lost = told(OpenTraining, "lost", adapter="lost", base="other").fault
+    assert lost is not None and lost.kind == "ConfigError" and "there is no base 'other'" in lost.text
+    for base in (WIDE, "base"):
+        told(CloseTraining, base)
+        assert f"of {base}" not in desk.engine.adapters.bank

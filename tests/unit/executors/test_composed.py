@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from bases import SMALL, WIDE, scripted
-from coserve.core.plan import InferenceSegment, OptimStep, Plan, SequenceStart, StepResult, SwapOut
+from coserve.core.plan import InferenceSegment, OptimStep, Plan, SequenceStart, StepResult, SwapIn, SwapOut
 from coserve.core.request import SamplingParams
-from coserve.errors import WeightsUnreadable
+from coserve.errors import OffloadFailed, WeightsUnreadable
 from coserve.executors.scripted import ScriptedExecutor
 
 
@@ -28,7 +28,8 @@ def test_each_executor_gets_its_part_and_keys() -> None:
     ran = [[one.key for one in plan.inference] for part in parts.values() for plan in part.plans]
     assert ran == [[1], [2, 3]]
     times = {base: part.results[0].seconds for base, part in parts.items()}
-    assert result.seconds == sum(times.values()) and result.beside == {WIDE: times[WIDE]}
+    assert result.seconds == sum(times.values())
+    assert result.beside == {WIDE: parts[WIDE].results[0]}
     executor.run(Plan(released=(3, 1)))
     assert (parts[SMALL].plans[-1].released, parts[WIDE].plans[-1].released) == ((1,), (3,))
     executor.run(Plan(released=(2,)))
@@ -39,10 +40,15 @@ def test_what_has_no_rows_goes_to_its_base() -> None:
     executor, parts = scripted()
     executor.run(Plan(idle=0.25))
     assert parts[SMALL].plans[-1].idle == 0.25 and not parts[WIDE].plans
-    plan = Plan(updates=(OptimStep("j", base=WIDE), OptimStep("k")), swap_out=(SwapOut(1, (0,)),))
+    outs = SwapOut(1, (0,)), SwapOut(2, (0,), WIDE), SwapOut(3, (1,), WIDE)
+    plan = Plan(updates=(OptimStep("j", base=WIDE), OptimStep("k")), swap_out=outs)
     small, wide = executor._part(plan, SMALL), executor._part(plan, WIDE)
     assert [[update.job for update in part.updates] for part in (small, wide)] == [["k"], ["j"]]
-    assert small.swap_out and not wide.swap_out, "the second tier is the first one's"
+    assert [[out.copy for out in part.swap_out] for part in (small, wide)] == [[1], [2, 3]]
+    executor._split(plan)
+    later = executor._split(Plan(swap_dropped=(3, 1), swap_in=(SwapIn(2, (5,), base=WIDE),)))
+    assert (later[SMALL].swap_dropped, later[SMALL].swap_in) == ((1,), ())
+    assert (later[WIDE].swap_dropped, [back.copy for back in later[WIDE].swap_in]) == ((3,), [2])
 
 
 class Away(ScriptedExecutor):
@@ -64,6 +70,7 @@ def test_a_part_that_cannot_run_is_tried_again_alone(away: str) -> None:
     for _ in range(2):
         with pytest.raises(WeightsUnreadable):
             executor.collect()
+        assert parts[WIDE]._launched, "commands come behind all parts"
     result = executor.collect()
     assert result is not None and sorted(result.sampled) == [1, 2]
     assert [len(part.plans) for part in parts.values()] == [1, 1], "each part ran once"
@@ -86,10 +93,14 @@ def test_pauses_reach_all_and_one_pause_pauses_the_step() -> None:
     assert all(part._pausing for part in parts.values())
     executor.resume_training()
     assert not any(part._pausing for part in parts.values())
-    executor._launched.append((SMALL, WIDE))
-    executor._done = {SMALL: StepResult(1.0), WIDE: replace(StepResult(2.0), paused=True)}
+    executor._launched.append({SMALL: Plan(), WIDE: Plan()})
+    wide = StepResult(
+        2.0, paused=True, swap_failed=(2,), swap_seconds=(0.25, 0.5), lost={4: OffloadFailed("")}
+    )
+    executor._done = {SMALL: StepResult(1.0, swap_failed=(1,), swap_seconds=(0.25, 0.0)), WIDE: wide}
     result = executor.collect()
     assert result is not None and result.paused and result.seconds == 3.0
+    assert (result.swap_failed, result.swap_seconds, [*result.lost]) == ((1, 2), (0.5, 0.5), [4])
 
 
 def test_a_preempted_sequence_may_be_named_again_in_the_plan_that_releases_it() -> None:

@@ -14,6 +14,7 @@ from coserve.executors.pipelined import Pipeline, PipelinedExecutor, StageSecond
 from coserve.executors.simulated import SimulatedExecutor
 from coserve.executors.virtual_clock import VirtualClock
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
@@ -36,7 +37,7 @@ def evenly(stages: int) -> PipelinedExecutor:
 
 def scheduler(stages: int, policy: str = "hybrid") -> Scheduler:
     config = SchedulerConfig(LAYERS, 4096, stages=stages, slowdown=None)
-    return Scheduler(config, PagePool(4096, 16), CostModel(), make_policy(policy))
+    return Scheduler(BaseCache(config, PagePool(4096, 16)), CostModel(), make_policy(policy))
 
 
 def ask(made: Scheduler, count: int, tokens: int = 12, slo: SLO = SLO()) -> None:

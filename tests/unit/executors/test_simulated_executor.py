@@ -15,10 +15,12 @@ from coserve.executors.scripted import ScriptedExecutor
 from coserve.executors.simulated import SimulatedExecutor
 from coserve.executors.virtual_clock import VirtualClock
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping
 
 LAYERS = 4
@@ -28,10 +30,8 @@ def run(make: Callable[[], VirtualClock], policy: str, pages: int, steps: int) -
     """(clock, seconds) after each step of answers with scored prompts beside a job of five optimizer
     steps."""
     cost = CostModel()
-    pool = PagePool(pages, 4)
-    scheduler = Scheduler(
-        SchedulerConfig(LAYERS, 256), pool, cost, make_policy(policy), Swapping(cost, 8, 1e-5)
-    )
+    cache = BaseCache(SchedulerConfig(LAYERS, 256), PagePool(pages, 4), Swapping(cost, 8, SwapTier(8, 1e-5)))
+    scheduler = Scheduler(cache, cost, make_policy(policy))
     executor, found, left = make(), [], 5
     for number in range(12):
         sampling = SamplingParams(

@@ -7,6 +7,7 @@ from coserve.core.plan import StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.errors import AdapterError, EmptyPrompt
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.newcomers import LATELY
 from coserve.schedule.open_requests import OpenRequests
@@ -15,7 +16,7 @@ from coserve.schedule.request_queues import RequestQueues
 
 def made() -> tuple[OpenRequests, PagePool]:
     config, pool = SchedulerConfig(layers=4, max_positions=64), PagePool(8, 4)
-    return OpenRequests(RequestQueues(config, pool), count(1).__next__), pool
+    return OpenRequests(RequestQueues(BaseCache(config, pool)), count(1).__next__), pool
 
 
 def request(prompt: int = 6, slo: SLO = SLO(), arrival: float = 0.0) -> Request:

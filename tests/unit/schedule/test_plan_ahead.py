@@ -14,6 +14,7 @@ from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.errors import LossNotFinite, OffloadFailed, OutOfPages
 from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.offloading import Offloading
@@ -39,7 +40,7 @@ class World:
         pages = PagePool(draws.choice((9, 16, 30, 60)), PAGE)
         swapping = Swapping(cost, swap_pages)
         elsewhere = Offloading(swapping, pages.pages + 1, swap_pages, PAGE)
-        self.it = Scheduler(config, pages, cost, make_policy(policy), swapping, elsewhere)
+        self.it = Scheduler(BaseCache(config, pages, swapping, elsewhere), cost, make_policy(policy))
         failures = {"bad": LossNotFinite("nan")}
         lost = draws.choice((0.0, 0.0, 0.2))
         self.executor = ScriptedExecutor(
@@ -161,6 +162,6 @@ def check(world: World) -> None:
     rows = sum(s.length * len(s.span) for s in done if s.direction is Direction.BACKWARD and s.job != "bad")
     assert rows == DEPTH * sum(world.executor.trained.values()), "nothing runs twice"
     assert not world.it.requests.running and not world.it.requests.waiting
-    prefixes = len(world.it.swapping.copies.evictable)
-    assert world.it.swapping.copies.used == prefixes == len(world.executor._copies)
-    assert world.it.offloading.used == 0
+    prefixes = len(world.it.caches.first.swapping.copies.evictable)
+    assert world.it.caches.first.swapping.copies.used == prefixes == len(world.executor._copies)
+    assert world.it.caches.first.offloading.used == 0

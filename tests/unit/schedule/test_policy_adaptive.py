@@ -12,6 +12,7 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.policies import Policy, View, make_policy
@@ -424,7 +425,7 @@ def test_who_is_answered_beside_training_enters_sooner() -> None:
 
 def make_scheduler(policy: str, lanes: float = 3.0) -> Scheduler:
     settings = SchedulerConfig(layers=DEPTH, max_positions=1024, starvation=None)
-    it = Scheduler(settings, PagePool(2048, 16), known_exactly(CostModel()), make_policy(policy))
+    it = Scheduler(BaseCache(settings, PagePool(2048, 16)), known_exactly(CostModel()), make_policy(policy))
     it.cost.lanes.start(lanes, lanes)
     return it
 

@@ -5,6 +5,7 @@ import pytest
 from coserve.core.request import BASE, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
 from coserve.schedule.plan_builder import PlanBuilder
@@ -20,7 +21,7 @@ def packed(
     prompts: list[int], left: int = 256, limit: float = NEVER, closed: Collection[str] = (), pages: int = 64
 ) -> list[int]:
     """Rows that each prompt has in the step, in the order of the line."""
-    queues, builder = RequestQueues(CONFIG, PagePool(pages, 4)), PlanBuilder(0.0)
+    queues, builder = RequestQueues(BaseCache(CONFIG, PagePool(pages, 4))), PlanBuilder(0.0)
     line = [
         Sequence(key, Request("r", (key,) * prompt, SamplingParams(max_tokens=1)))
         for key, prompt in enumerate(prompts, start=1)

@@ -4,6 +4,7 @@ from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.errors import EmptyPrompt, OutOfPages, PromptTooLong
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.request_queues import RequestQueues
 
@@ -13,7 +14,7 @@ PAGE = 4
 def lines(pages: int = 8, **limits: int) -> tuple[RequestQueues, PagePool]:
     pool = PagePool(pages, PAGE)
     config = SchedulerConfig(layers=4, max_positions=64, max_running=limits.get("max_running", 8))
-    return RequestQueues(config, pool), pool
+    return RequestQueues(BaseCache(config, pool)), pool
 
 
 def request(prompt: int, answer: int = 4, arrival: float = 0.0, bound: float | None = None) -> Request:

@@ -4,10 +4,11 @@ import pytest
 
 from bases import LAYERS, PAGE, SMALL, WIDE, TwoBases, request, two_costs
 from coserve.core.events import TokenEvent
-from coserve.core.plan import TrainingSegment
+from coserve.core.plan import OffloadReads, StepResult, SwapIn, SwapOut, TrainingSegment
 from coserve.core.request import FinishReason
-from coserve.core.sequence import Direction, MicroBatch, Span
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import OutOfPages, PromptTooLong
+from coserve.executors.scripted import next_token
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.plan_builder import PlanBuilder
@@ -113,12 +114,12 @@ def test_each_learns_from_its_own_seconds() -> None:
     both.others[WIDE] = features(WIDE, 8).others[WIDE]
     usual = cost.predict_features(features(SMALL, 8))
     for _ in range(200):
-        cost.observe(both, 3 * usual, beside={WIDE: 2 * usual})
+        cost.observe(both, 3 * usual, beside={WIDE: StepResult(2 * usual)})
     assert cost.predict_features(features(SMALL, 8)) == pytest.approx(usual, rel=0.02)
     assert cost.predict_features(features(WIDE, 8)) == pytest.approx(2 * usual, rel=0.05)
     before = cost.weights
     for _ in range(50):
-        cost.observe(features(WIDE, 8), 2 * usual, beside={WIDE: 2 * usual})
+        cost.observe(features(WIDE, 8), 2 * usual, beside={WIDE: StepResult(2 * usual)})
     assert cost.weights == before, "steps of the other one alone teach it nothing"
 
 
@@ -134,3 +135,70 @@ def test_jobs_of_two_bases_are_no_window_group() -> None:
         packer = TrainingPacker(builder, Allowance(INFINITE, 512), cost, SchedulerConfig(3, 512))
         assert packer.window_group(batches[0], batches) is bool(expected)
         assert [segment.job for segment in builder.training] == expected, bases
+
+
+def answered(sequence: Sequence) -> bool:
+    """Tells whether an answer is what it would be alone."""
+    tokens = [*sequence.request.prompt]
+    for _ in range(sequence.request.sampling.max_tokens):
+        tokens.append(next_token(tokens, 1000))
+    return tokens == [*sequence.request.prompt, *sequence.output]
+
+
+def test_preempted_sequences_of_both_go_to_one_tier_and_come_back() -> None:
+    world = TwoBases(10, 10, swap=100)
+    asked = [world.submit(request(base, 12, 16, first)) for base in (SMALL, WIDE) for first in (100, 200)]
+    world.drain()
+    outs = [move for plan in world.plans for move in plan.swap_out]
+    backs = [move for plan in world.plans for move in plan.swap_in]
+    assert {move.base for move in outs} == {move.base for move in backs} == {SMALL, WIDE}
+    assert len({move.copy for move in outs}) == len(outs), "whatever the base, a copy has a number of its own"
+    assert all(map(answered, asked)) and world.it.stats.recomputed_tokens == 0
+    assert world.it.tier.used == 0 and not any(part._copies for part in world.executors.values())
+
+
+def test_prefixes_of_one_make_room_for_the_other_s_sequences() -> None:
+    world = TwoBases(10, 10, swap=12, sharing=True)
+    for number in range(1, 6):
+        world.submit(request(SMALL, 30, 2, 500 * number))
+        world.drain()
+    assert world.it.tier.used == 12, "bytes: a page of this base has one, of the other one two"
+    first, second = (world.submit(request(WIDE, 12, 16, first)) for first in (100, 200))
+    while not second.preemptions:
+        world.step()
+    assert second.swapped is not None and 2 * second.swapped.pages <= world.it.tier.used <= 12
+    world.drain()
+    assert answered(first) and answered(second) and world.it.stats.recomputed_tokens == 0
+    assert world.it.tier.used == len(world.executors[SMALL]._copies) and not world.executors[WIDE]._copies
+
+
+@pytest.mark.parametrize("fails", [SwapOut, SwapIn])
+def test_copies_that_fail_are_computed_again(fails: type) -> None:
+    """And no base makes further copies for a while: the disk is one."""
+    world = TwoBases(10, 10, swap=100)
+    world.executors[WIDE]._loses = lambda move: isinstance(move, fails)
+    asked = [world.submit(request(base, 12, 16, first)) for base in (SMALL, WIDE) for first in (100, 200)]
+    world.drain()
+    assert world.it.stats.swap_failures == 1 and world.it.stats.recomputed_tokens > 0
+    assert all(map(answered, asked)) and world.it.tier.used == 0 and world.it.tier.is_barred(world.now)
+
+
+def test_a_sequence_of_a_further_base_may_be_longer_than_its_pages() -> None:
+    world = TwoBases(wide_pages=6, swap=60)
+    with pytest.raises(OutOfPages, match="there are 6 in all, and 30 elsewhere"):
+        world.submit(request(WIDE, prompt=31 * PAGE))
+    long, other, small = (world.submit(request(*of, answer=4)) for of in ((WIDE, 90), (WIDE, 80), (SMALL, 6)))
+    world.drain()
+    assert all(map(answered, (long, other, small))) and world.it.tier.used == 0
+    rows = [[one.key for one in plan.inference if one.offloaded] for plan in world.plans]
+    assert {key for keys in rows for key in keys} == {long.key, other.key}
+    assert max(len(keys) for keys in rows) == 1, "30 pages do not hold both at once"
+
+
+def test_what_reading_elsewhere_takes_is_learned_by_the_base_that_reads() -> None:
+    cost, read = two_costs(), Features()
+    read.add_inference(50, 1, 1, None, offloaded=True, base=WIDE)
+    before = cost.offload.token_seconds
+    cost.observe(read, 1.0, beside={WIDE: StepResult(1.0, offload_reads=OffloadReads(99, 0.5))})
+    assert cost.others[WIDE].offload.token_seconds == pytest.approx(0.01)
+    assert cost.offload.token_seconds == before

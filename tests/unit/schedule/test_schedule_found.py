@@ -11,6 +11,7 @@ from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.naming import page_name, root
@@ -28,7 +29,7 @@ class World:
     def __init__(self, pages: int = 64, sharing: bool = True, **limits: float) -> None:
         self.pool = PagePool(pages, PAGE)
         config = SchedulerConfig(layers=4, max_positions=256, prefix_sharing=sharing, **limits)  # type: ignore[arg-type]
-        self.it = Scheduler(config, self.pool, CostModel(), make_policy("hybrid"))
+        self.it = Scheduler(BaseCache(config, self.pool), CostModel(), make_policy("hybrid"))
         self.executor = ScriptedExecutor(PAGE)
         self.events: list[TokenEvent] = []
 

@@ -8,6 +8,7 @@ from coserve.core.sequence import Sequence
 from coserve.errors import OutOfPages, PromptTooLong
 from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.policies import make_policy
@@ -104,7 +105,7 @@ def test_no_room_takes_nothing() -> None:
 
 
 def test_what_can_never_run_is_refused_with_its_virtual_tokens() -> None:
-    it = RequestQueues(SchedulerConfig(layers=4, max_positions=64), PagePool(8, PAGE))
+    it = RequestQueues(BaseCache(SchedulerConfig(layers=4, max_positions=64), PagePool(8, PAGE)))
     with pytest.raises(PromptTooLong, match=r"50 prompt tokens .* 5 more after the 10 .*65.*64 positions"):
         it.check(request("a@1", 10, 50, 5))
     with pytest.raises(OutOfPages, match=r"19 cached tokens after the 10 of its adapter, 9 pages of 4"):
@@ -115,7 +116,7 @@ def test_what_can_never_run_is_refused_with_its_virtual_tokens() -> None:
 @pytest.mark.parametrize("virtual", [0, 3, 4, 10])
 @pytest.mark.parametrize(("pages", "positions"), [(8, 64), (30, 64)])
 def test_an_answer_has_room_for_what_is_not_refused(virtual: int, pages: int, positions: int) -> None:
-    it = RequestQueues(SchedulerConfig(layers=4, max_positions=positions), PagePool(pages, PAGE))
+    it = RequestQueues(BaseCache(SchedulerConfig(layers=4, max_positions=positions), PagePool(pages, PAGE)))
     for prompt in (1, 2, 7, 15):
         room = it.room(prompt, virtual)
         it.check(request("a@1", virtual, prompt, room))
@@ -125,7 +126,7 @@ def test_an_answer_has_room_for_what_is_not_refused(virtual: int, pages: int, po
 
 def test_growth_may_take_the_pages_of_somebody_else_s_virtual_tokens() -> None:
     pool = PagePool(7, PAGE)
-    it = RequestQueues(SchedulerConfig(layers=4, max_positions=64), pool)
+    it = RequestQueues(BaseCache(SchedulerConfig(layers=4, max_positions=64), pool))
     first = Sequence(1, request("a@1", 4, 3, 20))
     second = Sequence(2, request("b@1", 7, 3, 4, arrival=1.0))
     for sequence in (first, second):
@@ -151,7 +152,7 @@ def test_a_fill_counts_as_a_pass_of_its_own() -> None:
 def scheduler(pages: int, **limits: int) -> tuple[Scheduler, PagePool]:
     pool = PagePool(pages, PAGE)
     config = SchedulerConfig(layers=4, max_positions=256, **limits)
-    return Scheduler(config, pool, CostModel(), make_policy("hybrid")), pool
+    return Scheduler(BaseCache(config, pool), CostModel(), make_policy("hybrid")), pool
 
 
 def test_the_rows_that_fill_count_among_a_step_s_prompt_rows() -> None:

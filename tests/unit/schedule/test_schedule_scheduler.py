@@ -10,6 +10,7 @@ from coserve.core.sequence import Direction, MicroBatch
 from coserve.errors import ConfigError, LossNotFinite, PromptTooLong
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
@@ -21,7 +22,7 @@ DEPTH = 4
 def world(pages: int = 64, policy: str = "hybrid", **config: object) -> tuple[Scheduler, ScriptedExecutor]:
     settings: dict[str, object] = {"layers": DEPTH, "max_positions": 512} | config
     pool = PagePool(pages, 4)
-    it = Scheduler(SchedulerConfig(**settings), pool, CostModel(), make_policy(policy))  # type: ignore[arg-type]
+    it = Scheduler(BaseCache(SchedulerConfig(**settings), pool), CostModel(), make_policy(policy))  # type: ignore[arg-type]
     return it, ScriptedExecutor(4)
 
 

@@ -5,6 +5,7 @@ import pytest
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.places import Places
@@ -46,7 +47,7 @@ def slack(
     config: SchedulerConfig = CONFIG,
     places: Places | None = None,
 ) -> Slack:
-    it, builder = RequestQueues(config, PagePool(8, 64)), PlanBuilder(NOW)
+    it, builder = RequestQueues(BaseCache(config, PagePool(8, 64))), PlanBuilder(NOW)
     it.running = running
     for sequence in line:
         it.join(sequence)

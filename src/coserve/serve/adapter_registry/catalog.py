@@ -93,7 +93,7 @@ class Catalog:
                     return found
             return None
         checkpoint = await self._store.tinker_checkpoints.find(tenant.id, name, time())
-        if checkpoint is None or checkpoint.base != self.base.name:
+        if checkpoint is None or checkpoint.base not in self.bases:
             return None
         return as_adapter(checkpoint)
 

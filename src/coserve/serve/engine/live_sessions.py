@@ -86,7 +86,7 @@ class LiveSession:
         if self.error is not None:
             raise self.error
         if isinstance(command, Forward) and self._sessions.verdicts.has_passes:
-            self._sessions.verdicts.check_pass(pass_key(command))
+            self._sessions.verdicts.check_pass(pass_key(command, self._opening.base))
         return self._send(command).reply
 
     async def take(self, folder: Path) -> Path:
@@ -154,7 +154,7 @@ class LiveSession:
             if sent.is_pass:
                 (command,) = decode_commands(encode_commands([sent.packed]))
                 assert isinstance(command, Forward)
-                return pass_key(command)
+                return pass_key(command, self._opening.base)
         return None
 
     # Inside
@@ -377,9 +377,9 @@ class LiveSessions:
             call(session)
 
 
-def pass_key(command: Forward) -> int:
-    """A key that is equal for passes which differ in their session alone."""
-    return hash(bytes(pack_command(structs.replace(command, ref=0, session=""))))
+def pass_key(command: Forward, base: str) -> int:
+    """A key that is equal for passes on one base which differ in their session alone."""
+    return hash(bytes(pack_command(structs.replace(command, ref=0, session=base))))
 
 
 def _drop(folder: Path) -> None:

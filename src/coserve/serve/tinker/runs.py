@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from coserve.errors import CoserveError
+from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun
 from coserve.serve.tinker.checkpoints import in_use
@@ -62,13 +63,11 @@ class Runs:
         """Makes a run with a fresh adapter. Raises ApiError for a base that is not served, and for too many
         runs."""
         lora = (body.lora_config or LoraConfig(rank=DEFAULT_RANK, seed=None)).model_dump()
-        base = self._state.catalog.base.name
-        if body.base_model != base:
-            raise not_found(f"This server trains '{base}', not '{body.base_model}'.", "base_model")
+        base = self._base(body.base_model)
         id = f"{body.session_id}:train:{body.model_seq_id}"
 
         async def work(future: TinkerFuture) -> Payload:
-            run = await self._begun(future, tenant, body.session_id, id, lora, body.user_metadata)
+            run = await self._begun(future, tenant, body.session_id, id, base, lora, body.user_metadata)
             with self._unless_it_fails(run):
                 await run.trainer.opened()
             return Payload.of({"type": "create_model", "model_id": run.row.id})
@@ -83,14 +82,14 @@ class Runs:
             raise ApiError(400, "Name a model_id with a seq_id, or a session_id with a model_seq_id.")
         session, id = body.session_id, f"{body.session_id}:train:{body.model_seq_id}"
         await self._sessions.open_session(tenant, session)
-        base = self._state.catalog.base.name
-        if body.base_model not in (None, base):
-            raise not_found(f"This server trains '{base}', not '{body.base_model}'.", "base_model")
+        if body.base_model is not None:
+            self._base(body.base_model)
 
         async def work(future: TinkerFuture) -> Payload:
             async with in_use(self._state, tenant, body.path) as source:
-                check_source(source, body, base)
-                run = await self._begun(future, tenant, session, id, source.lora, body.user_metadata)
+                check_source(source, body, body.base_model or source.base)
+                base = self._base(source.base)
+                run = await self._begun(future, tenant, session, id, base, source.lora, body.user_metadata)
                 with self._unless_it_fails(run):
                     own = await run.trainer.take(self._state.store.folder / source.path)
             with self._unless_it_fails(run):
@@ -139,12 +138,21 @@ class Runs:
             if owner == tenant and run.row.session == session:
                 self.close(run)
 
+    def _base(self, name: str) -> Model:
+        """The base of this name. Raises ApiError 404."""
+        bases = self._state.catalog.bases
+        if (found := bases.get(name)) is None:
+            names = " and ".join(f"'{one}'" for one in bases)
+            raise not_found(f"This server trains {names}, not '{name}'.", "base_model")
+        return found
+
     async def _begun(
         self,
         future: TinkerFuture,
         tenant: Tenant,
         session: str,
         id: str,
+        base: Model,
         lora: dict[str, Any],
         metadata: dict[str, Any] | None,
     ) -> OpenRun:
@@ -153,12 +161,12 @@ class Runs:
         if sum(owner == tenant.id for owner, _ in self._open) >= most:
             raise ApiError(429, f"You have {most} open training runs: unload some.", code="quota_exceeded")
         now = int(time.time())
-        row = TinkerRun(id, tenant.id, session, self._state.catalog.base.name, lora, now, now, metadata)
+        row = TinkerRun(id, tenant.id, session, base.name, lora, now, now, metadata)
         if not await self._state.store.tinker_sessions.add(row):
             raise ApiError(400, f"There was a training run '{id}' before; make one with another number.")
         await self._state.link.wait_ready(self._state.link.patience)
         spare = self._state.store.folder / "tinker" / f".spare-{id.replace(':', '-')}"
-        trainer = EngineTrainer(self._state.link, id, lora, spare)
+        trainer = EngineTrainer(self._state.link, id, base.base_id, lora, spare)
         run = self._open[tenant.id, id] = OpenRun(row, tenant, trainer)
         future.why = lambda: Waiting("paused_capacity", trainer.reason) if trainer.reason else Waiting()
         return run
@@ -177,7 +185,7 @@ def check_source(source: TinkerCheckpoint, body: LoadWeightsRequest, base: str) 
     """Raises ApiError 400 for a checkpoint of another base, or without the optimizer's state that is
     wanted."""
     if source.base != base:
-        raise ApiError(400, f"{body.path} is of '{source.base}', and this server trains '{base}'.")
+        raise ApiError(400, f"{body.path} is of '{source.base}', and cannot go on as one of '{base}'.")
     if body.optimizer and source.kind != "weights":
         message = f"{body.path} has no state of an optimizer: load it without, or a path of 'weights'."
         raise ApiError(400, message, param="optimizer")

@@ -30,19 +30,23 @@ class EngineTrainer:
     outcome. It raises CoserveError, as the calls do once the session is over.
     """
 
-    def __init__(self, link: EngineLink, session: str, lora: Mapping[str, Any], spare: Path) -> None:
-        """Opens the session, with a fresh adapter: `lora` are its rank, its seed and the modules it is on;
-        `spare` is a folder for states from which it goes on. Raises ConfigError where the model has none of
-        the modules."""
+    def __init__(
+        self, link: EngineLink, session: str, base: str, lora: Mapping[str, Any], spare: Path
+    ) -> None:
+        """Opens the session on the base of this id, with a fresh adapter: `lora` are its rank, its seed and
+        the modules it is on; `spare` is a folder for states from which it goes on. Raises ConfigError where
+        the model has none of the modules."""
         assert link.hello is not None
-        options: dict[str, Any] = {"rows": min(link.hello.positions, MOST_ROWS)}
+        hello = link.hello.of(base)
+        options: dict[str, Any] = {"rows": min(hello.positions, MOST_ROWS)}
         if lora["seed"] is not None:
             options["seed"] = lora["seed"]
-        method = lora_method(link.hello, lora)
+        method = lora_method(hello, lora)
         # An adapter's name in the engine may have no colons.
         adapter = session.replace(":", "-")
         self._name = session
-        self._session = link.sessions.open(OpenTraining(0, session, adapter, method, options), spare)
+        opening = OpenTraining(0, session, adapter, method, options, base=base)
+        self._session = link.sessions.open(opening, spare)
 
     @property
     def reason(self) -> str:

@@ -13,7 +13,7 @@ from coserve.errors import EngineLost, JobError, Quarantined, RequestError
 from coserve.serve.engine import journal, live_sessions
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.live import AnswerRequest
-from coserve.serve.engine.live_sessions import MOST_LIVES, LiveSession
+from coserve.serve.engine.live_sessions import MOST_LIVES, LiveSession, pass_key
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.wire.messages import (
     CloseTraining,
@@ -273,3 +273,8 @@ def test_a_state_that_cannot_be_kept_ends_nothing(tmp_path: Path, monkeypatch: p
         assert told(fake, before) == ["OpenTraining", 1, "StepOptimizer", 2]
 
     play(tmp_path, story)
+
+
+def test_equal_passes_of_two_sessions_have_one_key_on_one_base() -> None:
+    one, other = (Forward(ref, name, (Datum((1,), (2,)),)) for ref, name in ((1, "a"), (2, "b")))
+    assert pass_key(one, "base") == pass_key(other, "base") != pass_key(other, "wide")

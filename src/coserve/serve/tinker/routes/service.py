@@ -60,15 +60,15 @@ async def client_dynamic_config(body: ClientConfigRequest, caller: Caller) -> di
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(caller: Caller, state: Shared) -> dict[str, Any]:
-    """The bases, of which the first can be trained, and the caller's adapters of them, which can be sampled
-    from."""
-    hello, base = state.link.hello, state.catalog.base.name
+    """The bases, which can be trained and sampled from, and the caller's adapters of them, which can be
+    sampled from."""
+    hello = state.link.hello
     return {
         "supported_models": [
             {
                 "model_name": model.name,
                 "max_context_length": None if hello is None else hello.of(model.base_id).positions,
-                "trainable": model.name == base,
+                "trainable": model.adapter is None,
                 "sampleable": True,
             }
             for model in await state.catalog.list(caller)

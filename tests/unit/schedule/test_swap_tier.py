@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.schedule.swapping import Rate
+from coserve.schedule.swap_tier import Rate
 
 
 @pytest.mark.parametrize("slower", [3.0, 400.0])

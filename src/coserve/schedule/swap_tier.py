@@ -1,0 +1,222 @@
+"""The second tier of pages as all bases of an engine have it in common: its bytes, what moving one takes, and
+the copies that a plan moves. What is worth moving is decided base by base (`schedule.swapping`)."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, Protocol
+
+from coserve.core.plan import Plan, StepResult, SwapIn, SwapOut
+from coserve.core.sequence import Sequence
+from coserve.schedule.newcomers import INFINITE
+
+GUESS: Final = 1e-9  # seconds a byte before anything was measured: a disk, rather fast, so that it is tried
+_MEMORY: Final = 0.25  # weight of a measurement in the running mean
+_OUTLIER: Final = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
+_FORGOTTEN: Final = 60.0  # seconds in which half of what a slow tier taught is forgotten: it is tried again
+_BARRED: Final = 60.0  # seconds without further copies after one that could not be written or read
+
+
+@dataclass(slots=True)
+class Rate:
+    """Seconds a byte, one way: as guessed, or as measured lately."""
+
+    guess: float
+    measured: float | None = None
+    measured_at: float = 0.0
+
+    def seconds(self, now: float) -> float:
+        """The present estimate."""
+        if self.measured is None or self.measured <= self.guess:
+            return self.guess if self.measured is None else self.measured
+        left: float = 0.5 ** (max(now - self.measured_at, 0.0) / _FORGOTTEN)
+        return max(self.measured * left, self.guess)
+
+    def observe(self, nbytes: int, seconds: float, now: float) -> None:
+        """Learns from a step that moved bytes. The first measurement replaces the guess: an approach in steps
+        would end just above the bound of what is worth it, and fall below it again seconds later."""
+        if not nbytes or seconds <= 0:
+            return
+        known, taken = self.seconds(now), seconds / nbytes
+        if self.measured is not None:
+            taken = known + _MEMORY * (min(taken, known * _OUTLIER) - known)
+        self.measured = taken
+        self.measured_at = now
+
+
+@dataclass(slots=True)
+class Moves:
+    """Copies that the plan under construction makes, reads and drops, by their numbers."""
+
+    out: dict[int, SwapOut] = field(default_factory=dict)
+    back: dict[int, SwapIn] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.out or self.back or self.dropped)
+
+
+class Evictable(Protocol):
+    """Copies of a page each that nobody needs; `len` is their number."""
+
+    def __len__(self) -> int: ...
+
+    def evict(self) -> None:
+        """Drops one."""
+        ...
+
+    def lose(self, number: int) -> None:
+        """Drops copy `number`, which could not be written, if it is one of these."""
+        ...
+
+
+class _Nothing:
+    """No copies."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def evict(self) -> None: ...
+
+    def lose(self, number: int) -> None: ...
+
+
+class SwapTier:
+    """A tier of `nbytes`, whose first guess is `byte_seconds` a byte, one way. Copies have numbers of their
+    own whatever their base, and those that nobody needs make room for any.
+
+    `on_failure` is called for sequences whose copy could not be written or read.
+    """
+
+    def __init__(self, nbytes: int, byte_seconds: float = 0.0) -> None:
+        self.nbytes, self.used = nbytes, 0  # of copies, and of offloaded sequences
+        self.writing, self.reading = Rate(byte_seconds), Rate(byte_seconds)
+        self.moves = Moves()
+        self.owners: dict[int, Sequence] = {}  # by copy, until it is read or dropped
+        self.numbers = count(1)
+        self.now = 0.0  # of the plan under construction
+        self.limit = INFINITE  # seconds that its moves may take
+        self.planned = 0.0  # seconds of the moves of the last plan
+        self.on_failure: Callable[[Sequence], None] = lambda sequence: None
+        self._of: dict[str, SwapCopies] = {}  # by base
+        self._barred_until = -INFINITE
+
+    def add(self, base: str, copies: "SwapCopies") -> None:
+        """Adds the copies of a base's pages."""
+        self._of[base] = copies
+
+    def begin(self, now: float, limit: float) -> None:
+        """Begins a plan, whose moves may take `limit` seconds."""
+        self.now, self.limit = now, limit
+
+    def is_barred(self, now: float) -> bool:
+        """Tells whether the tier has failed in the last minute."""
+        return now < self._barred_until
+
+    def seconds(self, now: float) -> float:
+        """Predicted seconds of the moves so far."""
+        written, read = self._nbytes(self.moves.out.values()), self._nbytes(self.moves.back.values())
+        return written * self.writing.seconds(now) + read * self.reading.seconds(now)
+
+    @property
+    def room(self) -> int:
+        """Bytes that copies can have."""
+        unneeded = sum(len(copies.evictable) * copies.page_nbytes for copies in self._of.values())
+        return self.nbytes - self.used + unneeded
+
+    def make_room(self, nbytes: int) -> None:
+        """Evicts copies that nobody needs until `nbytes` are free, of the base that has most of them."""
+        while nbytes > self.nbytes - self.used:
+            most = max(self._of.values(), key=lambda copies: len(copies.evictable) * copies.page_nbytes)
+            most.evictable.evict()
+
+    def take(self, now: float) -> Moves:
+        """The plan's moves: copies that it reads are gone afterwards."""
+        self.planned = self.seconds(now)
+        moves, self.moves = self.moves, Moves()
+        for number, back in moves.back.items():
+            self._of[back.base].forget(number)
+            sequence = self.owners[number]
+            if sequence.swapped is not None and sequence.swapped.number == number:
+                sequence.swapped = None
+        return moves
+
+    def apply(self, plan: Plan, result: StepResult, now: float) -> tuple[int, int]:
+        """Applies the result of a plan's moves: sequences whose pages were read run from now on. Returns the
+        pages written and read."""
+        written, read = result.swap_seconds
+        if result.swap_failed:
+            self._barred_until = now + _BARRED
+        else:
+            self.writing.observe(self._nbytes(plan.swap_out), written, now)
+            self.reading.observe(self._nbytes(plan.swap_in), read, now)
+        lost = {*result.swap_failed}
+        for out in plan.swap_out:
+            if out.copy not in lost:
+                continue
+            sequence = self.owners.get(out.copy)
+            if sequence is None:
+                self._of[out.base].evictable.lose(out.copy)
+            elif not sequence.loading:  # else its `SwapIn` fails, too
+                self.on_failure(sequence)
+        for back in plan.swap_in:
+            sequence = self.owners.pop(back.copy, None)
+            if sequence is not None:
+                sequence.loading = ()
+                if back.copy in lost:
+                    self.on_failure(sequence)
+        out_pages = sum(len(move.pages) for move in plan.swap_out if move.copy not in lost)
+        return out_pages, sum(len(move.pages) for move in plan.swap_in if move.copy not in lost)
+
+    def _nbytes(self, moves: Iterable[SwapOut | SwapIn]) -> int:
+        return sum(len(move.pages) * self._of[move.base].page_nbytes for move in moves)
+
+
+class SwapCopies:
+    """Copies of a base's pages in a tier, which has room for `pages` of them, of `page_nbytes` each. Those in
+    `evictable` make room for others."""
+
+    def __init__(self, tier: SwapTier, base: str, pages: int, page_nbytes: int) -> None:
+        self.pages, self.page_nbytes = pages, page_nbytes
+        self.used = 0  # pages of copies, and of offloaded sequences
+        self.evictable: Evictable = _Nothing()
+        self._tier, self._base = tier, base
+        self._sizes: dict[int, int] = {}  # pages of each copy in the tier
+        tier.add(base, self)
+
+    @property
+    def room(self) -> int:
+        """Pages that a copy can have."""
+        return min(self.pages - self.used + len(self.evictable), self._tier.room // self.page_nbytes)
+
+    def make_room(self, pages: int) -> bool:
+        """Evicts copies that nobody needs until `pages` fit; False, with nothing changed, if they cannot."""
+        if pages > self.room:
+            return False
+        while pages > self.pages - self.used:
+            self.evictable.evict()
+        self._tier.make_room(pages * self.page_nbytes)
+        return True
+
+    def use(self, pages: int) -> None:
+        """Counts so many pages more as used."""
+        self.used += pages
+        self._tier.used += pages * self.page_nbytes
+
+    def add(self, pages: tuple[int, ...]) -> int:
+        """Has the plan copy `pages`, for which there is room; returns the copy's number."""
+        number = next(self._tier.numbers)
+        self._tier.moves.out[number] = SwapOut(number, pages, self._base)
+        self._sizes[number] = len(pages)
+        self.use(len(pages))
+        return number
+
+    def remove(self, number: int) -> None:
+        """Drops a copy that no plan has read."""
+        self.forget(number)
+        if self._tier.moves.out.pop(number, None) is None:
+            self._tier.moves.dropped.append(number)
+
+    def forget(self, number: int) -> None:
+        """Frees the pages of a copy that is read or dropped."""
+        self.use(-self._sizes.pop(number))
