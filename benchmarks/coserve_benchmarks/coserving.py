@@ -210,7 +210,7 @@ def _start_jobs(bench: Bench, engine: Engine, examples: int) -> None:
 
 
 def _drawn(seconds: Sequence[float]) -> list[float]:
-    """What a cumulative curve is drawn of: the seconds in order, or so many of their quantiles."""
+    """Points of a cumulative curve: the seconds in order, or so many of their quantiles."""
     if len(seconds) > _POINTS:
         seconds = np.quantile(seconds, np.linspace(0, 1, _POINTS)).tolist()
     return [round(one, 5) for one in sorted(seconds)]
