@@ -125,7 +125,9 @@ class SwapTier:
         return self.nbytes - self.used + unneeded
 
     def make_room(self, nbytes: int) -> None:
-        """Evicts copies that nobody needs until `nbytes` are free, of the base that has most of them."""
+        """Evicts copies that nobody needs until `nbytes` are free, of the base that has most of them. There
+        is `room` for these."""
+        assert nbytes <= self.room, "evicting what nobody needs would never end"
         while nbytes > self.nbytes - self.used:
             most = max(self._of.values(), key=lambda copies: len(copies.evictable) * copies.page_nbytes)
             most.evictable.evict()

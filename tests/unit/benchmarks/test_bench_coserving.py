@@ -70,3 +70,11 @@ def test_efficiency_by_the_second_has_the_whole_loads_mean() -> None:
     assert len(seconds) == 4
     assert sum(seconds) / 4 == pytest.approx(TERMS.efficiency(uneven))
     assert seconds[0] == pytest.approx(1 / 10 + 10 / 100)
+
+
+def test_a_curve_of_many_seconds_is_drawn_of_their_quantiles() -> None:
+    assert coserving._drawn([0.3, 0.1, 0.2]) == [0.1, 0.2, 0.3]
+    seconds = [0.001 * place for place in range(5001)]
+    drawn = coserving._drawn(seconds[::-1])
+    assert len(drawn) == 1000 and drawn == sorted(drawn)
+    assert drawn == pytest.approx([5.0 * place / 999 for place in range(1000)], abs=2e-5)
