@@ -62,7 +62,7 @@ class Ring:
         self._last: dict[int, Visit] = {}  # by thread: two lanes go their own ways
         self.patience = PATIENCE  # seconds
         self.on_wait: Callable[[], object] = int  # see `WeightReader`; nothing
-        self._is_silent = False  # what was waited for in vain has not come yet
+        self._in_vain: set[Future[None]] = set()  # reads that visits have waited for, and that may go on
         self._dry = False
         self._total = WeightReads()
 
@@ -166,7 +166,7 @@ class Ring:
         while (found := self._freed.wait_for(self._least_wanted, _BEAT)) is None:
             self.on_wait()
             if time.monotonic() >= until:
-                self._is_silent = True
+                self._in_vain.update(slot.read for slot in self._slots if slot.read is not None)
                 raise WeightsUnreadable(f"no buffer for weights became free in {self.patience:.0f} s")
         found.place, found.read = place, None
         return found
@@ -200,10 +200,7 @@ class Ring:
 
     def _fill(self, slot: _Slot, place: int) -> None:
         began = time.perf_counter()
-        try:
-            self._blocks[place].read(slot.buffer)
-        finally:
-            self._is_silent = False
+        self._blocks[place].read(slot.buffer)
         self._count(self._blocks[place].read_nbytes, time.perf_counter() - began)
 
     def _count(self, nbytes: int = 0, seconds: float = 0.0, waited: float = 0.0) -> None:
@@ -235,12 +232,16 @@ class Ring:
         while not wait((read,), min(_BEAT, self.patience)).done:
             self.on_wait()
             if time.monotonic() >= until:
-                self._is_silent = True
+                with self._lock:
+                    self._in_vain.add(read)
                 raise WeightsUnreadable(_SILENT.format(self.patience))
 
     @property
     def _patience_now(self) -> float:
-        return min(_AGAIN, self.patience) if self._is_silent else self.patience
+        """Seconds for a read: few are left while one that was waited for in vain goes on."""
+        with self._lock:
+            self._in_vain = {read for read in self._in_vain if not read.done()}
+            return min(_AGAIN, self.patience) if self._in_vain else self.patience
 
     def _notify(self, _: object) -> None:
         with self._lock:
