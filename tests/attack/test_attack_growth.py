@@ -1,4 +1,4 @@
-"""A thousand short jobs: what the server's processes hold in memory stays what it was after the first."""
+"""Thousands of short jobs: what the server's processes hold in memory stays what it was after a hundred."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from coserve import tiny
 from coserve.memory.malloc import resident_bytes
 from coserve_benchmarks.served import Served
 
-JOBS: Final = int(os.environ.get("COSERVE_GROWTH_JOBS", "1000"))
+JOBS: Final = int(os.environ.get("COSERVE_GROWTH_JOBS", "3000"))
 SETTLED: Final = int(os.environ.get("COSERVE_GROWTH_SETTLED", "100"))  # jobs after which it is to be flat
-GROWTH: Final = 2 << 20  # bytes of a process, from then to the end
+GROWTH: Final = 2 << 20  # bytes of a process, from one half of the looks to the other: 1.4 KB a job
 EVERY: Final = 25  # jobs between two looks
 PATIENCE: Final = 300.0  # seconds that a job may take: only one that hangs does
 PATH: Final = "/v1/fine_tuning/jobs"
@@ -73,8 +73,8 @@ def test_memory_is_flat_over_many_jobs(tmp_path: Path, monkeypatch: pytest.Monke
     and what grows later is no cache that fills.
 
     An engine's memory goes up and down by 20 MiB (lows at 400 and 800 jobs), which single looks would
-    compare. So the highest looks of both halves are, and what lies between these two is half of what is
-    gained from the first look to the last.
+    compare. So the highest looks of both halves are. A thousand jobs are too few: once they had a step of
+    4 MiB in their last tenth, where three thousand gain less than 1 MiB.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         monkeypatch.setenv(name, "32")
@@ -94,5 +94,5 @@ def test_memory_is_flat_over_many_jobs(tmp_path: Path, monkeypatch: pytest.Monke
         assert (served.running.engine, served.running.api) == (first.engine, first.api), "none was replaced"
     early, late = looks[: len(looks) // 2], looks[len(looks) // 2 :]
     peaks = [{key: max(look[key] for look in half) for key in looks[0]} for half in (early, late)]
-    grown = {key: 2 * (peaks[1][key] - peaks[0][key]) for key in peaks[0]}
+    grown = {key: peaks[1][key] - peaks[0][key] for key in peaks[0]}
     assert max(grown.values()) <= GROWTH, grown

@@ -39,13 +39,19 @@ class World:
     """An answer of 300 tokens beside one job's micro-batch that goes back, on a machine as predicted."""
 
     def __init__(
-        self, weights: dict[str, float], slo: SLO = SLO(), policy: str = "hybrid", way: str = "BACKWARD"
+        self,
+        weights: dict[str, float],
+        slo: SLO = SLO(),
+        policy: str = "hybrid",
+        way: str = "BACKWARD",
+        interruptible: bool = False,
     ) -> None:
         cost = CostModel(weights)
         for trains in (False, True) * 16:
             cost.misses.observe(1.0, trains)
-        config = SchedulerConfig(DEPTH, 4096, micro_batches_in_flight=1)
+        config = SchedulerConfig(DEPTH, 4096, micro_batches_in_flight=1, interruptible=interruptible)
         self.it = Scheduler(BaseCache(config, PagePool(2048, 16)), cost, make_policy(policy))
+        self.it.window_rows = 4 * ROWS
         self.executor = ScriptedExecutor(16, CostModel(weights).predict)
         self.batch = MicroBatch(self.it.new_key(), "job", "job@0", (4 * ROWS,), DEPTH)
         self.it.training.add("job", [self.batch])
@@ -97,6 +103,21 @@ def test_the_choice_is_the_better_of_both(weights: dict[str, float], steps: int,
         for windows in ("chosen", "fused", "interleaved")
     }
     assert found["chosen"] >= gain * found["fused"] and found["chosen"] >= 0.95 * found["interleaved"]
+
+
+@pytest.mark.parametrize(
+    ("slo", "rows", "seconds"), [(SLO(deferral=60.0), 4 * ROWS, 0.5), (SLO(), ROWS, 0.1)]
+)
+def test_patient_answers_have_windows_beside_them_as_training_alone_has(
+    slo: SLO, rows: int, seconds: float
+) -> None:
+    world = World(PROCESSOR, slo, interruptible=True)
+    plans = [plan for plan in world.beside(8 if slo.deferral else 40) if plan.training]
+    assert max(segment.length for plan in plans for segment in plan.training) == rows
+    assert {plan.abandons for plan in plans} == {slo.deferral is not None}
+    cost = CostModel(PROCESSOR)
+    longest = max(cost.predict(plan) - cost.predict(Plan(inference=plan.inference)) for plan in plans)
+    assert 0.3 * seconds < longest <= seconds
 
 
 def test_where_only_rows_cost_anything_a_window_is_cut_to_each_step() -> None:

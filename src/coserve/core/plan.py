@@ -199,7 +199,8 @@ class Plan:
     inference, with training in a lane of its own; None fuses them. A step does not wait for training beside
     its inference, which may go on through further split steps without other training. `idle` is how long
     nothing runs although requests wait, seconds. `pausable`: `Executor.pause_training` stops this plan's
-    training at the next boundary between layers. `pauses` counts the results with such a stop when this plan
+    training at the next boundary between layers, and within the layer under way where it `abandons` and no
+    answer shares that layer. `pauses` counts the results with such a stop when this plan
     was made: an executor skips the training of plans made before the last stop, as their positions are not
     reached.
 
@@ -216,6 +217,7 @@ class Plan:
     split: float | None = None
     idle: float = 0.0
     pausable: bool = False
+    abandons: bool = False
     pauses: int = 0
     sequences: tuple[SequenceStart, ...] = ()
     micro_batches: tuple[MicroBatchStart, ...] = ()

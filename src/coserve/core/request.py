@@ -49,6 +49,11 @@ class SLO:
         """Tells whether the request is bound by anything."""
         return self != _UNBOUND
 
+    @property
+    def bounds_deferral_alone(self) -> bool:
+        """Tells whether training may delay any single token, as long as all delays together keep a bound."""
+        return self.deferral is not None and self == SLO(deferral=self.deferral)
+
 
 _UNBOUND: Final = SLO()
 

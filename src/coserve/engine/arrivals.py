@@ -8,14 +8,15 @@ from coserve.executors.executor import Executor
 
 
 class Arrivals:
-    """Counts callers that wait for the step under way to end; training is paused while there are any.
+    """Counts callers that wait for the step under way to end; training is paused while there are any but
+    those that bear its time.
 
     `announce` and `taken` are called by any thread, `before_step` and `give_way` by the one that steps.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._coming = 0
+        self._coming = self._pressing = 0
         self._changed = threading.Condition()
 
     def watch(self, executor: Executor) -> None:
@@ -26,33 +27,36 @@ class Arrivals:
         """Stops the training under way at the next boundary between layers."""
         self._executor.pause_training()
 
-    def announce(self) -> None:
-        """Counts a caller that waits for the end of the step, and pauses its training."""
+    def announce(self, presses: bool = True) -> None:
+        """Counts a caller that waits for the end of the step; one that `presses` pauses its training."""
         with self._changed:
             self._coming += 1
-            self._executor.pause_training()
+            self._pressing += presses
+            if presses:
+                self._executor.pause_training()
 
-    def taken(self) -> None:
+    def taken(self, presses: bool = True) -> None:
         """Withdraws an announcement: the caller's work has reached the scheduler."""
         with self._changed:
             self._coming -= 1
+            self._pressing -= presses
             self._changed.notify_all()
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
+    def arriving(self, presses: bool = True) -> Iterator[None]:
         """Calls `announce` before the block and `taken` after it."""
-        self.announce()
+        self.announce(presses)
         try:
             yield
         finally:
-            self.taken()
+            self.taken(presses)
 
     def before_step(self) -> bool:
-        """Resumes training if no caller waits. Returns whether one does."""
+        """Resumes training if no caller presses. Returns whether one does."""
         with self._changed:
-            if not self._coming:
+            if not self._pressing:
                 self._executor.resume_training()
-            return self._coming > 0
+            return self._pressing > 0
 
     def give_way(self, seconds: float = 0.1) -> None:
         """Waits for callers on other threads to take the engine's lock, at most so long."""

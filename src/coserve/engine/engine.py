@@ -297,7 +297,7 @@ class Engine:
         grammar = check_sampling(sampling, self.base.vocabulary, self.grammars, continued)
         if grammar is not None:
             self.executor.call(CompileGrammar(grammar.text))
-        with self.arrivals.arriving(), self._lock:
+        with self.arrivals.arriving(presses=not slo.bounds_deferral_alone), self._lock:
             look = self.adapters.look
             versions = [None if one is None else look(one) for one in (adapter, *alternatives)]
             chosen = self._approximations.choose(versions, sampling.max_tokens, self.clock())

@@ -20,7 +20,7 @@ import msgspec
 from coserve.engine.arrivals import Arrivals
 from coserve.errors import ConfigError, CoserveError
 from coserve.wire.codec import decode_commands, encode_answer
-from coserve.wire.messages import Acknowledge, Answer, Command
+from coserve.wire.messages import Acknowledge, Answer, Command, Submit
 
 _HEADER: Final = struct.Struct(">I")
 _LARGEST: Final = 64 << 20  # bytes of one frame that is read; a prompt of a million tokens has 5 MB
@@ -69,7 +69,7 @@ class Inbox:
     """Queue of items for the loop to handle between two steps, in order. Any thread may `put`.
 
     An item pauses the training of the step under way if a caller waits for it: finished work, and any command
-    but an Acknowledge (a server sends one for each optimizer step).
+    but an Acknowledge (a server sends one for each optimizer step) and a request that bears the step's time.
     """
 
     def __init__(self) -> None:
@@ -96,8 +96,14 @@ class Inbox:
 
 def _is_urgent(item: Item) -> bool:
     if isinstance(item, Received):
-        return not all(isinstance(command, Acknowledge) for command in item.commands)
+        return not all(_bears_a_step(command) for command in item.commands)
     return isinstance(item, Done)
+
+
+def _bears_a_step(command: Command) -> bool:
+    if isinstance(command, Submit):
+        return command.slo.bounds_deferral_alone
+    return isinstance(command, Acknowledge)
 
 
 class Connection:

@@ -158,7 +158,8 @@ class FusedPass:
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]
         if windows:
-            parts.append(KeptRows([(window.store, window.window) for window in windows], self._pause.check))
+            check = self._pause.check if inference is None else int  # answers share the layer
+            parts.append(KeptRows([(window.store, window.window) for window in windows], check))
         calls += [window.calls for window in windows]
         for window in windows:
             training.append((slice(start, start + window.window.rows), window.bypasses))

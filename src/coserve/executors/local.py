@@ -182,7 +182,7 @@ class LocalExecutor(Executor):
         plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         if plan.split is None:
             self._lanes.settle()
-        self._pause.begin(plan.pausable, alone=not plan.inference)
+        self._pause.begin(plan.pausable, plan.abandons)
         started, read = time.perf_counter(), self._read
         is_again = self._begun is not None
         if not is_again:

@@ -31,6 +31,7 @@ class TrainingPasses:
     def run(self, lane: Lane) -> list[TrainingSegment]:
         """Takes windows through the tail, then others back through layers; returns the segments that ran."""
         trained: list[TrainingSegment] = []
+        self.pause.went_on()
         for segment in lane.training:
             if segment.direction.is_tail and not self.pause.is_due:
                 try:

@@ -36,7 +36,7 @@ class SchedulerConfig:
     quantum: float = 0.03  # training in a step without inference: the longest wait of an arrival
     max_quantum: float = 0.5  # the same where arrivals stop training, or recent requests were patient
     interruptible: bool = False  # whether arrivals stop the training of every step: all are announced
-    quantum_with_inference: float = 0.1  # most training beside inference, however large the slack
+    quantum_with_inference: float = 0.1  # the same beside inference, which it delays; see policy `hybrid`
     slowdown: float | None = 1.5  # by training, of answers while no bound is in force; None: any
     reliability: float = 0.99  # share of answers that are to keep a bound on their tokens; more train less
     max_margin: float = 1.0  # most that is allowed for, relative to a prediction; more would stop training

@@ -16,13 +16,14 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._arrived = self._elapsed = self._ended = self._tokens = 0.0
+        self._arrived = self._pressing = self._elapsed = self._ended = self._tokens = 0.0
         self._newest: float | None = None
 
-    def arrived(self, now: float) -> None:
-        """Records an arrival."""
+    def arrived(self, now: float, presses: bool = True) -> None:
+        """Records an arrival; `presses` tells whether it has stopped training under way."""
         self._pass(now)
         self._arrived += 1.0
+        self._pressing += presses
 
     def ended(self, now: float, tokens: int) -> None:
         """Records the end of an answer of so many tokens."""
@@ -47,9 +48,15 @@ class Places:
         self._pass(now)
         return self._arrived / max(self._elapsed, 1.0)
 
+    def pressing_rate(self, now: float) -> float:
+        """The same, of those that stop training."""
+        self._pass(now)
+        return self._pressing / max(self._elapsed, 1.0)
+
     def _pass(self, now: float) -> None:
         elapsed = 0.0 if self._newest is None else max(now - self._newest, 0.0)
         fade = exp(-elapsed / _SPAN)
-        self._arrived, self._elapsed = self._arrived * fade, self._elapsed * fade + elapsed
+        self._arrived, self._pressing = self._arrived * fade, self._pressing * fade
+        self._elapsed = self._elapsed * fade + elapsed
         self._ended, self._tokens = self._ended * fade, self._tokens * fade
         self._newest = now if self._newest is None else max(now, self._newest)

@@ -14,6 +14,7 @@ class PlanBuilder:
     seconds, the time of swaps, after planning began.
 
     `split` gives training a lane of its own, with its features in `beside`; None puts all in one pass.
+    `abandons` is that of the plan.
     """
 
     now: float
@@ -24,6 +25,7 @@ class PlanBuilder:
     training: list[TrainingSegment] = field(default_factory=list)
     updates: list[OptimStep] = field(default_factory=list)
     split: float | None = None
+    abandons: bool = False
     beside: Features = field(default_factory=Features)
 
     @property

@@ -174,7 +174,7 @@ class Scheduler:
             jobs=tuple(jobs),
             finished=self.stats.finished,
             interruptible=self.interruptible,
-            arrivals=self.requests.places.rate(now),
+            arrivals=self.requests.places.pressing_rate(now),
             window_rows=self.window_rows,
             starving=starving,
             utilization=self._utilization.share,
@@ -251,6 +251,7 @@ class Scheduler:
             )
         )
         builder.split = allowance.split if len(self.caches) == 1 else None  # bases take turns, in one lane
+        builder.abandons = allowance.abandons
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
             if job.is_due and job.update is not None:
@@ -293,6 +294,7 @@ class Scheduler:
             predicted=builder.predict(self.cost),
             split=builder.split,
             pausable=self.policy.pausable and builder.split is None and self._pause_saves(builder),
+            abandons=builder.abandons or not builder.inference,
             pauses=self._pauses,
             swap_out=tuple(moves.out.values()),
             swap_in=tuple(moves.back.values()),

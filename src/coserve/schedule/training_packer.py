@@ -130,15 +130,22 @@ class TrainingPacker:
         # loss share only the head.
         in_pipeline = self._config.stages > 1
         whole = not self._allowance.cut and not batch.direction.is_tail and not in_pipeline
-        if whole or (self._builder.training and not self._builder.inference):
+        is_undisturbed = not self._builder.inference or self._allowance.abandons
+        if whole or (self._builder.training and is_undisturbed):
             return [min(most, batch.rows_left)]
         ladder = [most]
         while ladder[-1] > least:
             ladder.append(max(ladder[-1] // 2, least))
-        return list(dict.fromkeys(min(rows, batch.rows_left) for rows in ladder))
+        sizes = list(dict.fromkeys(min(rows, batch.rows_left) for rows in ladder))
+        is_shared = bool(self._builder.inference) and batch.direction is Direction.TRAIN_FORWARD
+        if not (self._allowance.abandons and is_shared):
+            return sizes
+        # Answers share its layers, which are not abandoned: arrivals wait for one of them.
+        longest = self._config.quantum_with_inference
+        return [rows for rows in sizes if self._seconds([batch], rows, 1) <= longest] or sizes[-1:]
 
     def _cheapest(self, batch: MicroBatch, most: int) -> int:
-        """Rows, at most `most`, of a window that has the machine to itself.
+        """Rows, at most `most`, of a window of which arrivals abandon a layer.
 
         More rows read the weights less often, and lose more with each arrival, which abandons the layer under
         way: half of its time on average. A window that has begun is not cut.

@@ -12,7 +12,7 @@ from coserve.core.request import SLO
 from coserve.core.sequence import Sequence as Running
 from coserve.errors import ConfigError, RequestError
 from coserve.simulate.machine import SimulatedMachine
-from coserve.simulate.replay import tokens_trained
+from coserve.simulate.replay import next_pressing, tokens_trained
 from coserve.workload.requests import TimedJob, TimedRequest
 
 # Seconds before it arrives that a request is routed: a step must know of an arrival that stops its training.
@@ -266,7 +266,7 @@ class _Node:
             self._cancel.clear()
         if not machine.scheduler.has_work:
             return
-        events = machine.step(self.line[0].at if self.line else float("inf"))
+        events = machine.step(next_pressing(self.line))
         found.steps += 1
         found.events += len(events)
         if not events and machine.clock() == now:  # a policy waits for something: so does the clock

@@ -100,7 +100,7 @@ class SimulatedMachine:
         return partial(self._stop, name)
 
     def step(self, arrival: float = float("inf")) -> list[Event]:
-        """One step, during which the next request arrives if it takes until then."""
+        """One step, during which the next request that stops training arrives if it takes until then."""
         interruptible = self.scheduler.config.interruptible
         events = self._launch(arrival) if interruptible else self.executor.step(self.scheduler)
         for event in events:

@@ -3,15 +3,17 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from operator import itemgetter
-from typing import Protocol
+from typing import Final, Protocol
 
 from coserve.core.events import Event, StepDone, TokenEvent, TrainingProgress
 from coserve.core.request import SLO
 from coserve.core.sequence import Direction, Sequence
 from coserve.schedule.scheduler import Scheduler
 from coserve.workload.requests import TimedJob, TimedRequest, Workload
+
+_LOOKED_AT: Final = 64  # requests, for the next one that stops training
 
 
 @dataclass(slots=True)
@@ -206,8 +208,7 @@ class _Replay:
         self._open[sequence.key] = answered, sequence
 
     def _step(self) -> None:
-        arrival = self._load.started + self._requests[-1].at if self._requests else float("inf")
-        events = self._target.step(arrival)
+        events = self._target.step(self._load.started + next_pressing(reversed(self._requests)))
         now = self._target.clock()
         for event in events:
             if isinstance(event, TokenEvent) and event.token is not None:
@@ -230,6 +231,12 @@ class _Replay:
         for cancel in self._cancel_jobs:
             cancel()
         self._target.step()
+
+
+def next_pressing(coming: Iterable[TimedRequest]) -> float:
+    """When the next request comes that stops training under way, of the next few; infinite for none."""
+    pressing = (one.at for one in islice(coming, _LOOKED_AT) if not one.slo.bounds_deferral_alone)
+    return next(pressing, float("inf"))
 
 
 def tokens_trained(events: Iterable[Event]) -> float:

@@ -1,4 +1,4 @@
-"""Pauses training at the next boundary between two layers, or gives a layer of training alone up."""
+"""Pauses training at the next boundary between two layers, or gives the layer under way up."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from coserve.errors import WeightsUnreadable
 
 
 class LayerAbandoned(Exception):
-    """Raised inside a layer of training that is given up for an arrival. Nothing of it counts: it runs anew
+    """Raised inside a layer that is given up for an arrival. Nothing of it counts: it runs anew
     later."""
 
 
@@ -16,8 +16,8 @@ class TrainingPause:
 
     `ask` and `withdraw` may be called by any thread; the rest belongs to the thread that runs the step. The
     first layer of a step's training runs, so that arrivals in every step slow training down and never stop
-    it. Where nothing but training runs, the layer under way is abandoned, the first one too, if the pause is
-    asked for during the step: half of a layer is lost on average, where an arrival would wait as long. Of two
+    it. In a step that `abandons`, the layer under way is given up, the first one too, if the pause is asked
+    for during the step: half of a layer is lost on average, where an arrival would wait as long. Of two
     steps in a row at most one ends without a layer passed. `failure` is what else has stopped the step's
     training.
     """
@@ -37,11 +37,11 @@ class TrainingPause:
     def withdraw(self) -> None:
         self._asked.clear()
 
-    def begin(self, pausable: bool, alone: bool = False) -> None:
-        """Begins a step; `pausable` tells whether its training may be stopped, `alone` whether it has nothing
-        but training."""
+    def begin(self, pausable: bool, abandons: bool = False) -> None:
+        """Begins a step; `pausable` tells whether its training may be stopped, `abandons` whether within a
+        layer too."""
         self._obeys, self._layers, self.lost, self.failure = pausable, 0, 0.0, None
-        self._abandons = pausable and alone and not self._was_in_vain and not self._asked.is_set()
+        self._abandons = pausable and abandons and not self._was_in_vain and not self._asked.is_set()
         self._was_in_vain = self._has_abandoned = False
         self._passed_at = time.perf_counter()
 
@@ -50,8 +50,13 @@ class TrainingPause:
         self._layers += 1
         self._passed_at = time.perf_counter()
 
+    def went_on(self) -> None:
+        """Records that training goes on after work of others."""
+        self._passed_at = time.perf_counter()
+
     def check(self) -> None:
-        """Raises LayerAbandoned where the layer under way is given up. Called between its products."""
+        """Raises LayerAbandoned where the layer under way is given up. Called between its products, unless
+        answers share them."""
         if self._abandons and self._asked.is_set():
             self._was_in_vain, self._has_abandoned = not self._layers, True
             self.lost = time.perf_counter() - self._passed_at

@@ -3,6 +3,7 @@
 import queue
 import random
 import threading
+import time
 import traceback
 from collections import Counter
 from dataclasses import replace
@@ -12,10 +13,11 @@ from typing import cast
 import pytest
 import torch
 
-from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve import SLO, Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import Plan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction
 from coserve.engine.arrivals import Arrivals
+from coserve.engine.completion import Completion
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Received
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.schedule.policies.base import Allowance, View
@@ -65,6 +67,11 @@ class Watched:
             found |= {f"{number}.{name}": weight for name, weight in version.parameters().items()}
         return found
 
+    def ask_patiently(self) -> Completion:
+        """A long answer that bears any step."""
+        params = SamplingParams(max_tokens=250, ignore_eos=True)
+        return self.engine.generate([5, 6, 7], sampling=params, slo=SLO(deferral=1e9))
+
     def passed(self) -> Counter[tuple[object, ...]]:
         """The number of times that each row passed each layer, by micro-batch and direction."""
         found = Counter[tuple[object, ...]]()
@@ -112,10 +119,12 @@ def test_paused_at_any_layer_weights_are_the_same(jobs: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("keep", ["inputs", "everything"])
+@pytest.mark.parametrize("beside", [False, True])
 def test_a_layer_abandoned_at_any_product_leaves_weights_the_same(
-    keep: str, monkeypatch: pytest.MonkeyPatch
+    keep: str, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward, in the layer's second run and on its way back; windows end within examples."""
+    """Forward, in the layer's second run and on its way back; windows end within examples. Beside answers
+    that bear it as well, but no layer that they share."""
     cuts = {"max_training_rows": 20, "min_training_rows": 20}
     whole, given_up = Watched(**cuts), Watched(**cuts)
     settings = replace(SETTINGS, keep=SavePolicy(keep))
@@ -136,9 +145,17 @@ def test_a_layer_abandoned_at_any_product_leaves_weights_the_same(
         finally:
             pause.withdraw()
 
+    answers = [it.ask_patiently() for it in (whole, given_up) if beside]
     monkeypatch.setattr(TrainingPause, "check", check)
     found = given_up.train(1, settings)
-    assert min(where[at] for at in ("forward", "again", "back")) > 2, where
+    assert min(where[at] for at in ("again", "back")) > 2, where
+    assert beside or where["forward"] > 2, where
+    if beside:
+        whole.engine.run()
+        assert answers[0].tokens == answers[1].tokens
+        shared = [(p, r) for p, r in given_up.steps if p.inference and p.training]
+        cut = {s.direction for plan, result in shared for s in {*plan.training} - {*result.trained}}
+        assert shared and cut == {Direction.BACKWARD}, "no layer that answers share"
     assert set(given_up.passed().values()) == {1}
     for name, weight in expected.items():
         error = float((found[name] - weight).norm() / weight.norm())
@@ -187,8 +204,8 @@ def test_who_arrives_from_another_thread_has_the_layer_under_way_abandoned() -> 
     arrived, threads = threading.Event(), []
     announce = engine.arrivals.announce
 
-    def announced() -> None:
-        announce()
+    def announced(presses: bool) -> None:
+        announce(presses)
         arrived.set()
 
     engine.arrivals.announce = announced  # type: ignore[method-assign]
@@ -232,7 +249,24 @@ def test_only_the_steps_under_way_when_somebody_came_are_short() -> None:
     assert not pause.is_due
 
 
-def test_a_layer_is_abandoned_for_who_comes_during_a_step_of_training_alone() -> None:
+def test_who_bears_the_step_does_not_stop_it() -> None:
+    executor, pause = ScriptedExecutor(16), TrainingPause()
+    executor.pause_training, executor.resume_training = pause.ask, pause.withdraw  # type: ignore[method-assign]
+    arrivals = Arrivals(executor)
+    pause.begin(pausable=True)
+    pause.passed()
+    with arrivals.arriving(presses=False):
+        assert not pause.is_due and not arrivals.before_step()
+        began = time.monotonic()
+        arrivals.give_way(0.05)
+        assert time.monotonic() - began >= 0.05, "it is let in all the same"
+        with arrivals.arriving():
+            assert pause.is_due and arrivals.before_step()
+        assert pause.is_due and not arrivals.before_step()
+        assert not pause.is_due
+
+
+def test_a_layer_is_abandoned_for_who_comes_during_the_step() -> None:
     pause = TrainingPause()
 
     def gives_up(passed: int = 0, asked_before: bool = False, **step: bool) -> bool:
@@ -252,15 +286,22 @@ def test_a_layer_is_abandoned_for_who_comes_during_a_step_of_training_alone() ->
             pause.withdraw()
         return False
 
-    assert gives_up(pausable=True, alone=True)
-    assert not gives_up(pausable=True, alone=True), "the last step passed no layer"
-    assert gives_up(passed=1, pausable=True, alone=True)
-    assert gives_up(pausable=True, alone=True), "the last step passed one"
-    pause.begin(pausable=True, alone=True)
+    assert gives_up(pausable=True, abandons=True)
+    assert not gives_up(pausable=True, abandons=True), "the last step passed no layer"
+    assert gives_up(passed=1, pausable=True, abandons=True)
+    assert gives_up(pausable=True, abandons=True), "the last step passed one"
+    pause.begin(pausable=True, abandons=True)
     assert pause.lost == 0
-    assert not gives_up(pausable=True, alone=False), "answers share the pass"
-    assert not gives_up(pausable=False, alone=True)
-    assert not gives_up(pausable=True, alone=True, asked_before=True)
+    assert not gives_up(pausable=True, abandons=False), "answers with bounds share the step"
+    assert not gives_up(pausable=False, abandons=True)
+    assert not gives_up(pausable=True, abandons=True, asked_before=True)
+    pause.begin(pausable=True, abandons=True)
+    time.sleep(0.05)
+    pause.went_on()
+    pause.ask()
+    with pytest.raises(LayerAbandoned):
+        pause.check()
+    assert pause.lost < 0.05, "answers' part of the step is not lost"
 
 
 def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None:
@@ -273,7 +314,10 @@ def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None
     request, news = Submit("a", (1, 2), SamplingParams()), Acknowledge(1)
     inbox.put(Received(connection, (request,)))  # before the engine is there
     inbox.pauses(arrivals)
+    patient = Submit("b", (1, 2), SamplingParams(), SLO(deferral=60.0))
+    bound = Submit("c", (1, 2), SamplingParams(), SLO(deferral=60.0, first_token=9.0))
     items = [
+        Received(connection, (patient, news)), Received(connection, (patient, bound)),
         Connected(connection), Received(connection, (news,)), Received(connection, (news, request, request)),
         Done(int), Closed(connection, ""), Drained(),
     ]  # fmt: skip
@@ -281,9 +325,9 @@ def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None
     for item in items:
         inbox.put(item)
         announced.append(told["announced"])
-    assert announced == [0, 0, 1, 2, 2, 2]
-    assert [inbox.get() for _ in range(7)][1:] == items
-    assert told == {"announced": 2, "taken": 2}
+    assert announced == [0, 1, 1, 1, 2, 3, 3, 3]
+    assert [inbox.get() for _ in range(9)][1:] == items
+    assert told == {"announced": 3, "taken": 3}
     with pytest.raises(queue.Empty):
         inbox.get(block=False)
 

@@ -36,3 +36,12 @@ def test_answers_are_as_long_as_they_were_of_late() -> None:
     asked_for = places.longest_step(100.0, 10.0, 1000.0)
     assert asked_for < TAKEN * 10.0 / 5  # as if one of those that are there ended last
     assert places.longest_step(100.0, 10.0, 5.0) == pytest.approx(TAKEN * 10.0 / 5, rel=0.15)
+
+
+def test_who_bears_a_step_does_not_press() -> None:
+    places = Places()
+    for second in range(40):
+        places.arrived(float(second), presses=second % 4 == 0)
+    assert places.rate(40.0) == pytest.approx(1.0, rel=0.1)
+    assert places.pressing_rate(40.0) == pytest.approx(0.25, rel=0.3)
+    assert places.pressing_rate(80.0) < 0.01

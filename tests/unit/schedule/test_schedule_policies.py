@@ -1,4 +1,5 @@
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -6,7 +7,7 @@ import pytest
 
 import coserve.schedule.policies
 from coserve.core.plan import OptimStep
-from coserve.core.request import Request
+from coserve.core.request import SLO, Request
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import ConfigError
 from coserve.schedule.config import SchedulerConfig
@@ -170,6 +171,50 @@ def test_hybrid_runs_a_quantum_alone_and_at_least_something() -> None:
 def test_hybrid_rides_along_within_the_slack(slack: float, seconds: float) -> None:
     allowance = make_policy("hybrid").allow(view(1, inference_seconds=0.01, slack=slack, deferral=0.2))
     assert (allowance.seconds, allowance.minimum, allowance.job) == (seconds, 0.0, None)
+
+
+def streamed() -> CostModel:
+    cost = CostModel()
+    cost.reads.start([1, 3], 10, rate=1e9)
+    return cost
+
+
+PATIENT = Sequence(0, Request("r", (1,), slo=SLO(deferral=60.0)))
+PROMPT = Sequence(1, Request("r", (1,)))
+BOUND = Sequence(2, Request("r", (1,), slo=SLO(deferral=60.0, first_token=9.0)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_long"),
+    [
+        ({}, True),
+        ({"starving": True}, True),
+        ({"waiting": (PATIENT, PROMPT)}, False),
+        ({"running": (PATIENT, BOUND)}, False),
+        ({"interruptible": False}, False),
+        ({"cost": streamed()}, False),
+    ],
+)
+def test_hybrid_trains_as_long_beside_answers_that_bear_it_as_alone(
+    changes: dict[str, object], is_long: bool
+) -> None:
+    state = {
+        "running": (PATIENT,),
+        "interruptible": True,
+        "window_rows": 2048,
+        "inference_seconds": 0.01,
+        "arrivals": 0.5,
+    }
+    asked = view(0, **(state | {"slack": 9.0, "deferral": 9.0} | changes))
+    allowance = make_policy("hybrid").allow(asked)
+    if not asked.cost.reads.layers:
+        assert allowance.seconds == (CONFIG.max_quantum if is_long else CONFIG.quantum_with_inference)
+    expected = (True, 0.5, 2048) if is_long else (False, None, 512)
+    assert (allowance.abandons, allowance.arrivals, allowance.rows) == expected
+    assert allowance.minimum == (9.0 if "starving" in changes else 0.0)
+    assert make_policy("hybrid").allow(replace(asked, slack=0.2)).seconds <= 0.2
+    few = replace(asked, config=replace(CONFIG, max_training_rows=128))
+    assert make_policy("hybrid").allow(few).rows == 128
 
 
 def test_hybrid_feeds_the_starving_up_to_the_deferral_bound() -> None:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -79,6 +80,20 @@ def test_a_window_that_may_not_be_cut_stays_whole_or_waits(direction: Direction,
             [(400, layers)] if layers else []
         )
         assert layers or 0 < cut[0].length < 400
+
+
+@pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.BACKWARD])
+def test_a_layer_that_answers_share_is_one_that_arrivals_can_wait_for(direction: Direction) -> None:
+    """They cannot abandon it, as they do others."""
+    batch = micro_batch(4096, direction)
+    layer = added(fill(batch, 0.0, rows=256, minimum=INFINITE, cut=False))
+    for most, rows in ((INFINITE, 2048), (1.001 * layer, 256), (0.999 * layer, 128), (0.0, 32)):
+        for abandons, inference in product((False, True), repeat=2):
+            it, config = builder(inference), replace(CONFIG, quantum_with_inference=most)
+            TrainingPacker(it, Allowance(60.0, 2048, abandons=abandons), CostModel(), config).window(batch)
+            (window,) = it.training
+            is_shared = direction is Direction.TRAIN_FORWARD and abandons and inference
+            assert (window.length, len(window.span)) == (rows if is_shared else 2048, DEPTH)
 
 
 def test_a_loss_may_be_cut_always() -> None:

@@ -10,7 +10,7 @@ from coserve.simulate.intervals import percentile
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings, SimulatedMachine
 from coserve.simulate.outcome import figures_of
-from coserve.simulate.replay import replay
+from coserve.simulate.replay import next_pressing, replay
 from coserve.simulate.times import WeightedTimes
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, poisson_requests
 
@@ -93,3 +93,9 @@ def test_an_answers_figures() -> None:
     assert answer.is_within
     answer.note(4.5)
     assert not answer.is_within
+
+
+def test_who_bears_a_step_does_not_stop_its_training() -> None:
+    flex = SLO(deferral=60.0)
+    asked = [TimedRequest(float(at), (1,), 4, slo=slo) for at, slo in enumerate([flex, flex, SLO(), flex])]
+    assert next_pressing(asked) == 2.0 and next_pressing(asked[3:]) == float("inf")

@@ -30,8 +30,8 @@ class View:
     finished: int  # sequences that ended since the start
     utilization: float = 0.0  # of the machine by inference of late, 0 to 1
     interruptible: bool = False  # whether arrivals stop the training of the step that is planned
-    arrivals: float = 0.0  # requests a second of late
-    window_rows: int = 0  # of a window that memory bears, where it runs alone
+    arrivals: float = 0.0  # a second, of late, of requests that stop training
+    window_rows: int = 0  # of a window that memory bears in this step, beyond what is reserved
     places: float = INFINITE  # for sequences that run at once, by their number and by pages
     beside: bool = False  # whether a piece in a lane is under way: a step without answers awaits its end
     made_way: float = 0.0  # seconds of training that answers have made way for since they last had rows
@@ -46,6 +46,11 @@ class View:
     def is_idle(self) -> bool:
         """Tells whether no request waits or runs."""
         return not self.waiting and not self.running
+
+    @property
+    def is_patient(self) -> bool:
+        """Tells whether no request minds how long a single step takes."""
+        return all(one.request.slo.bounds_deferral_alone for one in (*self.running, *self.waiting))
 
     @property
     def preempted(self) -> tuple[Sequence, ...]:
@@ -63,9 +68,9 @@ class Allowance:
     `minimum`.
 
     `coming` is the seconds that the allowance adds up to while it is not used. Where they bear a layer of a
-    larger window, whose rows are cheaper, the step trains nothing and waits for it. `arrivals` is the rate, a
-    second, of arrivals that abandon the layer under way: the packer weighs a window's rows against what is
-    lost. None takes as many as fit.
+    larger window, whose rows are cheaper, the step trains nothing and waits for it. `abandons`: arrivals give
+    up the layer under way beside answers, too, as they do where training is alone. `arrivals` is their rate,
+    a second: the packer weighs a window's rows against what is lost. None takes as many as fit.
 
     Only `job` trains; None is all jobs. `split` is the share of the machine for inference, with training in a
     lane of its own; None fuses both in one pass over the weights.
@@ -77,6 +82,7 @@ class Allowance:
     coming: float = 0.0
     cut: bool = True
     job: str | None = None
+    abandons: bool = False
     arrivals: float | None = None
     split: float | None = None
 

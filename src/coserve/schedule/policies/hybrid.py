@@ -1,5 +1,6 @@
 """Token-level co-serving (FlexLLM, section 6.2): inference first, then as much training as bounds allow."""
 
+from dataclasses import replace
 from typing import Final, Literal, get_args
 
 from coserve.errors import ConfigError
@@ -17,6 +18,10 @@ class Hybrid(Policy):
     longest that an arriving request waits. Where arrivals pause training, they wait for one product of a
     layer, and that layer is computed again. Windows have the rows that are cheapest so (`TrainingPacker`), as
     far as memory bears.
+
+    Beside answers training has a small quantum (`quantum_with_inference`), since a step under way delays all
+    of them. Where no answer minds that (`View.is_patient`) and arrivals pause training, it has the quantum
+    and the windows that it has alone.
 
     Where a streamed base is read for each step, a window beside answers has the rows that pass meanwhile.
     Training between two tokens then takes an iteration, as FineInfer's does (3.3, algorithm 2).
@@ -43,19 +48,27 @@ class Hybrid(Policy):
 
     def allow(self, view: View) -> Allowance:
         """argmax f(c, s) <= SLO, and at most a quantum."""
-        rows = view.config.reserved_rows
         if not view.inference_seconds:
-            if not view.interruptible or view.config.max_training_rows is not None:
-                return Allowance(self.quantum(view), rows, minimum=INFINITE)
-            most = max(rows, view.window_rows)
-            return Allowance(self.quantum(view), most, minimum=INFINITE, arrivals=view.arrivals)
-        rows = max(rows, min(view.cost.free_rows, view.window_rows))
+            return replace(self._undisturbed(view), minimum=INFINITE)
+        minimum = view.deferral if view.starving else 0.0
+        if view.interruptible and view.is_patient and not view.cost.reads.layers:
+            allowance = self._undisturbed(view)
+            return replace(allowance, seconds=min(allowance.seconds, view.slack), minimum=minimum)
+        rows = max(view.config.reserved_rows, min(view.cost.free_rows, view.window_rows))
         seconds = min(view.slack, self._most_beside(view))
         if view.starving:
-            return Allowance(seconds, rows, minimum=view.deferral)
+            return Allowance(seconds, rows, minimum)
         if self._windows == "interleaved":
             return Allowance(seconds, rows, cut=False)
         return Allowance(seconds, rows, coming=self._coming(view))
+
+    def _undisturbed(self, view: View) -> Allowance:
+        """A quantum, where nobody minds how long the step takes but who arrives during it."""
+        rows = view.config.reserved_rows
+        if not view.interruptible or view.config.max_training_rows is not None:
+            return Allowance(self.quantum(view), rows, abandons=view.interruptible)
+        most = max(rows, view.window_rows)
+        return Allowance(self.quantum(view), most, abandons=True, arrivals=view.arrivals)
 
     def _most_beside(self, view: View) -> float:
         """Most seconds of training until answers have rows."""
