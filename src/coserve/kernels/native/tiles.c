@@ -40,7 +40,7 @@ static void configure(i64 height) {
 }
 
 // Fetches the weights that come AHEAD inputs later, of the next panel too, into the second cache: 32 rows of 1024x2816
-// take 0.55 ms on one thread without and 0.52 with. Up to 16 rows are no faster with it.
+// take 0.65 ms on one thread without and 0.57 with. Up to 16 rows are no faster with it.
 static inline void fetch(const bf16 *w) {
     for (int i = 0; i < DEEP; i++) _mm_prefetch((const char *)(w + AHEAD * TILE_PANEL + i * TILE_PANEL), _MM_HINT_T1);
 }
