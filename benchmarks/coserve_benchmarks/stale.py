@@ -117,6 +117,10 @@ RESULTS: Final[Mapping[str, Presented]] = {
         "docs/results/methods.md",
         (*_ENGINE, "src/coserve/tiny", *_MEASURING, *_bench("methods")),
     ),
+    "zoo.json": Presented(
+        "docs/results/zoo.md",
+        (*_ENGINE, "src/coserve/zoo", "src/coserve/tiny", *_MEASURING, *_LOADS, *_bench("zoo", "folder.py")),
+    ),
 }
 _MARK: Final = re.compile(r"^> \*\*[\w.-]+\.json\*\* .*\n\n?", re.MULTILINE)
 _SHOWN: Final = 10  # characters of a commit's name
