@@ -21,7 +21,6 @@ from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterError
 from coserve.model import replaced
-from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
 from coserve.train.objectives import Distillation
 from coserve.zoo.adding import add
 from coserve.zoo.distilling import DistillationSettings
@@ -339,21 +338,3 @@ def test_behind_the_last_attention_pages_are_kept(zoo: Zoo, served: Served) -> N
     assert engine.stats().found_tokens == found + 12 and shared.tokens
     engine.generate(PROMPT, "base.L2", SamplingParams(max_tokens=1, ignore_eos=True)).result()
     assert engine.stats().found_tokens == found + 12, "keys and values of another chain"
-
-
-@pytest.mark.parametrize(("call", "changes"), [(0.0, [1]), (1.0, [])])
-def test_a_compiled_call_that_a_surrogate_would_lose_counts(
-    served: Served, call: float, changes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = {**DEFAULT_WEIGHTS, "prefill_layers": call}
-    monkeypatch.setattr(CostModel, "weights", property(lambda _: weights))
-    clock = Clock()
-    engine = make_engine(served, max_running=2, **EAGER, clock=clock)
-    bring(engine, "base.L2", "tuned")
-    answer = engine.generate(PROMPT, None, LONG, alternatives=["base.L2"])
-    answered(engine, answer, 4)
-    answered(engine, engine.generate(PROMPT, "tuned", LONG), 1)
-    engine.generate(PROMPT, "tuned", SAMPLING)
-    clock.now = 1.0
-    engine.step()
-    assert [alternative for _, alternative in answer.changes] == changes

@@ -345,6 +345,15 @@ def test_a_great_many_interleavings(
     check(policy, pages, max_running, quantum, sharing, swap, burst, script)
 
 
+def test_a_page_that_virtual_tokens_begin_is_read_whole_from_the_second_tier() -> None:
+    """It holds the last virtual token and the prompt; only the prompt's last token is computed again."""
+    own = {"prompt": [4, 4], "adapter": "long@1"}
+    other = {"prompt": [0], "adapter": None}
+    rest = {"answer": 1, "minimum": 0, "scored": False, "scope": "", "slo": SLO()}
+    script = [("submit", {**one, **rest}) for one in (other, own, other, own)]
+    check("hybrid", 4, 2, 1e-3, True, (3, 0), script, [])
+
+
 def check(
     policy: str,
     pages: int,

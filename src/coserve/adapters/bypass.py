@@ -15,6 +15,8 @@ from torch import Tensor
 
 from coserve.errors import AdapterError
 from coserve.kernels.dropout import Mask
+from coserve.kernels.lora.backend import LoraSegment
+from coserve.kernels.native.layer import OwnWeight
 
 _Self = TypeVar("_Self", bound="Bypass")
 
@@ -82,6 +84,16 @@ class Bypass(ABC):
         """Returns the bypass for a base in `dtype`."""
         own = exact_type(dtype) if self.exact else dtype
         return self.with_parameters({n: p.to(own, copy=copy) for n, p in self.parameters().items()})
+
+    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
+        """The bypass of a range of rows at one side of a linear or norm, for the kernel of a whole layer;
+        None where it does not read it so."""
+        return None
+
+    def segment(self, rows: slice) -> LoraSegment | None:
+        """The bypass of a range of rows at a sublayer's output, for the kernel of a whole layer; None where
+        it does not read it so."""
+        return None
 
     @abstractmethod
     def add(self, x: Tensor, y: Tensor) -> Tensor:

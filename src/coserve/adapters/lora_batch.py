@@ -1,20 +1,44 @@
 """The adapters of a step: low-rank ones with their rows, slots, ranks and scales; what is left of others."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypasses
+from coserve.adapters.bypass import Bypasses, Side
 from coserve.adapters.lowrank import is_lora
-from coserve.adapters.replace import Replacement
 from coserve.kernels.lora.backend import LoraBackend, LoraSegment
 from coserve.kernels.lora.segments import LoraBackends, LoraSegments
 from coserve.kernels.lora.slots import SlotWeights
-from coserve.kernels.native.layer import LayerOwnWeights, OwnWeight
-from coserve.kernels.native.lora import LayerLora, LoraRows
+from coserve.kernels.native.layer import LINEARS, NORMS, SUBLAYERS, LayerOwnWeights, OwnWeight
+from coserve.kernels.native.lora import NO_ROWS, LayerLora, LoraRows, readable
 
 AdapterRows = tuple[slice, Bypasses]  # the rows of one adapter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPaths:
+    """Paths of a layer's modules in the order of its kernel: its seven linears, of which rows may change the
+    input of those `entered`; its two norms; its two sublayers; and all `others` that adapters may change."""
+
+    linears: tuple[str, ...]
+    entered: tuple[str, ...]
+    norms: tuple[str, ...]
+    sublayers: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+class LayerAdapters(NamedTuple):
+    """The bypasses of a step's rows in a layer, as its kernel reads them."""
+
+    lora: LayerLora
+    own: LayerOwnWeights
+
+
+NO_ADAPTERS: Final = LayerAdapters(
+    LayerLora([NO_ROWS] * (LINEARS + SUBLAYERS)), LayerOwnWeights([()] * (LINEARS + NORMS))
+)
 
 
 class SlotRows:
@@ -43,8 +67,7 @@ class LoraBatch:
         self.adapters, self.slots = adapters, slots
         self._backends = LoraBackends()
         self._segments: dict[str, LoraSegments | None] = {}
-        self._native: dict[tuple[str, ...], LayerLora | None] = {}
-        self._own: dict[tuple[str, ...], LayerOwnWeights | None] = {}
+        self._native: dict[LayerPaths, LayerAdapters | None] = {}
         self.rest: list[AdapterRows] = []
         for rows, own in adapters:
             others = {path: bypass for path, bypass in own.outputs.items() if not is_lora(bypass)}
@@ -73,48 +96,52 @@ class LoraBatch:
         if segments is not None:
             segments.add_(x.flatten(0, -2), y)
 
-    def native(self, paths: tuple[str, ...]) -> LayerLora | None:
-        """The bypasses at these linears for the kernel of a whole layer; None where it does not read some."""
+    def native(self, paths: LayerPaths) -> LayerAdapters | None:
+        """The bypasses in a layer for its kernel; None where it does not read one of them."""
         if paths not in self._native:
-            self._native[paths] = None if self.slots else self._readable(paths)
+            self._native[paths] = self._readable(paths)
         return self._native[paths]
-
-    def own_weights(self, modules: tuple[str, ...], others: tuple[str, ...]) -> LayerOwnWeights | None:
-        """Weights that replace these linears and norms for some rows, for the kernel of a whole layer; None
-        where `rest` has anything else at these or the `others`."""
-        if modules not in self._own:
-            self._own[modules] = self._replacing(modules, others)
-        return self._own[modules]
 
     def _at(self, path: str) -> LoraSegments | None:
         if path not in self._segments:
             self._segments[path] = self.segments(path)
         return self._segments[path]
 
-    def _readable(self, paths: Sequence[str]) -> LayerLora | None:
-        found: list[LoraRows | None] = []
-        for path in paths:
-            segments = self._at(path)
-            rows = None if segments is None else segments.native
-            if segments is not None and rows is None:
+    def _readable(self, paths: LayerPaths) -> LayerAdapters | None:
+        unread = {*paths.linears, *paths.norms, *paths.sublayers, *paths.others}.difference(paths.entered)
+        for _, own in self.rest:
+            if not unread.isdisjoint(own.inputs) or any(path in own.outputs for path in paths.others):
                 return None
-            found.append(rows)
-        return LayerLora(found)
+        lora = [*map(self._linear_rows, paths.linears), *map(self._sublayer_rows, paths.sublayers)]
+        weights = [self._own_weights(path) for path in (*paths.linears, *paths.norms)]
+        read = [rows for rows in lora if rows is not None], [each for each in weights if each is not None]
+        if self.slots or len(read[0]) < len(lora) or len(read[1]) < len(weights):
+            return None
+        return LayerAdapters(LayerLora(read[0]), LayerOwnWeights(read[1]))
 
-    def _replacing(self, modules: Sequence[str], others: Sequence[str]) -> LayerOwnWeights | None:
-        if any(path in own.inputs for _, own in self.rest for path in (*modules, *others)):
-            return None
-        if any(path in own.outputs for _, own in self.rest for path in others):
-            return None
-        found: list[list[OwnWeight]] = []
-        for path in modules:
-            applied = [(rows, own.outputs[path]) for rows, own in self.rest if path in own.outputs]
-            read = [bypass.readable(rows) for rows, bypass in applied if isinstance(bypass, Replacement)]
-            weights = [weight for weight in read if weight is not None]
-            if len(weights) < len(applied):
-                return None
-            found.append(weights)
-        return LayerOwnWeights(found)
+    def _linear_rows(self, path: str) -> LoraRows | None:
+        """The low-rank bypasses at a linear; None where the kernel does not read one of them."""
+        segments = self._at(path)
+        return NO_ROWS if segments is None else segments.native
+
+    def _sublayer_rows(self, path: str) -> LoraRows | None:
+        """The bypasses at a sublayer's output; None where the kernel does not read one of them."""
+        found = [own.outputs[path].segment(rows) for rows, own in self.rest if path in own.outputs]
+        segments = [segment for segment in found if segment is not None]
+        if not found:
+            return NO_ROWS
+        return readable(segments) if len(segments) == len(found) else None
+
+    def _own_weights(self, path: str) -> list[OwnWeight] | None:
+        """The weights of rows' own at a linear or norm; None where the kernel does not read one of them."""
+        found = [
+            bypass.own_weight(rows, side)
+            for rows, own in self.rest
+            for side, table in ((Side.INPUT, own.inputs), (Side.OUTPUT, own.outputs))
+            if (bypass := table.get(path)) is not None
+        ]
+        weights = [weight for weight in found if weight is not None]
+        return weights if len(weights) == len(found) else None
 
     def segments(self, path: str, is_added: Sequence[bool] | None = None) -> LoraSegments | None:
         """The segments at a linear, None where there are none. `is_added` tells for each adapter whether its

@@ -7,6 +7,7 @@ outputs or inputs than the base's, which `kept_units` in the file's configuratio
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, TypeVar
 
 import torch
@@ -19,9 +20,8 @@ from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
 from coserve.kernels.native import ops
-from coserve.kernels.native.layer import OwnWeight
+from coserve.kernels.native.layer import OwnWeight, Use
 
-_FEW: Final = 32  # rows; with twice as many torch's product is as fast
 KEPT: Final = "kept_units"  # the field of pruned modules: {path: {"outputs": [0, 3], "inputs": [...]}}
 REPLACED = (Kind.LINEAR, Kind.NORM, Kind.EMBEDDING)
 _Self = TypeVar("_Self", bound="Replacement")
@@ -46,7 +46,7 @@ class Replacement(Bypass):
         return True
 
     def instead(self, x: Tensor) -> Tensor:
-        if len(x) <= _FEW and ops.takes(x, self.weight) and ops.reads(self.weight, self.bias):
+        if ops.takes(x, self.weight) and ops.is_fast_unpacked(len(x), self.weight, self.bias):
             return ops.linear_unpacked(x, self.weight, self.bias)
         given: Tensor = F.linear(x, self.weight, self.bias)
         return given
@@ -54,10 +54,10 @@ class Replacement(Bypass):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return self.instead(x)
 
-    def readable(self, rows: slice) -> OwnWeight | None:
-        """The module's weights for a range of rows, for the kernel of a whole layer; None where it does not
-        read them."""
-        return OwnWeight(rows, self.weight, self.bias) if ops.reads(self.weight, self.bias) else None
+    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
+        if not ops.reads(self.weight, self.bias):
+            return None
+        return OwnWeight(rows, Use.REPLACES, self.weight, self.bias)
 
     @property
     def saved(self) -> int:
@@ -92,8 +92,9 @@ class PrunedReplacement(Replacement):
             return y
         return y.new_zeros(*y.shape[:-1], self.width).index_copy_(-1, self.rows, y)
 
-    def readable(self, rows: slice) -> None:
-        return None
+    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
+        found = super().own_weight(rows, side)
+        return None if found is None else found._replace(outputs=self.rows, inputs=self.columns)
 
     @property
     def saved(self) -> int:
@@ -133,10 +134,14 @@ class NormReplacement(Replacement):
     def replaces(self) -> bool:
         return False  # it is made of the base's output
 
-    def readable(self, rows: slice) -> OwnWeight | None:
+    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
         assert self.base is not None
         has_bias = self.bias is not None or self.base.bias is not None
-        return None if has_bias else OwnWeight(rows, self._factors(torch.bfloat16))
+        return None if has_bias else OwnWeight(rows, Use.SCALES, self._native_factors)
+
+    @cached_property
+    def _native_factors(self) -> Tensor:
+        return self._factors(torch.bfloat16)
 
     def _factors(self, dtype: torch.dtype) -> Tensor:
         """Factor of the base's output, biases aside: [width], differentiable."""

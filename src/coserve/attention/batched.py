@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from coserve.attention.pool import KVPool
 from coserve.kernels.attention import AttentionSpec, attend, attend_decode
 from coserve.kernels.native import ops as native
 from coserve.kernels.native.layer import DecodePages, LayerPages
+
+# Products of a query's numbers with positions, for each chunk: 0.2 ms on two cores, as a chunk's calls take.
+_SHORT: Final = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,11 @@ class PrefillRows:
 
 @dataclass(frozen=True)
 class BatchedMetadata:
-    """A pass's rows: decode rows, then chunks. `find_slots` finds their slots; `biases` are the decode rows'
-    masks by sliding window, made on first use."""
+    """A pass's rows: decode rows, then chunks. `find_slots` finds their slots, `find_alone` all rows as if
+    each were a decode row; `biases` are the decode rows' masks by sliding window, made on first use."""
 
     find_slots: Callable[[], Tensor]
+    find_alone: Callable[[], DecodeRows]
     decode: DecodeRows | None
     prefills: Sequence[PrefillRows]
     biases: dict[int | None, Tensor] = field(default_factory=dict)
@@ -52,6 +57,21 @@ class BatchedMetadata:
     def slot_mapping(self) -> Tensor:
         """Slots [rows] of the rows' keys and values."""
         return self.find_slots()
+
+    @cached_property
+    def alone(self) -> DecodeRows:
+        """All rows as decode rows: a row of a chunk attends to the positions up to its own."""
+        return self.find_alone()
+
+    @cached_property
+    def pairs(self) -> int:
+        """Positions that all rows of chunks attend to."""
+        return sum(chunk.count * (2 * chunk.start + chunk.count + 1) // 2 for chunk in self.prefills)
+
+    def are_short(self, width: int) -> bool:
+        """Tells whether chunks are so short that their queries, of `width` numbers, take less time as decode
+        rows than the calls for each chunk do."""
+        return self.pairs * width <= _SHORT * len(self.prefills)
 
 
 class BatchedBackend(KVPool):
@@ -68,7 +88,14 @@ class BatchedBackend(KVPool):
             count, end = common.query_lens[sequence], common.seq_lens[sequence]
             pages = common.block_table[sequence, : self._pages_for(end)]
             prefills.append(PrefillRows(end - count, count, pages))
-        return BatchedMetadata(partial(self.slot_mapping, common), decode, prefills)
+        slots, alone = partial(self.slot_mapping, common), partial(self._alone, common)
+        return BatchedMetadata(slots, alone, decode, prefills)
+
+    def _alone(self, common: CommonAttentionMetadata) -> DecodeRows:
+        counts = torch.tensor(common.query_lens, device=common.block_table.device)
+        tables = common.block_table[:, : self._pages_for(max(common.seq_lens))]
+        pages = tables.repeat_interleave(counts, dim=0, output_size=sum(common.query_lens))
+        return DecodeRows(pages.flatten(), common.positions + 1, self.page_size)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, metadata: BatchedMetadata, spec: AttentionSpec
@@ -78,11 +105,13 @@ class BatchedBackend(KVPool):
         count = len(slots)
         self.write(layer, slots, k[0, :, :count], v[0, :, :count])
         outputs = []
-        start = 0
-        if metadata.decode is not None:
-            start = len(metadata.decode.lengths)
-            outputs.append(self._attend_decode(layer, q[:, :, :start], metadata, metadata.decode, spec))
-        for chunk in metadata.prefills:
+        decode, prefills, start = metadata.decode, metadata.prefills, 0
+        if prefills and self._reads(q, spec) and metadata.are_short(q.shape[1] * q.shape[3]):
+            decode, prefills = metadata.alone, []
+        if decode is not None:
+            start = len(decode.lengths)
+            outputs.append(self._attend_decode(layer, q[:, :, :start], metadata, decode, spec))
+        for chunk in prefills:
             rows = slice(start, start + chunk.count)
             outputs.append(
                 self._attend_chunk(chunk, layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], spec)
@@ -92,21 +121,26 @@ class BatchedBackend(KVPool):
             outputs.append(v.new_zeros(1, padding, q.shape[1], v.shape[-1]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def decode_pages(self, layers: Sequence[int], metadata: BatchedMetadata) -> LayerPages | None:
-        """The pages of a pass's decode rows in these layers; None where it has other rows, or a layer has no
-        pages that kernels read."""
-        if metadata.decode is None or metadata.prefills or self.rounds:
-            return None
-        if not all(self._owns[layer] for layer in layers):
+    def decode_pages(self, layers: Sequence[int], metadata: BatchedMetadata, width: int) -> LayerPages | None:
+        """The pages of a pass's rows in these layers, whose queries have `width` numbers; None where there
+        are longer chunks than `are_short` takes, or a layer has no pages that kernels read."""
+        rows = metadata.decode
+        if metadata.prefills:
+            rows = metadata.alone if metadata.are_short(width) else None
+        if rows is None or self.rounds or not all(self._owns[layer] for layer in layers):
             return None
         keys, values = ([of[layer].whole for layer in layers] for of in (self._keys, self._values))
-        return LayerPages(metadata.decode.native, keys, values)
+        return LayerPages(rows.native, keys, values)
+
+    def _reads(self, q: Tensor, spec: AttentionSpec) -> bool:
+        """Tells whether a kernel attends for decode rows in the pages themselves."""
+        return spec.is_plain and not self.rounds and native.takes(q)
 
     def _attend_decode(
         self, layer: int, q: Tensor, metadata: BatchedMetadata, rows: DecodeRows, spec: AttentionSpec
     ) -> Tensor:
         batch = len(rows.lengths)
-        if spec.is_plain and not self.rounds and native.takes(q):
+        if self._reads(q, spec):
             keys, values = self._keys[layer].whole, self._values[layer].whole
             table, queries = rows.pages.view(batch, -1), q[0].transpose(0, 1)
             return native.attend_pages(

@@ -18,11 +18,6 @@ from coserve.schedule.scheduler import Scheduler
 Version = KnownVersion | None  # None is the base
 
 
-def _pruned(version: Version) -> int:
-    """Bytes of the base's modules that pruned ones of a version stand in for."""
-    return 0 if version is None else version.outline.pruned
-
-
 def shares_pages(one: Version, other: Version) -> bool:
     """Tells whether two versions of one base have the same keys and values for the same tokens."""
     return all(each is None or each.outline.behind for each in (one, other))
@@ -149,8 +144,7 @@ class Approximations:
 
         Modules that no row of other answers passes are read once more, and take the share of a forward pass
         that their bytes are of the base's. Those of the base are a version's as far as it has none of its
-        own. All modules of a row cost it the share of a row's time that their bytes are of the base's. Layers
-        with pruned modules take no compiled call, whose gain is the difference that prompts make to a pass.
+        own. All modules of a row cost it the share of a row's time that their bytes are of the base's.
         """
         requests = self._scheduler.requests
         there = {
@@ -160,22 +154,16 @@ class Approximations:
         }
         others = [None if key is None else self._cache.find(key) for key in there]
         shared = max((self._of_base(version) for version in others), default=0)
-        slowed = max((_pruned(version) for version in others), default=0)
-        read, passed, slow = list[float](), list[float](), list[float]()
+        read, passed = list[float](), list[float]()
         for version in versions:
             own, rest = 0 if version is None else version.cost, self._of_base(version)
             is_there = version is not None and version.key in there
             read.append((0 if is_there else own) + max(rest - shared, 0))
             passed.append(own + rest)
-            slow.append(max(_pruned(version) - slowed, 0))
         least, rows_of = min(passed), max(len(without), 1)
         whole = self._cost.pass_seconds / self._base_nbytes
         row = rows_of * self._cost.weights["forward_rows"] / self._base_nbytes
-        call = self._cost.weights["prefill_layers"] / self._base_nbytes
-        return [
-            whole * nbytes + row * (rows - least) + call * pruned
-            for nbytes, rows, pruned in zip(read, passed, slow, strict=True)
-        ]
+        return [whole * nbytes + row * (rows - least) for nbytes, rows in zip(read, passed, strict=True)]
 
     def _of_base(self, version: Version) -> int:
         """Bytes of the base's own modules that rows of a version pass."""

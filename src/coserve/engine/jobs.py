@@ -2,8 +2,9 @@
 
 Reading data and writing checkpoints run in the background; their outcomes are handled between two steps.
 Events of a job are numbered and kept until a server acknowledges that it has stored them. A checkpoint is
-reported once it is on disk and, where there is a validation file, its loss is known. The end of a job is
-reported after all its checkpoints.
+reported once it is on disk and, where there is a validation file, its loss is known. It has the reports of
+steps that no server has acknowledged, for the engine that resumes from it. The end of a job is reported after
+all its checkpoints.
 """
 
 from collections import deque
@@ -248,7 +249,11 @@ class Jobs:
         if handle.status == JobStatus.RUNNING:
             job.engine.training.set_weight(name, job.weight)  # it may have changed while the job waited
         self._tell(_started(name, job.step, handle.steps, ready.prepared))
-        if ready.checkpoint is not None:  # the engine that wrote it may have ended before it reported it
+        if (
+            ready.checkpoint is not None
+        ):  # the engine that wrote it may have ended before a server heard of it
+            for report in ready.checkpoint.reports:
+                self._tell(msgspec.convert({**report, "job": name}, JobStep))
             job.pending.append(PendingCheckpoint(self._scoring(job), ready.checkpoint))
             job.kept = ready.checkpoint.step
         if handle.status == JobStatus.SUCCEEDED:  # its last step was done already
@@ -256,6 +261,17 @@ class Jobs:
 
     def _stepped(self, job: ServedJob) -> None:
         assert job.handle is not None
+        self._report(job)
+        if job.handle.status == JobStatus.SUCCEEDED:
+            self._end(job, JobStatus.SUCCEEDED)
+        elif job.handle.error is not None:  # an error after a step
+            self._end(job, JobStatus.FAILED, job.handle.error)
+
+    def _report(self, job: ServedJob) -> None:
+        """Reports a job's newest optimizer step, once."""
+        assert job.handle is not None
+        if not job.handle.history or job.handle.history[-1].step == job.step:
+            return
         now, updated = self._engine.clock(), job.handle.history[-1]  # with its objective's figures
         job.step = updated.step
         self._tell(
@@ -272,20 +288,22 @@ class Jobs:
             )
         )
         job.last = now
-        if job.handle.status == JobStatus.SUCCEEDED:
-            self._end(job, JobStatus.SUCCEEDED)
-        elif job.handle.error is not None:  # an error after a step
-            self._end(job, JobStatus.FAILED, job.handle.error)
 
     def _keep(self, job: ServedJob, state: TrainingState) -> None:
         """Writes a state in the background. The state is a copy already."""
         if state.step == job.kept:  # just written: two threads would write one folder
             return
         job.kept = state.step
+        self._report(job)
+        reports = [
+            msgspec.to_builtins(numbered.news)
+            for numbered in self._unacknowledged
+            if isinstance(numbered.news, JobStep) and numbered.news.job == job.spec.job
+        ]
         pending = PendingCheckpoint(self._scoring(job))
         job.pending.append(pending)
         base_name = str(job.engine.base.model.config.name_or_path)
-        write = partial(write_checkpoint, Path(job.spec.folder), state, base_name)
+        write = partial(write_checkpoint, Path(job.spec.folder), state, base_name, reports)
         self._background.do("writing the checkpoint", write, partial(self._written, job, pending))
 
     def _scoring(self, job: ServedJob) -> Scoring | None:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
-from coserve.adapters.lora_batch import LoraBatch
+from coserve.adapters.lora_batch import NO_ADAPTERS, LayerAdapters, LayerPaths, LoraBatch
 from coserve.attention.backend import InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.kernels.attention import AttentionSpec
-from coserve.kernels.native.layer import LayerOwnWeights, LayerPages, no_own_weights
-from coserve.kernels.native.lora import LayerLora, no_lora
+from coserve.kernels.native.layer import LayerPages
 from coserve.model.group import GroupRows, Prepared
 from coserve.model.placement import Placement
 from coserve.model.replaced import AppliedRows, grouped_product, saves_rows
@@ -111,7 +110,6 @@ class FusedRows(GroupRows):
             self._parts.append((slice(start, start + part.count), part))
             start += part.count
         self._keepers = [(rows, part.keeper) for rows, part in self._parts if part.keeper is not None]
-        self._bounds = [part.count for part in parts]
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         group, added = placement.group, None
@@ -213,29 +211,35 @@ class FusedRows(GroupRows):
             return False
         return self._lora is None or not self._lora.covers(paths)
 
-    def decode_pages(self, layers: Sequence[int]) -> LayerPages | None:
-        """The layers' pages where all rows are decode rows, whose backend has them as `LayerPages`."""
+    def decode_pages(self, layers: Sequence[int], width: int) -> LayerPages | None:
+        """The layers' pages where all rows attend as decode rows do, with queries of `width` numbers, and the
+        backend has them as `LayerPages`."""
         if len(self._parts) != 1:
             return None
         part = self._parts[0][1]
         if not isinstance(part, InferenceRows) or not isinstance(part.backend, BatchedBackend):
             return None
-        return part.backend.decode_pages(layers, part.metadata)
+        return part.backend.decode_pages(layers, part.metadata, width)
 
-    def low_rank(self, paths: tuple[str, ...]) -> LayerLora | None:
-        """The rows' low-rank bypasses at these linears for the kernel of a whole layer; None where rows have
-        some that it does not read."""
-        return no_lora(len(paths)) if self._lora is None else self._lora.native(paths)
+    @property
+    def count(self) -> int:
+        """Rows without padding."""
+        padding: int = self._padding.stop - self._padding.start
+        return sum(part.count for _, part in self._parts) - padding
 
-    def own_weights(self, modules: tuple[str, ...], others: tuple[str, ...]) -> LayerOwnWeights | None:
-        """Weights that replace these linears and norms for some rows, for the kernel of a whole layer; None
-        where rows have other bypasses, low-rank ones aside, at any of these or the `others`, or some that it
-        does not read."""
-        if not self._adapters:
-            return no_own_weights(len(modules))
-        if self._lora is None or self._adapters is not self._lora.rest:
+    @property
+    def adapters(self) -> int:
+        """Ranges of rows with an adapter."""
+        return len(self._adapters if self._lora is None else self._lora.adapters)
+
+    def native(self, paths: LayerPaths) -> LayerAdapters | None:
+        """The bypasses in a layer for its kernel; None where it does not read one of them, or there are other
+        rows than those of answers: of training, or of the proof of the modules themselves."""
+        if len(self._parts) != 1 or not isinstance(self._parts[0][1], InferenceRows):
             return None
-        return self._lora.own_weights(modules, others)
+        if self._lora is None:
+            return None if self._adapters else NO_ADAPTERS
+        return self._lora.native(paths) if self._adapters is self._lora.rest else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if len(self._parts) == 1:

@@ -29,10 +29,10 @@ from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound,
 from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
-from coserve.model.decode_layer import find_decode_layers
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
+from coserve.model.native_layer import find_native_layers
 from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
 from coserve.model.placement import Placement, place_locally
 from coserve.model.placing import Holds, place_linears
@@ -128,7 +128,7 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
     for block in base.chain:
         block.returns_tuple = own.returns_tuple
     _fit(base, masks, placed)
-    prove(base, own, masks, first=partial(find_decode_layers, base))
+    prove(base, own, masks, shorten=partial(find_native_layers, base))
     _refuse_shorter_cache(base)
     join_siblings(base)
     assert not any(p.requires_grad for p in base.model.parameters()), "the base is frozen"

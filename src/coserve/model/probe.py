@@ -133,12 +133,13 @@ def drive(base: Base, parts: Sequence[BatchPart], tokens: Tensor, positions: Ten
     return base.tail(hidden)
 
 
-def prove(base: Base, own: Own, masks: Masks, first: Callable[[], None] = lambda: None) -> None:
-    """Raises UnsupportedModel for a base that does not give what its own forward gives. All proofs pass the
-    blocks once, together; `first` is a pass that comes to each block before them."""
+def prove(base: Base, own: Own, masks: Masks, shorten: Callable[[], None] = lambda: None) -> None:
+    """Raises UnsupportedModel for a base that does not give what its own forward gives, with modules alone
+    and with the shortcuts that the pass `shorten` puts into its blocks. All proofs pass the blocks once,
+    together."""
     far = [_Far(base, masks, place) for place in _far_positions(base, masks)]
     passes = [*_near(base, own), *(run for one in far for run in (one.own, one.driven))]
-    in_lockstep(base.chain.blocks, [first, *passes])
+    in_lockstep(base.chain.blocks, [*passes, shorten, *_near(base, own)])
     for one in far:
         one.compare()
 

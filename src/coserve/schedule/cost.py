@@ -34,7 +34,7 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "forward_layers": 1e-2,  # a forward pass over the whole depth: weights are read once for all rows
     "forward_rows": 1e-4,  # a row through the whole depth
     # A pass over the whole depth that carries prompts or windows, beside `forward_layers`: decode rows alone
-    # take a compiled call (`model/decode_layer.py`). 7 ms of 19M parameters, of which 8 decode rows take 4.
+    # take a compiled call (`model/native_layer.py`). 7 ms of 19M parameters, of which 8 decode rows take 4.
     "prefill_layers": 0.0,
     "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
     "decode_context": 1e-7,  # a cached token read by a decode row

@@ -120,6 +120,7 @@ class Prefixes:
             filled = swapped.first + swapped.pages - full
         elif names := self._readable(sequence, len(found)):
             computed, filled = self._usable(sequence, len(found) + len(names)), len(names)
+            rest = 0  # the page that virtual tokens begin is read whole
         loads = self.swapped.take(names)
         own = [page for page in begun if not pages.readers(page)]  # it loses its name and is written on
         virtual = self._virtual_pages(request)

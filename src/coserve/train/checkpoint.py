@@ -5,7 +5,8 @@ A checkpoint is a folder `step-000050` with
     adapter_config.json         the adapter in PEFT's format: the folder can be loaded like any adapter
     adapter_model.safetensors   its master weights, as exact as the job has them
     training.safetensors        AdamW's state
-    training.json               the step, the loss, and what decides the order of the examples
+    training.json               the step, the loss, what decides the order of the examples, and reports of
+                                steps that may not have been stored elsewhere
     manifest.json               size and SHA-256 of each of these
 
 It is written under another name. Every file reaches the disk before the manifest does, then the folder gets
@@ -18,7 +19,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -44,16 +45,21 @@ _CPU: Final = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A good checkpoint. `digest` is the SHA-256 of its manifest, and so of everything in it."""
+    """A good checkpoint. `digest` is the SHA-256 of its manifest, and so of everything in it. `reports` are
+    those of steps that nobody else may have, as they were given."""
 
     path: Path
     step: int
     digest: str
     loss: float | None
+    reports: Sequence[Mapping[str, Any]] = ()
 
 
-def write_checkpoint(folder: Path, state: TrainingState, base_name: str = "") -> Checkpoint:
-    """Writes `folder/step-…` and returns when it would survive a power cut. Raises JobError.
+def write_checkpoint(
+    folder: Path, state: TrainingState, base_name: str = "", reports: Sequence[Mapping[str, Any]] = ()
+) -> Checkpoint:
+    """Writes `folder/step-…` and returns when it would survive a power cut. Raises JobError. `reports`, of
+    steps, are plain data that JSON can hold.
 
     A good checkpoint of the same step stays as it is; a damaged one is moved aside.
     """
@@ -67,7 +73,7 @@ def write_checkpoint(folder: Path, state: TrainingState, base_name: str = "") ->
         if partial.exists():  # left by a killed process
             shutil.rmtree(partial)
         partial.mkdir()
-        _write_files(partial, state, base_name)
+        _write_files(partial, state, base_name, reports)
         if path.exists():
             path.rename(_free_name(folder, f"{path.name}.damaged"))
         partial.rename(path)
@@ -132,7 +138,9 @@ def read_checkpoint(path: Path, name: str, frame: Frame, dtype: torch.dtype) -> 
     )
 
 
-def _write_files(folder: Path, state: TrainingState, base_name: str) -> None:
+def _write_files(
+    folder: Path, state: TrainingState, base_name: str, reports: Sequence[Mapping[str, Any]]
+) -> None:
     write_adapter(state.adapter, folder, base_name, whole=True)
     save_file(dict(state.moments), folder / _MOMENTS)
     fields = {
@@ -140,6 +148,7 @@ def _write_files(folder: Path, state: TrainingState, base_name: str) -> None:
         "step": state.step,
         "loss": state.loss,
         "identity": asdict(state.identity),
+        "reports": list(reports),
     }
     (folder / _STATE).write_text(json.dumps(fields, indent=2) + "\n")
     files = {}
@@ -165,7 +174,8 @@ def _checked(path: Path) -> Checkpoint | None:
             if file.stat().st_size != expected["bytes"] or _sha256(file) != expected["sha256"]:
                 return None
         fields = _fields(path)
-        return Checkpoint(path, fields["step"], hashlib.sha256(text).hexdigest(), fields["loss"])
+        digest = hashlib.sha256(text).hexdigest()
+        return Checkpoint(path, fields["step"], digest, fields["loss"], fields.get("reports", ()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # a file is missing, or the manifest is invalid
 

@@ -143,7 +143,31 @@ def test_news_is_repeated_until_it_is_acknowledged(desk: Desk, data: Path, tmp_p
     desk.reports.clear()
     desk.asked = 0
     assert desk.ended().step == 6  # nothing was left to do but to say so
-    assert [type(news) for news in desk.news()] == [JobStarted, JobCheckpoint, JobEnded]
+    assert [type(news) for news in desk.news()] == [JobStarted, *[JobStep] * 6, JobCheckpoint, JobEnded]
+
+
+def test_steps_that_no_server_has_stored_are_told_by_the_engine_that_resumes(
+    desk: Desk, data: Path, tmp_path: Path
+) -> None:
+    """The first engine ends some time after its second checkpoint, and with it all that it told after the
+    third step."""
+    started = job(data, tmp_path / "j", every=2, options={"epochs": 1000})
+    desk.send(started)
+    desk.until(lambda: len(desk.news(JobStep)) == 3)
+    stored = next(i for i, news in enumerate(desk.news()) if isinstance(news, JobStep) and news.step == 3)
+    desk.send(Acknowledge(stored + 1))
+    desk.until(lambda: len(desk.news(JobCheckpoint)) == 2)
+    desk.send(StopJob("j", keep=False))
+    desk.ended()
+    newest = checkpoint.newest_checkpoint(tmp_path / "j")
+    assert newest is not None and newest.step >= 4
+    other = Desk()
+    other.send(started)
+    other.until(lambda: len(other.news(JobStep)) > newest.step - 3)
+    begun, *again = other.news()
+    assert isinstance(begun, JobStarted) and begun.step == newest.step
+    assert again[: newest.step - 3] == desk.news(JobStep)[3 : newest.step]
+    assert [news.step for news in other.news(JobStep)] == [*range(4, newest.step + 2)]
 
 
 def test_a_job_without_time_to_train_is_told_of_once(

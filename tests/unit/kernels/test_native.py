@@ -21,6 +21,8 @@ from coserve.model.placement import PackedPlacement
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
 DRAWS = random.Random()
+TILED = 4  # rows from which on products of unpacked weights are by tiles, where a processor has these
+MANY_ROWS = 64, 640, 1200  # outputs, inputs, rows: more than pass a weight at once
 # Numbers that another order of a sum may round to a neighbour in bfloat16 (8 bits), twice at most.
 NEIGHBOUR, OFTEN = 2 * 2**-7, 0.02
 LEAST = 1e-30  # exp(x) below -87 is 0 here
@@ -202,12 +204,13 @@ def test_a_chunk_attends_to_what_came_before() -> None:
 
 @pytest.mark.skipif(not multiplies_bfloat16(drawn(1)), reason="oneDNN packs no bfloat16 weights here")
 def test_products_of_packed_weights_are_onednns() -> None:
-    for _ in range(10):
-        outputs, inputs, rows = 32 * DRAWS.randint(1, 9), 32 * DRAWS.randint(1, 24), DRAWS.randint(1, 70)
+    shapes = [(32 * DRAWS.randint(1, 9), 32 * DRAWS.randint(1, 24), DRAWS.randint(1, 70)) for _ in range(10)]
+    for outputs, inputs, rows in [*shapes, MANY_ROWS]:
         bias = drawn(outputs) if DRAWS.random() < 0.5 else None
         placement = PackedPlacement(drawn(outputs, inputs), bias)
         x = drawn(1, rows, inputs + 3)[..., :inputs]
-        got = placement.forward(x)
+        assert placement.native is not None
+        got = ops.linear(x, placement.native.address, outputs, bias)
         with torch_only():
             assert_rounded_alike(got, placement.forward(x))
         assert torch.equal(placement.forward(x[:, :1]), got[:, :1])
@@ -217,8 +220,11 @@ def test_products_of_weights_as_loaded_are_torchs() -> None:
     found_library = library()
     if found_library is None or not found_library.panel_outputs():
         pytest.skip("there is no kernel of products")
-    for _ in range(20):
-        outputs, inputs, rows = 4 * DRAWS.randint(1, 70), 32 * DRAWS.randint(1, 20), DRAWS.randint(1, 70)
+    shapes = [
+        (DRAWS.choice([4, 32]) * DRAWS.randint(1, 10), 32 * DRAWS.randint(1, 20), DRAWS.randint(1, 130))
+        for _ in range(20)
+    ]
+    for outputs, inputs, rows in [*shapes, MANY_ROWS]:
         weight, bias = drawn(outputs, inputs), drawn(outputs) if DRAWS.random() < 0.5 else None
         x = drawn(rows, inputs + 3)[:, :inputs]
         assert ops.reads(weight, bias)
@@ -227,18 +233,25 @@ def test_products_of_weights_as_loaded_are_torchs() -> None:
         torch.testing.assert_close(got, want, rtol=NEIGHBOUR, atol=1e-2)
         assert (got != want).float().mean() <= OFTEN
         first = DRAWS.randrange(rows)
-        assert torch.equal(ops.linear_unpacked(x[first:], weight, bias), got[first:])
+        if (rows - first < TILED) == (rows < TILED):  # fewer are multiplied by vectors
+            assert torch.equal(ops.linear_unpacked(x[first:], weight, bias), got[first:])
     weight = drawn(8, 64)
     assert ops.reads(weight, drawn(8)) and not ops.reads(weight, drawn(16)[::2])
     for other in (drawn(6, 64), drawn(8, 48), drawn(64, 8).t(), weight.float(), drawn(8, 128)[:, ::2]):
         assert not ops.reads(other, None)
-    broken = weight.clone()
-    broken[5] = float("nan")
-    x = drawn(3, 64)
-    is_broken = ops.linear_unpacked(x, broken, None).isnan().any(0).tolist()
-    assert is_broken == [output == 5 for output in range(8)]
-    x[1] = float("inf")
-    assert ops.linear_unpacked(x, weight, None).isfinite().all(1).tolist() == [True, False, True]
+    wide = drawn(64, 64)
+    is_tiled = found_library.panel_outputs() == 32
+    assert ops.is_fast_unpacked(32, weight, None) and ops.is_fast_unpacked(33, wide, None) == is_tiled
+    assert not ops.is_fast_unpacked(33, weight, None) and not ops.is_fast_unpacked(1, weight.float(), None)
+    for each, rows in ((weight, 3), (wide, 3), (wide, 23)):
+        broken = each.clone()
+        broken[5] = float("nan")
+        x = drawn(rows, 64)
+        is_broken = ops.linear_unpacked(x, broken, None).isnan().any(0).tolist()
+        assert is_broken == [output == 5 for output in range(len(each))]
+        x[1] = float("inf")
+        is_finite = ops.linear_unpacked(x, each, None).isfinite().all(1).tolist()
+        assert is_finite == [row != 1 for row in range(rows)]
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(drawn(1)), reason="oneDNN packs no bfloat16 weights here")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coserve.kernels.lora.backend import LoraSegment
 from coserve.kernels.native.build import library
-from coserve.kernels.native.lora import add_lora, computes, readable
+from coserve.kernels.native.lora import BottleneckSegment, add_lora, computes, readable
 
 pytestmark = pytest.mark.skipif(
     library() is None or not library().panel_outputs(),  # type: ignore[union-attr]
@@ -24,14 +24,24 @@ def segment(start: int, stop: int, rank: int, inputs: int, outputs: int) -> Lora
     return LoraSegment(start, stop, a.bfloat16(), b.bfloat16(), DRAWS.uniform(-2.0, 2.0))
 
 
+def bottleneck(start: int, stop: int, rank: int, inputs: int, outputs: int) -> LoraSegment:
+    one = segment(start, stop, rank, inputs, outputs)
+    biases = torch.randn(rank).bfloat16(), torch.randn(outputs).bfloat16()
+    return BottleneckSegment(start, stop, one.a, one.b, one.scale, a_bias=biases[0], b_bias=biases[1])
+
+
 def added(x: Tensor, y: Tensor, one: LoraSegment) -> tuple[Tensor, Tensor]:
     """The segment's rows of y with its bypass, in float64, and a bound on the error of each number."""
     own = slice(one.start, one.stop)
     a, b = one.a.double(), one.b.double()
-    h = x[own].double() @ a.t()
+    h, bias = x[own].double() @ a.t(), torch.zeros(len(b)).double()
+    rough = 1e-6 * x[own].double().abs() @ a.abs().t()
+    if isinstance(one, BottleneckSegment):
+        h, bias = (h + one.a_bias.double()).relu(), one.b_bias.double()
+        rough += 1e-6 * one.a_bias.double().abs()
     want = y[own].double() + one.scale * h @ b.t()
-    lost = abs(one.scale) * ((ULP * h.abs() + 1e-6 * x[own].double().abs() @ a.abs().t()) @ b.abs().t())
-    return want, 1.01 * lost + ULP * want.abs() + 1e-6
+    lost = abs(one.scale) * ((ULP * h.abs() + rough) @ b.abs().t())
+    return want + bias, 1.01 * lost + ULP * (want.abs() + (want + bias).abs()) + 1e-6
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 8, 13, 16, 45, 64])
@@ -41,7 +51,7 @@ def test_rows_get_their_own_bypass(rank: int, threads: int) -> None:
     rows = DRAWS.randint(1, 70)
     cuts = sorted(DRAWS.sample(range(rows + 1), min(rows + 1, DRAWS.choice([2, 4, 6])) // 2 * 2))
     found = [
-        segment(start, stop, rank if not i else DRAWS.randint(1, 9), inputs, outputs)
+        DRAWS.choice([segment, bottleneck])(start, stop, DRAWS.randint(1, 9) if i else rank, inputs, outputs)
         for i, (start, stop) in enumerate(zip(cuts[::2], cuts[1::2], strict=True))
     ]
     wide = torch.randn(rows, inputs + 5).bfloat16()
@@ -61,6 +71,25 @@ def test_rows_get_their_own_bypass(rank: int, threads: int) -> None:
         others -= set(range(one.start, one.stop))
     rest = sorted(others)
     assert torch.equal(y[rest], before[rest])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_get_a_bypass_of_themselves(threads: int) -> None:
+    """As a bottleneck's: the output is its input."""
+    found = [bottleneck(0, 37, 20, 128, 128), bottleneck(40, 41, 7, 128, 128)]
+    y, bypasses = torch.randn(45, 128).bfloat16(), readable(found)
+    before, kept = y.clone(), torch.get_num_threads()
+    assert bypasses is not None
+    torch.set_num_threads(threads)
+    try:
+        add_lora(y, bypasses, y)
+    finally:
+        torch.set_num_threads(kept)
+    for one in found:
+        want, bound = added(before, before, one)
+        assert bool(((y[one.start : one.stop].double() - want).abs() <= bound).all())
+    for rows in (slice(37, 40), slice(41, 45)):
+        assert torch.equal(y[rows], before[rows])
 
 
 def test_what_is_not_a_number_stays_with_its_adapter() -> None:

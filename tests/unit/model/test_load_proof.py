@@ -220,7 +220,7 @@ def test_folders_that_transformers_cannot_read_are_refused(tmp_path: Path) -> No
 def hands_on(model: PreTrainedModel) -> None:
     """The second layer adds what the first one left for it, as if it were one of its arguments."""
     left: list[Tensor] = []
-    change(layers_of(model)[0], lambda out, **_: left.append(out) or out)  # type: ignore[func-returns-value]
+    change(layers_of(model)[0], lambda out, **_: left.append(out) or 2 * out)  # type: ignore[func-returns-value]
     change(layers_of(model)[1], lambda out, **_: out + 0.1 * left[-1])
 
 

@@ -4,6 +4,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from coserve.adapters.method import Written, chosen
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
+from coserve.kernels.native.layer import OwnWeight, Use
 
 Biases = Literal["auto", "existing", "all"]
 
@@ -40,7 +42,7 @@ class BitFitConfig:
             raise AdapterError(f"BitFit targets are several names, not one: ({shown(self.targets)},)")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BitFitBypass(Bypass):
     """`bias` [width] replaces the base's bias, `base` [width] (None without one)."""
 
@@ -59,6 +61,13 @@ class BitFitBypass(Bypass):
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         y.add_(self._change(y.dtype))
+
+    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
+        return OwnWeight(rows, Use.ADDS, self._native_change) if side is Side.OUTPUT else None
+
+    @cached_property
+    def _native_change(self) -> Tensor:
+        return self._change(torch.bfloat16)
 
     def merged(self, dense: Dense, side: Side) -> Dense:
         change = self._change(dense.weight.dtype)

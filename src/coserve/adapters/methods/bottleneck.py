@@ -16,6 +16,7 @@ from coserve.adapters.method import Written
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind
 from coserve.errors import AdapterError, AdapterMismatch
+from coserve.kernels.native.lora import BottleneckSegment
 
 Layout = Literal["houlsby", "pfeiffer"]
 Activation = Literal["relu", "gelu", "silu"]
@@ -71,6 +72,13 @@ class BottleneckBypass(Bypass):
     def add_(self, x: Tensor, y: Tensor) -> None:
         """Adds the up projection to y in place, without a separate product."""
         y.addmm_(self._inside(y), self.up.t()).add_(self.up_bias)
+
+    def segment(self, rows: slice) -> BottleneckSegment | None:
+        if self.activation != "relu":
+            return None
+        return BottleneckSegment(
+            rows.start, rows.stop, self.down, self.up, 1.0, a_bias=self.down_bias, b_bias=self.up_bias
+        )
 
     def _inside(self, y: Tensor) -> Tensor:
         return _FUNCTIONS[self.activation](F.linear(y, self.down, self.down_bias))

@@ -6,6 +6,7 @@ Computed in this form: in low precision l − 1 represents small changes exactly
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -17,6 +18,7 @@ from coserve.adapters.replace import fresh_replacements, take_replacements, writ
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
+from coserve.kernels.native.layer import OwnWeight, Use
 
 # Names of linears that give keys or values, alone or together with queries.
 _KEYS_AND_VALUES: Final = frozenset({
@@ -46,7 +48,7 @@ class IA3Config:
                 raise AdapterError(f"IA3 {name} are several names, not one: ({shown(names)},)")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class IA3Bypass(Bypass):
     """Scales [width], one for each feature of y."""
 
@@ -64,6 +66,13 @@ class IA3Bypass(Bypass):
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         y.addcmul_(y, self._change(y.dtype))
+
+    def own_weight(self, rows: slice, side: Side) -> OwnWeight:
+        return OwnWeight(rows, Use.ENTERS if side is Side.INPUT else Use.CHANGES, self._native_change)
+
+    @cached_property
+    def _native_change(self) -> Tensor:
+        return self._change(torch.bfloat16)
 
     def merged(self, dense: Dense, side: Side) -> Dense:
         if side is Side.INPUT:

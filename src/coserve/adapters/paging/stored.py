@@ -14,7 +14,6 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses, Side
 from coserve.adapters.files import CONFIG, WEIGHTS, check_weights, read_adapter, read_outline
 from coserve.adapters.paging.buffer import Buffer
-from coserve.adapters.replace import PrunedReplacement
 from coserve.adapters.sites import Frame, Kind
 from coserve.core.request import BASE
 from coserve.errors import AdapterError, CoserveError
@@ -37,15 +36,13 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Outline:
     """Properties of an adapter whose weights are not read: `cost` is its bytes in memory with its slot,
-    `nbytes` without. `saved` are bytes of the base's modules that its own stand in for, `pruned` of these
-    those of pruned ones. One all of whose modules stand behind the last keys and values is `behind`: its keys
-    and values are the base's."""
+    `nbytes` without. `saved` are bytes of the base's modules that its own stand in for. One all of whose
+    modules stand behind the last keys and values is `behind`: its keys and values are the base's."""
 
     virtual: Counts
     nbytes: int
     cost: int
     saved: int = 0
-    pruned: int = 0
     behind: bool = False
 
     @classmethod
@@ -54,8 +51,7 @@ class Outline:
         virtual = Counts(adapter.virtual.count, adapter.virtual.prompt_count, adapter.virtual.given_count)
         placed = [bypass for _, bypass in adapter.placed()]
         saved = sum(bypass.saved for bypass in placed)
-        pruned = sum(bypass.saved for bypass in placed if isinstance(bypass, PrunedReplacement))
-        return cls(virtual, adapter.nbytes, adapter.nbytes + slot, saved, pruned)
+        return cls(virtual, adapter.nbytes, adapter.nbytes + slot, saved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "linear_unpacked": "plpppllli",
     "add_lora": "plplplli",
     "decode_layers": "pppppplppppllli",
+    "layer_begin": "pppppppppllli",
+    "layer_end": "ppppppllli",
     "panel_outputs": "",
 }
 

@@ -33,13 +33,20 @@ void linear_by_tiles(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *
 void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
                      i64 outs, int threads);
 
-// Rows [begin, end) with a low-rank bypass: a [rank, ins], b [outs, rank].
+// As `linear_unpacked`; `outs` is a multiple of TILE_PANEL.
+void linear_unpacked_by_tiles(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *bias, bf16 *y, i64 rows,
+                              i64 ins, i64 outs, int threads);
+
+// Rows [begin, end) with a low-rank bypass: a [rank, ins], b [outs, rank]; with biases [rank] and [outs] or null. Where
+// `rectifies`, negative numbers between the two matrices become zero.
 typedef struct {
-    const bf16 *a, *b;
+    const bf16 *a, *b, *a_bias, *b_bias;
     i64 begin, end, rank;
     float scale;
+    int rectifies;
 } Segment;
 
+// x and y may be the same.
 void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf16 *y, i64 ins, i64 outs, int threads);
 
 #endif

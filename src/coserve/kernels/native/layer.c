@@ -1,16 +1,24 @@
-// Decoder layers' decode rows by the other kernels, one after another: what the modules compute by these, bit for bit,
-// in one call, with the low-rank bypasses of adapters and with weights of their own. See layer.py for shapes.
+// Decoder layers by the other kernels, one after another: what the modules compute by these, bit for bit, in one call,
+// with the low-rank bypasses of adapters and with weights of their own. Attention over other rows than decode rows is
+// the caller's, between the layer's two halves. See layer.py for shapes.
 
 #include <stdlib.h>
 
 #include "bfloat16.h"
 #include "kernels.h"
 
-// Rows [begin, end) with a weight of their own: of a linear [outs, ins] with a bias or null, instead of the layer's;
-// of a norm [hidden] factors of the layer's output.
+// How rows use a weight of their own: instead of the module's [outs, ins], with a bias or null; its outputs or inputs
+// times (1 + weight); added to its outputs; or, where `SCALES`, its outputs times weight.
+enum { REPLACES, CHANGES, ENTERS, ADDS, SCALES };
+
+enum { MANY = 2 };  // ranges of rows a thread
+
+// Rows [begin, end) with a weight of their own. One that replaces a linear's may have but some of its outputs and inputs,
+// at these indices; null where it has all. The linear's other outputs are zeros.
 typedef struct {
     const bf16 *weight, *bias;
-    i64 begin, end;
+    const i64 *outputs, *inputs;
+    i64 outs, ins, begin, end, use;
 } OwnWeight;
 
 typedef struct {
@@ -43,6 +51,7 @@ typedef struct {
 
 typedef struct {
     Bypass query, key, value, out, gate, up, down;
+    Bypass attention, feed_forward;  // of the sublayers' outputs
 } Bypasses;
 
 typedef struct {
@@ -54,7 +63,15 @@ typedef struct {
     i64 pages, page_size, batch;
 } Pages;
 
+// Rows [rows, ...] of which the first `batch` are somebody's. One thread passes over fewer numbers than `grain`.
+typedef struct {
+    i64 rows, batch, grain;
+    int threads;
+} Step;
+
 static i64 most(i64 a, i64 b) { return a > b ? a : b; }
+
+static int threads_for(const Step *step, i64 numbers) { return numbers >= step->grain ? step->threads : 1; }
 
 // y += x, rounded.
 static void add(const bf16 *x, bf16 *y, i64 count) {
@@ -62,39 +79,165 @@ static void add(const bf16 *x, bf16 *y, i64 count) {
     for (i64 i = 0; i < count; i++) y[i] = narrow(widen(x[i]) + widen(y[i]));
 }
 
-// The rows [begin, end) by the layer's own weight.
-static void common(const bf16 *x, const Linear *of, bf16 *y, i64 begin, i64 end, i64 ins, int threads) {
-    if (begin < end)
-        linear(x + begin * ins, ins, of->packed, of->bias, y + begin * of->outputs, end - begin, ins, of->outputs,
-               threads);
+// One row by the weight: all uses but REPLACES.
+static void change(const OwnWeight *own, bf16 *row, i64 width) {
+    const bf16 *w = own->weight;
+    if (own->use == ADDS) {
+        add(w, row, width);
+    } else if (own->use == SCALES) {
+#pragma omp simd
+        for (i64 i = 0; i < width; i++) row[i] = narrow(widen(row[i]) * widen(w[i]));
+    } else {
+#pragma omp simd
+        for (i64 i = 0; i < width; i++) row[i] = narrow(widen(row[i]) + widen(row[i]) * widen(w[i]));
+    }
 }
+
+// The module's inputs or its outputs, of the rows that have a weight for these.
+static void change_rows(const OwnRows *own, int inputs, bf16 *x, i64 width) {
+    for (const OwnWeight *one = own->weights; one < own->weights + own->count; one++)
+        if (one->use != REPLACES && (one->use == ENTERS) == inputs)
+            for (i64 row = one->begin; row < one->end; row++) change(one, x + row * width, width);
+}
+
+// A linear's product for the rows [begin, end), by the layer's own weight or by theirs.
+typedef struct {
+    const Linear *of;
+    const OwnWeight *own;  // null for the layer's
+    i64 begin, end;
+    bf16 *y;
+} Range;
+
+// A linear, the weights that rows have instead of it, and its output of all rows.
+typedef struct {
+    const Linear *of;
+    const OwnRows *own;
+    bf16 *y;
+} Product;
 
 // Padding goes along with the last row: alone it would read a weight of its own.
-static i64 end_of(const OwnWeight *own, i64 rows, i64 batch) { return own->end == batch ? rows : own->end; }
+static i64 end_of(const OwnWeight *own, const Step *step) { return own->end == step->batch ? step->rows : own->end; }
 
-static void product(const bf16 *x, const Linear *of, const Bypass *added, const OwnRows *own, bf16 *y, i64 rows,
-                    i64 batch, i64 ins, int threads) {
-    i64 done = 0;
-    for (i64 i = 0; i < own->count; i++) {
-        const OwnWeight *one = own->weights + i;
-        common(x, of, y, done, one->begin, ins, threads);
-        done = end_of(one, rows, batch);
-        linear_unpacked(x + one->begin * ins, ins, one->weight, one->bias, y + one->begin * of->outputs,
-                        done - one->begin, ins, of->outputs, threads);
-    }
-    common(x, of, y, done, rows, ins, threads);
-    if (added->count > 0) add_lora(x, ins, added->segments, added->count, y, ins, of->outputs, threads);
+// The ranges of a product in order; returns how many.
+static i64 find_ranges(const Product *one, const Step *step, Range *ranges) {
+    i64 done = 0, count = 0;
+    for (const OwnWeight *own = one->own->weights; own < one->own->weights + one->own->count; own++)
+        if (own->use == REPLACES) {
+            if (done < own->begin) ranges[count++] = (Range){one->of, NULL, done, own->begin, one->y};
+            done = end_of(own, step);
+            ranges[count++] = (Range){one->of, own, own->begin, done, one->y};
+        }
+    if (done < step->rows) ranges[count++] = (Range){one->of, NULL, done, step->rows, one->y};
+    return count;
 }
 
-static void norm(const bf16 *x, const Norm *of, const OwnRows *own, bf16 *y, i64 rows, i64 batch, i64 hidden,
-                 int threads) {
-    rms_norm(x, of->weight, y, rows, hidden, of->eps, of->is_centred, threads);
-    for (const OwnWeight *one = own->weights; one < own->weights + own->count; one++)
-        for (i64 row = one->begin; row < end_of(one, rows, batch); row++) {
-            bf16 *to = y + row * hidden;
-#pragma omp simd
-            for (i64 j = 0; j < hidden; j++) to[j] = narrow(widen(to[j]) * widen(one->weight[j]));
-        }
+// As `linear_unpacked`, with a weight that has some of the outputs and inputs.
+static void multiply_pruned(const OwnWeight *own, const bf16 *x, i64 ins, bf16 *y, i64 rows, i64 outs, int threads) {
+    bf16 *room = malloc(sizeof(bf16) * (size_t)(rows * (own->ins + own->outs)));
+    bf16 *kept = room, *product = own->outputs == NULL ? y : room + rows * own->ins;
+    if (own->inputs != NULL)
+        for (i64 m = 0; m < rows; m++)
+            for (i64 i = 0; i < own->ins; i++) kept[m * own->ins + i] = x[m * ins + own->inputs[i]];
+    linear_unpacked(own->inputs == NULL ? x : kept, own->ins, own->weight, own->bias, product, rows, own->ins, own->outs,
+                    threads);
+    if (own->outputs != NULL) {
+        memset(y, 0, sizeof(bf16) * (size_t)(rows * outs));
+        for (i64 m = 0; m < rows; m++)
+            for (i64 n = 0; n < own->outs; n++) y[m * outs + own->outputs[n]] = product[m * own->outs + n];
+    }
+    free(room);
+}
+
+static void multiply(const Range *range, const bf16 *x, i64 ins, int threads) {
+    const bf16 *from = x + range->begin * ins;
+    i64 rows = range->end - range->begin, outs = range->of->outputs;
+    bf16 *to = range->y + range->begin * outs;
+    if (range->own == NULL)
+        linear(from, ins, range->of->packed, range->of->bias, to, rows, ins, outs, threads);
+    else if (range->own->outputs != NULL || range->own->inputs != NULL)
+        multiply_pruned(range->own, from, ins, to, rows, outs, threads);
+    else
+        linear_unpacked(from, ins, range->own->weight, range->own->bias, to, rows, ins, outs, threads);
+}
+
+// The products of linears that read the same x. Where there are many ranges each is one thread's: 12 fine-tunes' products
+// of 6 rows, 256x704, take 13 us each with two threads and 18 with one.
+static void multiply_all(const bf16 *x, i64 ins, const Product *products, i64 count, const Step *step) {
+    i64 room = 0, found = 0;
+    for (i64 i = 0; i < count; i++) room += 2 * products[i].own->count + 1;
+    Range *ranges = malloc(sizeof(Range) * (size_t)room);
+    for (i64 i = 0; i < count; i++) found += find_ranges(products + i, step, ranges + found);
+    if (found < MANY * step->threads || step->threads == 1) {
+        for (i64 i = 0; i < found; i++) multiply(ranges + i, x, ins, step->threads);
+    } else {
+#pragma omp parallel for schedule(dynamic) num_threads(step->threads)
+        for (i64 i = 0; i < found; i++) multiply(ranges + i, x, ins, 1);
+    }
+    free(ranges);
+}
+
+// What rows have beside a linear's product.
+static void finish(const bf16 *x, i64 ins, const Product *one, const Bypass *added, const Step *step) {
+    i64 outs = one->of->outputs;
+    if (added->count > 0) add_lora(x, ins, added->segments, added->count, one->y, ins, outs, step->threads);
+    change_rows(one->own, 0, one->y, outs);
+}
+
+static void norm(const bf16 *x, const Norm *of, const OwnRows *own, bf16 *y, const Step *step, i64 hidden) {
+    rms_norm(x, of->weight, y, step->rows, hidden, of->eps, of->is_centred, threads_for(step, step->rows * hidden));
+    change_rows(own, 0, y, hidden);
+}
+
+// A sublayer's output with the bypasses of its own.
+static void leave(const Bypass *added, bf16 *y, const Step *step, i64 hidden) {
+    if (added->count > 0) add_lora(y, hidden, added->segments, added->count, y, hidden, hidden, step->threads);
+}
+
+#define PRODUCT(of, y) {&layer->of, &own->of, y}
+
+// What attends: q [rows, heads, width], k and v [rows, groups, width], of which the first two are rotated.
+static void attention_inputs(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const bf16 *x,
+                             const bf16 *cosine, const bf16 *sine, bf16 *q, bf16 *k, bf16 *v, const Step *step) {
+    i64 hidden = layer->hidden, width = layer->width, rows = step->rows;
+    i64 of_q = layer->heads * width, of_k = layer->groups * width;
+    bf16 *normed = malloc(sizeof(bf16) * (size_t)(rows * (hidden + of_q + of_k)));
+    bf16 *plain_q = normed + rows * hidden, *plain_k = plain_q + rows * of_q;
+    norm(x, &layer->first, &own->first, normed, step, hidden);
+    Product products[] = {PRODUCT(query, plain_q), PRODUCT(key, plain_k), PRODUCT(value, v)};
+    multiply_all(normed, hidden, products, 3, step);
+    finish(normed, hidden, products, &added->query, step);
+    finish(normed, hidden, products + 1, &added->key, step);
+    finish(normed, hidden, products + 2, &added->value, step);
+    rotate(plain_q, of_q, width, cosine, sine, q, rows, layer->heads, width, threads_for(step, rows * of_q));
+    rotate(plain_k, of_k, width, cosine, sine, k, rows, layer->groups, width, threads_for(step, rows * of_k));
+    free(normed);
+}
+
+// The layer's output y from its input x and what attention gave, which is changed.
+static void after_attention(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const bf16 *x,
+                            bf16 *attended, bf16 *y, const Step *step) {
+    i64 hidden = layer->hidden, of_q = layer->heads * layer->width, inner = layer->gate.outputs, rows = step->rows;
+    bf16 *normed = malloc(sizeof(bf16) * (size_t)(rows * (hidden + 2 * inner)));
+    bf16 *gate = normed + rows * hidden, *up = gate + rows * inner;
+    change_rows(&own->out, 1, attended, of_q);
+    Product out = PRODUCT(out, y);
+    multiply_all(attended, of_q, &out, 1, step);
+    finish(attended, of_q, &out, &added->out, step);
+    leave(&added->attention, y, step, hidden);
+    add(x, y, rows * hidden);
+    norm(y, &layer->second, &own->second, normed, step, hidden);
+    Product gated[] = {PRODUCT(gate, gate), PRODUCT(up, up)};
+    multiply_all(normed, hidden, gated, 2, step);
+    finish(normed, hidden, gated, &added->gate, step);
+    finish(normed, hidden, gated + 1, &added->up, step);
+    silu_mul(gate, up, gate, rows * inner, threads_for(step, rows * inner));
+    change_rows(&own->down, 1, gate, inner);
+    Product down = PRODUCT(down, normed);
+    multiply_all(gate, inner, &down, 1, step);
+    finish(gate, inner, &down, &added->down, step);
+    leave(&added->feed_forward, normed, step, hidden);
+    add(normed, y, rows * hidden);
+    free(normed);
 }
 
 // The slot of each sequence's newest position.
@@ -105,58 +248,54 @@ static void find_slots(const Pages *pages, i64 *slots) {
     }
 }
 
-// x and y [rows, hidden]; cosine and sine [rows, width]; keys and values [groups, slots, width]; newest [batch]. Rows
-// beyond the batch are padding. One thread passes over fewer numbers than `grain`.
+// As `decode_layers`, one layer; newest [batch].
 static void decode_layer(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const Pages *pages,
                          bf16 *keys, bf16 *values, i64 slots, const i64 *newest, const bf16 *x, const bf16 *cosine,
-                         const bf16 *sine, bf16 *y, i64 rows, i64 grain, int threads) {
-    i64 hidden = layer->hidden, width = layer->width, batch = pages->batch;
-    i64 of_q = layer->heads * width, of_k = layer->groups * width, inner = layer->gate.outputs;
-    i64 span = most(hidden, of_q), wide = most(2 * inner, 2 * of_q + 3 * of_k);
-    bf16 *room = malloc(sizeof(bf16) * (size_t)(rows * (span + wide)));
-    bf16 *normed = room, *q = room + rows * span, *k = q + rows * of_q, *v = k + rows * of_k;
-    bf16 *turned_q = v + rows * of_k, *turned_k = turned_q + rows * of_q;
-    bf16 *gate = room + rows * span, *up = gate + rows * inner;
-#define THREADS(numbers) ((numbers) >= grain ? threads : 1)
-#define PRODUCT(x, of, ins, y) product(x, &layer->of, &added->of, &own->of, y, rows, batch, ins, threads)
-#define NORM(x, of, y) norm(x, &layer->of, &own->of, y, rows, batch, hidden, THREADS(rows * hidden))
-    NORM(x, first, normed);
-    PRODUCT(normed, query, hidden, q);
-    PRODUCT(normed, key, hidden, k);
-    PRODUCT(normed, value, hidden, v);
-    rotate(q, of_q, width, cosine, sine, turned_q, rows, layer->heads, width, THREADS(rows * of_q));
-    rotate(k, of_k, width, cosine, sine, turned_k, rows, layer->groups, width, THREADS(rows * of_k));
-    write_slots(turned_k, width, of_k, newest, keys, slots, layer->groups, batch, width, THREADS(rows * of_k));
-    write_slots(v, width, of_k, newest, values, slots, layer->groups, batch, width, THREADS(rows * of_k));
-    bf16 *attended = normed;
-    attend_pages(turned_q, of_q, width, keys, values, slots, pages->table, pages->pages, pages->page_size,
-                 pages->lengths, layer->window, batch, layer->heads, layer->groups, width, width, layer->scale, attended,
-                 THREADS(batch * pages->pages * pages->page_size * of_q));
+                         const bf16 *sine, bf16 *y, const Step *step) {
+    i64 width = layer->width, of_q = layer->heads * width, of_k = layer->groups * width;
+    i64 rows = step->rows, batch = step->batch;
+    bf16 *q = malloc(sizeof(bf16) * (size_t)(rows * (2 * of_q + 2 * of_k)));
+    bf16 *k = q + rows * of_q, *v = k + rows * of_k, *attended = v + rows * of_k;
+    attention_inputs(layer, added, own, x, cosine, sine, q, k, v, step);
+    write_slots(k, width, of_k, newest, keys, slots, layer->groups, batch, width, threads_for(step, rows * of_k));
+    write_slots(v, width, of_k, newest, values, slots, layer->groups, batch, width, threads_for(step, rows * of_k));
+    attend_pages(q, of_q, width, keys, values, slots, pages->table, pages->pages, pages->page_size, pages->lengths,
+                 layer->window, batch, layer->heads, layer->groups, width, width, layer->scale, attended,
+                 threads_for(step, batch * pages->pages * pages->page_size * of_q));
     memset(attended + batch * of_q, 0, sizeof(bf16) * (size_t)((rows - batch) * of_q));
-    PRODUCT(attended, out, of_q, y);
-    add(x, y, rows * hidden);
-    NORM(y, second, normed);
-    PRODUCT(normed, gate, hidden, gate);
-    PRODUCT(normed, up, hidden, up);
-    silu_mul(gate, up, gate, rows * inner, THREADS(rows * inner));
-    PRODUCT(gate, down, inner, normed);
-    add(normed, y, rows * hidden);
-    free(room);
+    after_attention(layer, added, own, x, attended, y, step);
+    free(q);
 }
 
-// `count` layers, one after another, each with its bypasses, rows' own weights, keys and values.
+// `count` layers, one after another, each with its bypasses, rows' own weights, keys and values [groups, slots, width],
+// for decode rows x [rows, hidden] with cosine and sine [rows, width]; y [rows, hidden].
 void decode_layers(const Layer *const *layers, const Bypasses *const *added, const LayerOwnWeights *const *own,
                    const Pages *pages, bf16 *const *keys, bf16 *const *values, i64 slots, const bf16 *x,
                    const bf16 *cosine, const bf16 *sine, bf16 *y, i64 rows, i64 count, i64 grain, int threads) {
+    Step step = {rows, pages->batch, grain, threads};
     bf16 *between = malloc(sizeof(bf16) * (size_t)(rows * layers[0]->hidden));
     i64 *newest = malloc(sizeof(i64) * (size_t)pages->batch);
     find_slots(pages, newest);
     for (i64 i = 0; i < count; i++) {
         bf16 *to = (count - i) % 2 ? y : between;  // the last one's is y
-        decode_layer(layers[i], added[i], own[i], pages, keys[i], values[i], slots, newest, x, cosine, sine, to, rows,
-                     grain, threads);
+        decode_layer(layers[i], added[i], own[i], pages, keys[i], values[i], slots, newest, x, cosine, sine, to, &step);
         x = to;
     }
     free(newest);
     free(between);
+}
+
+// A layer up to its attention: see `attention_inputs`; the first `batch` of the rows are somebody's.
+void layer_begin(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const bf16 *x,
+                 const bf16 *cosine, const bf16 *sine, bf16 *q, bf16 *k, bf16 *v, i64 rows, i64 batch, i64 grain,
+                 int threads) {
+    Step step = {rows, batch, grain, threads};
+    attention_inputs(layer, added, own, x, cosine, sine, q, k, v, &step);
+}
+
+// The rest of a layer: see `after_attention`.
+void layer_end(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const bf16 *x, bf16 *attended,
+               bf16 *y, i64 rows, i64 batch, i64 grain, int threads) {
+    Step step = {rows, batch, grain, threads};
+    after_attention(layer, added, own, x, attended, y, &step);
 }

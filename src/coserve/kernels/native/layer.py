@@ -1,13 +1,13 @@
-"""Decode rows of whole decoder layers in one call of `layer.c`.
+"""Whole decoder layers in one call of `layer.c` for decode rows, in two with attention between for others.
 
-Its plain twin are the layers' own modules: norms, linears, rotary embedding, attention and activation by the
+The plain twin are the layers' own modules: norms, linears, rotary embedding, attention and activation by the
 same kernels, in calls of their own.
 """
 
 from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from enum import IntEnum
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from coserve.kernels.native import ops
 from coserve.kernels.native.lora import LayerLora
+
+LINEARS, NORMS, SUBLAYERS = 7, 2, 2  # of a layer
 
 
 class _Linear(Structure):
@@ -31,15 +33,24 @@ class _Norm(Structure):
 
 class _Layer(Structure):
     _fields_: ClassVar = [
-        ("linears", _Linear * 7),
-        ("norms", _Norm * 2),
+        ("linears", _Linear * LINEARS),
+        ("norms", _Norm * NORMS),
         ("sizes", c_int64 * 5),
         ("scale", c_float),
     ]
 
 
 class _OwnWeight(Structure):
-    _fields_: ClassVar = [("weight", c_void_p), ("bias", c_void_p), ("begin", c_int64), ("end", c_int64)]
+    _fields_: ClassVar = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_void_p),
+        ("inputs", c_void_p),
+        ("sizes", c_int64 * 2),
+        ("begin", c_int64),
+        ("end", c_int64),
+        ("use", c_int64),
+    ]
 
 
 class _OwnRows(Structure):
@@ -106,28 +117,42 @@ class Layer:
         window: int | None,
     ) -> None:
         self._tensors = linears, norms
-        heads, groups = (linears[i].outputs // width for i in (0, 1))
+        self.width = width
+        self.heads, self.groups = heads, groups = [linears[i].outputs // width for i in (0, 1)]
         self._described = _Layer(
-            (_Linear * 7)(*map(_described, linears)),
-            (_Norm * 2)(*map(_described_norm, norms)),
+            (_Linear * LINEARS)(*map(_described, linears)),
+            (_Norm * NORMS)(*map(_described_norm, norms)),
             (c_int64 * 5)(len(norms[0].weight), heads, groups, width, window or 0),
             scale,
         )
         self.address = addressof(self._described)
 
 
+class Use(IntEnum):
+    """Ways in which rows use a weight of their own at a module."""
+
+    REPLACES = 0  # a linear's [out, in], which `ops.reads`, with its bias [out]
+    CHANGES = 1  # output += output · weight [out]
+    ENTERS = 2  # input += input · weight [in]
+    ADDS = 3  # output += weight [out]
+    SCALES = 4  # output · weight [out]
+
+
 class OwnWeight(NamedTuple):
-    """A range of rows with a weight of their own: of a linear [out, in], which `ops.reads`, with its bias
-    [out], in place of the layer's; of a norm [width] factors of the layer's output."""
+    """A range of rows with a weight of their own at a module. One that replaces a linear's may have but some
+    of its `outputs` and `inputs`, indices in int64; other outputs are zeros then."""
 
     rows: slice
+    use: Use
     weight: Tensor
     bias: Tensor | None = None
+    outputs: Tensor | None = None
+    inputs: Tensor | None = None
 
 
 class LayerOwnWeights:
     """The weights that some rows have of their own at a layer's linears and norms, in their order, as the
-    kernel reads them at `address`. The rows of each module are disjoint; holds the tensors."""
+    kernel reads them at `address`. Rows of a module and use are disjoint; holds the tensors."""
 
     def __init__(self, modules: Sequence[Sequence[OwnWeight]]) -> None:
         self._tensors = modules
@@ -135,12 +160,6 @@ class LayerOwnWeights:
         described = [_OwnRows(addressof(array), len(array)) for array in self._arrays]
         self._described = (_OwnRows * len(modules))(*described)
         self.address = addressof(self._described)
-
-
-@cache
-def no_own_weights(modules: int) -> LayerOwnWeights:
-    """That no rows have any at so many modules."""
-    return LayerOwnWeights([()] * modules)
 
 
 def decode_layers(
@@ -169,6 +188,35 @@ def decode_layers(
     return y
 
 
+def layer_begin(
+    layer: Layer, lora: LayerLora, own: LayerOwnWeights, x: Tensor, cos: Tensor, sin: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs of a layer's attention: q [1, heads, rows, width], k and v [1, groups, rows, width], the
+    first two rotated, of x [1, rows, hidden], as `decode_layers` has them. Rows from `count` on are
+    padding."""
+    rows = x.shape[1]
+    q, k, v = (x.new_empty(rows, heads, layer.width) for heads in (layer.heads, layer.groups, layer.groups))
+    ops.loaded().layer_begin(
+        layer.address, lora.address, own.address, x.data_ptr(), cos.contiguous().data_ptr(),
+        sin.contiguous().data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), rows, count, ops.GRAIN,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+def layer_end(
+    layer: Layer, lora: LayerLora, own: LayerOwnWeights, x: Tensor, attended: Tensor, count: int
+) -> Tensor:
+    """The layer's output for x [1, rows, hidden], after `layer_begin`; `attended` [1, rows, heads, width] may
+    be changed."""
+    y, attended = torch.empty_like(x), attended.contiguous()
+    ops.loaded().layer_end(
+        layer.address, lora.address, own.address, x.data_ptr(), attended.data_ptr(), y.data_ptr(),
+        x.shape[1], count, ops.GRAIN, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
 def _described(one: PackedLinear) -> _Linear:
     return _Linear(one.address, _address(one.bias), one.outputs)
 
@@ -178,11 +226,14 @@ def _described_norm(one: Norm) -> _Norm:
 
 
 def _described_own(weights: Sequence[OwnWeight]) -> "Array[_OwnWeight]":
-    described = [
-        _OwnWeight(one.weight.data_ptr(), _address(one.bias), one.rows.start, one.rows.stop)
-        for one in sorted(weights, key=lambda one: one.rows.start)
-    ]
-    return (_OwnWeight * len(described))(*described)
+    ordered = sorted(weights, key=lambda one: one.rows.start)
+    return (_OwnWeight * len(ordered))(*map(_described_weight, ordered))
+
+
+def _described_weight(one: OwnWeight) -> _OwnWeight:
+    addresses = (_address(tensor) for tensor in (one.bias, one.outputs, one.inputs))
+    sizes = (c_int64 * 2)(len(one.weight), one.weight.shape[-1])
+    return _OwnWeight(one.weight.data_ptr(), *addresses, sizes, one.rows.start, one.rows.stop, one.use)
 
 
 def _address(bias: Tensor | None) -> int | None:

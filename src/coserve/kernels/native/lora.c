@@ -1,27 +1,36 @@
-// Low-rank bypasses of a step's rows at one linear: y += scale x A^T B^T, each segment of rows by matrices of its own,
-// by a processor's products of pairs of bfloat16 numbers (AVX-512 BF16).
+// Low-rank bypasses of a step's rows at one module: y += scale f(x A^T + a) B^T + b, each segment of rows by matrices and
+// biases of its own, by a processor's products of pairs of bfloat16 numbers (AVX-512 BF16). f is nothing, or a rectifier.
 //
-// x A^T is rounded to bfloat16, as torch's product is; the sum with y is rounded once. Rows of other segments, and
-// matrices without rows, are never read.
+// x A^T + a is rounded to bfloat16, as torch's product is; the sum with y is rounded once, and again with b. Rows of
+// other segments, and matrices without rows, are never read.
 
 #include <stdlib.h>
 
 #include "bfloat16.h"
 #include "kernels.h"
+#include "transpose.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #include <omp.h>
 
-// Rows and ranks of a tile of x A^T; outputs of a vector, and outputs and rows of a tile of h B^T.
-enum { TILE = 4, LANES = 16, WIDE = 32, TALL = 8 };
+// Rows and ranks of a tile of x A^T; outputs and rows of a tile of h B^T.
+enum { TILE = 4, WIDE = 32, TALL = 8 };
+
+// What lies between the matrices, for one row and rank.
+static inline bf16 between(float sum, const Segment *own, i64 rank) {
+    if (own->a_bias != NULL) sum += widen(own->a_bias[rank]);
+    return narrow(own->rectifies && sum < 0.0f ? 0.0f : sum);
+}
 
 static inline i64 least(i64 a, i64 b) { return a < b ? a : b; }
 static inline i64 even(i64 rank) { return rank + (rank & 1); }
 
-// h [rows, even(rank)] = x [rows, ins] A^T for up to TILE rows and ranks.
+// h [rows, even(rank)] = f(x [rows, ins] A^T + a) for up to TILE rows and ranks, from rank `first`.
 static inline __attribute__((always_inline)) void shrink_tile(const int rows, const int ranks, const bf16 *x, i64 stride,
-                                                              const bf16 *a, i64 ins, bf16 *h, i64 h_stride) {
+                                                              const Segment *own, i64 first, i64 ins, bf16 *h,
+                                                              i64 h_stride) {
+    const bf16 *a = own->a + first * ins;
     __m512 s[TILE][TILE];
 #pragma GCC unroll 4
     for (int m = 0; m < rows; m++)
@@ -42,47 +51,21 @@ static inline __attribute__((always_inline)) void shrink_tile(const int rows, co
 #pragma GCC unroll 4
     for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
-        for (int n = 0; n < ranks; n++) h[m * h_stride + n] = narrow(_mm512_reduce_add_ps(s[m][n]));
+        for (int n = 0; n < ranks; n++) 
+            h[m * h_stride + first + n] = between(_mm512_reduce_add_ps(s[m][n]), own, first + n);
 }
 
-static void shrink(i64 rows, i64 ranks, const bf16 *x, i64 stride, const bf16 *a, i64 ins, bf16 *h, i64 h_stride) {
+static void shrink(i64 rows, i64 ranks, const bf16 *x, i64 stride, const Segment *own, i64 first, i64 ins, bf16 *h,
+                   i64 h_stride) {
     if (rows == TILE && ranks == TILE) {
-        shrink_tile(TILE, TILE, x, stride, a, ins, h, h_stride);
+        shrink_tile(TILE, TILE, x, stride, own, first, ins, h, h_stride);
     } else if (ranks == TILE) {
-        for (i64 m = 0; m < rows; m++) shrink_tile(1, TILE, x + m * stride, stride, a, ins, h + m * h_stride, h_stride);
+        for (i64 m = 0; m < rows; m++)
+            shrink_tile(1, TILE, x + m * stride, stride, own, first, ins, h + m * h_stride, h_stride);
     } else {
         for (i64 m = 0; m < rows; m++)
-            for (i64 n = 0; n < ranks; n++)
-                shrink_tile(1, 1, x + m * stride, stride, a + n * ins, ins, h + m * h_stride + n, h_stride);
-    }
-}
-
-// x[p] becomes lane by lane the pair p of x[lane], for pairs below `pairs`.
-static inline __attribute__((always_inline)) void transpose(const int pairs, __m512i *x) {
-    __m512i t[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    // Quarter q of x[4 g + c] is pair 4 q + c of lanes 4 g to 4 g + 3.
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        __m512i a = _mm512_shuffle_i32x4(x[c], x[4 + c], 0x88), b = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88);
-        __m512i d = _mm512_shuffle_i32x4(x[c], x[4 + c], 0xdd), e = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xdd);
-        x[c] = _mm512_shuffle_i32x4(a, b, 0x88);
-        if (pairs > 4) x[4 + c] = _mm512_shuffle_i32x4(d, e, 0x88);
-        if (pairs > 8) {
-            x[8 + c] = _mm512_shuffle_i32x4(a, b, 0xdd);
-            x[12 + c] = _mm512_shuffle_i32x4(d, e, 0xdd);
-        }
+            for (i64 n = first; n < first + ranks; n++)
+                shrink_tile(1, 1, x + m * stride, stride, own, n, ins, h + m * h_stride, h_stride);
     }
 }
 
@@ -121,17 +104,24 @@ static inline __m512bh pair(const bf16 *h) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// y += scale sums, rounded, for LANES numbers.
-static inline void accumulate(__m512 sums, __m512 scale, bf16 *y) {
-    __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)y)), 16);
-    __m512 total = _mm512_fmadd_ps(scale, sums, _mm512_castsi512_ps(bits));
-    _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(total));
+static inline __m512 widened(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+// y += scale sums, rounded, and += bias, rounded, for LANES numbers.
+static inline void accumulate(__m512 sums, __m512 scale, const bf16 *bias, bf16 *y) {
+    __m256i total = (__m256i)_mm512_cvtneps_pbh(
+        _mm512_fmadd_ps(scale, sums, widened(_mm256_loadu_si256((const __m256i *)y))));
+    if (bias != NULL)
+        total = (__m256i)_mm512_cvtneps_pbh(
+            _mm512_add_ps(widened(total), widened(_mm256_loadu_si256((const __m256i *)bias))));
+    _mm256_storeu_si256((__m256i *)y, total);
 }
 
 // y [rows, stride] += scale h B^T at WIDE outputs, for up to TALL rows: a line of y's memory at a time.
 static inline __attribute__((always_inline)) void expand_tile(const int rows, const bf16 *h, i64 h_stride,
-                                                              const int32_t *turned, i64 rank, __m512 scale, bf16 *y,
-                                                              i64 stride) {
+                                                              const int32_t *turned, i64 rank, __m512 scale,
+                                                              const bf16 *bias, bf16 *y, i64 stride) {
     __m512 s[TALL][2];
 #pragma GCC unroll 8
     for (int m = 0; m < rows; m++) s[m][0] = s[m][1] = _mm512_setzero_ps();
@@ -147,23 +137,23 @@ static inline __attribute__((always_inline)) void expand_tile(const int rows, co
     }
 #pragma GCC unroll 8
     for (int m = 0; m < rows; m++) {
-        accumulate(s[m][0], scale, y + m * stride);
-        accumulate(s[m][1], scale, y + m * stride + LANES);
+        accumulate(s[m][0], scale, bias, y + m * stride);
+        accumulate(s[m][1], scale, bias == NULL ? NULL : bias + LANES, y + m * stride + LANES);
     }
 }
 
 // Fewer than TALL rows are tiles of 4, 2 and 1.
-static void expand(i64 rows, const bf16 *h, i64 h_stride, const int32_t *turned, i64 rank, __m512 scale, bf16 *y,
-                   i64 stride) {
+static void expand(i64 rows, const bf16 *h, i64 h_stride, const int32_t *turned, i64 rank, __m512 scale,
+                   const bf16 *bias, bf16 *y, i64 stride) {
     if (rows == TALL) {
-        expand_tile(TALL, h, h_stride, turned, rank, scale, y, stride);
+        expand_tile(TALL, h, h_stride, turned, rank, scale, bias, y, stride);
         return;
     }
-    if (rows & 4) expand_tile(4, h, h_stride, turned, rank, scale, y, stride);
+    if (rows & 4) expand_tile(4, h, h_stride, turned, rank, scale, bias, y, stride);
     i64 done = rows & 4;
-    if (rows & 2) expand_tile(2, h + done * h_stride, h_stride, turned, rank, scale, y + done * stride, stride);
+    if (rows & 2) expand_tile(2, h + done * h_stride, h_stride, turned, rank, scale, bias, y + done * stride, stride);
     done += rows & 2;
-    if (rows & 1) expand_tile(1, h + done * h_stride, h_stride, turned, rank, scale, y + done * stride, stride);
+    if (rows & 1) expand_tile(1, h + done * h_stride, h_stride, turned, rank, scale, bias, y + done * stride, stride);
 }
 
 // x [rows, ins] and y [rows, outs] of all rows of the step; `outs` is a multiple of WIDE.
@@ -186,7 +176,7 @@ void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf1
                 for (i64 n = 0; n < own.rank; n += TILE)
                     if (number++ % all == mine)
                         shrink(least(rows - m, TILE), least(own.rank - n, TILE), x + (own.begin + m) * stride, stride,
-                               own.a + n * ins, ins, h + m * wide + n, wide);
+                               &own, n, ins, h + m * wide, wide);
             h += rows * wide;
         }
 #pragma omp barrier
@@ -201,7 +191,7 @@ void add_lora(const bf16 *x, i64 stride, const Segment *segments, i64 count, bf1
                 turn(own.b + o * own.rank, own.rank, turned);
                 for (i64 m = 0; m < rows; m += TALL)
                     expand(least(rows - m, TALL), h + m * wide, wide, turned, own.rank, scale,
-                           y + (own.begin + m) * outs + o, outs);
+                           own.b_bias == NULL ? NULL : own.b_bias + o, y + (own.begin + m) * outs + o, outs);
             }
             h += rows * wide;
         }

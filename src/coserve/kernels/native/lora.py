@@ -4,8 +4,8 @@ Its plain twin is `reference.multi_lora`.
 """
 
 from collections.abc import Sequence
-from ctypes import Structure, addressof, c_float, c_int64, c_void_p
-from functools import cache
+from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import torch
@@ -22,10 +22,13 @@ class _Segment(Structure):
     _fields_: ClassVar = [
         ("a", c_void_p),
         ("b", c_void_p),
+        ("a_bias", c_void_p),
+        ("b_bias", c_void_p),
         ("begin", c_int64),
         ("end", c_int64),
         ("rank", c_int64),
         ("scale", c_float),
+        ("rectifies", c_int),
     ]
 
 
@@ -33,35 +36,37 @@ class _Bypass(Structure):
     _fields_: ClassVar = [("segments", c_void_p), ("count", c_int64)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BottleneckSegment(LoraSegment):
+    """Rows whose bypass has biases [rank] and [out], and a rectifier between its matrices."""
+
+    a_bias: Tensor
+    b_bias: Tensor
+
+
 class LoraRows:
     """Segments as the kernel reads them, at `address`, `count` of them. Keeps their matrices alive."""
 
     def __init__(self, segments: Sequence[LoraSegment]) -> None:
-        described = [
-            _Segment(one.a.data_ptr(), one.b.data_ptr(), one.start, one.stop, len(one.a), one.scale)
-            for one in segments
-        ]
+        described = [_described(one) for one in segments]
         self.count = len(segments)
         self._array = (_Segment * self.count)(*described)
         self._segments = segments
         self.address = addressof(self._array)
 
 
-class LayerLora:
-    """The bypasses at some linears, in their order, as the kernel of a whole layer reads them at `address`;
-    None where one has none."""
+NO_ROWS: Final = LoraRows(())
 
-    def __init__(self, rows: Sequence[LoraRows | None]) -> None:
+
+class LayerLora:
+    """The bypasses at a layer's linears and sublayers, in their order, as its kernel reads them at
+    `address`."""
+
+    def __init__(self, rows: Sequence[LoraRows]) -> None:
         self._rows = rows
-        described = [_Bypass() if own is None else _Bypass(own.address, own.count) for own in rows]
+        described = [_Bypass(own.address, own.count) for own in rows]
         self._described = (_Bypass * len(rows))(*described)
         self.address = addressof(self._described)
-
-
-@cache
-def no_lora(linears: int) -> LayerLora:
-    """That there is none at so many linears."""
-    return LayerLora([None] * linears)
 
 
 def computes(dtype: torch.dtype, device: torch.device) -> bool:
@@ -76,19 +81,34 @@ def readable(segments: Sequence[LoraSegment]) -> LoraRows | None:
     """The segments for the kernel; None where it does not read one of them."""
     if not segments or not computes(segments[0].a.dtype, segments[0].a.device):
         return None
-    if not all(len(one.b) % _WIDE == 0 and _is_dense(one.a) and _is_dense(one.b) for one in segments):
-        return None
-    return LoraRows(segments)
+    return LoraRows(segments) if all(map(_is_readable, segments)) else None
 
 
 def add_lora(x: Tensor, rows: LoraRows, y: Tensor) -> None:
-    """y [all rows, out] += scale · x Aᵀ Bᵀ, in place, for the rows of each segment; x [all rows, in]. Where
-    `takes` holds for both, and y is contiguous."""
+    """y [all rows, out] += scale · x Aᵀ Bᵀ, in place, for the rows of each segment; x [all rows, in], which
+    may be y. Where `takes` holds for both, and y is contiguous. A `BottleneckSegment` adds
+    relu(x Aᵀ + a) Bᵀ + b."""
     work = len(x) * (x.shape[1] + y.shape[1])
     ops.loaded().add_lora(
         x.data_ptr(), x.stride(0), rows.address, rows.count, y.data_ptr(), x.shape[1], y.shape[1],
         ops.threads(work),
     )  # fmt: skip
+
+
+def _is_readable(one: LoraSegment) -> bool:
+    return len(one.b) % _WIDE == 0 and all(map(_is_dense, [one.a, one.b, *_biases(one)]))
+
+
+def _described(one: LoraSegment) -> _Segment:
+    a_bias, b_bias = [bias.data_ptr() for bias in _biases(one)] or (None, None)
+    return _Segment(
+        one.a.data_ptr(), one.b.data_ptr(), a_bias, b_bias, one.start, one.stop, len(one.a), one.scale,
+        isinstance(one, BottleneckSegment),
+    )  # fmt: skip
+
+
+def _biases(one: LoraSegment) -> list[Tensor]:
+    return [one.a_bias, one.b_bias] if isinstance(one, BottleneckSegment) else []
 
 
 def _is_dense(matrix: Tensor) -> bool:

@@ -16,6 +16,8 @@ from coserve.kernels.native.build import kernels
 GRAIN: Final = 32768  # numbers: fewer are not worth a second thread
 _WIDE: Final = 4  # outputs of another weight that are computed together
 _LANES: Final = 32  # inputs of it that are read together
+_FEW: Final = 32  # rows of it; with twice as many torch's product is as fast, unless there are tile registers
+_TILE_PANEL: Final = 32  # outputs of a packed weight that lie together where there are
 _SAME: Final = 1e-2  # relative difference of two products with the same weight; each rounds to 8 bits
 
 
@@ -89,6 +91,15 @@ def linear_unpacked(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         len(x), *reversed(weight.shape), torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def is_fast_unpacked(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tells whether `linear_unpacked` reads this weight and bias, where `takes` holds for them, and is faster
+    than torch's product with so many rows."""
+    if not reads(weight, bias):
+        return False
+    panel = loaded().panel_outputs()
+    return rows <= _FEW or (panel == _TILE_PANEL and len(weight) % panel == 0)
 
 
 def reads(weight: Tensor, bias: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""Decoder layers whose decode rows are computed in one call of a kernel, one or several of them.
+"""Decoder layers that kernels compute: decode rows in one call for several layers, others in two for each.
 
 A layer is recognised by experiment: the kernel and the layer's own module get the same random rows and pages
 when a base is loaded, and have to give the same output and write the same keys and values, bit for bit.
@@ -13,13 +13,13 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from coserve.adapters.lora_batch import LayerAdapters, LayerPaths
 from coserve.attention.backend import CacheShape, CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.native import ops
-from coserve.kernels.native.layer import Layer, LayerOwnWeights, Norm, PackedLinear, decode_layers
-from coserve.kernels.native.lora import LayerLora
+from coserve.kernels.native.layer import Layer, Norm, PackedLinear, decode_layers, layer_begin, layer_end
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block, Call, Resident
@@ -36,14 +36,18 @@ _LINEARS: Final = (
     "mlp.down_proj",
 )
 _NORMS: Final = ("input_layernorm", "post_attention_layernorm")
+_ENTERED: Final = ("self_attn.o_proj", "mlp.down_proj")  # linears whose input no other module reads
+_SUBLAYERS: Final = ("self_attn", "mlp")
+# Multiply-adds of a linear from which on oneDNN's product gains more than calls of the modules take, 0.35 ms
+# a layer and 0.1 for each adapter: _WORK for each, and _CALLS times as many for the base.
+_WORK, _CALLS = 1 << 26, 4
 _ROTARY: Final = "position_embeddings"  # the argument with both tables
 _PAGE, _PADDING = 16, 6  # the experiment's positions of a page, and rows
 _LENGTHS, _TABLE = (3, 18), ((2, 0), (1, 3))  # and the positions and pages of its sequences
 
 
-class DecodeLayer:
-    """A block's shortcut for decode rows of the base, bare or with plain low-rank adapters, and of full
-    fine-tunes. `norm_paths` are the norms' paths, `others` those of the block's other sites."""
+class NativeLayer:
+    """A block's shortcut for rows of answers: of the base, and of adapters that its kernel reads."""
 
     def __init__(
         self,
@@ -51,24 +55,26 @@ class DecodeLayer:
         cell: BatchCell,
         linears: tuple[FrozenLinear, ...],
         norms: tuple[nn.Module, ...],
-        norm_paths: tuple[str, ...],
-        others: tuple[str, ...],
+        paths: LayerPaths,
         eps: Sequence[float],
         centred: Sequence[bool],
         width: int,
         spec: AttentionSpec,
     ) -> None:
-        self.index, self.cell, self.width = index, cell, width
+        self.index, self.cell, self.width, self.spec = index, cell, width, spec
         self._linears, self._norms, self._eps, self._centred = linears, norms, eps, centred
-        self._paths = tuple(linear.path for linear in linears)
-        self._modules, self._others = (*self._paths, *norm_paths), others
-        self._spec = spec
+        self._paths = paths
         self._latest: tuple[PackedLinear, Layer] | None = None  # with the first of its linears
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor | None:
-        """The block's output for hidden [1, rows, width]; None where other rows are in the cell, or something
-        that kernels do not read."""
+        """The block's output for hidden [1, rows, width]; None where outputs are to be kept, or a row has
+        something that kernels do not read."""
         return through([self], hidden, call)
+
+    def takes(self, rows: int, adapters: int) -> bool:
+        """Tells whether the kernel is faster than the modules with so many rows, of so many adapters."""
+        up = self._linears[_LINEARS.index("mlp.up_proj")]
+        return rows <= MOST_ROWS or rows * up.in_features * up.out_features <= _WORK * (_CALLS + adapters)
 
     def native(self) -> Layer | None:
         """The layer as kernels read it; None where they do not read its weights. Kept until these move: all
@@ -82,42 +88,43 @@ class DecodeLayer:
             if len(packed) < len(self._linears) or not ops.takes(*weights):
                 return None
             before, after = map(Norm, weights, self._eps, self._centred)
-            layer = Layer(packed, (before, after), self.width, self._spec.scale, self._spec.window)
+            layer = Layer(packed, (before, after), self.width, self.spec.scale, self.spec.window)
             self._latest = first, layer
         return self._latest[1]
 
-    def low_rank(self, rows: FusedRows) -> LayerLora | None:
-        """The bypasses of rows at the layer's linears; None where kernels do not read one of them."""
-        return rows.low_rank(self._paths)
-
-    def own_weights(self, rows: FusedRows) -> LayerOwnWeights | None:
-        """The weights that rows have of their own in the layer; None where kernels do not read one of them,
-        or rows have something else there, low-rank bypasses aside."""
-        return rows.own_weights(self._modules, self._others)
+    def adapters(self, rows: FusedRows) -> LayerAdapters | None:
+        """The rows' bypasses in the layer; None where the kernel does not read one of them."""
+        return rows.native(self._paths)
 
 
-def through(layers: Sequence[DecodeLayer], hidden: Tensor, call: Call) -> Tensor | None:
-    """The output of layers that follow each other in one call, as `DecodeLayer` gives one's."""
+def through(layers: Sequence[NativeLayer], hidden: Tensor, call: Call) -> Tensor | None:
+    """The output of layers that follow each other, as `NativeLayer` gives one's."""
     first = layers[0]
-    rows = first.cell.rows
-    if not isinstance(rows, FusedRows) or hidden.shape[1] > MOST_ROWS:
+    rows, count = first.cell.rows, hidden.shape[1]
+    if not isinstance(rows, FusedRows) or not all(layer.takes(count, rows.adapters) for layer in layers):
         return None
     cos, sin = call[1].get(_ROTARY, (None, None))
     if cos is None or not ops.takes(hidden, cos, sin) or not hidden.is_contiguous():
         return None
-    if not cos.shape == sin.shape == (1, hidden.shape[1], first.width):
+    if not cos.shape == sin.shape == (1, count, first.width):
         return None
-    pages = rows.decode_pages([layer.index for layer in layers])
     native = [found for layer in layers if (found := layer.native()) is not None]
-    lora = [added for layer in layers if (added := layer.low_rank(rows)) is not None]
-    own = [weights for layer in layers if (weights := layer.own_weights(rows)) is not None]
-    if pages is None or not len(native) == len(lora) == len(own) == len(layers):
+    adapters = [added for layer in layers if (added := layer.adapters(rows)) is not None]
+    if not len(native) == len(adapters) == len(layers):
         return None
-    return decode_layers(native, lora, own, hidden, cos, sin, pages)
+    pages = rows.decode_pages([layer.index for layer in layers], native[0].heads * first.width)
+    if pages is not None:
+        lora, own = [each.lora for each in adapters], [each.own for each in adapters]
+        return decode_layers(native, lora, own, hidden, cos, sin, pages)
+    for layer, kernel, added in zip(layers, native, adapters, strict=True):
+        q, k, v = layer_begin(kernel, *added, hidden, cos, sin, rows.count)
+        attended = rows.attend(layer.index, q, k, v, layer.spec)
+        hidden = layer_end(kernel, *added, hidden, attended, rows.count)
+    return hidden
 
 
 @torch.no_grad()
-def find_decode_layers(base: Base) -> None:
+def find_native_layers(base: Base) -> None:
     """Gives the blocks that are recognised their shortcut, and the chain one through several of them."""
     if not any(ops.takes(parameter) for parameter in base.model.parameters()):
         return
@@ -136,7 +143,7 @@ def through_blocks(blocks: Sequence[Block], hidden: Tensor, call: Call) -> Tenso
     """The output of blocks that follow each other and lie in memory, where all of them have their shortcut;
     else None."""
     found = [block.shortcut for block in blocks if isinstance(block.residence, Resident)]
-    layers = [shortcut for shortcut in found if isinstance(shortcut, DecodeLayer)]
+    layers = [shortcut for shortcut in found if isinstance(shortcut, NativeLayer)]
     return through(layers, hidden, call) if len(layers) == len(blocks) else None
 
 
@@ -171,7 +178,7 @@ class _Experiment:
 
     def shortcut(
         self, index: int, block: Block, linears: tuple[FrozenLinear, ...], norms: tuple[nn.Module, ...]
-    ) -> DecodeLayer | None:
+    ) -> NativeLayer | None:
         """The block's shortcut, if one gives what the block gives."""
         cache = self._base.caches[index]
         eps = [getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms]
@@ -186,20 +193,17 @@ class _Experiment:
             for table in _TABLE:
                 backend.fill(index, table, *pages)
             rows.append(_NotingRows(backend, self._common, self._hidden.shape[1]))
-        norm_paths = tuple(f"{block.path}.{name}" for name in _NORMS)
-        known_paths = {*norm_paths, *(linear.path for linear in linears)}
-        others = tuple(path for path in self._base.sites if block.holds(path) and path not in known_paths)
+        paths = self._paths(block, linears)
         own = self._run(rows[0], lambda: block.run(self._hidden, self._calls[index]), index)
         if not rows[0].specs or not rows[0].specs[0].is_plain:
             return None
         for centred in product((False, True), repeat=len(norms)):
-            found = DecodeLayer(
+            found = NativeLayer(
                 index,
                 self._base.cell,
                 linears,
                 norms,
-                norm_paths,
-                others,
+                paths,
                 known,
                 centred,
                 cache.key,
@@ -209,6 +213,15 @@ class _Experiment:
             if short is not None and own is not None and all(map(torch.equal, own, short)):
                 return found
         return None
+
+    def _paths(self, block: Block, linears: tuple[FrozenLinear, ...]) -> LayerPaths:
+        entered, norms, sublayers = (
+            tuple(f"{block.path}.{name}" for name in names) for names in (_ENTERED, _NORMS, _SUBLAYERS)
+        )
+        own = tuple(linear.path for linear in linears)
+        known = {*own, *norms, *sublayers}
+        others = tuple(path for path in self._base.sites if block.holds(path) and path not in known)
+        return LayerPaths(own, entered, norms, sublayers, others)
 
     def _run(
         self, rows: "_NotingRows", compute: Callable[[], Tensor | None], index: int
