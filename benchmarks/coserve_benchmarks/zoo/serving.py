@@ -33,7 +33,7 @@ from coserve_benchmarks.zoo.provision import (
 )
 
 CONFIG: Final = EngineConfig(calibrate=False, cache_tokens=16384, prefix_sharing=False)
-# With 64 answers at once, the default, shared batches of a full machine answer 3,760 tokens/s, by turns 5,490;
+# With 64 answers at once, the default, shared batches of a full machine answer 3,760 tokens/s and turns 5,490;
 # with 192 6,050 and 5,660.
 _RUNNING: Final = replace(CONFIG, max_running=256, cache_tokens=32768)
 _BURST: Final = 192  # requests at once, to find how many a second can be answered
