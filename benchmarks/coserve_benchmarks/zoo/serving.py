@@ -33,8 +33,8 @@ from coserve_benchmarks.zoo.provision import (
 )
 
 CONFIG: Final = EngineConfig(calibrate=False, cache_tokens=16384, prefix_sharing=False)
-# With 64 answers at once, the default, shared batches of a full machine answer 3,760 tokens/s and turns 5,490;
-# with 192 6,050 and 5,660.
+# With 64 answers at once, the default, a full machine answers 3,760 tokens/s shared and 5,490 by turns; with
+# 192 it is 6,050 and 5,660.
 _RUNNING: Final = replace(CONFIG, max_running=256, cache_tokens=32768)
 _BURST: Final = 192  # requests at once, to find how many a second can be answered
 _SECONDS: Final = 12.0  # in which requests arrive, each round
