@@ -25,7 +25,8 @@ from zoo_made import make_fine_tune, make_lora, make_model
 def test_the_table_is_filled(tmp_path: Path) -> None:
     pictures = [tmp_path / f"{name}.svg" for name in ("chains", "depths", "loads")]
     results = run_zoo(True, None, tmp_path / "zoo.json", *pictures)
-    assert json.loads((tmp_path / "zoo.json").read_text())["storage.exact"] == results["storage.exact"]
+    written = json.loads((tmp_path / "zoo.json").read_text())["storage.exact"]
+    assert written == pytest.approx(results["storage.exact"], rel=1e-3)  # it has four digits
     assert set(results["bars"]) == set(BARS) <= set(results)
     assert 0.0 < results["storage.with_alternatives"] <= results["storage.exact"] < 1.0
     assert "20 applications" in results["notes"]["storage.exact"]
