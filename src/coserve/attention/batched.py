@@ -16,6 +16,7 @@ from coserve.kernels.native.layer import DecodePages, LayerPages
 
 # Products of a query's numbers with positions, for each chunk: 0.2 ms on two cores, as a chunk's calls take.
 _SHORT: Final = 1 << 22
+_CELLS: Final = 1 << 17  # of a table with a line for each row: 1 MiB
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class PrefillRows:
 @dataclass(frozen=True)
 class BatchedMetadata:
     """A pass's rows: decode rows, then chunks. `find_slots` finds their slots, `find_alone` all rows as if
-    each were a decode row; `biases` are the decode rows' masks by sliding window, made on first use."""
+    each were a decode row, in a block table of so many `cells`; `biases` are the decode rows' masks by
+    sliding window, made on first use."""
 
     find_slots: Callable[[], Tensor]
     find_alone: Callable[[], DecodeRows]
     decode: DecodeRows | None
     prefills: Sequence[PrefillRows]
+    cells: int
     biases: dict[int | None, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -70,8 +73,8 @@ class BatchedMetadata:
 
     def are_short(self, width: int) -> bool:
         """Tells whether chunks are so short that their queries, of `width` numbers, take less time as decode
-        rows than the calls for each chunk do."""
-        return self.pairs * width <= _SHORT * len(self.prefills)
+        rows than the calls for each chunk do, and no long sequence beside them makes the table large."""
+        return self.pairs * width <= _SHORT * len(self.prefills) and self.cells <= _CELLS
 
 
 class BatchedBackend(KVPool):
@@ -89,7 +92,8 @@ class BatchedBackend(KVPool):
             pages = common.block_table[sequence, : self._pages_for(end)]
             prefills.append(PrefillRows(end - count, count, pages))
         slots, alone = partial(self.slot_mapping, common), partial(self._alone, common)
-        return BatchedMetadata(slots, alone, decode, prefills)
+        cells = sum(common.query_lens) * self._pages_for(max(common.seq_lens, default=0))
+        return BatchedMetadata(slots, alone, decode, prefills, cells)
 
     def _alone(self, common: CommonAttentionMetadata) -> DecodeRows:
         counts = torch.tensor(common.query_lens, device=common.block_table.device)

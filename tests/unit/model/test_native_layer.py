@@ -22,6 +22,7 @@ from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.attention.store import Int8KVStore
 from coserve.core.sequence import Direction
+from coserve.errors import UnsupportedModel
 from coserve.executors.inference import InferenceBatch
 from coserve.kernels.native.build import library, torch_only
 from coserve.model import chain, native_layer
@@ -397,6 +398,14 @@ def test_other_rows_attend_between_a_layers_halves(store: Any, monkeypatch: pyte
     assert counted.taken == [len(base.chain)] * 3
 
 
+def test_a_long_sequence_beside_short_chunks_makes_no_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row would have a line as long as its pages."""
+    part = Step(base_of(), DRAWS.randrange(1 << 30), chunk=3).part
+    assert part.metadata.are_short(1)
+    monkeypatch.setattr(batched, "_CELLS", part.metadata.cells - 1)
+    assert not part.metadata.are_short(1) and "alone" not in vars(part.metadata)
+
+
 def test_many_rows_are_left_to_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few adapters: with more their calls take longer."""
     base = base_of()
@@ -474,6 +483,25 @@ def test_rows_of_other_adapters_take_no_shortcut() -> None:
 )
 def test_other_layers_have_no_shortcut(name: str, changes: dict[str, Any]) -> None:
     assert all(block.shortcut is None for block in base_of(name, **changes).chain)
+
+
+@pytest.mark.parametrize(("kernel", "short"), [("decode_layers", batched._SHORT), ("layer_end", 0)])
+def test_a_kernel_that_gives_something_else_refuses_the_base(
+    kernel: str, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more rows than the experiment has: one of the proof's is another's."""
+    own = getattr(native_layer, kernel)
+
+    def mix(*args: Any) -> Tensor:
+        out: Tensor = own(*args)
+        if out.shape[1] > 8:
+            out[:, 9] = out[:, 8]
+        return out
+
+    monkeypatch.setattr(native_layer, kernel, mix)
+    monkeypatch.setattr(batched, "_SHORT", short)
+    with pytest.raises(UnsupportedModel, match="1 of 11 rows of layer 0"):
+        base_of()
 
 
 def test_other_types_have_no_shortcut() -> None:

@@ -194,12 +194,11 @@ def layer_begin(
     """The inputs of a layer's attention: q [1, heads, rows, width], k and v [1, groups, rows, width], the
     first two rotated, of x [1, rows, hidden], as `decode_layers` has them. Rows from `count` on are
     padding."""
-    rows = x.shape[1]
+    rows, cos, sin = x.shape[1], cos.contiguous(), sin.contiguous()
     q, k, v = (x.new_empty(rows, heads, layer.width) for heads in (layer.heads, layer.groups, layer.groups))
     ops.loaded().layer_begin(
-        layer.address, lora.address, own.address, x.data_ptr(), cos.contiguous().data_ptr(),
-        sin.contiguous().data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), rows, count, ops.GRAIN,
-        torch.get_num_threads(),
+        layer.address, lora.address, own.address, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(),
+        k.data_ptr(), v.data_ptr(), rows, count, ops.GRAIN, torch.get_num_threads(),
     )  # fmt: skip
     return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 

@@ -15,7 +15,7 @@
 
 enum { PANEL = 64, TALL = 6, CHUNK = 128, BLOCK = 96 };  // outputs, rows, pairs of inputs, rows
 enum { WIDE = 4, LANES = 32 };  // of weights that are not packed: outputs, inputs in a vector
-enum { TILED = 4 };  // rows; fewer take 0.7 to 1 of the time by vectors, 8 twice that and 16 four times (256x704)
+enum { TILED = 4 };  // rows; fewer take 0.6 to 1.2 of the time by vectors, 8 twice as long and 16 four times (256x704)
 
 int panel_outputs(void) { return has_tiles() ? TILE_PANEL : PANEL; }
 

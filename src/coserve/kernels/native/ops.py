@@ -54,10 +54,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [1, heads, rows, width] by cos and sin [1, rows, width], whose second half
     rotates with the first (Llama's `apply_rotary_pos_emb`), bit for bit. Rows are outermost in memory."""
     _, heads, rows, width = x.shape
-    y = x.new_empty(1, rows, heads, width)
+    y, cos, sin = x.new_empty(1, rows, heads, width), cos.contiguous(), sin.contiguous()
     loaded().rotate(
-        x.data_ptr(), x.stride(2), x.stride(1), cos.contiguous().data_ptr(), sin.contiguous().data_ptr(),
-        y.data_ptr(), rows, heads, width, threads(x.numel()),
+        x.data_ptr(), x.stride(2), x.stride(1), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), rows, heads,
+        width, threads(x.numel()),
     )  # fmt: skip
     return y.transpose(1, 2)
 
