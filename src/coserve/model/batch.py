@@ -228,9 +228,9 @@ class FusedRows(GroupRows):
         return sum(part.count for _, part in self._parts) - padding
 
     @property
-    def adapters(self) -> int:
-        """Ranges of rows with an adapter."""
-        return len(self._adapters if self._lora is None else self._lora.adapters)
+    def one_by_one(self) -> int:
+        """Ranges of rows with bypasses that modules apply one by one."""
+        return len(self._adapters)
 
     def native(self, paths: LayerPaths) -> LayerAdapters | None:
         """The bypasses in a layer for its kernel; None where it does not read one of them, or there are other

@@ -38,8 +38,9 @@ _LINEARS: Final = (
 _NORMS: Final = ("input_layernorm", "post_attention_layernorm")
 _ENTERED: Final = ("self_attn.o_proj", "mlp.down_proj")  # linears whose input no other module reads
 _SUBLAYERS: Final = ("self_attn", "mlp")
-# Multiply-adds of a linear from which on oneDNN's product gains more than calls of the modules take, 0.35 ms
-# a layer and 0.1 for each adapter: _WORK for each, and _CALLS times as many for the base.
+# Multiply-adds of a linear from which on oneDNN's product gains more than calls of the modules take: 0.26 ms
+# a layer of 64 rows and 0.3 for each full fine-tune, 0.02 for LoRA (256x704, two cores). _WORK for each
+# adapter whose bypasses modules apply one by one, and _CALLS times as many for the base.
 _WORK, _CALLS = 1 << 26, 4
 _ROTARY: Final = "position_embeddings"  # the argument with both tables
 _PAGE, _PADDING = 16, 6  # the experiment's positions of a page, and rows
@@ -72,7 +73,8 @@ class NativeLayer:
         return through([self], hidden, call)
 
     def takes(self, rows: int, adapters: int) -> bool:
-        """Tells whether the kernel is faster than the modules with so many rows, of so many adapters."""
+        """Tells whether the kernel is faster than the modules with so many rows, where modules apply the
+        bypasses of so many adapters one by one."""
         up = self._linears[_LINEARS.index("mlp.up_proj")]
         return rows <= MOST_ROWS or rows * up.in_features * up.out_features <= _WORK * (_CALLS + adapters)
 
@@ -101,7 +103,7 @@ def through(layers: Sequence[NativeLayer], hidden: Tensor, call: Call) -> Tensor
     """The output of layers that follow each other, as `NativeLayer` gives one's."""
     first = layers[0]
     rows, count = first.cell.rows, hidden.shape[1]
-    if not isinstance(rows, FusedRows) or not all(layer.takes(count, rows.adapters) for layer in layers):
+    if not isinstance(rows, FusedRows) or not all(layer.takes(count, rows.one_by_one) for layer in layers):
         return None
     cos, sin = call[1].get(_ROTARY, (None, None))
     if cos is None or not ops.takes(hidden, cos, sin) or not hidden.is_contiguous():
