@@ -175,10 +175,17 @@ def hangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hangs]:
 def test_a_stopped_engine_is_told_of_and_replaced_and_its_stream_goes_on(hangs: Hangs) -> None:
     served, seen = hangs.served, []
 
-    def look() -> None:
+    def is_silent() -> bool:
         answer = httpx.get(f"{served.url}/health/ready")
-        if answer.status_code == 503 and "no sign of life" in answer.json()["error"]["message"]:
-            seen.append(httpx.get(f"{served.url}/metrics").text)
+        return answer.status_code == 503 and "no sign of life" in answer.json()["error"]["message"]
+
+    def look() -> None:
+        """Keeps the metrics of a moment before and after which the engine is silent: the standby takes over
+        within milliseconds."""
+        if is_silent():
+            metrics = httpx.get(f"{served.url}/metrics").text
+            if is_silent():
+                seen.append(metrics)
 
     assert hangs.strike("engine", "streaming", look, ANSWERING) <= NOTICED
     assert seen and all("coserve_engine_up 0.0" in metrics for metrics in seen)
