@@ -17,6 +17,7 @@ from coserve.core.contained import contained
 from coserve.errors import ConfigError, RequestError, UnsupportedModel
 from coserve.model.batch import BatchCell
 from coserve.model.load import load_model, usable_device
+from coserve.model.native import use_native_kernels
 from coserve.model.origin import linears_digest
 from coserve.model.placement import Offer, Placement, place_locally
 from coserve.model.placing import place_linears
@@ -103,6 +104,7 @@ class BaseLinears:
         place_linears(model, BatchCell(), place, chosen.__contains__)
         if shard is None:
             model.to(device=self.device)
+            use_native_kernels(model)
             like = torch.empty(0, dtype=DTYPES[self.hello.dtype], device=self.device)
             spans = find_spans(model, chosen, like)
             self._spans = {span.shape.path: span for span in spans}

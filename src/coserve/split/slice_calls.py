@@ -10,17 +10,21 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from coserve.adapters.sites import Kind, Sites
-from coserve.errors import AdapterMismatch
+from coserve.errors import AdapterMismatch, UnsupportedModel
+from coserve.kernels.native import ops
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows
 from coserve.model.block import Block, Call
+from coserve.model.layer_experiment import LayerExperiment
 from coserve.model.linear import FrozenLinear
 from coserve.model.placement import Placement
 from coserve.split.calls import Source
 from coserve.split.messages import SliceShape
+from coserve.split.native_slices import NativeAttention
 from coserve.split.remote_group import RemoteSlice
 from coserve.split.slices import digest_beside
 from coserve.split.span_calls import TOLERANCE
@@ -33,7 +37,7 @@ def put_slices(base: Base, offered: Sequence[tuple[Source, SliceShape]]) -> None
     """Has the base's layers be one call each, where sources offer what lies between them. Raises
     AdapterMismatch for what cannot lie between layers of this base."""
     linears, blocks = base.linears, {block.path: number for number, block in enumerate(base.chain)}
-    run = LayerRun()
+    run, sliced, following = LayerRun(), dict[int, SlicedLayer](), dict[int, list[_Following]]()
     for source, shape in offered:
         if shape.layer not in blocks or not _fits(shape, base):
             raise AdapterMismatch(f"the slice {shape.path} of {source.address} is none of this base")
@@ -43,10 +47,25 @@ def put_slices(base: Base, offered: Sequence[tuple[Source, SliceShape]]) -> None
             continue
         inside, unchanged = _inside(base.sites, shape), tuple(shape.following)
         own = SlicedLayer(block, RemoteSlice(source, shape), inside, unchanged, base, run)
-        block.shortcut = own
+        block.shortcut = sliced[number] = own
         _replace(linears[shape.output], _Output(linears[shape.output], own, run))
-        for path in shape.following:
-            _replace(linears[path], _Following(linears[path], own, run))
+        following[number + 1] = [_Following(linears[path], own, run) for path in shape.following]
+        for path, follower in zip(shape.following, following[number + 1], strict=True):
+            _replace(linears[path], follower)
+    for number in sliced.keys() & following.keys():
+        sliced[number].entering = following[number]
+    _find_attention(base, sliced)
+
+
+@torch.no_grad()
+def _find_attention(base: Base, sliced: Mapping[int, "SlicedLayer"]) -> None:
+    """Has kernels attend in those layers whose attention they compute."""
+    if not any(ops.takes(parameter) for parameter in base.model.parameters()):
+        return
+    experiment = LayerExperiment(base)
+    for number, own in sliced.items():
+        if own.entering:
+            own.attention = NativeAttention.find(experiment, base, number, own.try_attention)
 
 
 def _fits(shape: SliceShape, base: Base) -> bool:
@@ -74,14 +93,14 @@ def _inside(sites: Sites, shape: SliceShape) -> tuple[str, ...]:
 class LayerRun(threading.local):
     """The run of a layer under way on this thread.
 
-    `cut` is the layer whose run ends where its attention does, and `hidden` its input; `seen` is what
-    attention gave in a run that is only watched. `products` are those of this layer's first linears that came
-    with the slice before it, and `ahead` the same for the layer whose input is `output`.
+    `cut` is the layer whose run ends where its attention does; one that is only watched goes on, and `seen`
+    is what attention gave. `products` are those of this layer's first linears that came with the slice before
+    it, random ones in a trial; `ahead` the same for the layer whose input is `output`.
     """
 
     cut: "SlicedLayer | None" = None
-    hidden: Tensor | None = None
     is_watched: bool = False
+    is_trial: bool = False
     seen: Tensor | None = None
     output: Tensor | None = None
     ahead: Mapping[str, Tensor] = {}
@@ -99,7 +118,9 @@ class SlicedLayer:
     """A block's shortcut: the layer up to the end of its attention, and its slice.
 
     The first rows go both ways: where a result differs (another activation), the layer goes its own way from
-    then on. `is_same` tells what was found, None before.
+    then on. `is_same` tells what was found, None before. `entering` are the linears with which its attention
+    begins, where another slice computes them; `attention` is a faster way from their products to the end of
+    attention.
     """
 
     def __init__(
@@ -116,6 +137,8 @@ class SlicedLayer:
         self._block, self._remote, self._run = block, remote, run
         self._inside, self._unchanged, self._cell = inside, unchanged, base.cell
         self.is_same: bool | None = None
+        self.entering: Sequence[_Following] = ()
+        self.attention: NativeAttention | None = None
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor | None:
         """The block's output for hidden [1, rows, width]; None where a row has an adapter inside, outputs are
@@ -126,58 +149,73 @@ class SlicedLayer:
             return None
         if not rows.is_bare(self._inside, self._unchanged):
             return None
-        return self._cut(hidden, call) if self.is_same else self._watched(hidden, call)
+        if not self.is_same:
+            return self._watched(hidden, call)
+        attended = None
+        if self.attention is not None and all(linear.is_same for linear in self.entering):
+            attended = self.attention(self._run.products, rows, call)
+        return self._sliced(hidden, self._attended(hidden, call) if attended is None else attended)
 
-    def call(self, attended: Tensor) -> Tensor:
-        """The layer's output, given what attention gives to its last linear; keeps what came for the next
-        layer."""
-        run, rows = self._run, self._cell.rows
-        assert run.hidden is not None, "the layer is under way"
-        is_training = isinstance(rows, FusedRows) and rows.is_training
-        y, *products = self._remote.forward(run.hidden, attended, is_training)
-        run.output, run.ahead = y, dict(zip(self._unchanged, products, strict=True))
-        return y
+    def try_attention(self, products: Mapping[str, Tensor], hidden: Tensor, call: Call) -> Tensor:
+        """The input of the last linear of the layer's attention by its modules, if these are the products of
+        its first ones."""
+        run = self._run
+        run.products, run.is_trial = dict(products), True
+        try:
+            return self._attended(hidden, call)
+        finally:
+            run.products, run.is_trial = {}, False
 
     def refuse(self) -> None:
         """Has the layer computed without slices from now on."""
         self.is_same = False
         _log.info("%s is no slice here: its linears are called one by one", self._remote.shape.path)
 
-    def _cut(self, hidden: Tensor, call: Call) -> Tensor:
+    def _sliced(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output, given its input and what attention gives to its last linear; keeps what came
+        for the next layer."""
+        run, rows = self._run, self._cell.rows
+        is_training = isinstance(rows, FusedRows) and rows.is_training
+        y, *products = self._remote.forward(hidden, attended, is_training)
+        run.output, run.ahead = y, dict(zip(self._unchanged, products, strict=True))
+        return y
+
+    def _attended(self, hidden: Tensor, call: Call) -> Tensor:
         run = self._run
-        run.cut, run.hidden = self, hidden
+        run.cut = self
         try:
-            return self._block.own(hidden, call)
-        except _Passed as passed:
-            return passed.output
+            self._block.own(hidden, call)
+        except _Attended as reached:
+            return reached.rows
         finally:
-            run.cut = run.hidden = None
+            run.cut = None
+        raise UnsupportedModel(f"{self._block.path} does not call the last linear of its attention")
 
     def _watched(self, hidden: Tensor, call: Call) -> Tensor:
         """The layer's own output, after which the slice's is compared."""
         run = self._run
-        run.cut, run.hidden, run.is_watched, run.seen = self, hidden, True, None
+        run.cut, run.is_watched, run.seen = self, True, None
         try:
             y = self._block.own(hidden, call)
             if run.seen is None:
                 self.refuse()
             elif y.numel() and bool(y.isfinite().all()):
-                self.is_same = is_close(self.call(run.seen), y, TOLERANCE[y.dtype])
+                self.is_same = is_close(self._sliced(hidden, run.seen), y, TOLERANCE[y.dtype])
                 run.output = y
                 if not self.is_same:
                     self.refuse()
             return y
         finally:
-            run.cut = run.hidden = run.seen = None
+            run.cut = run.seen = None
             run.is_watched = False
 
 
-class _Passed(Exception):
-    """The rest of a layer is computed already."""
+class _Attended(Exception):
+    """A layer has come to the last linear of its attention, with these rows."""
 
-    def __init__(self, output: Tensor) -> None:
+    def __init__(self, rows: Tensor) -> None:
         super().__init__()
-        self.output = output
+        self.rows = rows
 
 
 class _Output:
@@ -191,7 +229,7 @@ class _Output:
         if run.cut is not self._own:
             return self._forward(x)
         if not run.is_watched:
-            raise _Passed(self._own.call(x))
+            raise _Attended(x)
         run.seen = x
         return self._forward(x)
 
@@ -202,12 +240,14 @@ class _Following:
     def __init__(self, linear: FrozenLinear, before: SlicedLayer, run: LayerRun) -> None:
         self._linear, self._forward = linear, linear.forward
         self._before, self._run = before, run
-        self._is_same = False
+        self.is_same = False
 
     def __call__(self, x: Tensor) -> Tensor:
         product = self._run.products.pop(self._linear.path, None)
         rows = self._linear.cell.rows
-        if product is None or rows is None or not (self._is_same or self._compare(x, product)):
+        if product is None or rows is None:
+            return self._forward(x)
+        if not (self.is_same or self._run.is_trial or self._compare(x, product)):
             return self._forward(x)
         return rows.linear(self._linear.path, _Computed(product), x)
 
@@ -216,10 +256,10 @@ class _Following:
         own = self._linear.placement.forward(x)
         if not bool(own.isfinite().all()):
             return False
-        self._is_same = is_close(product, own, TOLERANCE[own.dtype])
-        if not self._is_same:
+        self.is_same = is_close(product, own, TOLERANCE[own.dtype])
+        if not self.is_same:
             self._before.refuse()
-        return self._is_same
+        return self.is_same
 
 
 class _Computed(Placement):

@@ -19,10 +19,12 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.sites import decoder_layers, layer_width
 from coserve.errors import UnsupportedModel
+from coserve.model.layer_parts import LayerParts
 from coserve.model.linear import FrozenLinear
 from coserve.model.origin import digest_of, sample_of
 from coserve.split.linears import grouped
 from coserve.split.messages import SliceShape
+from coserve.split.native_slices import NativeSlice
 from coserve.split.payload import view_of
 from coserve.split.spans import is_close, is_small, linears_of
 
@@ -36,6 +38,7 @@ class SliceModule:
     def __init__(self, shape: SliceShape, layer: "_SlicedLayer", following: "_SlicedLayer | None") -> None:
         self.shape = shape
         self._layer, self._following = layer, following
+        self._native: NativeSlice | None = None
 
     @torch.no_grad()
     def compute(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -45,7 +48,18 @@ class SliceModule:
         found = [self._run(*part) for part in parts]
         return found[0] if len(found) == 1 else [torch.cat(part) for part in zip(*found, strict=True)]
 
+    @torch.no_grad()
+    def find_native(self) -> None:
+        """Has kernels compute it where they give what its modules give."""
+        after = None if self._following is None else LayerParts.of(self._following.module)
+        if (self._following is None) == (after is None):
+            self._native = NativeSlice.find(LayerParts.of(self._layer.module), after, self._run)
+
     def _run(self, hidden: Tensor, attended: Tensor) -> list[Tensor]:
+        native = None if self._native is None else self._native(hidden, attended)
+        return self._run_modules(hidden, attended) if native is None else native
+
+    def _run_modules(self, hidden: Tensor, attended: Tensor) -> list[Tensor]:
         y = self._layer.after_attention(hidden[None], attended[None])
         if self._following is None:
             return [y[0]]
@@ -86,6 +100,7 @@ def find_slices(model: PreTrainedModel, linears: Collection[str], like: Tensor) 
         if layer is not None:
             made = SliceModule(_shape(layer, following, width), layer, following)
             if made.passes_trial(like):
+                made.find_native()
                 found.append(made)
     return found
 

@@ -49,6 +49,8 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "decode_layers": "pppppplppppllli",
     "layer_begin": "pppppppppllli",
     "layer_end": "ppppppllli",
+    "layer_slice": "pppppppplli",
+    "layer_attend": "pppplpppppplli",
     "panel_outputs": "",
 }
 

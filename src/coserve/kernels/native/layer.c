@@ -43,10 +43,15 @@ typedef struct {
 } Norm;
 
 typedef struct {
+    i64 heads, groups, width, window;
+    float scale;
+} Attention;
+
+typedef struct {
     Linear query, key, value, out, gate, up, down;
     Norm first, second;
-    i64 hidden, heads, groups, width, window;
-    float scale;
+    i64 hidden;
+    Attention attention;
 } Layer;
 
 typedef struct {
@@ -195,28 +200,31 @@ static void leave(const Bypass *added, bf16 *y, const Step *step, i64 hidden) {
 
 #define PRODUCT(of, y) {&layer->of, &own->of, y}
 
-// What attends: q [rows, heads, width], k and v [rows, groups, width], of which the first two are rotated.
-static void attention_inputs(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const bf16 *x,
-                             const bf16 *cosine, const bf16 *sine, bf16 *q, bf16 *k, bf16 *v, const Step *step) {
-    i64 hidden = layer->hidden, width = layer->width, rows = step->rows;
-    i64 of_q = layer->heads * width, of_k = layer->groups * width;
-    bf16 *normed = malloc(sizeof(bf16) * (size_t)(rows * (hidden + of_q + of_k)));
-    bf16 *plain_q = normed + rows * hidden, *plain_k = plain_q + rows * of_q;
+// What attends, but for the rotary embedding: q [rows, heads, width], k and v [rows, groups, width].
+static void attention_products(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const bf16 *x,
+                               bf16 *q, bf16 *k, bf16 *v, const Step *step) {
+    i64 hidden = layer->hidden;
+    bf16 *normed = malloc(sizeof(bf16) * (size_t)(step->rows * hidden));
     norm(x, &layer->first, &own->first, normed, step, hidden);
-    Product products[] = {PRODUCT(query, plain_q), PRODUCT(key, plain_k), PRODUCT(value, v)};
+    Product products[] = {PRODUCT(query, q), PRODUCT(key, k), PRODUCT(value, v)};
     multiply_all(normed, hidden, products, 3, step);
     finish(normed, hidden, products, &added->query, step);
     finish(normed, hidden, products + 1, &added->key, step);
     finish(normed, hidden, products + 2, &added->value, step);
-    rotate(plain_q, of_q, width, cosine, sine, q, rows, layer->heads, width, threads_for(step, rows * of_q));
-    rotate(plain_k, of_k, width, cosine, sine, k, rows, layer->groups, width, threads_for(step, rows * of_k));
     free(normed);
+}
+
+// Heads [rows, heads, width] with the rotary embedding.
+static void rotate_heads(const bf16 *x, i64 heads, i64 width, const bf16 *cosine, const bf16 *sine, bf16 *y,
+                         const Step *step) {
+    i64 all = heads * width;
+    rotate(x, all, width, cosine, sine, y, step->rows, heads, width, threads_for(step, step->rows * all));
 }
 
 // The layer's output y from its input x and what attention gave, which is changed.
 static void after_attention(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const bf16 *x,
                             bf16 *attended, bf16 *y, const Step *step) {
-    i64 hidden = layer->hidden, of_q = layer->heads * layer->width, inner = layer->gate.outputs, rows = step->rows;
+    i64 hidden = layer->hidden, of_q = layer->query.outputs, inner = layer->gate.outputs, rows = step->rows;
     bf16 *normed = malloc(sizeof(bf16) * (size_t)(rows * (hidden + 2 * inner)));
     bf16 *gate = normed + rows * hidden, *up = gate + rows * inner;
     change_rows(&own->out, 1, attended, of_q);
@@ -248,21 +256,35 @@ static void find_slots(const Pages *pages, i64 *slots) {
     }
 }
 
+// Decode rows' attention over their pages, which get k and v at `newest` [batch], from what `attention_products` gives:
+// attended [rows, heads, width], zeros for padding.
+static void attend_decode(const Attention *shape, const Pages *pages, bf16 *keys, bf16 *values, i64 slots,
+                          const i64 *newest, const bf16 *plain_q, const bf16 *plain_k, const bf16 *v,
+                          const bf16 *cosine, const bf16 *sine, bf16 *attended, const Step *step) {
+    i64 heads = shape->heads, groups = shape->groups, width = shape->width;
+    i64 of_q = heads * width, of_k = groups * width, rows = step->rows, batch = step->batch;
+    bf16 *q = malloc(sizeof(bf16) * (size_t)(rows * (of_q + of_k)));
+    bf16 *k = q + rows * of_q;
+    rotate_heads(plain_q, heads, width, cosine, sine, q, step);
+    rotate_heads(plain_k, groups, width, cosine, sine, k, step);
+    write_slots(k, width, of_k, newest, keys, slots, groups, batch, width, threads_for(step, rows * of_k));
+    write_slots(v, width, of_k, newest, values, slots, groups, batch, width, threads_for(step, rows * of_k));
+    attend_pages(q, of_q, width, keys, values, slots, pages->table, pages->pages, pages->page_size, pages->lengths,
+                 shape->window, batch, heads, groups, width, width, shape->scale, attended,
+                 threads_for(step, batch * pages->pages * pages->page_size * of_q));
+    memset(attended + batch * of_q, 0, sizeof(bf16) * (size_t)((rows - batch) * of_q));
+    free(q);
+}
+
 // As `decode_layers`, one layer; newest [batch].
 static void decode_layer(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const Pages *pages,
                          bf16 *keys, bf16 *values, i64 slots, const i64 *newest, const bf16 *x, const bf16 *cosine,
                          const bf16 *sine, bf16 *y, const Step *step) {
-    i64 width = layer->width, of_q = layer->heads * width, of_k = layer->groups * width;
-    i64 rows = step->rows, batch = step->batch;
+    i64 of_q = layer->query.outputs, of_k = layer->key.outputs, rows = step->rows;
     bf16 *q = malloc(sizeof(bf16) * (size_t)(rows * (2 * of_q + 2 * of_k)));
     bf16 *k = q + rows * of_q, *v = k + rows * of_k, *attended = v + rows * of_k;
-    attention_inputs(layer, added, own, x, cosine, sine, q, k, v, step);
-    write_slots(k, width, of_k, newest, keys, slots, layer->groups, batch, width, threads_for(step, rows * of_k));
-    write_slots(v, width, of_k, newest, values, slots, layer->groups, batch, width, threads_for(step, rows * of_k));
-    attend_pages(q, of_q, width, keys, values, slots, pages->table, pages->pages, pages->page_size, pages->lengths,
-                 layer->window, batch, layer->heads, layer->groups, width, width, layer->scale, attended,
-                 threads_for(step, batch * pages->pages * pages->page_size * of_q));
-    memset(attended + batch * of_q, 0, sizeof(bf16) * (size_t)((rows - batch) * of_q));
+    attention_products(layer, added, own, x, q, k, v, step);
+    attend_decode(&layer->attention, pages, keys, values, slots, newest, q, k, v, cosine, sine, attended, step);
     after_attention(layer, added, own, x, attended, y, step);
     free(q);
 }
@@ -285,12 +307,20 @@ void decode_layers(const Layer *const *layers, const Bypasses *const *added, con
     free(between);
 }
 
-// A layer up to its attention: see `attention_inputs`; the first `batch` of the rows are somebody's.
+// A layer up to its attention: see `attention_products`, with q and k rotated; the first `batch` of the rows are
+// somebody's.
 void layer_begin(const Layer *layer, const Bypasses *added, const LayerOwnWeights *own, const bf16 *x,
                  const bf16 *cosine, const bf16 *sine, bf16 *q, bf16 *k, bf16 *v, i64 rows, i64 batch, i64 grain,
                  int threads) {
     Step step = {rows, batch, grain, threads};
-    attention_inputs(layer, added, own, x, cosine, sine, q, k, v, &step);
+    const Attention *shape = &layer->attention;
+    i64 of_q = layer->query.outputs;
+    bf16 *plain_q = malloc(sizeof(bf16) * (size_t)(rows * (of_q + layer->key.outputs)));
+    bf16 *plain_k = plain_q + rows * of_q;
+    attention_products(layer, added, own, x, plain_q, plain_k, v, &step);
+    rotate_heads(plain_q, shape->heads, shape->width, cosine, sine, q, &step);
+    rotate_heads(plain_k, shape->groups, shape->width, cosine, sine, k, &step);
+    free(plain_q);
 }
 
 // The rest of a layer: see `after_attention`.
@@ -298,4 +328,26 @@ void layer_end(const Layer *layer, const Bypasses *added, const LayerOwnWeights 
                bf16 *y, i64 rows, i64 batch, i64 grain, int threads) {
     Step step = {rows, batch, grain, threads};
     after_attention(layer, added, own, x, attended, y, &step);
+}
+
+// What lies between two layers' attention, of rows without anything of their own: the rest of a layer, and the
+// `attention_products` of the one that follows; null where none does.
+void layer_slice(const Layer *layer, const Layer *following, const bf16 *x, bf16 *attended, bf16 *y, bf16 *q, bf16 *k,
+                 bf16 *v, i64 rows, i64 grain, int threads) {
+    static const Bypasses none;
+    static const LayerOwnWeights bare;
+    Step step = {rows, rows, grain, threads};
+    after_attention(layer, &none, &bare, x, attended, y, &step);
+    if (following != NULL) attention_products(following, &none, &bare, y, q, k, v, &step);
+}
+
+// What lies between two slices: see `attend_decode`.
+void layer_attend(const Attention *shape, const Pages *pages, bf16 *keys, bf16 *values, i64 slots, const bf16 *q,
+                  const bf16 *k, const bf16 *v, const bf16 *cosine, const bf16 *sine, bf16 *attended, i64 rows,
+                  i64 grain, int threads) {
+    Step step = {rows, pages->batch, grain, threads};
+    i64 *newest = malloc(sizeof(i64) * (size_t)pages->batch);
+    find_slots(pages, newest);
+    attend_decode(shape, pages, keys, values, slots, newest, q, k, v, cosine, sine, attended, &step);
+    free(newest);
 }

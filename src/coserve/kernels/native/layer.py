@@ -31,12 +31,16 @@ class _Norm(Structure):
     _fields_: ClassVar = [("weight", c_void_p), ("eps", c_float), ("is_centred", c_int)]
 
 
+class _AttentionShape(Structure):
+    _fields_: ClassVar = [("sizes", c_int64 * 4), ("scale", c_float)]
+
+
 class _Layer(Structure):
     _fields_: ClassVar = [
         ("linears", _Linear * LINEARS),
         ("norms", _Norm * NORMS),
-        ("sizes", c_int64 * 5),
-        ("scale", c_float),
+        ("hidden", c_int64),
+        ("attention", _AttentionShape),
     ]
 
 
@@ -100,6 +104,16 @@ class Norm:
     centred: bool
 
 
+class Attention(NamedTuple):
+    """Heads of queries, groups of keys and values, the width of each, and as in `AttentionSpec`."""
+
+    heads: int
+    groups: int
+    width: int
+    scale: float
+    window: int | None
+
+
 class Layer:
     """A decoder layer as the kernel reads it at `address`, made once for as long as its tensors lie where
     they do.
@@ -117,13 +131,14 @@ class Layer:
         window: int | None,
     ) -> None:
         self._tensors = linears, norms
-        self.width = width
-        self.heads, self.groups = heads, groups = [linears[i].outputs // width for i in (0, 1)]
+        heads, groups = (linears[i].outputs // width for i in (0, 1))
+        self.attention = Attention(heads, groups, width, scale, window)
+        self.hidden, self.outputs = len(norms[0].weight), tuple(one.outputs for one in linears)
         self._described = _Layer(
             (_Linear * LINEARS)(*map(_described, linears)),
             (_Norm * NORMS)(*map(_described_norm, norms)),
-            (c_int64 * 5)(len(norms[0].weight), heads, groups, width, window or 0),
-            scale,
+            self.hidden,
+            _described_attention(self.attention),
         )
         self.address = addressof(self._described)
 
@@ -189,16 +204,17 @@ def decode_layers(
 
 
 def layer_begin(
-    layer: Layer, lora: LayerLora, own: LayerOwnWeights, x: Tensor, cos: Tensor, sin: Tensor, count: int
+    layer: Layer, lora: LayerLora, weights: LayerOwnWeights, x: Tensor, cos: Tensor, sin: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The inputs of a layer's attention: q [1, heads, rows, width], k and v [1, groups, rows, width], the
     first two rotated, of x [1, rows, hidden], as `decode_layers` has them. Rows from `count` on are
     padding."""
     rows, cos, sin = x.shape[1], cos.contiguous(), sin.contiguous()
-    q, k, v = (x.new_empty(rows, heads, layer.width) for heads in (layer.heads, layer.groups, layer.groups))
+    own = layer.attention
+    q, k, v = (x.new_empty(rows, heads, own.width) for heads in (own.heads, own.groups, own.groups))
     ops.loaded().layer_begin(
-        layer.address, lora.address, own.address, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(),
-        k.data_ptr(), v.data_ptr(), rows, count, ops.GRAIN, torch.get_num_threads(),
+        layer.address, lora.address, weights.address, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), rows, count, ops.GRAIN, torch.get_num_threads(),
     )  # fmt: skip
     return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
@@ -214,6 +230,41 @@ def layer_end(
         x.shape[1], count, ops.GRAIN, torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def layer_slice(layer: Layer, following: Layer | None, x: Tensor, attended: Tensor) -> list[Tensor]:
+    """The layer's output [rows, hidden] for its input x and `attended` [rows, heads * width], both
+    contiguous; and the products [rows, out] with which the attention of the layer that follows begins, not
+    rotated."""
+    y = torch.empty_like(x)
+    products = [x.new_empty(len(x), outputs) for outputs in following.outputs[:3]] if following else []
+    q, k, v = (tensor.data_ptr() for tensor in products) if following else (None, None, None)
+    ops.loaded().layer_slice(
+        layer.address, following.address if following else None, x.data_ptr(), attended.data_ptr(),
+        y.data_ptr(), q, k, v, len(x), ops.GRAIN, torch.get_num_threads(),
+    )  # fmt: skip
+    return [y, *products]
+
+
+def layer_attend(
+    shape: Attention, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, where: LayerPages
+) -> Tensor:
+    """Attention of decode rows over their pages in one layer, to which keys and values are written, as
+    `decode_layers` has it: [1, rows, heads * width] for products q [1, rows, heads * width], k and v [1,
+    rows, groups * width], all contiguous."""
+    attended, described = torch.empty_like(q), _described_attention(shape)
+    (keys,), (values,) = where.keys, where.values
+    cos, sin = cos.contiguous(), sin.contiguous()
+    ops.loaded().layer_attend(
+        addressof(described), where.pages.address, keys.data_ptr(), values.data_ptr(), keys.shape[1],
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(), attended.data_ptr(),
+        q.shape[1], ops.GRAIN, torch.get_num_threads(),
+    )  # fmt: skip
+    return attended
+
+
+def _described_attention(own: Attention) -> _AttentionShape:
+    return _AttentionShape((c_int64 * 4)(own.heads, own.groups, own.width, own.window or 0), own.scale)
 
 
 def _described(one: PackedLinear) -> _Linear:
