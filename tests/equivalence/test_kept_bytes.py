@@ -57,15 +57,16 @@ class Fused:
         return inference_plan(rows)
 
 
-def live_bytes() -> int:
-    """Bytes behind all tensors that Python can reach, each storage once."""
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """Storages of all tensors that Python can reach, by address; held by the result, as tensors of earlier
+    tests may go at any moment and their addresses would come again."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor) and type(thing) in (Tensor, torch.nn.Parameter):
             storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+            found[storage.data_ptr()] = storage
+    return found
 
 
 def kept_beside(keep: SavePolicy, count: int, length: int) -> tuple[int, int]:
@@ -75,9 +76,10 @@ def kept_beside(keep: SavePolicy, count: int, length: int) -> tuple[int, int]:
     fused.executor.run(warm)
     fused.executor.run(Plan(released=(warm.sequences[0].key,)))
     inference = fused.prompts(count, length)
-    before = live_bytes()
+    before = live_storages()
     fused.executor.run(replace(inference, training=(fused.window(Direction.TRAIN_FORWARD),)))
-    return live_bytes() - before, fused.run.nbytes
+    stayed = (storage.nbytes() for at, storage in live_storages().items() if at not in before)
+    return sum(stayed), fused.run.nbytes
 
 
 @pytest.mark.sample(1)

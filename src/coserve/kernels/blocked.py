@@ -36,6 +36,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and with `with_lse` the log-sum-exp of each query's scores in float32, [batch, heads, t]
     (else empty)."""
+    if native.attends_chunks(q, k, v):
+        return native.attend_chunks(q, k, v, scale, window, with_lse)
     t, missing = q.shape[2], _missing(q)
     if missing:
         q, k, v = (_filled(x, missing) for x in (q, k, v))

@@ -79,6 +79,13 @@ def test_extreme_activations_are_torchs() -> None:
     torch.testing.assert_close(found, own, rtol=NEIGHBOUR, atol=LEAST, equal_nan=True)
 
 
+def test_numbers_of_a_vector_have_the_bits_that_they_have_alone() -> None:
+    bits = torch.tensor([DRAWS.randrange(-(1 << 15), 1 << 15) for _ in range(77)], dtype=torch.int16)
+    gate, up = bits.view(torch.bfloat16), drawn(77)
+    alone = torch.cat([ops.silu_mul(gate[i : i + 1], up[i : i + 1]) for i in range(77)])
+    assert torch.equal(ops.silu_mul(gate, up).view(torch.int16), alone.view(torch.int16))
+
+
 def test_the_first_of_the_largest_is_torchs() -> None:
     for _ in range(20):
         rows, count = DRAWS.randint(1, 40), DRAWS.choice([1, 2, 255, 256, 257, DRAWS.randint(3, 9000)])

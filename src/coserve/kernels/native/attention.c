@@ -8,7 +8,7 @@
 
 #include "bfloat16.h"
 #include "kernels.h"
-#include "exponential.h"
+#include "vector.h"
 
 // As many numbers as a register of AVX2 or AVX-512 has.
 #ifdef __AVX512F__
@@ -141,15 +141,10 @@ INLINE void weigh(const int height, const Group *s, const float *weights, i64 ro
 
 // exp(x - largest) / sum, in place.
 static inline void softmax(float *x, i64 count) {
-    float most = -INFINITY, sum = 0.0f;
+    float most = -INFINITY;
 #pragma omp simd reduction(max : most)
     for (i64 t = 0; t < count; t++) most = x[t] > most ? x[t] : most;
-#pragma omp simd reduction(+ : sum)
-    for (i64 t = 0; t < count; t++) {
-        x[t] = exponential(x[t] - most);
-        sum += x[t];
-    }
-    float share = 1.0f / sum;
+    float share = 1.0f / exponentials(x, count, most);
     for (i64 t = 0; t < count; t++) x[t] *= share;
 }
 
@@ -259,16 +254,7 @@ static inline __attribute__((always_inline)) void score_blocks(const int height,
 }
 
 // exp(x - most) of whole blocks, in place; returns one over their sum.
-static float weights_of(float *x, i64 count, float most) {
-    float sums[KEYS] = {0};
-    for (i64 t = 0; t < count; t += KEYS)
-#pragma omp simd
-        for (i64 i = 0; i < KEYS; i++) {
-            x[t + i] = exponential(x[t + i] - most);
-            sums[i] += x[t + i];
-        }
-    return 1.0f / _mm512_reduce_add_ps(_mm512_loadu_ps(sums));
-}
+static float weights_of(float *x, i64 count, float most) { return 1.0f / exponentials(x, count, most); }
 
 // Sums of values times weights for `height` queries, 32 * `vectors` numbers of each value from `column` on. Even and
 // odd numbers are added up apart.

@@ -51,8 +51,11 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "layer_end": "ppppppllli",
     "layer_slice": "pppppppplli",
     "layer_attend": "pppplpppppplli",
+    "attends_chunks": "ll",
+    "attend_chunks": "pppppplllllllflppi",
     "panel_outputs": "",
 }
+_ANSWERS: Final = ("attends_chunks", "panel_outputs")  # functions that return an integer
 
 
 class _ThreadState(threading.local):
@@ -117,7 +120,7 @@ def _loaded(compiler: str) -> ctypes.CDLL | None:
     for name, kinds in _SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes = [_KINDS[kind] for kind in kinds]
-        function.restype = None if kinds else ctypes.c_int
+        function.restype = ctypes.c_int if name in _ANSWERS else None
     return found
 
 

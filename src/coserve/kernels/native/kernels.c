@@ -8,7 +8,7 @@
 
 #include "bfloat16.h"
 #include "kernels.h"
-#include "exponential.h"
+#include "vector.h"
 
 // y = w * rounded(x / rms(x)), or x / rms(x) * (1 + w) rounded once where `centred`.
 void rms_norm(const bf16 *x, const bf16 *w, bf16 *y, i64 rows, i64 width, float eps, int centred, int threads) {
@@ -53,8 +53,19 @@ void rotate(const bf16 *x, i64 row_stride, i64 head_stride, const bf16 *cosine, 
 
 // y = rounded(silu(gate)) * up.
 void silu_mul(const bf16 *gate, const bf16 *up, bf16 *y, i64 count, int threads) {
-#pragma omp parallel for simd num_threads(threads) if (parallel : threads > 1)
-    for (i64 i = 0; i < count; i++) {
+    i64 vectors = 0, width = 1;
+#ifdef COSERVE_VECTORS
+    vectors = count / WIDTH, width = WIDTH;
+#pragma omp parallel for num_threads(threads) if (parallel : threads > 1)
+    for (i64 i = 0; i < vectors; i++) {
+        __m512 x = widen16(gate + i * WIDTH), one = _mm512_set1_ps(1.0f);
+        __m512 e = exponential16(_mm512_xor_ps(x, _mm512_set1_ps(-0.0f)));
+        __m512 silu = rounded16(_mm512_div_ps(x, _mm512_add_ps(one, e)));
+        narrow16(_mm512_mul_ps(silu, widen16(up + i * WIDTH)), y + i * WIDTH);
+    }
+#endif
+#pragma omp parallel for simd num_threads(threads) if (parallel : threads > 1 && vectors == 0)
+    for (i64 i = vectors * width; i < count; i++) {
         float x = widen(gate[i]);
         y[i] = narrow(rounded(x / (1.0f + exponential(-x))) * widen(up[i]));
     }

@@ -24,6 +24,17 @@ void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf1
 // Whether the processor has tile registers (AMX) that this process may use.
 int has_tiles(void);
 
+// Whether `attend_chunks` computes heads of these widths.
+int attends_chunks(i64 key_width, i64 value_width);
+
+// Causal attention of q [batch, heads, rows, key_width], whose rows are the last positions of k [batch, groups, length,
+// key_width] and v [batch, groups, length, value_width], each with its three outer strides; out [batch, rows, heads,
+// value_width] and, if it is not null, the log-sum-exp of each query's scores, lse [batch, heads, rows]. A query attends
+// to `window` keys at most, to all where that is 0.
+void attend_chunks(const bf16 *q, const i64 *q_strides, const bf16 *k, const i64 *k_strides, const bf16 *v,
+                   const i64 *v_strides, i64 batch, i64 heads, i64 groups, i64 rows, i64 length, i64 key_width,
+                   i64 value_width, float scale, i64 window, bf16 *out, float *lse, int threads);
+
 enum { TILE_PANEL = 32 };  // outputs of a packed weight that lie together where there are tiles
 
 // As `linear`, with the weight in panels of TILE_PANEL outputs.

@@ -74,8 +74,6 @@ typedef struct {
     int threads;
 } Step;
 
-static i64 most(i64 a, i64 b) { return a > b ? a : b; }
-
 static int threads_for(const Step *step, i64 numbers) { return numbers >= step->grain ? step->threads : 1; }
 
 // y += x, rounded.

@@ -5,7 +5,7 @@ over gathered pages. Kernels do not round what torch writes to memory between tw
 scores.
 """
 
-from ctypes import CDLL
+from ctypes import CDLL, c_int64
 from typing import Final
 
 import torch
@@ -173,6 +173,29 @@ def attend_pages(
         scale, out.data_ptr(), threads(table.numel() * page_size * heads * width),
     )  # fmt: skip
     return out
+
+
+def attends_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Tells whether `attend_chunks` takes these."""
+    return takes(q, k, v) and bool(loaded().attends_chunks(q.shape[-1], v.shape[-1]))
+
+
+def attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """As `blocked.forward`, by tile registers. Scores are rounded as a product of matrices is; sums of
+    weights and values are not."""
+    batch, heads, rows, key_width = q.shape
+    groups, length, width = v.shape[1:]
+    out = q.new_empty(batch, rows, heads, width)
+    lse = torch.empty(q.shape[:3] if with_lse else 0, dtype=torch.float32)
+    strides = [(c_int64 * 3)(*x.stride()[:3]) for x in (q, k, v)]
+    loaded().attend_chunks(
+        q.data_ptr(), strides[0], k.data_ptr(), strides[1], v.data_ptr(), strides[2], batch, heads, groups,
+        rows, length, key_width, width, scale, window or 0, out.data_ptr(),
+        lse.data_ptr() if with_lse else None, threads(batch * heads * rows * length),
+    )  # fmt: skip
+    return out.transpose(1, 2), lse
 
 
 def loaded() -> CDLL:

@@ -9,18 +9,18 @@
 
 #include "bfloat16.h"
 #include "kernels.h"
+#include "tiles.h"
 #include "transpose.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#include <immintrin.h>
+#ifdef COSERVE_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { TALL = 16, DEEP = 32, AHEAD = 256, CACHED = 1 << 20 };  // rows and inputs of a register; inputs; bytes
+enum { AHEAD = 256, CACHED = 1 << 20 };  // inputs; bytes
 enum { BLOCK = 2 * TALL, WEIGHT_BYTES = TILE_PANEL * 4, SUM_BYTES = TILE_PANEL * 4 };
 enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };  // of Linux's arch_prctl
 
-// The shapes of the registers, as the processor reads them: in the order 0 to 3 sums, 4 and 5 inputs, 6 and 7 weights.
+// The shapes of the registers, as the processor reads them.
 typedef struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
@@ -33,13 +33,13 @@ int has_tiles(void) {
     return found;
 }
 
-// Registers for blocks of `height` rows, at most BLOCK.
-static void configure(i64 height) {
+void configure_tiles(i64 height) {
     Shapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) shapes.bytes[i] = 64;
     uint8_t first = (uint8_t)(height < TALL ? height : TALL), second = (uint8_t)(height - first);
     uint8_t rows[8] = {first, first, second, second, first, second, TALL, TALL};
     for (int i = 0; i < 8; i++) shapes.rows[i] = rows[i] ? rows[i] : 1;
+    __asm__ volatile("" : : "m"(shapes));  // GCC takes the next instruction to read 8 bytes of them
     _tile_loadconfig(&shapes);
 }
 
@@ -104,7 +104,7 @@ void linear_by_tiles(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *
                 const bf16 *added = bias == NULL ? NULL : bias + panel * TILE_PANEL;
                 for (i64 block = top; block < blocks && block < top + most; block++) {
                     i64 begin = rows * block / blocks, height = rows * (block + 1) / blocks - begin;
-                    if (height != configured) configure(configured = height);
+                    if (height != configured) configure_tiles(configured = height);
                     multiply(x + begin * stride, stride, height, packed + panel * ins * TILE_PANEL, ins, sums);
                     for (i64 m = 0; m < height; m++) {
                         bf16 *to = y + (begin + m) * outs + panel * TILE_PANEL;
@@ -195,7 +195,7 @@ void linear_unpacked_by_tiles(const bf16 *x, i64 stride, const bf16 *weight, con
             i64 begin = block * TALL, left = rows - begin;
             turn_rows(x + begin * stride, stride, left < TALL ? left : TALL, ins, turned + block * size);
         }
-        configure(BLOCK);
+        configure_tiles(BLOCK);
         for (i64 top = 0; top < blocks; top += most)
 #pragma omp for nowait
             for (i64 out = 0; out < outs; out += TILE_PANEL)

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "bfloat16.h"
-#include "exponential.h"
+#include "vector.h"
 
 // Softmax in place of scores [blocks * rows, keys], row by row, and its log-sum-exp: row i of a block attends
 // to the first keys - rows + i + 1; later weights are 0.
@@ -20,17 +20,13 @@ void softmax_keeping(bf16 *scores, float *lse, i64 blocks, i64 rows, i64 keys, f
         for (i64 i = 0; i < blocks * rows; i++) {
             bf16 *row = scores + i * keys;
             i64 seen = keys - rows + i % rows + 1;
-            float most = -INFINITY, sum = 0.0f;
+            float most = -INFINITY;
 #pragma omp simd reduction(max : most)
             for (i64 j = 0; j < seen; j++) {
                 exact[j] = widen(row[j]) * scale;
                 most = exact[j] > most ? exact[j] : most;
             }
-#pragma omp simd reduction(+ : sum)
-            for (i64 j = 0; j < seen; j++) {
-                exact[j] = exponential(exact[j] - most);
-                sum += exact[j];
-            }
+            float sum = exponentials(exact, seen, most);
             float share = 1.0f / sum;
 #pragma omp simd
             for (i64 j = 0; j < seen; j++) row[j] = narrow(exact[j] * share);
@@ -52,13 +48,14 @@ void softmax_back(bf16 *scores, bf16 *gradients, const float *lse, i64 blocks, i
         for (i64 i = 0; i < blocks * rows; i++) {
             bf16 *row = scores + i * keys, *of = gradients + i * keys;
             i64 seen = keys - rows + i % rows + 1;
-            float own = lse[i], owed = 0.0f;
+            float owed = 0.0f;
+#pragma omp simd
+            for (i64 j = 0; j < seen; j++) exact[j] = widen(row[j]) * scale;
+            exponentials(exact, seen, lse[i]);
 #pragma omp simd reduction(+ : owed)
             for (i64 j = 0; j < seen; j++) {
-                float weight = exponential(widen(row[j]) * scale - own);
-                exact[j] = weight;
-                row[j] = narrow(weight);
-                owed += weight * widen(of[j]);
+                row[j] = narrow(exact[j]);
+                owed += exact[j] * widen(of[j]);
             }
 #pragma omp simd
             for (i64 j = 0; j < seen; j++) of[j] = narrow((widen(of[j]) - owed) * exact[j] * scale);
@@ -104,8 +101,23 @@ void rms_norm_back(const bf16 *grad, const bf16 *x, const bf16 *w, bf16 *dx, i64
 // The gradients of `silu_mul` for gate and up, rounded as torch's own, operation by operation.
 void silu_mul_back(const bf16 *grad, const bf16 *gate, const bf16 *up, bf16 *dgate, bf16 *dup, i64 count,
                    int threads) {
-#pragma omp parallel for simd num_threads(threads) if (parallel : threads > 1)
-    for (i64 i = 0; i < count; i++) {
+    i64 vectors = 0, width = 1;
+#ifdef COSERVE_VECTORS
+    vectors = count / WIDTH, width = WIDTH;
+#pragma omp parallel for num_threads(threads) if (parallel : threads > 1)
+    for (i64 i = 0; i < vectors; i++) {
+        i64 at = i * WIDTH;
+        __m512 g = widen16(grad + at), x = widen16(gate + at), one = _mm512_set1_ps(1.0f);
+        __m512 e = exponential16(_mm512_xor_ps(x, _mm512_set1_ps(-0.0f)));
+        __m512 share = _mm512_div_ps(one, _mm512_add_ps(one, e));
+        __m512 inner = rounded16(_mm512_mul_ps(g, widen16(up + at)));
+        narrow16(_mm512_mul_ps(g, rounded16(_mm512_mul_ps(x, share))), dup + at);
+        __m512 slope = _mm512_fmadd_ps(x, _mm512_sub_ps(one, share), one);
+        narrow16(_mm512_mul_ps(_mm512_mul_ps(inner, share), slope), dgate + at);
+    }
+#endif
+#pragma omp parallel for simd num_threads(threads) if (parallel : threads > 1 && vectors == 0)
+    for (i64 i = vectors * width; i < count; i++) {
         float g = widen(grad[i]), x = widen(gate[i]);
         float share = 1.0f / (1.0f + exponential(-x));
         float inner = rounded(g * widen(up[i]));
@@ -144,17 +156,13 @@ void cross_entropy(const bf16 *logits, const i64 *labels, float *losses, bf16 *g
         for (i64 i = 0; i < rows; i++) {
             const bf16 *row = logits + i * vocabulary;
             bf16 *to = gradient + i * vocabulary;
-            float most = -INFINITY, sum = 0.0f;
+            float most = -INFINITY;
 #pragma omp simd reduction(max : most)
             for (i64 j = 0; j < vocabulary; j++) {
-                float x = widen(row[j]);
-                most = x > most ? x : most;
+                exact[j] = widen(row[j]);
+                most = exact[j] > most ? exact[j] : most;
             }
-#pragma omp simd reduction(+ : sum)
-            for (i64 j = 0; j < vocabulary; j++) {
-                exact[j] = exponential(widen(row[j]) - most);
-                sum += exact[j];
-            }
+            float sum = exponentials(exact, vocabulary, most);
             losses[i] = logf(sum) + most - widen(row[labels[i]]);
             float share = weight / sum;
 #pragma omp simd
