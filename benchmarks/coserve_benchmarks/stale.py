@@ -24,6 +24,10 @@ def _bench(*names: str) -> tuple[str, ...]:
 _MEASURING: Final = (*_bench("ours.py", "settings.py", "timing.py"), "src/coserve/simulate/intervals.py")
 _LOADS: Final = (*_bench("drive.py"), "src/coserve/simulate/replay.py")
 _FINETUNE: Final = (*_ENGINE, *_MEASURING, *_bench("finetune.py", "peers.py", "saved.py", "plans.py"))
+_SPLIT: Final = (
+    *(*_ENGINE, "src/coserve/split", "src/coserve/wire"),
+    *(*_MEASURING, *_bench("split", "folder.py")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,8 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_bench("simulation", "policies", "zoo/provision.py"),
         ),
     ),
-    "split.json": Presented(
-        "docs/results/split.md",
-        (*_ENGINE, "src/coserve/split", "src/coserve/wire", *_MEASURING, *_bench("split", "folder.py")),
-    ),
+    "split.json": Presented("docs/results/split.md", _SPLIT),
+    "split-local.json": Presented("docs/results/split.md", _SPLIT),
     "streamed.json": Presented(
         "docs/results/streamed.md",
         (*_ENGINE, "src/coserve/streamed", *_MEASURING, *_LOADS, *_bench("streamed", "folder.py")),

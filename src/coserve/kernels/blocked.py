@@ -88,6 +88,8 @@ def backward(
     """Gradients for q, k and v from that of the output and the results of `forward`. The log-sum-exp turns
     scores into weights in one pass; the softmax correction of a row is out · grad, or, the same, the sum of
     its weights times their gradients."""
+    if native.goes_back_chunks(grad, q, k, v, out):
+        return native.attend_chunks_back(grad, q, k, v, out, lse, scale, window)
     t, missing = q.shape[2], _missing(q)
     if missing:
         grad, q, k, v, out = (_filled(x, missing) for x in (grad, q, k, v, out))

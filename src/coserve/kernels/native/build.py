@@ -53,9 +53,11 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "layer_attend": "pppplpppppplli",
     "attends_chunks": "ll",
     "attend_chunks": "pppppplllllllflppi",
+    "goes_back_chunks": "ll",
+    "attend_chunks_back": "ppppppppppplllllllflpppi",
     "panel_outputs": "",
 }
-_ANSWERS: Final = ("attends_chunks", "panel_outputs")  # functions that return an integer
+_ANSWERS: Final = ("attends_chunks", "goes_back_chunks", "panel_outputs")  # functions that return an integer
 
 
 class _ThreadState(threading.local):

@@ -35,6 +35,18 @@ void attend_chunks(const bf16 *q, const i64 *q_strides, const bf16 *k, const i64
                    const i64 *v_strides, i64 batch, i64 heads, i64 groups, i64 rows, i64 length, i64 key_width,
                    i64 value_width, float scale, i64 window, bf16 *out, float *lse, int threads);
 
+// Whether `attend_chunks_back` computes heads of these widths.
+int goes_back_chunks(i64 key_width, i64 value_width);
+
+// The gradients of `attend_chunks` for q, dq [batch, rows, heads, key_width], and for k and v, dense [batch, groups,
+// length, width], from that of its output, the output [batch, heads, rows, value_width], each with its three outer
+// strides, and the log-sum-exp. Weights are computed again.
+void attend_chunks_back(const bf16 *grad, const i64 *grad_strides, const bf16 *q, const i64 *q_strides, const bf16 *k,
+                        const i64 *k_strides, const bf16 *v, const i64 *v_strides, const bf16 *out,
+                        const i64 *out_strides, const float *lse, i64 batch, i64 heads, i64 groups, i64 rows,
+                        i64 length, i64 key_width, i64 value_width, float scale, i64 window, bf16 *dq, bf16 *dk,
+                        bf16 *dv, int threads);
+
 enum { TILE_PANEL = 32 };  // outputs of a packed weight that lie together where there are tiles
 
 // As `linear`, with the weight in panels of TILE_PANEL outputs.

@@ -5,8 +5,9 @@ over gathered pages. Kernels do not round what torch writes to memory between tw
 scores.
 """
 
+from collections.abc import Iterator
 from ctypes import CDLL, c_int64
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -189,13 +190,41 @@ def attend_chunks(
     groups, length, width = v.shape[1:]
     out = q.new_empty(batch, rows, heads, width)
     lse = torch.empty(q.shape[:3] if with_lse else 0, dtype=torch.float32)
-    strides = [(c_int64 * 3)(*x.stride()[:3]) for x in (q, k, v)]
     loaded().attend_chunks(
-        q.data_ptr(), strides[0], k.data_ptr(), strides[1], v.data_ptr(), strides[2], batch, heads, groups,
-        rows, length, key_width, width, scale, window or 0, out.data_ptr(),
-        lse.data_ptr() if with_lse else None, threads(batch * heads * rows * length),
+        *_placed(q, k, v), batch, heads, groups, rows, length, key_width, width, scale, window or 0,
+        out.data_ptr(), lse.data_ptr() if with_lse else None, threads(batch * heads * rows * length),
     )  # fmt: skip
     return out.transpose(1, 2), lse
+
+
+def goes_back_chunks(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
+    """Tells whether `attend_chunks_back` takes these."""
+    if not takes(grad, q, k, v, out):
+        return False
+    return bool(loaded().goes_back_chunks(q.shape[-1], v.shape[-1]))
+
+
+def attend_chunks_back(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `blocked.backward`, by tile registers, for the output and log-sum-exp of `attend_chunks`."""
+    batch, heads, rows, key_width = q.shape
+    groups, length, width = v.shape[1:]
+    dq, lse = q.new_empty(batch, rows, heads, key_width), lse.contiguous()
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    loaded().attend_chunks_back(
+        *_placed(grad, q, k, v, out), lse.data_ptr(), batch, heads, groups, rows, length, key_width, width,
+        scale, window or 0, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        threads(batch * heads * rows * length),
+    )  # fmt: skip
+    return dq.transpose(1, 2), dk, dv
+
+
+def _placed(*tensors: Tensor) -> Iterator[Any]:
+    """The address of each tensor of four dimensions, and its three outer strides."""
+    for x in tensors:
+        yield x.data_ptr()
+        yield (c_int64 * 3)(*x.stride()[:3])
 
 
 def loaded() -> CDLL:
