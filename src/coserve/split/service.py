@@ -34,6 +34,7 @@ _REFUSED_SECONDS: Final = 0.05  # seconds before accepting again after a refusal
 _KEYS_SECONDS: Final = 5.0  # seconds between two checks of connected clients' keys
 # Threads of clients are waited for as long: a process that ends while one computes in torch aborts.
 _CLOSE_SECONDS: Final = 2.0
+_HEARING_SECONDS: Final = 0.2  # between two looks for a signal that another thread got
 KeyCheck = Callable[[str], bool]  # tells whether a key is valid; called on threads of clients
 
 
@@ -195,9 +196,9 @@ def run_service(
     check_access(address, bool(key) or key_check is not None, tls is not None)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"type {dtype!r} is none of auto, {', '.join(DTYPES)}")
-    stop = threading.Event()
+    heard = list[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda number, _: heard.append(number))
     limits = Limits(rows=min(Limits().rows, config.client_rows))
     keep_freed_memory()  # in one arena: each client has threads, whose own would grow to its largest call
     linears = BaseLinears.load(model, dtype, limits, choice, shard, device)
@@ -212,6 +213,9 @@ def run_service(
         f"{'' if tls is None else f', certificate {tls.fingerprint()}'}",
         flush=True,
     )
-    stop.wait()
+    # Handlers run on this thread alone. A wait for a lock goes on where the system gave the signal to another
+    # thread: of 18 executors that were at work one did not end.
+    while not heard:
+        time.sleep(_HEARING_SECONDS)
     service.close()
     executor.close()
