@@ -28,6 +28,14 @@ _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": POSITIONS,
 }
+PANELS: dict[str, Any] = {  # all linears have whole panels of 64 outputs, as packed weights do
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
 _GPT2: dict[str, Any] = {
     "n_embd": 64,
     "n_layer": 3,

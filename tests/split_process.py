@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-_MAIN: Final = "from coserve.cli.app import main; main()"
+MAIN: Final = "from coserve.cli.app import main; main()"
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def executor_process(
     model: Path, listen: str, *options: str, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
     """`coserve executor`, which listens already; killed at the end where it has not ended."""
-    command = [sys.executable, "-c", _MAIN, "executor", str(model), "--listen", listen, *options]
+    command = [sys.executable, "-c", MAIN, "executor", str(model), "--listen", listen, *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment
     )

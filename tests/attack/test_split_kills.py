@@ -4,7 +4,9 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -19,7 +21,7 @@ from coserve.split import connection as connections
 from coserve.split import transport as transports
 from coserve.split.attach import attach
 from models import VOCABULARY, tiny
-from split_process import executor_process
+from split_process import MAIN, executor_process
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,24 @@ def test_training_survives_a_kill_and_ends_where_it_would_have(
         assert second.wait(20) == 0
         calls.join(60)
         assert not calls.is_alive()
+
+
+def test_a_signal_that_comes_to_another_thread_ends_it(folder: Path, tmp_path: Path) -> None:
+    """The system may give a process's signal to any of its threads; this one asks for it."""
+    address = f"unix:{tmp_path / 'a.sock'}"
+    asking = "sys.stdin.read(), signal.pthread_kill(threading.get_ident(), signal.SIGTERM)"
+    code = f"import signal, sys, threading; threading.Thread(target=lambda: ({asking}), daemon=True).start()"
+    command = [sys.executable, "-c", f"{code}; {MAIN}", "executor", str(folder), "--listen", address]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        assert "linears" in process.stdout.readline()
+        time.sleep(0.5)  # it waits for a signal
+        process.stdin.close()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_training_on_two_shards_survives_the_kill_of_one(folder: Path, tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ class LayerParts:
         eps = tuple(each for each in named if isinstance(each, float))
         return LayerParts(linears, norms, eps) if len(eps) == len(norms) else None
 
+    def linear(self, name: str) -> FrozenLinear:
+        """The one with this name of `LINEARS`."""
+        return self.linears[LINEARS.index(name)]
+
     def join(self, cache: CacheShape) -> bool:
         """Tells whether one linear's outputs are the next one's inputs, and heads are of one width."""
         query, key, value, out, gate, up, down = self.linears

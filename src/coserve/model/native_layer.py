@@ -104,7 +104,7 @@ def through(layers: Sequence[NativeLayer], hidden: Tensor, call: Call) -> Tensor
 def are_few(rows: int, parts: LayerParts, adapters: int = 0) -> bool:
     """Tells whether kernels of whole layers are faster than the modules with so many rows, where modules
     apply the bypasses of so many adapters one by one."""
-    up = parts.linears[LINEARS.index("mlp.up_proj")]
+    up = parts.linear("mlp.up_proj")
     return rows <= MOST_ROWS or rows * up.in_features * up.out_features <= _WORK * (_CALLS + adapters)
 
 

@@ -5,6 +5,7 @@ numbers, bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Final
 
 import torch
@@ -46,31 +47,29 @@ class NativeSlice:
         if parts is None or not all(map(_join, filter(None, (parts, following)))):
             return None
         made = torch.Generator().manual_seed(0)
-        widths = (parts.linears[3].out_features, parts.linears[3].in_features)
+        last = parts.linear("self_attn.o_proj")
+        widths = last.out_features, last.in_features
         rows = [torch.randn(_TRIED, width, generator=made).bfloat16() for width in widths]
         if not ops.takes(*rows):
             return None
         wanted = own(*rows)
-        for centred in parts.centred():
-            for after in following.centred() if following else [()]:
-                layer = _layer(parts, centred)
-                next_layer = _layer(following, after) if following else None
-                if layer is None or (following and next_layer is None):
-                    return None
-                found = NativeSlice(parts, layer, next_layer)
-                given = found(*rows)
-                if given is not None and all(map(torch.equal, given, wanted)):
-                    return found
+        for layer, after in product(_layers(parts), [None] if following is None else _layers(following)):
+            found = NativeSlice(parts, layer, after)
+            given = found(*rows)
+            if given is not None and all(map(torch.equal, given, wanted)):
+                return found
         return None
 
 
 def _join(parts: LayerParts) -> bool:
     """Heads are the client's to tell apart, so here they have a width of 1."""
-    return parts.join(CacheShape(parts.linears[1].out_features, 1, 1))
+    return parts.join(CacheShape(parts.linear("self_attn.k_proj").out_features, 1, 1))
 
 
-def _layer(parts: LayerParts, centred: tuple[bool, ...]) -> Layer | None:
-    return parts.layer(centred, 1, 1.0, None)
+def _layers(parts: LayerParts) -> list[Layer]:
+    """The layer with norms that compute in either way; none where kernels do not read its weights."""
+    made = (parts.layer(centred, 1, 1.0, None) for centred in parts.centred())
+    return [layer for layer in made if layer is not None]
 
 
 class NativeAttention:
@@ -107,6 +106,10 @@ class NativeAttention:
         linears = [base.linears[path] for path in paths if path in base.linears]
         if len(linears) < len(paths) or cache.reads is not None or cache.key != cache.value:
             return None
+        query, *others = (linear.out_features for linear in linears)
+        groups = cache.groups * cache.key
+        if query % groups or others != [groups, groups]:  # the kernel would read beyond them
+            return None
         products = {
             linear.path: experiment.drawn(1, experiment.rows, linear.out_features).bfloat16()
             for linear in linears
@@ -115,8 +118,7 @@ class NativeAttention:
             return None
 
         def candidates(spec: AttentionSpec) -> Iterator[tuple[NativeAttention, Compute]]:
-            heads = linears[0].out_features // cache.key
-            shape = Attention(heads, cache.groups, cache.key, spec.scale, spec.window)
+            shape = Attention(query // cache.key, cache.groups, cache.key, spec.scale, spec.window)
             attention = NativeAttention(index, paths, shape)
             yield attention, lambda _, call: attention(products, rows_in(base.cell), call)
 

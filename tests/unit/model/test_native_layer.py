@@ -32,7 +32,7 @@ from coserve.model.block import Block
 from coserve.model.load import load_base
 from coserve.model.native_layer import find_native_layers
 from coserve.model.placement import place_locally
-from models import tiny
+from models import PANELS, tiny
 
 pytestmark = pytest.mark.skipif(
     library() is None or not library().panel_outputs(),  # type: ignore[union-attr]
@@ -40,19 +40,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 DRAWS = random.Random()
-SHAPE: dict[str, Any] = {  # all of its linears have whole panels of 64 outputs
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-}
 PAGES = 100
 
 
 def base_of(name: str = "llama", **changes: Any) -> Base:
-    return load_base(tiny(name, torch.bfloat16, **{**SHAPE, **changes}))
+    return load_base(tiny(name, torch.bfloat16, **{**PANELS, **changes}))
 
 
 class Step:
@@ -412,7 +404,7 @@ def test_many_rows_are_left_to_the_modules(monkeypatch: pytest.MonkeyPatch) -> N
     seed = DRAWS.randrange(1 << 30)
     monkeypatch.setattr(native_layer, "MOST_ROWS", 0)
     rows = len(Step(base, seed).positions)
-    work = rows * SHAPE["hidden_size"] * SHAPE["intermediate_size"]
+    work = rows * PANELS["hidden_size"] * PANELS["intermediate_size"]
     monkeypatch.setattr(native_layer, "_WORK", work // 5 - 1)
     assert Step(base, seed).run(0, True) is None
     for count, is_taken in ((1, False), (2, True)):
@@ -458,14 +450,14 @@ def test_rows_of_other_adapters_take_no_shortcut() -> None:
     plain = lora_of(base, 0, 4, TARGETS)
     assert Step(base, seed).run(0, True, LoraBatch([(slice(0, 1), Bypasses({}, plain))])) is not None
     path = next(iter(plain))
-    layer, inner = "model.layers.0", SHAPE["intermediate_size"]
-    ones, entered = IA3Bypass(torch.ones(SHAPE["hidden_size"])), IA3Bypass(torch.ones(inner))
+    layer, inner = "model.layers.0", PANELS["intermediate_size"]
+    ones, entered = IA3Bypass(torch.ones(PANELS["hidden_size"])), IA3Bypass(torch.ones(inner))
     for own in (
         Bypasses({}, {**plain, path: other_bypass()}),
         Bypasses({path: ones}, {}),  # other linears read the same input
         Bypasses({f"{layer}.mlp": ones}, {}),
         Bypasses({}, {f"{layer}.mlp": ones}),
-        Bypasses({}, {f"{layer}.mlp": bottleneck(SHAPE["hidden_size"], 8, "gelu")}),
+        Bypasses({}, {f"{layer}.mlp": bottleneck(PANELS["hidden_size"], 8, "gelu")}),
         Bypasses({f"{layer}.mlp.down_proj": SequentialBypass([entered, entered])}, {}),
     ):
         assert Step(base, seed).run(0, True, LoraBatch([(slice(0, 1), own)])) is None
@@ -506,7 +498,7 @@ def test_a_kernel_that_gives_something_else_refuses_the_base(
 
 
 def test_other_types_have_no_shortcut() -> None:
-    base = load_base(tiny("llama", torch.float32, **SHAPE))
+    base = load_base(tiny("llama", torch.float32, **PANELS))
     assert all(block.shortcut is None for block in base.chain)
 
 

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.kernels.native.build import library
+from coserve.model.layer_experiment import LayerExperiment
+from coserve.model.load import load_base
 from coserve.split import native_slices
 from coserve.split.executor import BaseLinears
 from coserve.split.native_slices import NativeAttention
 from coserve.train.example import Example
-from models import tiny
+from models import PANELS, tiny
 from split_served import serving
 
 pytestmark = pytest.mark.skipif(
@@ -25,21 +27,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 DRAWS = random.Random()
-SHAPE: dict[str, Any] = {  # all of its linears have whole panels of 64 outputs
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-}
 CONFIG = EngineConfig(calibrate=False, cache_tokens=1024, page_size=4)
 TRAINING = TrainingConfig(learning_rate=0.1, batch_size=1, max_steps=1, warmup_ratio=0.0, rows=48)
 SAMPLING = SamplingParams(12, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 def model_of(kind: str = "llama", **changes: Any) -> Any:
-    return tiny(kind, torch.bfloat16, **{**SHAPE, **changes})
+    return tiny(kind, torch.bfloat16, **{**PANELS, **changes})
 
 
 @pytest.mark.parametrize(
@@ -90,6 +84,23 @@ def test_more_rows_than_kernels_are_faster_with_are_the_modules(monkeypatch: pyt
         with torch.no_grad():
             assert (own._native(*given) is None) == (rows > 3)
             assert all(map(torch.equal, own.compute(given), own._run_modules(*given)))
+
+
+def test_products_of_other_widths_than_the_pages_are_left_to_modules() -> None:
+    """They are not even tried: the kernel would read beyond them."""
+    base = load_base(model_of())
+    caches = base.caches
+
+    def own(*_: Any) -> Tensor:
+        raise AssertionError("modules were asked")
+
+    experiment = LayerExperiment(base)
+    with torch.no_grad():
+        with pytest.raises(AssertionError, match="modules were asked"):
+            NativeAttention.find(experiment, base, 1, own)
+        for changes in ({"groups": 4}, {"groups": 1}, {"key": 64, "value": 64}, {"value": 16}):
+            base.caches = [replace(cache, **changes) for cache in caches]  # type: ignore[misc]
+            assert NativeAttention.find(experiment, base, 1, own) is None
 
 
 @pytest.fixture

@@ -19,9 +19,34 @@ enum { ROWS = 2 * TALL, SOME = 256 };  // queries of a block, and keys whose sco
 typedef struct {
     const bf16 *q, *k, *v;
     i64 q_head, q_row, k_row, v_row;  // strides
-    i64 rows, length, share, key_width, value_width, window;
+    i64 rows, length, key_width, value_width, window;
     float scale;
 } Chunk;
+
+// All entries' tensors with their outer strides, of batch entries, heads and rows.
+typedef struct {
+    const bf16 *q, *k, *v;
+    const i64 *q_strides, *k_strides, *v_strides;
+    i64 batch, heads, groups, rows, length, key_width, value_width, window;
+    float scale;
+} Whole;
+
+static Chunk chunk_of(const Whole *all, i64 b, i64 g) {
+    const i64 *k = all->k_strides, *v = all->v_strides;
+    return (Chunk){.q = all->q + b * all->q_strides[0],
+                   .k = all->k + b * k[0] + g * k[1],
+                   .v = all->v + b * v[0] + g * v[1],
+                   .q_head = all->q_strides[1],
+                   .q_row = all->q_strides[2],
+                   .k_row = k[2],
+                   .v_row = v[2],
+                   .rows = all->rows,
+                   .length = all->length,
+                   .key_width = all->key_width,
+                   .value_width = all->value_width,
+                   .window = all->window,
+                   .scale = all->scale};
+}
 
 // What a thread computes with: a block's queries, its keys and values in the order of registers, scores, weights, sums.
 typedef struct {
@@ -327,6 +352,8 @@ int attends_chunks(i64 key_width, i64 value_width) {
 void attend_chunks(const bf16 *q, const i64 *q_strides, const bf16 *k, const i64 *k_strides, const bf16 *v,
                    const i64 *v_strides, i64 batch, i64 heads, i64 groups, i64 rows, i64 length, i64 key_width,
                    i64 value_width, float scale, i64 window, bf16 *out, float *lse, int threads) {
+    Whole all = {q, k, v, q_strides, k_strides, v_strides, batch, heads, groups, rows, length, key_width,
+                 value_width, window, scale};
     i64 share = heads / groups, out_row = heads * value_width, padded = up_to(length, DEEP);
 #pragma omp parallel num_threads(threads) if (parallel : threads > 1)
     {
@@ -336,11 +363,7 @@ void attend_chunks(const bf16 *q, const i64 *q_strides, const bf16 *k, const i64
 #pragma omp for schedule(dynamic)
         for (i64 i = 0; i < batch * groups; i++) {
             i64 b = i / groups, g = i % groups;
-            Chunk chunk = {q + b * q_strides[0],
-                           k + b * k_strides[0] + g * k_strides[1],
-                           v + b * v_strides[0] + g * v_strides[1],
-                           q_strides[1], q_strides[2], k_strides[2], v_strides[2],
-                           rows, length, share, key_width, value_width, window, scale};
+            Chunk chunk = chunk_of(&all, b, g);
             turn_keys(chunk.k, chunk.k_row, length, key_width, room.keys);
             pair_values(chunk.v, chunk.v_row, length, value_width, room.values);
             for (i64 h = g * share; h < (g + 1) * share; h++)
@@ -368,6 +391,8 @@ void attend_chunks_back(const bf16 *grad, const i64 *grad_strides, const bf16 *q
                         const i64 *out_strides, const float *lse, i64 batch, i64 heads, i64 groups, i64 rows,
                         i64 length, i64 key_width, i64 value_width, float scale, i64 window, bf16 *dq, bf16 *dk,
                         bf16 *dv, int threads) {
+    Whole all = {q, k, v, q_strides, k_strides, v_strides, batch, heads, groups, rows, length, key_width,
+                 value_width, window, scale};
     i64 share = heads / groups, padded = up_to(length, DEEP), wide = key_width, tall = value_width;
 #pragma omp parallel num_threads(threads) if (parallel : threads > 1)
     {
@@ -380,11 +405,7 @@ void attend_chunks_back(const bf16 *grad, const i64 *grad_strides, const bf16 *q
 #pragma omp for schedule(dynamic)
         for (i64 i = 0; i < batch * groups; i++) {
             i64 b = i / groups, g = i % groups;
-            Chunk chunk = {q + b * q_strides[0],
-                           k + b * k_strides[0] + g * k_strides[1],
-                           v + b * v_strides[0] + g * v_strides[1],
-                           q_strides[1], q_strides[2], k_strides[2], v_strides[2],
-                           rows, length, share, key_width, value_width, window, scale};
+            Chunk chunk = chunk_of(&all, b, g);
             Given of = {grad + b * grad_strides[0], out + b * out_strides[0], grad_strides[1], grad_strides[2],
                         out_strides[1], out_strides[2], lse + b * heads * rows};
             turn_keys(chunk.k, chunk.k_row, length, wide, room.keys);
@@ -399,10 +420,10 @@ void attend_chunks_back(const bf16 *grad, const i64 *grad_strides, const bf16 *q
             turn_back(room.dv, padded, length, tall, dv + i * length * tall);
         }
         _tile_release();
-        void *all[] = {room.queries, room.turned_queries, room.grads, room.turned_grads, room.dscores,
+        void *rooms[] = {room.queries, room.turned_queries, room.grads, room.turned_grads, room.dscores,
                        room.keys, room.values, room.paired_keys, room.weights, room.paired_dscores,
                        room.scores, room.products, room.dq, room.dk, room.dv};
-        for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) free(all[i]);
+        for (size_t i = 0; i < sizeof(rooms) / sizeof(rooms[0]); i++) free(rooms[i]);
     }
 }
 #else

@@ -133,11 +133,11 @@ class Layer:
         self._tensors = linears, norms
         heads, groups = (linears[i].outputs // width for i in (0, 1))
         self.attention = Attention(heads, groups, width, scale, window)
-        self.hidden, self.outputs = len(norms[0].weight), tuple(one.outputs for one in linears)
+        self.outputs = tuple(one.outputs for one in linears)
         self._described = _Layer(
             (_Linear * LINEARS)(*map(_described, linears)),
             (_Norm * NORMS)(*map(_described_norm, norms)),
-            self.hidden,
+            len(norms[0].weight),
             _described_attention(self.attention),
         )
         self.address = addressof(self._described)
