@@ -214,7 +214,7 @@ def run_service(
         flush=True,
     )
     # Handlers run on this thread alone. A wait for a lock goes on where the system gave the signal to another
-    # thread: two of 39 executors that were at work did not end.
+    # thread: so some executors that were at work, one of twelve in a test under load, did not end.
     while not heard:
         time.sleep(_HEARING_SECONDS)
     service.close()

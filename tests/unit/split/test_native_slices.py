@@ -2,6 +2,7 @@
 bit for bit."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.methods.bitfit import BitFitConfig
 from coserve.kernels.native.build import library
 from coserve.model.layer_experiment import LayerExperiment
 from coserve.model.load import load_base
 from coserve.split import native_slices
 from coserve.split.executor import BaseLinears
+from coserve.split.messages import LinearCall
 from coserve.split.native_slices import NativeAttention
 from coserve.train.example import Example
 from models import PANELS, tiny
@@ -155,3 +158,30 @@ def test_rows_beside_an_adapter_at_queries_are_the_modules(tmp_path: Path, taken
         found = torch.tensor(answers(engine, prompts, None, "one", sampling=first))
         assert taken and not any(taken)
         assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_products_that_were_never_compared_are_not_attended_to(tmp_path: Path) -> None:
+    """An adapter in the first layer has the others compared before it: an executor whose products behind that
+    layer are wrong is found out once they come."""
+    local, prompts = Engine(model_of(), CONFIG), [[5, 1, 9], [2, 7, 3, 3]]
+    example = Example(tuple(range(1, 13)), tuple(range(2, 14)))
+    biases = BitFitConfig("all", ("layers.0.mlp.up_proj",))
+    local.finetune([example], "one", biases, TRAINING).result()
+    local.adapters.save("one", tmp_path / "one")
+    wanted = torch.tensor(answers(local, prompts, None, None))
+    with serving(model_of(), tmp_path) as served:
+        compute, wrong = served.linears.compute, "model.layers.0.self_attn.after"
+
+        def changed(call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+            y, *products = compute(call, tensors)
+            return [y, *(-product if call.paths == (wrong,) else product for product in products)]
+
+        served.linears.compute = changed  # type: ignore[method-assign]
+        engine = Engine(model_of(), replace(CONFIG, base=served.address))
+        engine.adapters.load("one", tmp_path / "one")
+        answers(engine, prompts, "one", "one")
+        assert any(wrong not in paths and paths[0].endswith(".after") for _, paths in served.calls)
+        for _ in range(2):
+            found = torch.tensor(answers(engine, prompts, None, None))
+            assert (found - wanted).norm() < 0.02 * wanted.norm()
+        assert (("forward", (wrong,))) in served.calls
