@@ -98,16 +98,15 @@ def test_a_signal_that_comes_to_another_thread_ends_it(folder: Path, tmp_path: P
     asking = "sys.stdin.read(), signal.pthread_kill(threading.get_ident(), signal.SIGTERM)"
     code = f"import signal, sys, threading; threading.Thread(target=lambda: ({asking}), daemon=True).start()"
     command = [sys.executable, "-c", f"{code}; {MAIN}", "executor", str(folder), "--listen", address]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdin is not None and process.stdout is not None
-        assert "linears" in process.stdout.readline()
-        time.sleep(0.5)  # it waits for a signal
-        process.stdin.close()
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.communicate()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            assert "linears" in process.stdout.readline()
+            time.sleep(0.5)  # it waits for a signal
+            process.stdin.close()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 def test_training_on_two_shards_survives_the_kill_of_one(folder: Path, tmp_path: Path) -> None:
