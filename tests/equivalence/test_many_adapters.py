@@ -16,7 +16,10 @@ import torch
 from peft import LoraConfig
 
 from coserve import Engine, EngineConfig
+from coserve.adapters import slot_pools
 from coserve.adapters.lora_batch import LoraBatch
+from coserve.executors.cuda_graphs import Run
+from coserve.executors.fused_pass import FusedPass
 from methods import SHAPES, SMALL, with_peft
 from mixed import SAMPLING, Logits, Mixture, make_engine
 from models import Exact, logits_of, tiny
@@ -89,6 +92,48 @@ def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: p
     errors = mixture.errors(alone)
     assert errors.keys() == alone.keys() and max(errors.values()) <= 1e-9, errors
     assert max(together) >= 2, "several pools in one step"
+
+
+@pytest.mark.local
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", SHAPES)
+def test_decode_steps_from_what_a_graph_reads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps as on a GPU, whose graphs read nothing but the tensors that were there when they were
+    captured: the plain twin computes from these anew. Rows are padded to buckets, tables grow, and steps have
+    rows of several pools and of none."""
+    replays: list[int] = []  # of each graph
+
+    def record(work: Run) -> Run:
+        def replay() -> torch.Tensor:
+            replays[number] += 1
+            return work()
+
+        number = len(replays)
+        replays.append(0)
+        return replay
+
+    pools: list[int] = []
+    assign = slot_pools.LoraSlotPools.assign
+
+    def noted(self: Any, *given: Any) -> Any:
+        found = assign(self, *given)
+        pools.append(0 if found is None else len(found))
+        return found
+
+    monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
+    monkeypatch.setattr(slot_pools, "_FIRST_SLOTS", 1)
+    monkeypatch.setattr(slot_pools.LoraSlotPools, "assign", noted)
+    alone = oracles(name, tmp_path)
+    with Exact():
+        engine = make_engine(name, torch.float64, tmp_path)
+        for kinds in ([*alone], ["three", None, "eight"], ["four"], [None]):
+            mixture = Mixture(engine)
+            mixture.run(kinds, prompts=3)
+            errors = mixture.errors(alone)
+            assert errors.keys() == {*kinds} and max(errors.values()) <= 1e-9, errors
+    assert len(replays) >= 4 and all(replays) and sum(replays) >= 12 and max(pools) >= 2
 
 
 @pytest.mark.local

@@ -70,6 +70,16 @@ class LoraSlotPool:
         return len(self._slots)
 
     @property
+    def capacity(self) -> int:
+        """Slots that there are tables for; 0 once the pool is no longer used."""
+        return self._slots_made
+
+    def close(self) -> None:
+        """Frees the tables: no entry is left."""
+        self._slots_made = 0
+        self._tables, self._places, self.weights = [], {}, {}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all slots that take memory."""
         slots = self._slots_made if self._grows else self._touched  # else those never written take none
@@ -143,6 +153,33 @@ class LoraSlotPools:
             self._last = key, self._batch(adapters)
         return self._last[1]
 
+    def assign(self, adapters: Sequence[AdapterRows], rows: int) -> dict[LoraSlotPool, list[int]] | None:
+        """The slot of each of `rows` rows in every pool of these adapters, -1 where it has none; None where
+        an adapter has bypasses without a slot."""
+        if not adapters:
+            return {}
+        by_shape = self._by_shape(adapters)
+        if self._bounds is None or by_shape is None:
+            return None
+        found: dict[LoraSlotPool, list[int]] = {}
+        for shape, members in by_shape.items():
+            slots = [-1] * rows
+            pool = self._pool(shape, members[0][1])
+            for own, slot in self._placed(pool, members):
+                slots[own] = [slot] * (own.stop - own.start)
+            found[pool] = slots
+        return found
+
+    def _by_shape(self, adapters: Sequence[AdapterRows]) -> dict[Shape, list[tuple[slice, SlotEntry]]] | None:
+        """Rows with their entries by pool; None where an adapter has bypasses without a slot."""
+        found: dict[Shape, list[tuple[slice, SlotEntry]]] = {}
+        for rows, bypasses in adapters:
+            entry = self._entry(bypasses)
+            if not entry.shape or entry.rest is not None:
+                return None
+            found.setdefault(entry.shape, []).append((rows, entry))
+        return found
+
     @property
     def adapters(self) -> int:
         """Versions that have a slot."""
@@ -172,7 +209,7 @@ class LoraSlotPools:
         if entry is not None and pool is not None:
             pool.forget(id(bypasses))
             if not len(pool):
-                del self._pools[entry.shape]
+                self._pools.pop(entry.shape).close()
         if entry is not None and all(other.shape != entry.shape for other in self._entries.values()):
             self._numbers.pop(entry.shape, None)
         self._last = None
@@ -204,14 +241,21 @@ class LoraSlotPools:
         return bool(found) and all(computes(bypass.a.dtype, self._device) for bypass in found)
 
     def _slot_rows(self, shape: Shape, found: Sequence[tuple[slice, SlotEntry]]) -> SlotRows:
-        pool = self._pools.get(shape)
-        if pool is None:
-            pool = self._pools[shape] = LoraSlotPool(
-                self._groups, self._slots, found[0][1], grows=self._device.type != "cpu"
-            )
+        pool = self._pool(shape, found[0][1])
+        return SlotRows(pool.weights, make_slot_backend(self._placed(pool, found), self._device))
+
+    def _pool(self, shape: Shape, first: SlotEntry) -> LoraSlotPool:
+        if shape not in self._pools:
+            grows = self._device.type != "cpu"
+            self._pools[shape] = LoraSlotPool(self._groups, self._slots, first, grows)
+        return self._pools[shape]
+
+    def _placed(
+        self, pool: LoraSlotPool, found: Sequence[tuple[slice, SlotEntry]]
+    ) -> list[tuple[slice, int]]:
+        """Rows with their entries' slots."""
         used = {id(entry.bypasses) for _, entry in found}
-        segments = [(rows, pool.slot(entry, used)) for rows, entry in found]
-        return SlotRows(pool.weights, make_slot_backend(segments, self._device))
+        return [(rows, pool.slot(entry, used)) for rows, entry in found]
 
     def _entry(self, bypasses: Bypasses) -> SlotEntry:
         entry = self._entries.get(id(bypasses))

@@ -13,8 +13,10 @@ from coserve.kernels.triton import is_installed
 
 
 class PagedBackend(BatchedBackend):
-    """The `AttentionBackend` of a GPU with Triton, for pages in the base's type. Written, and run in Triton's
-    interpreter only."""
+    """The `AttentionBackend` of a GPU with Triton, for pages in the base's type."""
+
+    def clean(self, pages: Sequence[int]) -> None:
+        """See `AttentionBackend`: does nothing, as positions that no row has written are never read."""
 
     def _attend_decode(
         self, layer: int, q: Tensor, metadata: BatchedMetadata, rows: DecodeRows, spec: AttentionSpec

@@ -9,14 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
-from coserve.adapters.lora_batch import AdapterRows
+from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
 from coserve.attention.offloaded import OffloadedCache, OffloadedSegment, SplitRows
+from coserve.attention.paged import PagedBackend
 from coserve.core.plan import InferenceSegment, Lane, Prefix, Sampled, TrainingSegment
 from coserve.core.sequence import Direction
 from coserve.errors import WeightsUnreadable
+from coserve.executors.cuda_graphs import CudaGraphs, DecodeGraphs, Record
 from coserve.executors.held import HeldState
-from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
+from coserve.executors.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
 from coserve.executors.sampler import Sampler
 from coserve.executors.sequence_table import SequenceTable
 from coserve.executors.training_passes import TrainingPasses
@@ -45,14 +47,30 @@ class FusedPass:
         self.sampler = self.sampler_type(self.base, self.loaded, table)
         self._training, self._pause, self._short = training, training.pause, training.short
         self._offloaded = offloaded
+        record = self._recorder()
+        self._graphs: DecodeGraphs | None = None if record is None else self._made_graphs(record)
+
+    def _recorder(self) -> Record | None:
+        """What captures decode steps; None on a processor, where layers are not in memory as they are or
+        computed elsewhere, and where attention waits for the device."""
+        base = self.base
+        if base.device.type != "cuda" or base.makes_calls or base.reader is not None:
+            return None
+        return CudaGraphs(base.device) if isinstance(self.attention, PagedBackend) else None
+
+    def _made_graphs(self, record: Record) -> DecodeGraphs:
+        pages = self.attention.page_size, self.table.most_pages
+        return DecodeGraphs(self.decode, record, self.table.padding_row, pages, self.base.device)
 
     def run(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Runs all forward rows in one fused pass; returns the tokens, and the training that ran.
 
         Where memory runs out inference and each window pass again alone, and overwrite their own results.
         """
-        inference = self._inference_rows(lane.inference) if lane.inference else None
         kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
+        if not kept and (decoded := self._replayed(lane.inference)) is not None:
+            return self.sampler.sample(decoded), []
+        inference = self._inference_rows(lane.inference) if lane.inference else None
         trained = self._together(inference, kept)
         if trained is None:
             inference = self._inference_rows(lane.inference) if lane.inference else None
@@ -122,6 +140,33 @@ class FusedPass:
         common = CommonAttentionMetadata(table, positions, [count], [first + count])
         return self._batch((), torch.zeros_like(positions), common, [(slice(0, count), bypasses)])
 
+    def _replayed(self, segments: Sequence[InferenceSegment]) -> PassedRows | None:
+        """Decode rows by a CUDA graph; None where there are other rows, or none holds their work."""
+        if self._graphs is None or not self._graphs.takes(len(segments)):
+            return None
+        if not all(map(self._decodes, segments)):
+            return None
+        ordered, counts = self._by_kind([*segments]), [1] * len(segments)
+        adapters = adapter_ranges(self.loaded, ordered, counts)
+        pools = self.slot_pools.assign(adapters, len(ordered))
+        if pools is None:
+            return None
+        self.base.chain.on_layer()
+        rows = [self.table[segment.key].row for segment in ordered]
+        hidden = self._graphs.run(rows, [segment.context for segment in ordered], pools)
+        return None if hidden is None else PassedRows(ordered, counts, hidden)
+
+    def decode(self, rows: Tensor, positions: Tensor, pages: int, slots: Sequence[SlotRows]) -> Tensor:
+        """Hidden rows [1, n, width] after all layers of the newest tokens of the sequences at `rows` [n] of
+        the table, at `positions` [n], which have `pages` pages at most. Reads the device alone."""
+        tokens, common = self.table.decode_rows(rows, positions, pages)
+        hidden, calls = self._embed(tokens, positions, [])
+        part = InferenceRows(self.attention, common, hidden.shape[1])
+        layers, lora = range(self.base.depth), LoraBatch((), slots)
+        batch = InferenceBatch((), [1] * len(rows), hidden, part, calls, [], lora, layers)
+        self.forward(batch, [])
+        return batch.hidden
+
     def _together(
         self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
     ) -> list[TrainingSegment] | None:
@@ -164,7 +209,7 @@ class FusedPass:
         for window in windows:
             training.append((slice(start, start + window.window.rows), window.bypasses))
             start += window.window.rows
-        lora = self.slot_pools.batch([] if inference is None else inference.adapters).with_rows(training)
+        lora = (LoraBatch(()) if inference is None else inference.lora).with_rows(training)
         padding = slice(0, 0) if inference is None else inference.padding
         rows = FusedRows(parts, lora.rest, lora, inference is None, padding)
         return rows, self.base.arguments.concat(calls)
@@ -192,7 +237,8 @@ class FusedPass:
         hidden, calls = self._embed(tokens, common.positions, adapters)
         part = self._part(segments, common, hidden.shape[1])
         layers = range(self.base.depth)
-        return InferenceBatch(part, segments, common.query_lens, hidden, calls, adapters, layers)
+        lora = self.slot_pools.batch(adapters)
+        return InferenceBatch(segments, common.query_lens, hidden, part, calls, adapters, lora, layers)
 
     def _part(
         self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata, count: int

@@ -8,20 +8,28 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
+from coserve.adapters.lora_batch import LoraBatch
 from coserve.core.plan import InferenceSegment
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 
 
 @dataclass(slots=True)
-class InferenceBatch:
+class PassedRows:
     """Inference rows of one pass, segment by segment; `hidden` [1, rows, width] is their state so far."""
 
-    part: BatchPart
     segments: Sequence[InferenceSegment]
     counts: Sequence[int]  # of rows each segment has here
     hidden: Tensor
+
+
+@dataclass(slots=True)
+class InferenceBatch(PassedRows):
+    """Inference rows on their way through the layers."""
+
+    part: BatchPart
     calls: LayerCalls
     adapters: list[tuple[slice, Bypasses]]
+    lora: LoraBatch
     layers: range  # all of the model's
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
-from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
+from coserve.executors.inference import PassedRows, adapter_ranges, outside_layers
 from coserve.executors.sequence_table import SequenceTable
 from coserve.model.base import Base
 from coserve.model.sample import sample, token_logprobs
@@ -24,7 +24,7 @@ class Sampler:
     def __init__(self, base: Base, loaded: LoadedAdapters, table: SequenceTable) -> None:
         self.base, self.loaded, self.table = base, loaded, table
 
-    def sample(self, batch: InferenceBatch) -> dict[int, Sampled]:
+    def sample(self, batch: PassedRows) -> dict[int, Sampled]:
         """Samples and scores the rows of a pass; returns results by sequence key."""
         ends = list(accumulate(batch.counts))
         scored = self._score_prompts(batch, ends)  # may fail, and is repeated then; sampling counts at once
@@ -34,7 +34,7 @@ class Sampler:
             results[key] = replace(results[key], prompt_logprobs=of_prompt)
         return results
 
-    def _sample_newest(self, batch: InferenceBatch, ends: Sequence[int]) -> dict[int, Sampled]:
+    def _sample_newest(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, Sampled]:
         done = [i for i, s in enumerate(batch.segments) if s.start + s.length == self.table[s.key].length]
         if not done:
             return {}
@@ -50,9 +50,7 @@ class Sampler:
         of_each = zip(keys, drawn, logprobs, strict=True)
         return {key: Sampled(token, of_token) for key, token, of_token in of_each}
 
-    def _score_prompts(
-        self, batch: InferenceBatch, ends: Sequence[int]
-    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+    def _score_prompts(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Log-probabilities of the prompt tokens that follow rows of this pass, where requested."""
         found = {}
         for segment, end in zip(batch.segments, ends, strict=True) if self.table.scored else ():

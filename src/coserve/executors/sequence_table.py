@@ -46,12 +46,13 @@ class SequenceTable:
         self, capacity: int, max_pages: int, attention: AttentionBackend[Any], sampling: SamplingTable
     ) -> None:
         device = sampling.device
-        self.capacity = capacity
+        self.capacity = self.padding_row = capacity  # a row of no sequence, which has no pages
+        self.most_pages = max_pages
         self.sampling = sampling
         self._attention = attention
-        self._last_token = torch.zeros(capacity, dtype=torch.long, device=device)
+        self._last_token = torch.zeros(capacity + 1, dtype=torch.long, device=device)
         self._block_table = torch.full(
-            (capacity, max_pages), attention.padding_page, dtype=torch.long, device=device
+            (capacity + 1, max_pages), attention.padding_page, dtype=torch.long, device=device
         )
         self._states: dict[int, SequenceState] = {}
         self.scored: set[int] = set()  # keys of those whose prompts are to be scored
@@ -124,6 +125,17 @@ class SequenceTable:
             block_table, self._tensor(positions), query_lens, seq_lens, num_decodes
         )
         return tokens, common
+
+    def decode_rows(
+        self, rows: Tensor, positions: Tensor, pages: int
+    ) -> tuple[Tensor, CommonAttentionMetadata]:
+        """As `batch`, of the newest tokens of sequences at `rows` [n], which have `pages` pages at most.
+        Reads the device alone."""
+        count, most = len(rows), pages * self._attention.page_size
+        table = self._block_table[rows, :pages]
+        return self._last_token[rows], CommonAttentionMetadata(
+            table, positions, [1] * count, [most] * count, count
+        )
 
     def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
         """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them."""

@@ -8,18 +8,32 @@ from typing import Any, Final
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from coserve.kernels.triton import blocksparse, pages, segmented
+from coserve.kernels.triton import blocksparse, elementwise, pages, segmented
 
 HOPPER: Final = GPUTarget("cuda", 90, 32)
 SHARED: Final = 227 << 10  # bytes that a block may have there
 # Arguments by their types; tensors of numbers are in the kernel's type, all others are counts.
 PARTS: Final = frozenset({"sums", "tops", "totals"})  # the answer itself, where there is one
-NUMBERS: Final = frozenset({"x", "a", "h", "b", "y", "values", "q", "keys", "out", "sinks"} | PARTS)
-FLOATS: Final = frozenset({"scale", "softcap"})
+ELEMENTS: Final = frozenset({"weight", "grad", "cos", "sin", "gate", "up", "of_gate", "of_up"})
+NUMBERS: Final = frozenset(
+    {"x", "a", "h", "b", "y", "values", "q", "keys", "out", "sinks"} | PARTS | ELEMENTS
+)
+FLOATS: Final = frozenset({"scale", "softcap", "eps"})
 LONGS: Final = frozenset({"pages", "lengths"})
 COUNTS: Final = frozenset(
     {"width", "share", "page_size", "dk", "dv", "window", "q_batch", "q_head", "keys_group", "values_group"}
-    | {"pages_batch", "splits", "x_stride", "h_stride", "y_stride"}
+    | {
+        "pages_batch",
+        "splits",
+        "x_stride",
+        "h_stride",
+        "y_stride",
+        "x_row",
+        "x_head",
+        "heads",
+        "half",
+        "count",
+    }
 )
 
 
@@ -31,6 +45,12 @@ def cases() -> Iterator[tuple[Any, Mapping[str, Any]]]:
             yield kernel, block
         for kernel in (blocksparse._dds, blocksparse._sdd, blocksparse._transposed):
             yield kernel, block
+    for centred in (False, True):
+        yield elementwise._rms_norm, {"CENTRED": centred, "BLOCK": 4096}
+        yield elementwise._rms_norm_back, {"CENTRED": centred, "BLOCK": 16384}
+        yield elementwise._rotate, {"BACK": centred, "HEADS": 8, "HALF": 64}
+    yield elementwise._silu_mul, {"BLOCK": 1024}
+    yield elementwise._silu_mul_back, {"BLOCK": 1024}
     for width, sinks in ((128, False), (64, True)):
         joined = {"DV": width, "KEYS": 64, "SPLIT": 512, "SINKS": sinks}
         for whole in (False, True):
@@ -45,6 +65,8 @@ def type_of(name: str, constants: Mapping[str, Any], dtype: str) -> str:
         return "i32"
     if name in FLOATS:
         return "fp32"
+    if name == "found" and "CENTRED" in constants:
+        return f"*{dtype}"
     if name == "found" or (name in PARTS and not constants.get("WHOLE")):
         return "*fp32"
     return f"*{dtype}" if name in NUMBERS else "*i64" if name in LONGS else "*i32"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from coserve.kernels import blocked, reference
+from coserve.kernels import blocked, elementwise, reference
 from coserve.kernels.attention import causal_mask
 from coserve.kernels.loss import cross_entropy
 from coserve.kernels.native import gradients
@@ -77,7 +77,7 @@ def _norm(width: int, eps: float, centred: bool) -> nn.Module:
 
 
 def _native_norm(own: Any, x: Tensor) -> Tensor:
-    return gradients.rms_norm(x, own.weight, *own.settings)
+    return elementwise.rms_norm(x, own.weight, *own.settings)
 
 
 def _exact_norm(own: Any, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def test_the_gradient_of_a_rotary_embedding_is_bit_for_bit_the_models() -> None:
         x, other = whole[:, :heads], drawn(1, rows, 1, width).transpose(1, 2)
         cos, sin = drawn(1, rows, width), drawn(1, rows, width)
         grad = DRAWS.choice([drawn(1, rows, heads, width).transpose(1, 2), drawn(1, heads, rows, width)])
-        (got,) = vjp(partial(gradients.rotate, cos=cos, sin=sin), [x], grad)
+        (got,) = vjp(partial(elementwise.rotate, cos=cos, sin=sin), [x], grad)
         (want,) = vjp(partial(_rotated, k=other, cos=cos, sin=sin), [x], grad)
         assert torch.equal(got, want)
 
@@ -109,12 +109,12 @@ def test_the_gradients_of_a_gated_activation() -> None:
     for _ in range(10):
         shape = DRAWS.randint(1, 40), DRAWS.randint(1, 3000)
         inputs = [drawn(*shape, scale=DRAWS.choice([1.0, 30.0])), drawn(*shape)]
-        assert_gradients(gradients.silu_mul, own, own, inputs)
+        assert_gradients(elementwise.silu_mul, own, own, inputs)
 
 
 def test_what_has_no_memory_of_its_own_is_left_to_torch() -> None:
     gate, up = drawn(3, 5), drawn(1, 1).expand(3, 5)
-    (got,) = vjp(lambda gate: gradients.silu_mul(gate, up), [gate], drawn(3, 5).fill_(1))
+    (got,) = vjp(lambda gate: elementwise.silu_mul(gate, up), [gate], drawn(3, 5).fill_(1))
     (want,) = vjp(lambda gate: F.silu(gate) * up, [gate], drawn(3, 5).fill_(1))
     assert torch.equal(got, want)
 

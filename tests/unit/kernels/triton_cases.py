@@ -11,8 +11,8 @@ from coserve.kernels import reference
 from coserve.kernels.attention import AttentionSpec, causal_mask
 from coserve.kernels.lora.backend import LoraWeights, TrainingLoraBackend
 from coserve.kernels.lora.layout import Layout
-from coserve.kernels.lora.slots import GatheredSlots, SlotTables
-from coserve.kernels.triton import blocksparse, segmented
+from coserve.kernels.lora.slots import GatheredSlots, PlainSlots, SlotTables
+from coserve.kernels.triton import blocksparse, elementwise, segmented
 from coserve.kernels.triton import pages as decode
 from coserve.kernels.triton.backends import TritonBlockSparse, TritonSegmented
 from coserve.kernels.triton.blocksparse import Topology
@@ -59,6 +59,7 @@ def main() -> None:
     _keeps_what_is_not_a_number()
     _slots()
     for dtype, tolerance in TYPES.items():
+        _elementwise(dtype, tolerance)
         for spec in SPECS:
             _pages(spec, dtype, 5 * tolerance)
     print("equal")
@@ -120,17 +121,64 @@ def _slots() -> None:
             ours.put(slot, linear, a.to(DEVICE), b.to(DEVICE), 1.5 + slot)
             twin.put(slot, linear, a.double(), b.double(), 1.5 + slot)
     segments = [(slice(1, 2), 2), (slice(2, 3), 0), (slice(4, 6), 1), (slice(6, 7), 0)]
-    backend, plain = TritonSlots(segments, like.device), GatheredSlots(segments, torch.device("cpu"))
+    own = torch.tensor([-1, 2, 0, -1, 1, 1, 0, -1], dtype=torch.int32)
+    backend, plain = TritonSlots(own.to(DEVICE)), GatheredSlots(segments, torch.device("cpu"))
+    by_rows = PlainSlots(own)
     x = torch.randn(8, INSIDE, generator=draws)
     h = backend.shrink(x.to(DEVICE), ours.weights(0))
     wanted_h = plain.shrink(x.double(), twin.weights(0))
     for linear, width in enumerate(sizes[3]):
         y = torch.randn(8, width, generator=draws)
-        got, wanted = y.to(DEVICE), y.double()
+        got, wanted, other = y.to(DEVICE), y.double(), y.double()
         backend.expand_(h, ours.weights(linear), got)
         plain.expand_(wanted_h, twin.weights(linear), wanted)
+        by_rows.expand_(by_rows.shrink(x.double(), twin.weights(0)), twin.weights(linear), other)
+        assert torch.allclose(other, wanted), f"{linear}"
         assert torch.allclose(got.double().cpu(), wanted, rtol=1e-5, atol=1e-4), f"{linear}"
     assert 2 * ours.slot_nbytes == twin.slot_nbytes
+
+
+def _elementwise(dtype: torch.dtype, tolerance: float) -> None:
+    """Norms, rotary embedding and gated activation, both ways, against autograd in float64; rows of odd
+    widths, heads in no order of memory, and rotations bit for bit those of torch."""
+    draws = torch.Generator().manual_seed(4)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draws).to(DEVICE, dtype)
+
+    for width, rows in ((7, 3), (70, 5), (2049, 2)):
+        x, weight, grad = drawn(1, rows, width), drawn(width), drawn(1, rows, width)
+        for centred, eps in ((False, 1e-5), (True, 1e-2)):
+            exact = x.double().requires_grad_()
+            norm = exact * (exact.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (weight.double() + centred)
+            (of_x,) = torch.autograd.grad(norm, exact, grad.double())
+            _near(elementwise.rms_norm(x, weight, eps, centred), norm, tolerance, "norm")
+            _near(elementwise.rms_norm_back(grad, x, weight, eps, centred), of_x, 4 * tolerance, "norm, back")
+    for heads, rows, half in ((1, 1, 1), (11, 4, 12), (8, 3, 64)):
+        x, grad = (
+            drawn(1, rows, heads + 2, 2 * half)[:, :, :heads].transpose(1, 2),
+            drawn(1, heads, rows, 2 * half),
+        )
+        cos, sin = drawn(1, rows, 2 * half), drawn(1, rows, 2 * half)
+        own = x.clone().requires_grad_()
+        turned = own * cos + torch.cat((-own[..., half:], own[..., :half]), -1) * sin
+        (of_x,) = torch.autograd.grad(turned, own, grad)
+        assert torch.equal(elementwise.rotate(x, cos, sin), turned), f"rotation, {dtype}"
+        _near(elementwise.rotate_back(grad, cos, sin), of_x, tolerance, "rotation, back")
+    for count in (1, 1024, 2500):
+        gate, up, grad = 3 * drawn(count), drawn(count), drawn(count)
+        leaves = [each.double().requires_grad_() for each in (gate, up)]
+        gated = torch.nn.functional.silu(leaves[0]) * leaves[1]
+        found = elementwise.silu_mul(gate, up), *elementwise.silu_mul_back(grad, gate, up)
+        wanted = gated, *torch.autograd.grad(gated, leaves, grad.double())
+        for got, expected in zip(found, wanted, strict=True):
+            _near(got, expected, tolerance, "gated activation")
+
+
+def _near(got: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
+    exact = wanted.detach().double()
+    error = float((got.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-3))
+    assert got.shape == wanted.shape and error <= tolerance, f"{what}, {got.dtype}: off by {error:.2g}"
 
 
 def _pages(spec: AttentionSpec, dtype: torch.dtype, tolerance: float) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels.native import gradients
+from coserve.kernels import elementwise
 from coserve.kernels.native.build import library, torch_only
 from coserve.model.load import load_base
 from models import tiny
@@ -22,13 +22,13 @@ def called_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of the kernels that a graph has called so far."""
     called: set[str] = set()
     for kernel in KERNELS:
-        own = getattr(gradients, kernel)
+        own = getattr(elementwise, kernel)
 
         def noted(*args: Any, own: Any = own, kernel: str = kernel) -> Any:
             called.add(kernel)
             return own(*args)
 
-        monkeypatch.setattr(gradients, kernel, noted)
+        monkeypatch.setattr(elementwise, kernel, noted)
     return called
 
 

@@ -23,7 +23,7 @@ from coserve.kernels.lora.backend import LoraBackend, TrainingLoraBackend
 from coserve.kernels.lora.blocksparse import BlockSparse
 from coserve.kernels.lora.grouped import Grouped
 from coserve.kernels.lora.layout import Layout
-from coserve.kernels.lora.slots import GatheredSlots, SlotTables, SlotWeights
+from coserve.kernels.lora.slots import GatheredSlots, PlainSlots, SlotTables, SlotWeights
 from coserve.kernels.triton import is_installed
 
 
@@ -109,7 +109,19 @@ def make_slot_backend(
 ) -> LoraBackend[SlotWeights]:
     """Makes the slot backend of a device for ranges of rows, in order, each with its slot."""
     if device.type == "cuda":
+        count = max((rows.stop for rows, _ in segments), default=0)
+        slots = [-1] * count
+        for rows, slot in segments:
+            slots[rows] = [slot] * (rows.stop - rows.start)
+        return make_row_slots(torch.tensor(slots, dtype=torch.int32).to(device))
+    return GatheredSlots(segments, device)
+
+
+def make_row_slots(slots: Tensor) -> LoraBackend[SlotWeights]:
+    """Makes the slot backend of the device of `slots` [rows] int32, the slot of each row or -1. It is read by
+    each product, so that its numbers may change between them."""
+    if slots.is_cuda:
         from coserve.kernels.triton.slots import TritonSlots
 
-        return TritonSlots(segments, device)
-    return GatheredSlots(segments, device)
+        return TritonSlots(slots)
+    return PlainSlots(slots)

@@ -73,6 +73,29 @@ class SlotTables:
         return slice(linear * self._rank, (linear + 1) * self._rank)
 
 
+class PlainSlots:
+    """A LoRA backend for tables of either kind, from the slot of each row or -1, [rows]: the plain twin of
+    `triton.slots`. Rows without a slot keep what they have. `shrink` gives [rows, all ranks]."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self._slots = slots
+
+    def shrink(self, x: Tensor, weights: SlotWeights) -> Tensor:
+        """See `LoraBackend`."""
+        down = weights.down if weights.down.shape[1] == x.shape[1] else weights.down.transpose(1, 2)
+        own = self._slots >= 0
+        h = x.new_zeros(len(x), down.shape[2])
+        index = own.nonzero()[:, 0]
+        h[index] = torch.bmm(x[index][:, None], down[self._slots[index].long()])[:, 0]
+        return h
+
+    def expand_(self, h: Tensor, weights: SlotWeights, y: Tensor) -> None:
+        """See `LoraBackend`."""
+        index = (self._slots >= 0).nonzero()[:, 0]
+        own = h[index][:, None, weights.ranks]
+        y[index] += torch.bmm(own, weights.up[self._slots[index].long()])[:, 0]
+
+
 class GatheredSlots:
     """A LoRA backend for tables with inputs first, from ranges of rows without overlaps and their slots.
     `shrink` gives [those rows, all ranks]."""

@@ -51,6 +51,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     return y
 
 
+def rms_norm_back(grad: Tensor, x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
+    """The gradient for x of `rms_norm`, of that for its result."""
+    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    found, width = torch.empty_like(x), x.shape[-1]
+    loaded().rms_norm_back(
+        grad.data_ptr(), x.data_ptr(), weight.data_ptr(), found.data_ptr(), x.numel() // width, width, eps,
+        centred, threads(x.numel()),
+    )  # fmt: skip
+    return found
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [1, heads, rows, width] by cos and sin [1, rows, width], whose second half
     rotates with the first (Llama's `apply_rotary_pos_emb`), bit for bit. Rows are outermost in memory."""
@@ -63,12 +74,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
+def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient for x of `rotate`, of that for its result, [1, heads, rows, width]."""
+    grad, cos, sin = grad if grad.stride(-1) == 1 else grad.contiguous(), cos.contiguous(), sin.contiguous()
+    _, heads, rows, width = grad.shape
+    found = grad.new_empty(1, rows, heads, width)
+    loaded().rotate_back(
+        grad.data_ptr(), grad.stride(2), grad.stride(1), cos.data_ptr(), sin.data_ptr(), found.data_ptr(),
+        rows, heads, width, threads(grad.numel()),
+    )  # fmt: skip
+    return found.transpose(1, 2)
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both of one shape."""
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
     loaded().silu_mul(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), threads(y.numel()))
     return y
+
+
+def silu_mul_back(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients for both arguments of `silu_mul`, of that for its result."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    loaded().silu_mul_back(
+        grad.data_ptr(), gate.data_ptr(), up.data_ptr(), of_gate.data_ptr(), of_up.data_ptr(), gate.numel(),
+        threads(gate.numel()),
+    )  # fmt: skip
+    return of_gate, of_up
 
 
 def linear(x: Tensor, address: int, outputs: int, bias: Tensor | None) -> Tensor:

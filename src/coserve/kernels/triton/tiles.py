@@ -44,6 +44,15 @@ class Tiles:
         starts, counts, first, ranks, owners = columns.unbind()
         return Tiles(layout, size, starts, counts, first, ranks, owners)
 
+    @staticmethod
+    def of_slots(slots: Tensor, rank: int) -> "Tiles":
+        """Tiles of one row each for tables with `rank` ranks a slot; `slots` [rows] int32 has each row's, or
+        -1. All is computed on the device."""
+        own = (slots >= 0).to(torch.int32)
+        starts = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+        layout = Layout((), (), (slice(0, rank),))
+        return Tiles(layout, 1, starts, torch.ones_like(slots), slots * rank * own, rank * own, slots)
+
     @property
     def count(self) -> int:
         return len(self.starts)
