@@ -71,7 +71,7 @@ class CudaGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """What a graph reads: `given` [2, rows], places in the table and positions; slots [rows] of each pool."""
+    """A graph, and the tensors that it reads: `given` [2, rows], places in the table and positions; slots [rows] of each pool."""
 
     given: Tensor
     slots: tuple[Tensor, ...]

@@ -51,7 +51,7 @@ class FusedPass:
         self._graphs: DecodeGraphs | None = None if record is None else self._made_graphs(record)
 
     def _recorder(self) -> Record | None:
-        """What captures decode steps; None on a processor, where layers are not in memory as they are or
+        """The recorder of decode steps; None on a processor, where layers are not in memory as they are or
         computed elsewhere, and where attention waits for the device."""
         base = self.base
         if base.device.type != "cuda" or base.makes_calls or base.reader is not None:

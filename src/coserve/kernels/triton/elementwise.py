@@ -86,7 +86,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         half = int(triton.next_power_of_2(width // 2))
         _rotate[(rows, triton.cdiv(heads, _HEADS))](
             x, cos, sin, y, x.stride(2), x.stride(1), heads, width // 2,
-            BACK=back, HEADS=_HEADS, HALF=half,
+            BACK=back, HEADS=_HEADS, HALF=half, enable_fp_fusion=False,
         )  # fmt: skip
     return y.transpose(1, 2)
 
