@@ -133,7 +133,7 @@ def test_decode_steps_from_what_a_graph_reads(
             mixture.run(kinds, prompts=3)
             errors = mixture.errors(alone)
             assert errors.keys() == {*kinds} and max(errors.values()) <= 1e-9, errors
-    assert len(replays) >= 4 and all(replays) and sum(replays) >= 12 and max(pools) >= 2
+    assert len([times for times in replays if times]) >= 4 and sum(replays) >= 12 and max(pools) >= 2
 
 
 @pytest.mark.local

@@ -71,7 +71,8 @@ class CudaGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A graph, and the tensors that it reads: `given` [2, rows], places in the table and positions; slots [rows] of each pool."""
+    """A graph, and the tensors that it reads: `given` [2, rows], places in the table and positions; slots
+    [rows] of each pool."""
 
     given: Tensor
     slots: tuple[Tensor, ...]
@@ -98,23 +99,35 @@ class DecodeGraphs:
         """Hidden rows [1, bucket, width] of decode rows, `rows` of the table at `positions`; valid until the
         next run. None where the model's work cannot be captured."""
         bucket = ROWS[bisect_left(ROWS, len(rows))]
-        pages = self._pages(max(positions) + 1)
-        kind = bucket, pages, tuple((pool, pool.capacity) for pool in pools)
-        graph = self._graphs.get(kind)
+        graph = self._graph(bucket, self._pages(max(positions) + 1), tuple(pools))
         if graph is None:
-            self._drop_old()
-            try:
-                graph = self._graphs[kind] = self._captured(bucket, pages, tuple(pools))
-            except RuntimeError as error:
-                self._refused = True
-                _log.warning("decode steps are launched kernel by kernel: %s", str(error).partition("\n")[0])
-                return None
+            return None
         missing = bucket - len(rows)
         given = [[*rows, *[self._padding] * missing], [*positions, *[0] * missing]]
         graph.given.copy_(torch.tensor(given))
         for own, slots in zip(graph.slots, pools.values(), strict=True):
             own.copy_(torch.tensor([*slots, *[-1] * missing], dtype=torch.int32))
         return graph.replay()
+
+    @torch.no_grad()
+    def prepare(self, rows: int) -> None:
+        """Captures the graphs of up to so many short sequences without adapters, for 0.1 s each: in the first
+        steps that need them, answers would wait."""
+        for bucket in ROWS[: bisect_left(ROWS, rows) + 1]:
+            if not self._refused:
+                self._graph(bucket, self._pages(1), ())
+
+    def _graph(self, rows: int, pages: int, pools: Sequence[LoraSlotPool]) -> _Graph | None:
+        """The graph of buckets of rows and pages; None where there can be none."""
+        kind = rows, pages, tuple((pool, pool.capacity) for pool in pools)
+        if kind not in self._graphs:
+            self._drop_old()
+            try:
+                self._graphs[kind] = self._captured(rows, pages, pools)
+            except RuntimeError as error:
+                self._refused = True
+                _log.warning("decode steps are launched kernel by kernel: %s", str(error).partition("\n")[0])
+        return self._graphs.get(kind)
 
     def _captured(self, rows: int, pages: int, pools: Sequence[LoraSlotPool]) -> _Graph:
         given = torch.zeros(2, rows, dtype=torch.long, device=self._device)

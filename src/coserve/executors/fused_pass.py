@@ -60,7 +60,9 @@ class FusedPass:
 
     def _made_graphs(self, record: Record) -> DecodeGraphs:
         pages = self.attention.page_size, self.table.most_pages
-        return DecodeGraphs(self.decode, record, self.table.padding_row, pages, self.base.device)
+        graphs = DecodeGraphs(self.decode, record, self.table.padding_row, pages, self.base.device)
+        graphs.prepare(self.table.capacity)
+        return graphs
 
     def run(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Runs all forward rows in one fused pass; returns the tokens, and the training that ran.
