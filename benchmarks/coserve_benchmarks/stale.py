@@ -66,6 +66,7 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_bench("stepping.py"),
         ),
     ),
+    "gpu.json": Presented("docs/results/gpu.md", (*_ENGINE, *_MEASURING, *_bench("gpu"))),
     "memory.json": Presented(
         "docs/results/memory.md",
         (*_ENGINE, "src/coserve/plan", *_MEASURING, *_bench("memory", "peers.py", "saved.py", "plans.py")),
