@@ -255,6 +255,32 @@ def wheel(folder: Path, name: str) -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
+_IMPORTS = """
+import ast, sys
+from importlib import import_module
+from coserve_benchmarks.gpu.conductor import PARTS
+for part in PARTS:
+    import_module(part.module)
+found = set()
+for name, module in [*sys.modules.items()]:
+    if name.partition(".")[0] in ("coserve", "coserve_benchmarks") and getattr(module, "__file__", None):
+        for node in ast.parse(open(module.__file__).read()).body:
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found |= {each.partition(".")[0] for each in names}
+print(*sorted(found - sys.stdlib_module_names - {"coserve", "coserve_benchmarks"}))
+"""
+
+
+def test_all_packages_that_the_parts_import_are_named() -> None:
+    """A machine that lacks one is told at once, and not by the first part. torch and transformers bring
+    others."""
+    done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True)
+    imported = {*done.stdout.split()}
+    assert {"torch", "msgspec", "jsonschema_rs"} <= imported
+    assert imported - {"numpy", "tokenizers", "triton"} <= {*command._NEEDED}
+
+
 def test_packages_that_are_missing_come_from_wheels(tmp_path: Path) -> None:
     given, into = tmp_path / "given", tmp_path / "into"
     given.mkdir()
