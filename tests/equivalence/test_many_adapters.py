@@ -18,6 +18,7 @@ from peft import LoraConfig
 from coserve import Engine, EngineConfig
 from coserve.adapters import slot_pools
 from coserve.adapters.lora_batch import LoraBatch
+from coserve.executors import cuda_graphs
 from coserve.executors.cuda_graphs import Run
 from coserve.executors.fused_pass import FusedPass
 from methods import SHAPES, SMALL, with_peft
@@ -124,6 +125,7 @@ def test_decode_steps_from_what_a_graph_reads(
 
     monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
     monkeypatch.setattr(slot_pools, "_FIRST_SLOTS", 1)
+    monkeypatch.setattr(cuda_graphs, "_WORTH", 1)
     monkeypatch.setattr(slot_pools.LoraSlotPools, "assign", noted)
     alone = oracles(name, tmp_path)
     with Exact():

@@ -175,9 +175,10 @@ class LoraSlotPools:
         found: dict[Shape, list[tuple[slice, SlotEntry]]] = {}
         for rows, bypasses in adapters:
             entry = self._entry(bypasses)
-            if not entry.shape or entry.rest is not None:
+            if entry.rest is not None:
                 return None
-            found.setdefault(entry.shape, []).append((rows, entry))
+            if entry.shape:  # else it is a prefix, whose rows pass as the base's
+                found.setdefault(entry.shape, []).append((rows, entry))
         return found
 
     @property

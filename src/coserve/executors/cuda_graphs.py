@@ -1,16 +1,17 @@
 """Decode steps as CUDA graphs: the kernels of prologue and layers, launched as one.
 
 From Python a decode step of an 8B model launches its kernels one by one in 33 ms on an H200, which computes
-them in less than nine. A graph is captured when a step first needs it, one for each bucket of rows and of
-pages and for the pools of the rows' adapters: it reads the rows' places in the sequence table, their
-positions and their adapters' slots from tensors of its own, which each replay fills. Padding rows are those
-of a sequence without tokens.
+them in less than nine. There is a graph for each bucket of rows and of pages and for the pools of the rows'
+adapters, captured once several steps have asked for it: it reads the rows' places in the sequence table,
+their positions and their adapters' slots from tensors of its own, which each replay fills. Padding rows are
+those of a sequence without tokens.
 
 `Record` is the seam: `CudaGraphs` captures, `rerun`, its plain twin, computes anew in each replay.
 """
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,12 +22,15 @@ from torch import Tensor
 from coserve.adapters.lora_batch import SlotRows
 from coserve.adapters.slot_pools import LoraSlotPool
 from coserve.kernels.lora.dispatch import make_row_slots
+from coserve.memory.exhausted import is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
 # Rows of graphs. Between two buckets a step computes padding, of which eight rows take no time that shows
 # (bytes of weights dominate); each graph takes 0.1 s once and some MB of its own.
 ROWS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+_WORTH: Final = 8  # steps of one kind before one is captured: rare mixes of adapters are not worth the time
+_MOST: Final = 256  # graphs; beyond them the one that was replayed longest ago goes
 _FEWEST_TOKENS: Final = 512  # of the smallest bucket of pages; each further one has twice as many
 
 Run = Callable[[], Tensor]
@@ -34,6 +38,7 @@ Record = Callable[[Run], Run]  # work, as something that does the same again wit
 # Hidden rows [1, rows, width] of the sequences at `rows` [n] of the table and at `positions` [n], which have
 # so many pages at most, with these adapters.
 Decode = Callable[[Tensor, Tensor, int, Sequence[SlotRows]], Tensor]
+_Kind = tuple[int, int, tuple[tuple[LoraSlotPool, int], ...]]  # rows, pages, pools with their capacities
 PoolRows = Mapping[LoraSlotPool, Sequence[int]]  # the slot of each row, -1 for none
 
 
@@ -88,7 +93,8 @@ class DecodeGraphs:
         """`pages` are the tokens of a page, and the most pages of a sequence."""
         self._decode, self._record, self._device = decode, record, device
         self._padding, (self._page_size, self._most_pages) = padding, pages
-        self._graphs: dict[tuple[int, int, tuple[tuple[LoraSlotPool, int], ...]], _Graph] = {}
+        self._graphs: dict[_Kind, _Graph] = {}  # in the order of their last replays
+        self._asked: Counter[_Kind] = Counter()  # steps without one
         self._refused = False
 
     def takes(self, rows: int) -> bool:
@@ -97,9 +103,12 @@ class DecodeGraphs:
 
     def run(self, rows: Sequence[int], positions: Sequence[int], pools: PoolRows) -> Tensor | None:
         """Hidden rows [1, bucket, width] of decode rows, `rows` of the table at `positions`; valid until the
-        next run. None where the model's work cannot be captured."""
+        next run. None where the model's work cannot be captured, or has not been yet."""
         bucket = ROWS[bisect_left(ROWS, len(rows))]
-        graph = self._graph(bucket, self._pages(max(positions) + 1), tuple(pools))
+        kind = bucket, self._pages(max(positions) + 1), tuple((pool, pool.capacity) for pool in pools)
+        if kind not in self._graphs and not self._is_worth(kind):
+            return None
+        graph = self._graph(kind)
         if graph is None:
             return None
         missing = bucket - len(rows)
@@ -115,19 +124,32 @@ class DecodeGraphs:
         steps that need them, answers would wait."""
         for bucket in ROWS[: bisect_left(ROWS, rows) + 1]:
             if not self._refused:
-                self._graph(bucket, self._pages(1), ())
+                self._graph((bucket, self._pages(1), ()))
 
-    def _graph(self, rows: int, pages: int, pools: Sequence[LoraSlotPool]) -> _Graph | None:
-        """The graph of buckets of rows and pages; None where there can be none."""
-        kind = rows, pages, tuple((pool, pool.capacity) for pool in pools)
-        if kind not in self._graphs:
+    def _is_worth(self, kind: _Kind) -> bool:
+        """Notes that a step has asked for a graph, and tells whether enough have."""
+        if len(self._asked) > _MOST:
+            self._asked.clear()
+        self._asked[kind] += 1
+        return self._asked[kind] >= _WORTH
+
+    def _graph(self, kind: _Kind) -> _Graph | None:
+        """The graph of a kind of step; None where there can be none."""
+        graph = self._graphs.pop(kind, None)
+        if graph is None:
             self._drop_old()
+            rows, pages, pools = kind
             try:
-                self._graphs[kind] = self._captured(rows, pages, pools)
+                graph = self._captured(rows, pages, [pool for pool, _ in pools])
             except RuntimeError as error:
-                self._refused = True
-                _log.warning("decode steps are launched kernel by kernel: %s", str(error).partition("\n")[0])
-        return self._graphs.get(kind)
+                if not is_out_of_memory(error):  # which may pass
+                    self._refused = True
+                why = str(error).partition("\n")[0]
+                _log.warning("decode steps are launched kernel by kernel: %s", why)
+                self._asked[kind] = 0
+                return None
+        self._graphs[kind] = graph
+        return graph
 
     def _captured(self, rows: int, pages: int, pools: Sequence[LoraSlotPool]) -> _Graph:
         given = torch.zeros(2, rows, dtype=torch.long, device=self._device)
@@ -150,7 +172,7 @@ class DecodeGraphs:
         return min(-(-room // self._page_size), self._most_pages)
 
     def _drop_old(self) -> None:
-        """Drops graphs that read tables which their pools no longer have."""
+        """Drops graphs that read tables which their pools no longer have, and the oldest beyond `_MOST`."""
         for kind in [*self._graphs]:
-            if any(pool.capacity != capacity for pool, capacity in kind[2]):
+            if len(self._graphs) >= _MOST or any(pool.capacity != slots for pool, slots in kind[2]):
                 del self._graphs[kind]

@@ -164,8 +164,8 @@ class FusedPass:
         tokens, common = self.table.decode_rows(rows, positions, pages)
         hidden, calls = self._embed(tokens, positions, [])
         part = InferenceRows(self.attention, common, hidden.shape[1])
-        layers, lora = range(self.base.depth), LoraBatch((), slots)
-        batch = InferenceBatch((), [1] * len(rows), hidden, part, calls, [], lora, layers)
+        layers = range(self.base.depth)
+        batch = InferenceBatch((), [1] * len(rows), hidden, part, calls, [], layers, slots)
         self.forward(batch, [])
         return batch.hidden
 
@@ -211,7 +211,11 @@ class FusedPass:
         for window in windows:
             training.append((slice(start, start + window.window.rows), window.bypasses))
             start += window.window.rows
-        lora = (LoraBatch(()) if inference is None else inference.lora).with_rows(training)
+        if inference is not None and inference.slots:
+            lora = LoraBatch((), inference.slots)
+        else:
+            lora = self.slot_pools.batch([] if inference is None else inference.adapters)
+        lora = lora.with_rows(training)
         padding = slice(0, 0) if inference is None else inference.padding
         rows = FusedRows(parts, lora.rest, lora, inference is None, padding)
         return rows, self.base.arguments.concat(calls)
@@ -239,8 +243,7 @@ class FusedPass:
         hidden, calls = self._embed(tokens, common.positions, adapters)
         part = self._part(segments, common, hidden.shape[1])
         layers = range(self.base.depth)
-        lora = self.slot_pools.batch(adapters)
-        return InferenceBatch(segments, common.query_lens, hidden, part, calls, adapters, lora, layers)
+        return InferenceBatch(segments, common.query_lens, hidden, part, calls, adapters, layers)
 
     def _part(
         self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata, count: int

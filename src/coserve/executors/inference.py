@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
-from coserve.adapters.lora_batch import LoraBatch
+from coserve.adapters.lora_batch import SlotRows
 from coserve.core.plan import InferenceSegment
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 
@@ -29,8 +29,8 @@ class InferenceBatch(PassedRows):
     part: BatchPart
     calls: LayerCalls
     adapters: list[tuple[slice, Bypasses]]
-    lora: LoraBatch
     layers: range  # all of the model's
+    slots: Sequence[SlotRows] = ()  # instead of `adapters`
 
     @property
     def padding(self) -> slice:

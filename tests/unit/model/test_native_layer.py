@@ -101,7 +101,7 @@ class Step:
         """Output of the chain, and keys and values of each layer."""
         _, calls = self.base.prologue(torch.zeros_like(self.positions), self.positions)
         layers = range(len(self.base.chain))
-        batch = InferenceBatch([], [], self.hidden, self.part, calls, [], LoraBatch(()), layers)
+        batch = InferenceBatch([], [], self.hidden, self.part, calls, [], layers)
         rows = FusedRows([self.part], [] if lora is None else lora.rest, lora, padding=self.padding)
         self.base.chain.forward([batch], lambda _: (rows, calls))
         pages = [self.backend.gather(layer, torch.arange(PAGES)) for layer in layers]

@@ -8,12 +8,6 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.native import ops
-from coserve.kernels.native.build import kernels
-
-
-def takes(*tensors: Tensor) -> bool:
-    """As `ops.takes`, in a graph."""
-    return torch.is_grad_enabled() and all(map(ops.fits, tensors)) and kernels() is not None
 
 
 def softmax_(scores: Tensor, rows: int, scale: float) -> Tensor:
