@@ -33,6 +33,7 @@ class Desk:
 
     def decode(self, rows: Tensor, positions: Tensor, pages: int, slots: Sequence[Any]) -> Tensor:
         self.read = rows.tolist(), positions.tolist()
+        self.slots = [own._backend._slots.tolist() for own in slots]
         self.latest = len(rows), pages
         return torch.zeros(1, len(rows), 4)
 
@@ -62,6 +63,8 @@ def test_rows_are_padded_with_a_sequence_without_tokens(monkeypatch: pytest.Monk
         assert desk.run(rows, 7) is not None
         bucket = min(size for size in ROWS if size >= rows)
         missing = bucket - rows
+        assert desk.run(rows, 7, [Pool()]) is not None
+        assert desk.slots == [[0] * rows + [-1] * missing], "no adapter, which may be broken, writes there"
         assert desk.read == ([*range(rows), *[PADDING] * missing], [7] * rows + [0] * missing)
     assert desk.graphs.takes(256) and not desk.graphs.takes(257) and not desk.graphs.takes(0)
 
