@@ -2,7 +2,6 @@
 server's packages."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from coserve.core.compact import compact_json
 from coserve.errors import CoserveError
 from coserve_benchmarks.gpu.conductor import PARTS, Conductor, Outcome
 from coserve_benchmarks.gpu.page import page_of
@@ -52,7 +52,7 @@ def main() -> int:
     def told(outcomes: list[Outcome]) -> None:
         run["seconds"] = time.monotonic() - started
         run["parts"] = [asdict(outcome) for outcome in outcomes]
-        (options.out / "gpu.json").write_text(json.dumps(run, indent=1))
+        (options.out / "gpu.json").write_text(compact_json(run), encoding="utf-8")
         (options.out / "gpu.md").write_text(page_of(run))
         last = outcomes[-1]
         wrong = [f"wrong: {failure}" for failure in last.found.get("failures", ())]
