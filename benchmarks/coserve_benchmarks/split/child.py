@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from coserve.config import EngineConfig
 from coserve.core.events import StepDone
 from coserve.engine.engine import Engine
-from coserve.memory.malloc import keep_freed_memory, return_freed_memory
+from coserve.memory.malloc import keep_freed_memory, keep_no_freed_memory, return_freed_memory
 from coserve.split.attach import attach
 from coserve.split.privacy.modes import Noise, Privacy, Shares
 from coserve.workload.requests import TimedJob, fixed_prompts, greedy, training_tokens
@@ -42,7 +42,7 @@ def main() -> None:
     """Answers orders until stdin ends."""
     order = msgspec.json.decode(sys.stdin.readline(), type=ClientOrder)
     torch.set_num_threads(order.threads)
-    keep_freed_memory()
+    (keep_freed_memory if order.keeps_freed else keep_no_freed_memory)()
     torch.manual_seed(order.seed)
     steps = _engine_steps(order) if order.act == "engine" else _script_steps(order)
     first: Work = "train" if order.act == "train" else "decode" if order.act == "decode" else "decode1"

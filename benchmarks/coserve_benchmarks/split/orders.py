@@ -14,7 +14,9 @@ class ClientOrder(msgspec.Struct, frozen=True):
     `train` and `decode` are scripts with transformers and PEFT, `engine` is coserve's engine. With an
     `address` the frozen linears are those of the executor there, without one the process has its own.
     `privacy` is "", "noise" or "shares", for which there is a `second` executor. Without `maps` a base of
-    its own is in memory of the process's own, as on a GPU; with it pages of the file are shared by all.
+    its own is in memory of the process's own, as on a GPU; with it pages of the file are shared by all. With
+    `keeps_freed` the C library keeps freed memory, which is faster; without it what a process holds is what
+    it uses.
     """
 
     act: Act
@@ -24,6 +26,7 @@ class ClientOrder(msgspec.Struct, frozen=True):
     privacy: str = ""
     second: str = ""
     maps: bool = True
+    keeps_freed: bool = True
     threads: int = 1
     seed: int = 0
     vocabulary: int = 0

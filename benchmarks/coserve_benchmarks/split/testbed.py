@@ -76,9 +76,9 @@ class Testbed:
         """An order for one process; `fields` differ from a training process with its own base."""
         return msgspec.structs.replace(self._order, **fields)
 
-    def trainers(self, count: int, address: str = "") -> list[ClientOrder]:
+    def trainers(self, count: int, address: str = "", **fields: Any) -> list[ClientOrder]:
         """Orders for `count` training processes, each with data of its own."""
-        return [self.order(seed=seed, address=address) for seed in range(count)]
+        return [self.order(seed=seed, address=address, **fields) for seed in range(count)]
 
     def new_executor(self, threads: int = 1) -> Executor:
         """An executor at an address of its own, which does not run yet."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from coserve.kernels.native import ops
 from coserve.kernels.native.build import kernels
@@ -92,6 +93,7 @@ class _RmsNorm(torch.autograd.Function):
         return _kernels(x).rms_norm(x, weight, eps, centred)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
         return _kernels(x).rms_norm_back(grads[0], x, weight, *ctx.settings), None, None, None
@@ -104,6 +106,7 @@ class _SiluMul(torch.autograd.Function):
         return _kernels(gate).silu_mul(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return _kernels(gate).silu_mul_back(grads[0], gate, up)
@@ -116,5 +119,6 @@ class _Rotate(torch.autograd.Function):
         return _kernels(x).rotate(x, cos, sin)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _kernels(grads[0]).rotate_back(grads[0], *ctx.saved_tensors), None, None

@@ -1,8 +1,8 @@
 """Has modules of a base compute by the kernels of its device where these give what the modules give.
 
 A module is recognised by experiment, not by name: the kernel and the module's own forward get the same
-random input when a base is loaded. As elsewhere, only the bound `forward` of the module is replaced. Inside
-`torch_only` the own forward runs.
+random input when a base is loaded. As elsewhere, only the bound `forward` of the module is replaced, by a
+method: a copy of the module then calls its own. Inside `torch_only` the own forward runs.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coserve.kernels import elementwise
-from coserve.model.linear import FrozenLinear
 from coserve.model.placement import Placed
 from coserve.model.placing import Holds
 
@@ -48,41 +47,39 @@ def _replace_norm(module: nn.Module) -> bool:
         return False
     if len([*module.parameters()]) != 1 or not elementwise.takes(weight):
         return False
-    own = module.forward
+    own = _function_of(module)
     x = torch.cat([scale * (_random(weight, 4, len(weight)) + 0.5) for scale in _SCALES])[None]
     for centred in (False, True):
-        if _same(own(x), elementwise.rms_norm(x, weight, eps, centred)):
+        if _same(own(module, x), elementwise.rms_norm(x, weight, eps, centred)):
             break
     else:
         return False
 
-    def forward(x: Tensor) -> Any:
-        weight = module.weight
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        weight = self.weight
         assert isinstance(weight, Tensor)
         if elementwise.takes(x, weight) and not weight.requires_grad:
             return elementwise.rms_norm(x, weight, eps, centred)
-        return own(x)
+        return own(self, x)
 
-    module.forward = forward
+    module.forward = MethodType(forward, module)
     return True
 
 
 def _replace_gated(module: nn.Module, like: Tensor) -> bool:
     gate, up, down = (getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down"))
-    linears = (gate, up, down)
-    if not all(isinstance(linear, FrozenLinear) for linear in linears) or [*module.parameters()]:
+    width = getattr(gate, "in_features", None)
+    if not all(isinstance(linear, nn.Module) for linear in (gate, up, down)) or not isinstance(width, int):
         return False
     assert gate is not None and up is not None and down is not None
-    own = module.forward
-
-    def native(x: Tensor) -> Any:
-        return down(elementwise.silu_mul(gate(x), up(x)))
-
-    x, calls = _random(like, 1, 5, gate.in_features), list[tuple[Tensor, Tensor]]()
+    if [*module.parameters(recurse=False)] or _is_watched(module):
+        return False
+    own = _function_of(module)
+    x, calls = _random(like, 1, 5, width), list[tuple[Tensor, Tensor]]()
     # One run of the last linear: the bits of a second one may be others, where it is computed elsewhere.
     handle = down.register_forward_hook(lambda _, given, y: calls.append((given[0], y)))
     try:
-        found = own(x)
+        found = own(module, x)
     finally:
         handle.remove()
     if len(calls) != 1 or not isinstance(found, Tensor) or not torch.equal(found, calls[0][1]):
@@ -90,11 +87,29 @@ def _replace_gated(module: nn.Module, like: Tensor) -> bool:
     if not elementwise.takes(gate(x)) or not _same(calls[0][0], elementwise.silu_mul(gate(x), up(x))):
         return False
 
-    def forward(x: Tensor) -> Any:
-        return native(x) if elementwise.takes(x) else own(x)
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        if not elementwise.takes(x) or _is_watched(self):
+            return own(self, x)
+        linears: Any = self  # which may be others by now, such as adapters' around them
+        return linears.down_proj(elementwise.silu_mul(linears.gate_proj(x), linears.up_proj(x)))
 
-    module.forward = forward
+    module.forward = MethodType(forward, module)
     return True
+
+
+def _is_watched(gated: nn.Module) -> bool:
+    """Tells whether a script has a hook at the activation between a gated layer's linears."""
+    return any(
+        child._forward_hooks or child._forward_pre_hooks
+        for name, child in gated.named_children()
+        if not name.endswith("_proj")
+    )
+
+
+def _function_of(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward as a function of the module and its arguments."""
+    bound = module.forward
+    return bound.__func__ if isinstance(bound, MethodType) else lambda _, *args: bound(*args)
 
 
 def _replace_rotary(
@@ -123,10 +138,25 @@ def _replace_rotary(
 def _rotary(
     own: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    is_plain = not args and not kwargs and cos.ndim == 3 and len(cos) == 1 and q.shape[-1] == cos.shape[-1]
-    if is_plain and q.ndim == 4 and elementwise.takes(q, k, cos, sin):
+    is_plain = not args and not kwargs and cos.ndim == 3 and q.ndim == 4 and q.shape[-1] == cos.shape[-1]
+    if not is_plain or not elementwise.takes(q, k, cos, sin):
+        return own(q, k, cos, sin, *args, **kwargs)
+    if len(q) == len(cos) == 1:
         return elementwise.rotate(q, cos, sin), elementwise.rotate(k, cos, sin)
-    return own(q, k, cos, sin, *args, **kwargs)
+    tables = [_as_one(x.expand(len(q), -1, -1)) for x in (cos, sin)]
+    return tuple(_rotated(x, *tables) for x in (q, k))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [batch, heads, rows, width], by tables [1, batch * rows, width]."""
+    batch, heads, rows, width = x.shape
+    found = elementwise.rotate(_as_one(x.transpose(1, 2)).transpose(1, 2), cos, sin)
+    return found.transpose(1, 2).reshape(batch, rows, heads, width).transpose(1, 2)
+
+
+def _as_one(x: Tensor) -> Tensor:
+    """Sequences of a batch one after the other, as one: [batch, rows, ...] to [1, batch * rows, ...]."""
+    return x.flatten(0, 1)[None]
 
 
 def _rotates_halves(rotary: Callable[..., Any], like: Tensor) -> bool:

@@ -25,6 +25,7 @@ from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of
 from coserve.split.messages import BaseHello
 from coserve.split.privacy.modes import Privacy, private
 from coserve.split.remote_group import RemoteBlocks, RemoteGroup, RemoteSpan
+from coserve.split.script_kernels import use_script_kernels
 from coserve.split.span_calls import ScriptSpan, Spans
 from coserve.split.tls import ClientTls
 from coserve.split.virtual import Siblings, virtual
@@ -43,6 +44,7 @@ def attach(
     tls: ClientTls | Sequence[ClientTls] | None = None,
     spans: Spans = "forward",
     blocks: bool = False,
+    kernels: bool = True,
 ) -> Calls:
     """Replaces the model's linears that the executor at `address` has by virtual layers, and frees their
     weights; others stay as they are.
@@ -56,7 +58,9 @@ def attach(
     `spans` tells when a feed-forward layer without an adapter is one call: "forward" where no gradient goes
     back through it, "always" (the backward pass computes it anew), or "never". With `blocks` consecutive
     decoder layers without an adapter are one call, in passes without a cache, and in those with a graph,
-    whose cache stays empty for these layers. The backward pass computes them anew.
+    whose cache stays empty for these layers. The backward pass computes them anew. With `kernels` norms,
+    gated layers, rotary embedding and attention that stay here compute by coserve's kernels where these give
+    the same but for rounding: in bfloat16, on a processor that multiplies it.
 
     The linears must have the content hash of the executor's. Where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters
@@ -90,6 +94,8 @@ def attach(
         _put_spans(model, calls, spans)
     if blocks:
         _put_blocks(model, calls)
+    if kernels:
+        use_script_kernels(model)
     weakref.finalize(model, calls.close)
     return calls
 

@@ -19,6 +19,7 @@ from coserve.errors import AdapterMismatch, CoserveError, EngineLost, Unreachabl
 from coserve.split.address import Address
 from coserve.split.channel import MOST_UNDER_WAY, Channel, Transport
 from coserve.split.messages import (
+    ITEM_BYTES,
     BaseHello,
     Beat,
     CallDtype,
@@ -32,6 +33,9 @@ from coserve.split.transport import SocketTransport
 SILENT_SECONDS: Final = 5.0  # least seconds of silence, while calls wait, that end the connection
 _MOST_SENT: Final = 4  # times that a call is sent: the call itself may end executors
 _RETRY_SECONDS: Final = 0.1  # between two attempts to reconnect
+# Bytes of calls under way, each counted as the larger of its two ways: two pieces (`remote_group.PIECE`), so
+# that one is copied while the other is computed. Tensors of calls that wait take memory of the executor.
+_MOST_BYTES: Final = 16 << 20
 Rows = Sequence[Tensor]  # each [rows, width], contiguous, on the CPU, of the base's type
 
 
@@ -39,13 +43,14 @@ class PendingAnswer:
     """A call, which may be sent again until its answer is there. It is received once a thread waits for it,
     or for a later one of the same connection."""
 
-    __slots__ = ("_connection", "call", "outcome", "rows", "sent", "widths")
+    __slots__ = ("_connection", "call", "nbytes", "outcome", "rows", "sent", "widths")
 
     def __init__(
         self, connection: "ExecutorConnection", call: LinearCall, rows: Rows, widths: Sequence[int]
     ) -> None:
         """`widths` are those of the answer's tensors."""
         self._connection, self.call, self.rows, self.widths = connection, call, rows, widths
+        self.nbytes = max(call.nbytes, call.rows * sum(widths) * ITEM_BYTES[call.dtype])  # of the larger way
         self.outcome: list[Tensor] | CoserveError | None = None
         self.sent = 0
 
@@ -80,7 +85,7 @@ class ExecutorConnection:
         self._silence = max(patience, SILENT_SECONDS)
         self._open: dict[int, PendingAnswer] = {}
         self._unsent: deque[PendingAnswer] = deque()  # those of `_open` that wait for room under way
-        self._under_way = self._rows_under_way = 0
+        self._under_way = self._rows_under_way = self._bytes_under_way = 0
         self._sending = threading.Lock()  # of the channel's sending end, and of what precedes
         self._number = 0
         self._closed: CoserveError | None = None
@@ -195,6 +200,7 @@ class ExecutorConnection:
         with self._sending:
             self._under_way -= 1
             self._rows_under_way -= found.call.rows
+            self._bytes_under_way -= found.nbytes
             self._send_unsent()
         self._settle(answer.number, outcome)
 
@@ -227,13 +233,14 @@ class ExecutorConnection:
             if self._closed is not None:
                 channel.close()
                 return
-            self._channel, self._under_way, self._rows_under_way = channel, 0, 0
+            self._channel = channel
+            self._under_way = self._rows_under_way = self._bytes_under_way = 0
             self._unsent = deque(self._open[number] for number in sorted(self._open))
             self._send_unsent()
 
     def _send_unsent(self) -> None:
         """Sends calls as far as the limits of calls under way allow; the lock is held."""
-        while self._unsent and self._has_room(self._unsent[0].call):
+        while self._unsent and self._has_room(self._unsent[0]):
             found = self._unsent.popleft()
             if found.sent < _MOST_SENT:
                 self._send(found)
@@ -243,10 +250,11 @@ class ExecutorConnection:
                 )
                 self._settle(found.call.number, error)
 
-    def _has_room(self, call: LinearCall) -> bool:
+    def _has_room(self, asked: PendingAnswer) -> bool:
         return not self._under_way or (
             self._under_way < MOST_UNDER_WAY
-            and self._rows_under_way + call.rows <= self.base.limits.waiting_rows
+            and self._rows_under_way + asked.call.rows <= self.base.limits.waiting_rows
+            and self._bytes_under_way + asked.nbytes <= _MOST_BYTES
         )
 
     def _send(self, found: PendingAnswer) -> None:
@@ -256,6 +264,7 @@ class ExecutorConnection:
         found.sent += 1
         self._under_way += 1
         self._rows_under_way += found.call.rows
+        self._bytes_under_way += found.nbytes
         try:
             self._channel.send(found.call, found.rows)
         except OSError:

@@ -43,10 +43,9 @@ from coserve.split.messages import (
 from coserve.split.payload import CALL_DTYPES
 from coserve.wire.frames import frame_views, send_views
 
-SLOT_BYTES: Final = 32 << 20  # 4,096 rows of 2,048 in float32; memory that nobody wrote to takes no room
-# Bytes that a slot keeps between calls, enough for calls of layers. Those of the head, rows x vocabulary, are
-# larger, come once a step, and would stay in memory for each client.
-_KEPT: Final = 8 << 20
+# Twice a piece (`remote_group.PIECE`), for calls of decoder layers, which are not cut within a sequence.
+# Memory that nobody wrote to takes no room.
+SLOT_BYTES: Final = 16 << 20
 _CAN: Final = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")  # Linux
 
 
@@ -84,13 +83,6 @@ class Slots:
         for tensor in tensors:
             ctypes.memmove(start, tensor.data_ptr(), tensor.nbytes)
             start += tensor.nbytes
-
-    def trim(self, slot: int) -> None:
-        """Gives a slot's memory beyond its first `_KEPT` bytes back to the system, for both processes."""
-        start = slot * self.shape.nbytes
-        first = -(-(start + _KEPT) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if (nbytes := (start + self.shape.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
-            self._mapped.madvise(mmap.MADV_REMOVE, first, nbytes)
 
 
 def make_slots(nbytes: int) -> tuple[int, Slots] | None:
@@ -176,12 +168,12 @@ class ClientSharedChannel(SharedChannel[ToClient]):
     ) -> None:
         super().__init__(sock, decode, slots, tick, silence)
         self._free = list(range(slots.shape.count))  # the last is the one in caches
-        self._of_call: dict[int, tuple[int, int]] = {}  # slots, and bytes sent in them
+        self._of_call: dict[int, int] = {}  # slots
 
     def send(self, message: ToExecutor | ToClient, tensors: Sequence[Tensor] = ()) -> None:
         if isinstance(message, LinearCall) and message.nbytes <= self._slots.shape.nbytes and self._free:
             slot = self._free.pop()
-            self._of_call[message.number] = slot, message.nbytes
+            self._of_call[message.number] = slot
             self._slots.write(slot, tensors)
             super().send(msgspec.structs.replace(message, slot=slot))
         else:
@@ -190,7 +182,7 @@ class ClientSharedChannel(SharedChannel[ToClient]):
     def receive(self) -> ToClient | None:
         message = super().receive()
         if isinstance(message, LinearAnswer) and message.slot is None:  # its slot has nothing to be read
-            self._release(message.number, 0)
+            self._release(message.number)
         return message
 
     def receive_tensors(
@@ -198,18 +190,14 @@ class ClientSharedChannel(SharedChannel[ToClient]):
     ) -> list[Tensor]:
         if message.slot is None:
             return super().receive_tensors(message, rows, widths, dtype)
-        slot, _ = self._of_call.get(message.number, (None, 0))
-        if message.slot != slot:
+        if message.slot != self._of_call.get(message.number):
             raise ConnectionError(f"an answer in slot {message.slot}, which is not the call's")
         answer = [tensor.clone() for tensor in super().receive_tensors(message, rows, widths, dtype)]
-        self._release(message.number, message.nbytes)
+        self._release(message.number)
         return answer
 
-    def _release(self, number: int, received: int) -> None:
-        slot, sent = self._of_call.pop(number, (None, 0))
-        if slot is not None:
-            if max(sent, received) > _KEPT:
-                self._slots.trim(slot)
+    def _release(self, number: int) -> None:
+        if (slot := self._of_call.pop(number, None)) is not None:
             self._free.append(slot)
 
 

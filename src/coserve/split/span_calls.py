@@ -7,7 +7,7 @@ differ.
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -35,6 +35,7 @@ class SpanCall(ABC):
     def __init__(self, module: nn.Module, span: RemoteSpan) -> None:
         self._of = weakref.ref(module)  # which has this object
         self._span = span
+        self.own: Callable[..., Any] = type(module).forward  # the module's computation here
         self._is_same: dict[bool, bool] = {}  # by whether the module trains
 
     @property
@@ -45,7 +46,7 @@ class SpanCall(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
-        own = type(module).forward
+        own = self.own
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not self._is_bare(module, args[0]):
             return own(module, *args, **kwargs)
         (x,), is_training = args, module.training
@@ -89,7 +90,9 @@ class ScriptSpan(SpanCall):
         self._names = [(path, path[start:].split(".")) for path in span.shape.linears]
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> "ScriptSpan":
-        return ScriptSpan(memo[id(self._module)], self._span, self._spans)  # of the copy being made
+        copied = ScriptSpan(memo[id(self._module)], self._span, self._spans)  # of the copy being made
+        copied.own = self.own
+        return copied
 
     def _is_bare(self, module: nn.Module, x: Tensor) -> bool:
         if torch.is_grad_enabled() and x.requires_grad and self._spans != "always":

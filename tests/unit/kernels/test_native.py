@@ -26,6 +26,8 @@ MANY_ROWS = 64, 640, 1200  # outputs, inputs, rows: more than pass a weight at o
 # Numbers that another order of a sum may round to a neighbour in bfloat16 (8 bits), twice at most.
 NEIGHBOUR, OFTEN = 2 * 2**-7, 0.02
 LEAST = 1e-30  # exp(x) below -87 is 0 here
+# Of sums in float32 of up to 768 products of size 1, in another order: some 1e-6 where they come to almost 0.
+SUMS = 1e-4
 # Of attention: 8 bits of each score up to 5, of each weight and of the result, relative to values of size 1.
 ATTENTION = 3e-2
 
@@ -40,9 +42,9 @@ def _without_graph() -> Iterator[None]:
         yield
 
 
-def assert_rounded_alike(got: Tensor, want: Tensor) -> None:
+def assert_rounded_alike(got: Tensor, want: Tensor, least: float = LEAST) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype
-    torch.testing.assert_close(got, want, rtol=NEIGHBOUR, atol=LEAST)
+    torch.testing.assert_close(got, want, rtol=NEIGHBOUR, atol=least)
     assert (got != want).float().mean() <= OFTEN
 
 
@@ -214,7 +216,10 @@ def test_a_chunk_attends_to_what_came_before() -> None:
 
 @pytest.mark.skipif(not multiplies_bfloat16(drawn(1)), reason="oneDNN packs no bfloat16 weights here")
 def test_products_of_packed_weights_are_onednns() -> None:
-    shapes = [(32 * DRAWS.randint(1, 9), 32 * DRAWS.randint(1, 24), DRAWS.randint(1, 70)) for _ in range(10)]
+    panel = ops.loaded().panel_outputs()  # 64 outputs with vectors, 32 with tile registers
+    shapes = [
+        (panel * DRAWS.randint(1, 5), 32 * DRAWS.randint(1, 24), DRAWS.randint(1, 70)) for _ in range(10)
+    ]
     for outputs, inputs, rows in [*shapes, MANY_ROWS]:
         bias = drawn(outputs) if DRAWS.random() < 0.5 else None
         placement = PackedPlacement(drawn(outputs, inputs), bias)
@@ -222,7 +227,7 @@ def test_products_of_packed_weights_are_onednns() -> None:
         assert placement.native is not None
         got = ops.linear(x, placement.native.address, outputs, bias)
         with torch_only():
-            assert_rounded_alike(got, placement.forward(x))
+            assert_rounded_alike(got, placement.forward(x), SUMS)
         assert torch.equal(placement.forward(x[:, :1]), got[:, :1])
 
 

@@ -1,7 +1,6 @@
 """Every way from a client to an executor carries the same bits; the plain socket says which."""
 
 import fcntl
-import mmap
 import os
 import secrets
 import socket
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from certificates import Authority
 from coserve.errors import EngineLost
+from coserve.split import connection as connections
+from coserve.split import remote_group
 from coserve.split import service as services
-from coserve.split import shared_memory
 from coserve.split.address import Address
 from coserve.split.batching import BatchingConfig
 from coserve.split.channel import SocketChannel, Transport
@@ -116,10 +116,8 @@ def drawn_call(generator: torch.Generator) -> tuple[LinearCall, list[Tensor], li
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "socket"])
-def test_bits_are_those_of_the_plain_socket(ways: Ways, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of 1 to 199 rows, many under way at once, with slots that most do not fit into, and that keep
-    less than a call."""
-    monkeypatch.setattr(shared_memory, "_KEPT", mmap.PAGESIZE)
+def test_bits_are_those_of_the_plain_socket(ways: Ways, kind: str) -> None:
+    """Calls of 1 to 199 rows, many under way at once, with slots that most do not fit into."""
     seed = secrets.randbits(32)
     generator = torch.Generator().manual_seed(seed)
     calls = [drawn_call(generator) for _ in range(40)]
@@ -326,19 +324,32 @@ def test_memory_that_can_be_shortened_is_not_mapped() -> None:
     os.close(made[0])
 
 
-def test_a_slot_keeps_what_a_layer_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_KEPT", kept := mmap.PAGESIZE)
-    made = make_slots(size := 8 * kept)
-    assert made is not None
-    file, slots = made
-    for slot in range(slots.shape.count):
-        slots.write(slot, [torch.full((size,), slot + 1, dtype=torch.uint8)])
-    slots.trim(1)
-    assert 512 * os.fstat(file).st_blocks == 3 * size + kept
-    held = slots._whole.view(slots.shape.count, size)
-    assert (held[[0, 2, 3]] == torch.tensor([[1], [3], [4]])).all()
-    assert (held[1, :kept] == 2).all() and not held[1, kept:].any()
-    os.close(file)
+def test_large_calls_are_pieces_of_which_two_are_under_way(
+    ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of 2,000 rows takes no more of the executor's memory, while it waits, than two pieces."""
+    piece = SLOT // 2
+    monkeypatch.setattr(remote_group, "PIECE", piece)
+    monkeypatch.setattr(connections, "_MOST_BYTES", 2 * piece)
+    one = ways.connect("shared")
+    assert isinstance(one._channel, ClientSharedChannel)
+    channel, sent = one._channel, [0]
+    send = channel.send
+
+    def counted(message: ToExecutor | ToClient, tensors: Sequence[Tensor] = ()) -> None:
+        send(message, tensors)
+        calls = [one._open[number].call for number in channel._of_call]
+        sent.append(sum(call.nbytes for call in calls))  # inputs, 96 wide, are larger than outputs, 64
+
+    monkeypatch.setattr(channel, "send", counted)
+    shape = next(group for group in one.base.groups if DOWN in group.outputs)
+    twin, x = ways.connect("socket"), torch.randn(2000, 96)
+    (found,), (expected,) = (RemoteGroup(own, shape).launch(x, [DOWN]).result() for own in (one, twin))
+    assert found.shape == (2000, 64) and torch.allclose(found, expected, atol=1e-5)
+    assert piece < max(sent) <= 2 * piece
+    assert channel._slots._whole.view(-1, SLOT)[:, piece:].count_nonzero() == 0
+    one.close()
+    twin.close()
 
 
 def test_a_client_that_changes_its_slot_meanwhile_hurts_itself_alone(ways: Ways) -> None:

@@ -1,0 +1,204 @@
+"""Scripts whose model computes norms, gates and attention by coserve's kernels, beside transformers' own."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from coserve.kernels import blocked
+from coserve.kernels.cpu import multiplies_bfloat16
+from coserve.kernels.native import ops
+from coserve.kernels.native.build import library
+from coserve.split.address import Address
+from coserve.split.attach import attach
+from coserve.split.executor import BaseExecutor, BaseLinears
+from coserve.split.service import SplitService
+from models import VOCABULARY, tiny
+
+pytestmark = pytest.mark.skipif(
+    library() is None or not multiplies_bfloat16(torch.zeros(1, dtype=torch.bfloat16)),
+    reason="kernels are for processors that multiply bfloat16",
+)
+NAMES = ("llama", "qwen3", "gemma")
+KERNELS = ("rms_norm", "rms_norm_back", "rotate", "rotate_back", "silu_mul", "silu_mul_back")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def base(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
+    """A model's name, and the address of its executor."""
+    executor = BaseExecutor(BaseLinears(tiny(request.param, torch.bfloat16)))
+    service = SplitService(executor, Address(path=str(tmp_path_factory.mktemp("split") / "base.sock")))
+    yield request.param, str(service.address)
+    service.close()
+    executor.close()
+
+
+def script(name: str, address: str = "", dtype: torch.dtype = torch.bfloat16, **lora: Any) -> nn.Module:
+    """A model with LoRA that is not zero; a client of kernels where there is an address."""
+    model = get_peft_model(
+        tiny(name, torch.bfloat16).to(dtype),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False, **lora),
+    )
+    made = torch.Generator().manual_seed(3)
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            drawn = torch.randn(parameter.shape, generator=made) / 8
+            parameter.data = drawn.bfloat16().to(dtype if "lora" in path else parameter.dtype)
+    if address:
+        attach(model, address)
+    return model.train()
+
+
+def gradients(model: nn.Module, **inputs: Any) -> list[Tensor]:
+    """Logits and gradients of adapters, in float64."""
+    model.zero_grad()
+    found = model(**inputs)
+    found.loss.backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert all(grad is not None for grad in grads)
+    return [x.detach().double() for x in (found.logits, *grads) if x is not None]
+
+
+def examples(batch: int, length: int) -> dict[str, Any]:
+    ids = torch.randint(0, VOCABULARY, (batch, length))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def far(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest relative distance of any tensor."""
+    return max(float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True))
+
+
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that are called from now on."""
+    names: list[str] = []
+    for module, kernels in ((ops, KERNELS), (blocked, ("forward", "backward"))):
+        for kernel in kernels:
+            own = getattr(module, kernel)
+            monkeypatch.setattr(
+                module,
+                kernel,
+                lambda *args, own=own, kernel=kernel, **kw: names.append(kernel) or own(*args, **kw),
+            )
+    return names
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kernels_are_no_farther_from_float64_than_the_models_own(
+    base: tuple[str, str], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, address = base
+    given = examples(batch, 70)
+    exact = gradients(script(name, dtype=torch.float64), **given)
+    plain = gradients(script(name), **given)
+    client = script(name, address)
+    gradients(client, **given)  # and trials
+    names = called(monkeypatch)
+    own = gradients(client, **given)
+    assert far(own, exact) <= 1.5 * far(plain, exact) + 2**-8
+    expected = {"rms_norm", "rms_norm_back", "rotate", "rotate_back", "forward", "backward"}
+    expected |= set() if name == "gemma" else {"silu_mul", "silu_mul_back"}
+    assert {*names} == expected
+
+
+def test_padding_goes_by_the_models_own_attention(
+    base: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, address = base
+    given = examples(2, 40)
+    given["attention_mask"] = torch.ones(2, 40, dtype=torch.long)
+    given["attention_mask"][1, :9] = 0
+    given["labels"] = torch.where(given["attention_mask"].bool(), given["labels"], -100)
+    exact = gradients(script(name, dtype=torch.float64), **given)
+    plain = gradients(script(name), **given)
+    client, names = script(name, address), called(monkeypatch)
+    own = gradients(client, **given)
+    shown = given["attention_mask"].bool()
+    for found in (own, plain, exact):
+        found[0] = found[0][shown]
+    assert far(own, exact) <= 1.5 * far(plain, exact) + 2**-8
+    assert "forward" not in names and "rms_norm" in names
+
+
+def test_answers_are_those_of_the_model(base: tuple[str, str]) -> None:
+    """A prompt and then token after token, with a cache."""
+    name, address = base
+    ids = torch.randint(0, VOCABULARY, (1, 20))
+    exact, client = script(name, dtype=torch.float64).eval(), script(name, address).eval()
+    with torch.no_grad():
+        wanted = exact(ids).logits
+        cached = client(ids[:, :15], use_cache=True)
+        found = [cached.logits]
+        for place in range(15, 20):
+            cached = client(ids[:, place : place + 1], past_key_values=cached.past_key_values)
+            found.append(cached.logits)
+    assert far([torch.cat(found, 1).double()], [wanted]) < 0.05
+
+
+def test_a_copy_is_a_model_of_its_own(base: tuple[str, str]) -> None:
+    """A reference for DPO, say: it is copied after the first pass, and its norms and adapters change."""
+    name, address = base
+    given, client = examples(1, 30), script(name, address)
+    before = gradients(client, **given)
+    copied = copy.deepcopy(client)
+    assert far(gradients(copied, **given), before) == 0
+    with torch.no_grad():
+        for path, parameter in copied.named_parameters():
+            if "norm" in path or "lora" in path:
+                parameter.mul_(2)
+    assert far(gradients(copied, **given), before) > 0.1
+    assert far(gradients(client, **given), before) == 0
+
+
+def test_a_hook_at_an_activation_is_called(base: tuple[str, str]) -> None:
+    """Hooks before the first pass and after it; a norm that is trained has its gradient."""
+    name, address = base
+    given, seen = examples(1, 10), list[str]()
+    client = script(name, address)
+    layers = client.get_submodule("base_model.model.model.layers")
+    layers[0].get_submodule("mlp.act_fn").register_forward_hook(lambda *_: seen.append("before"))
+    gradients(client, **given)
+    layers[1].get_submodule("mlp.act_fn").register_forward_hook(lambda *_: seen.append("after"))
+    norm: Any = layers[1].get_submodule("input_layernorm")
+    norm.weight.requires_grad_(True)
+    gradients(client, **given)
+    assert seen == ["before", "before", "after"]
+    assert norm.weight.grad.abs().sum() > 0
+
+
+def test_dropout_drops_and_random_numbers_are_those_without_kernels(
+    base: tuple[str, str], tmp_path: Path
+) -> None:
+    """LoRA's dropout inside of a gated layer, whose trial must not use up the script's random numbers."""
+    name, address = base
+    given = examples(1, 50)
+    exact, plain, client = (
+        script(name, *where, lora_dropout=0.5)
+        for where in (("", torch.float64), ("", torch.bfloat16), (address, torch.bfloat16))
+    )
+    torch.manual_seed(5)
+    first = gradients(client, **given)
+    left = torch.rand(1)
+    torch.manual_seed(5)
+    assert far(gradients(client, **given), first) == 0
+    assert torch.equal(torch.rand(1), left)
+    torch.manual_seed(6)
+    assert far(gradients(client, **given), first) > 0.01
+    own, others, right = (gradients(model.eval(), **given) for model in (client, plain, exact))
+    assert far(own, right) <= 1.5 * far(others, right) + 2**-8
+
+
+def test_without_kernels_the_model_is_as_it_was(base: tuple[str, str]) -> None:
+    name, address = base
+    model: Any = tiny(name, torch.bfloat16)
+    attach(model, address, kernels=False, spans="never")
+    model(**examples(1, 10))
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("forward" in module.__dict__ for module in model.modules())
