@@ -1,12 +1,15 @@
 """Scripts whose model computes norms, gates and attention by coserve's kernels, beside transformers' own."""
 
 import copy
+import inspect
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -193,6 +196,55 @@ def test_dropout_drops_and_random_numbers_are_those_without_kernels(
     assert far(gradients(client, **given), first) > 0.01
     own, others, right = (gradients(model.eval(), **given) for model in (client, plain, exact))
     assert far(own, right) <= 1.5 * far(others, right) + 2**-8
+
+
+class _Dropping(nn.Module):
+    """A gated layer that drops numbers by a function, of which its modules show nothing."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = own.gate_proj, own.up_proj, own.down_proj
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        inner = F.dropout(F.silu(self.gate_proj(x)) * self.up_proj(x), 0.5, self.training)
+        return scale * self.down_proj(inner)
+
+
+def test_a_layer_that_drops_numbers_in_training_is_left_alone(base: tuple[str, str]) -> None:
+    """Its first pass is one of answers."""
+    name, address = base
+    given, client = examples(1, 30), script(name, address)
+    layer: Any = client.get_submodule("base_model.model.model.layers.0")
+    layer.mlp = _Dropping(layer.mlp)
+    with torch.no_grad():
+        client.eval()(**given)
+    assert not any(module.training for module in client.modules())
+    first, again = (gradients(client.train(), **given) for _ in range(2))
+    assert far(again, first) > 0.01
+
+
+def test_threads_may_share_a_model_from_its_first_pass_on(base: tuple[str, str]) -> None:
+    name, address = base
+    given, client = examples(1, 30), script(name, address).eval()
+    exact = script(name, dtype=torch.float64).eval()
+    found: list[Tensor] = []
+
+    @torch.no_grad()
+    def run() -> None:
+        found.append(client(**given).logits.double())
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with torch.no_grad():
+        wanted = exact(**given).logits
+    assert len(found) == 6 and all(far([one], [wanted]) < 0.05 for one in found)
+    norm: Any = client.get_submodule("base_model.model.model.layers.0.input_layernorm")
+    _, argument = inspect.signature(type(norm).forward).parameters
+    x = torch.randn(1, 3, len(norm.weight)).bfloat16()
+    torch.testing.assert_close(norm(**{argument: x}), norm(x), rtol=2**-6, atol=0)
 
 
 def test_without_kernels_the_model_is_as_it_was(base: tuple[str, str]) -> None:

@@ -54,7 +54,10 @@ def executor(
         ),
     ] = "opportunistic",
     wait_factor: Annotated[
-        float, typer.Option(help="Longest wait for company, in parts of the call's own product time.")
+        float,
+        typer.Option(
+            help="Longest wait for company, in parts of the time in which the product reads its weights."
+        ),
     ] = 1.0,
     wait_cap: Annotated[
         float, typer.Option(help="Seconds that one pass of a client may wait for company in all.")

@@ -5,7 +5,7 @@ random input when a base is loaded. As elsewhere, only the bound `forward` of th
 method: a copy of the module then calls its own. Inside `torch_only` the own forward runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Final
@@ -55,12 +55,12 @@ def _replace_norm(module: nn.Module) -> bool:
     else:
         return False
 
-    def forward(self: nn.Module, x: Tensor) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weight = self.weight
         assert isinstance(weight, Tensor)
-        if elementwise.takes(x, weight) and not weight.requires_grad:
-            return elementwise.rms_norm(x, weight, eps, centred)
-        return own(self, x)
+        if _is_plain(args, kwargs) and elementwise.takes(args[0], weight) and not weight.requires_grad:
+            return elementwise.rms_norm(args[0], weight, eps, centred)
+        return own(self, *args, **kwargs)
 
     module.forward = MethodType(forward, module)
     return True
@@ -80,6 +80,8 @@ def _replace_gated(module: nn.Module, like: Tensor) -> bool:
     handle = down.register_forward_hook(lambda _, given, y: calls.append((given[0], y)))
     try:
         found = own(module, x)
+    except (TypeError, ValueError, RuntimeError):  # other arguments, or other shapes
+        return False
     finally:
         handle.remove()
     if len(calls) != 1 or not isinstance(found, Tensor) or not torch.equal(found, calls[0][1]):
@@ -87,11 +89,12 @@ def _replace_gated(module: nn.Module, like: Tensor) -> bool:
     if not elementwise.takes(gate(x)) or not _same(calls[0][0], elementwise.silu_mul(gate(x), up(x))):
         return False
 
-    def forward(self: nn.Module, x: Tensor) -> Any:
-        if not elementwise.takes(x) or _is_watched(self):
-            return own(self, x)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not _is_plain(args, kwargs) or not elementwise.takes(args[0]) or _is_watched(self):
+            return own(self, *args, **kwargs)
         linears: Any = self  # which may be others by now, such as adapters' around them
-        return linears.down_proj(elementwise.silu_mul(linears.gate_proj(x), linears.up_proj(x)))
+        gate, up = linears.gate_proj(args[0]), linears.up_proj(args[0])
+        return linears.down_proj(elementwise.silu_mul(gate, up))
 
     module.forward = MethodType(forward, module)
     return True
@@ -106,10 +109,17 @@ def _is_watched(gated: nn.Module) -> bool:
     )
 
 
+def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tells whether a module is called as in its trial: with one tensor, no gate or the like beside it."""
+    return len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+
+
 def _function_of(module: nn.Module) -> Callable[..., Any]:
     """The module's forward as a function of the module and its arguments."""
     bound = module.forward
-    return bound.__func__ if isinstance(bound, MethodType) else lambda _, *args: bound(*args)
+    if isinstance(bound, MethodType):
+        return bound.__func__
+    return lambda _, *args, **kwargs: bound(*args, **kwargs)
 
 
 def _replace_rotary(

@@ -28,9 +28,9 @@ class BatchingConfig:
     """The provider's settings.
 
     With "opportunistic" a call waits for others at most `wait_factor` times the seconds that its own product
-    takes, and all calls of one pass through the model at most `wait_cap` seconds. "waiting" is the same with
-    a factor of 0: only calls that wait anyway are computed together. With "lockstep" active clients wait for
-    each other at each product. With "none" each call is computed alone.
+    takes to read its weights, and all calls of one pass through the model at most `wait_cap` seconds.
+    "waiting" is the same with a factor of 0: only calls that wait anyway are computed together. With
+    "lockstep" active clients wait for each other at each product. With "none" each call is computed alone.
 
     `client_rows` are the rows that a client may have waiting; more are not read. `products` is the number of
     products computed at once, each with its part of the threads, or with all of them while it is alone; 0 is
@@ -112,7 +112,9 @@ class Alone(BatchingPolicy):
 
 
 class Opportunistic(BatchingPolicy):
-    """A call waits for others a part of the seconds that its own product takes, so small ones pass quickly.
+    """A call waits for others a part of the seconds of its own product that they would spare it: those for
+    reading weights. So small ones pass quickly, and calls of many rows, which gain nothing, at once: four
+    training clients of two cores lost 2 % of their rate by waiting for each other.
 
     A call waits only for a client whose next call is expected at the same product in time, and only until a
     product is full. While the most urgent calls are held, others that are ready go first, if their product
@@ -174,7 +176,7 @@ class Opportunistic(BatchingPolicy):
     def _allowance(self, work: Work, queue: ProductQueue) -> float:
         """Seconds that a call may wait for others."""
         left = max(self._cap - work.own_pass.waited, 0.0)
-        return min(self._factor * queue.cost.seconds(work.call.rows), left)
+        return min(self._factor * queue.cost.shared(work.call.rows), left)
 
 
 class Lockstep(BatchingPolicy):

@@ -25,6 +25,12 @@ class ProductCost:
         """Predicted seconds of a product of so many rows; 0 where none has been measured."""
         return min(self.fixed + rows * self.per_row, self._longest)
 
+    def shared(self, rows: int) -> float:
+        """Seconds of a product of so many rows that company would spare it: those for reading weights, or all
+        of them while nothing is known but one row count."""
+        whole = self.seconds(rows)
+        return min(self.fixed, whole) if self._longest == float("inf") else whole
+
     def observe(self, rows: int, seconds: float) -> None:
         """Learns from one product."""
         if seconds <= 0:

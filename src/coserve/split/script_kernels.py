@@ -5,6 +5,9 @@ an optimizer step of 256 tokens in bfloat16, on a core with bfloat16 products, t
 and element-wise work 65; by kernels the step is 270.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -21,6 +24,7 @@ from coserve.split.linears import transformers_model
 from coserve.split.span_calls import SpanCall
 
 _ATTENTION: Final = "coserve-script"  # the name of `_attention` among transformers' implementations
+_preparing = threading.Lock()  # threads of a script may share a model
 
 
 def use_script_kernels(model: nn.Module) -> None:
@@ -33,25 +37,46 @@ def use_script_kernels(model: nn.Module) -> None:
 def _use_kernels(model: PreTrainedModel, _: Any) -> None:
     """The hook before the first pass; copies of the model that were made before have their own."""
     hooks = model._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if hook is _use_kernels]:
-        del hooks[key]
-    spans = {module: forward for module, forward in _forwards(model) if isinstance(forward, SpanCall)}
+    with _preparing:
+        keys = [key for key, hook in hooks.items() if hook is _use_kernels]
+        for key in keys:
+            del hooks[key]
+        if keys:  # else another thread's pass came first
+            with _without_spans(model), _training(model):
+                use_native_kernels(model)
+            if model.config._attn_implementation == "sdpa" and any(map(_is_multiplied, model.parameters())):
+                model.set_attn_implementation(_ATTENTION)
+
+
+@contextmanager
+def _without_spans(model: nn.Module) -> Iterator[None]:
+    """Takes spans off their modules meanwhile: they then call what the modules compute by."""
+    found = [(module, module.__dict__.get("forward")) for module in model.modules()]
+    spans = {module: forward for module, forward in found if isinstance(forward, SpanCall)}
     for module in spans:
         del module.forward
     try:
-        with torch.random.fork_rng(devices=()):  # trials draw numbers where a module drops some
-            use_native_kernels(model)
+        yield
     finally:
         for module, span in spans.items():
-            if (found := module.__dict__.get("forward")) is not None:
-                span.own = found.__func__
+            if (forward := module.__dict__.get("forward")) is not None:
+                span.own = forward.__func__
             module.forward = span
-    if model.config._attn_implementation == "sdpa" and any(map(_is_multiplied, model.parameters())):
-        model.set_attn_implementation(_ATTENTION)
 
 
-def _forwards(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    return [(module, module.__dict__.get("forward")) for module in model.modules()]
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Has all modules train meanwhile, so that one that drops numbers shows it, and leaves the script's
+    random numbers as they are."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = True
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _is_multiplied(x: Tensor) -> bool:

@@ -190,6 +190,23 @@ def test_a_product_that_is_full_waits_for_nobody(
     assert bool(works) is not waits and (again > desk.now) is waits
 
 
+@pytest.mark.parametrize(("rows", "waits"), [(1, True), (10, False)])
+def test_a_call_waits_no_longer_than_others_would_spare_it(rows: int, waits: bool) -> None:
+    """Reading weights takes 0.2 s and each row another one: the other client comes in 0.1 or 0.3 s."""
+    desk = Desk("opportunistic", 100, wait_cap=10.0)
+    desk.learn(0.2, 1.0)
+    other = desk.queues.join("other")
+    for _ in range(2):
+        desk.queues.put(work := Work(call(0, "a"), [], lambda outcome: None, other))
+        assert desk.queues.poll()[0] == [work]
+        desk.queues.answer([work])
+        desk.now += 0.5
+    desk.now -= 0.1 if waits else 0.3
+    desk.put(1, rows=rows)
+    works, again = desk.queues.poll()
+    assert bool(works) is not waits and (again > desk.now) is waits
+
+
 @pytest.mark.parametrize("batching", ["opportunistic", "waiting", "lockstep", "none"])
 def test_who_leaves_takes_its_calls_along(batching: Batching) -> None:
     desk = Desk(batching)

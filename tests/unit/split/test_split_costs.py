@@ -31,6 +31,16 @@ def test_of_one_row_count_others_are_taken_to_be_no_longer() -> None:
         cost.observe(100, 0.5)
     assert cost.seconds(100) == cost.seconds(1000) == pytest.approx(0.5)
     assert cost.seconds(1) == pytest.approx(0.005)
+    assert cost.shared(100) == cost.seconds(100)
+
+
+def test_what_company_spares_is_the_part_that_rows_do_not_add() -> None:
+    cost = ProductCost()
+    assert cost.shared(5) == 0.0
+    for _ in range(20):
+        cost.observe(1, 0.0011)
+        cost.observe(1000, 0.101)
+    assert cost.shared(1) == cost.shared(1000) == pytest.approx(0.001, rel=0.05)
 
 
 def test_no_part_of_a_cost_is_negative() -> None:
