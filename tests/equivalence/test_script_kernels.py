@@ -198,6 +198,38 @@ def test_dropout_drops_and_random_numbers_are_those_without_kernels(
     assert far(own, right) <= 1.5 * far(others, right) + 2**-8
 
 
+def kept_bytes(model: nn.Module, **inputs: Any) -> int:
+    """Bytes that a graph keeps, each storage once, without parameters."""
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if not isinstance(x, nn.Parameter):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        kept = model(**inputs)
+    assert kept.loss.requires_grad
+    return sum(found.values())
+
+
+def test_gated_layers_keep_less_with_the_same_bits_in_float32(tmp_path: Path) -> None:
+    """Two tensors of the layer's inner width instead of three, in each of the model's layers."""
+    executor = BaseExecutor(BaseLinears(tiny("llama", torch.bfloat16).float()))
+    service = SplitService(executor, Address(path=str(tmp_path / "base.sock")))
+    given = examples(2, 40)
+    lean, plain = (script("llama", dtype=torch.float32) for _ in range(2))
+    attach(lean, str(service.address))
+    attach(plain, str(service.address), kernels=False)
+    own, others = gradients(lean, **given), gradients(plain, **given)
+    assert all(map(torch.equal, own, others))
+    config: Any = lean.get_submodule("base_model.model").config
+    inner = 2 * 40 * config.intermediate_size * 4
+    assert kept_bytes(plain, **given) - kept_bytes(lean, **given) == config.num_hidden_layers * inner
+    service.close()
+    executor.close()
+
+
 class _Dropping(nn.Module):
     """A gated layer that drops numbers by a function, of which its modules show nothing."""
 

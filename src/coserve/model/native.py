@@ -37,7 +37,7 @@ def use_native_kernels(model: PreTrainedModel, holds: Holds = lambda _: True) ->
     rotary: dict[Callable[..., Any], FunctionType | None] = {}  # attention's forward, with another function
     for path, module in model.named_modules():
         if holds(path) and not isinstance(module, Placed):  # whose weight may be elsewhere
-            _replace_norm(module) or _replace_gated(module, like) or _replace_rotary(module, like, rotary)
+            _replace_norm(module) or replace_gated(module, like) or _replace_rotary(module, like, rotary)
 
 
 def _replace_norm(module: nn.Module) -> bool:
@@ -66,7 +66,14 @@ def _replace_norm(module: nn.Module) -> bool:
     return True
 
 
-def _replace_gated(module: nn.Module, like: Tensor) -> bool:
+def replace_gated(
+    module: nn.Module,
+    like: Tensor,
+    silu_mul: Callable[[Tensor, Tensor], Tensor] = elementwise.silu_mul,
+    takes: Callable[[Tensor], bool] = elementwise.takes,
+) -> bool:
+    """Has a gated feed-forward layer compute silu(gate) * up by `silu_mul`, for inputs that it `takes`. Tells
+    whether it does so: not where the layer gives something else for rows of the type of `like`."""
     gate, up, down = (getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down"))
     width = getattr(gate, "in_features", None)
     if not all(isinstance(linear, nn.Module) for linear in (gate, up, down)) or not isinstance(width, int):
@@ -86,15 +93,15 @@ def _replace_gated(module: nn.Module, like: Tensor) -> bool:
         handle.remove()
     if len(calls) != 1 or not isinstance(found, Tensor) or not torch.equal(found, calls[0][1]):
         return False
-    if not elementwise.takes(gate(x)) or not _same(calls[0][0], elementwise.silu_mul(gate(x), up(x))):
+    if not takes(gate(x)) or not _same(calls[0][0], silu_mul(gate(x), up(x))):
         return False
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not _is_plain(args, kwargs) or not elementwise.takes(args[0]) or _is_watched(self):
+        if not _is_plain(args, kwargs) or not takes(args[0]) or _is_watched(self):
             return own(self, *args, **kwargs)
         linears: Any = self  # which may be others by now, such as adapters' around them
         gate, up = linears.gate_proj(args[0]), linears.up_proj(args[0])
-        return linears.down_proj(elementwise.silu_mul(gate, up))
+        return linears.down_proj(silu_mul(gate, up))
 
     module.forward = MethodType(forward, module)
     return True

@@ -17,9 +17,9 @@ from coserve.split.work import ProductQueue, Work
 Batching = Literal["opportunistic", "waiting", "lockstep", "none"]
 NEVER: Final = float("inf")
 MOST_AT_ONCE: Final = 64  # calls of one product
-# Bytes of tensors, both ways, of the calls of one product. Larger calls gain nothing from others, and a
-# head's product of all training clients would be a copy of all their logits.
-MOST_JOINED: Final = 64 << 20
+# Bytes of tensors, both ways, of the calls of one product: two pieces (`remote_group.PIECE`). Larger calls
+# gain nothing from others, and a head's product of all training clients would be a copy of all their logits.
+MOST_JOINED: Final = 16 << 20
 _SHARED: Final = 0.1  # of a product's seconds, that calls of keys beyond their share may add
 
 

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -19,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from coserve.kernels import elementwise
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.kernels.cpu import multiplies_bfloat16
-from coserve.model.native import use_native_kernels
+from coserve.model.native import replace_gated, use_native_kernels
 from coserve.split.linears import transformers_model
 from coserve.split.span_calls import SpanCall
 
@@ -44,8 +46,40 @@ def _use_kernels(model: PreTrainedModel, _: Any) -> None:
         if keys:  # else another thread's pass came first
             with _without_spans(model), _training(model):
                 use_native_kernels(model)
+                _keep_less(model)
             if model.config._attn_implementation == "sdpa" and any(map(_is_multiplied, model.parameters())):
                 model.set_attn_implementation(_ATTENTION)
+
+
+@torch.no_grad()
+def _keep_less(model: PreTrainedModel) -> None:
+    """Has gated layers keep two tensors of a product's width for the way back instead of three, where no
+    kernel computes them."""
+    kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    like = next((x for x in model.parameters() if type(x) is nn.Parameter and x.dtype in kinds), None)
+    for module in model.modules():
+        if like is not None and "forward" not in module.__dict__:
+            replace_gated(module, like, _silu_mul, lambda x: not torch.is_autocast_enabled(x.device.type))
+
+
+def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    y: Tensor = _SiluMulAnew.apply(gate, up)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _SiluMulAnew(torch.autograd.Function):
+    """silu(gate) * up, whose first factor is computed anew on the way back; the bits are autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate)
 
 
 @contextmanager
