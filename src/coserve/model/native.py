@@ -6,6 +6,7 @@ method: a copy of the module then calls its own. Inside `torch_only` the own for
 """
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Final
@@ -18,6 +19,7 @@ from coserve.kernels import elementwise
 from coserve.model.placement import Placed
 from coserve.model.placing import Holds
 
+_GATED: Final = ("gate_proj", "up_proj", "down_proj")
 _ROTARY: Final = "apply_rotary_pos_emb"  # the function that attention modules of many models call
 # Relative difference by type: a sum in another order may round twice to a neighbour; and the share of numbers
 # that may do so, in float32 any.
@@ -69,42 +71,54 @@ def _replace_norm(module: nn.Module) -> bool:
 def replace_gated(
     module: nn.Module,
     like: Tensor,
-    silu_mul: Callable[[Tensor, Tensor], Tensor] = elementwise.silu_mul,
-    takes: Callable[[Tensor], bool] = elementwise.takes,
+    silu_mul: Callable[[Tensor, Tensor], Tensor] | None = None,
+    takes: Callable[[Tensor], bool] | None = None,
 ) -> bool:
-    """Has a gated feed-forward layer compute silu(gate) * up by `silu_mul`, for inputs that it `takes`. Tells
-    whether it does so: not where the layer gives something else for rows of the type of `like`."""
-    gate, up, down = (getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down"))
-    width = getattr(gate, "in_features", None)
-    if not all(isinstance(linear, nn.Module) for linear in (gate, up, down)) or not isinstance(width, int):
+    """Has a gated feed-forward layer compute silu(gate) * up by `silu_mul`, for inputs that it `takes`; by
+    the device's kernels where they are None. Tells whether it does so: not where the layer computes something
+    else from the type of `like`. Its linears are not called, so adapters may be around them."""
+    product = silu_mul or (lambda gate, up: elementwise.silu_mul(gate, up))
+    is_taken = takes or (lambda x: elementwise.takes(x))
+    if not all(isinstance(module._modules.get(name), nn.Module) for name in _GATED):
         return False
-    assert gate is not None and up is not None and down is not None
     if [*module.parameters(recurse=False)] or _is_watched(module):
         return False
-    own = _function_of(module)
-    x, calls = _random(like, 1, 5, width), list[tuple[Tensor, Tensor]]()
-    # One run of the last linear: the bits of a second one may be others, where it is computed elsewhere.
-    handle = down.register_forward_hook(lambda _, given, y: calls.append((given[0], y)))
+    gate, up, down = linears = [_NotedLinear(scale) for scale in (1.3, -0.7, 0.4)]
+    trial = copy(module)
+    trial.__dict__["_modules"] = module._modules | dict(zip(_GATED, linears, strict=True))
+    bound, x = module.forward, _random(like, 1, 5, 16)
     try:
-        found = own(module, x)
-    except (TypeError, ValueError, RuntimeError):  # other arguments, or other shapes
+        found = (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)(trial, x)
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # other arguments, or more of its linears
         return False
-    finally:
-        handle.remove()
-    if len(calls) != 1 or not isinstance(found, Tensor) or not torch.equal(found, calls[0][1]):
+    if any(len(linear.calls) != 1 for linear in linears) or found is not down.calls[0][1]:
         return False
-    if not takes(gate(x)) or not _same(calls[0][0], silu_mul(gate(x), up(x))):
+    sides = gate.calls[0][1], up.calls[0][1]
+    if not is_taken(sides[0]) or not _same(down.calls[0][0], product(*sides)):
         return False
+    own = _function_of(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not _is_plain(args, kwargs) or not takes(args[0]) or _is_watched(self):
+        if not _is_plain(args, kwargs) or not is_taken(args[0]) or _is_watched(self):
             return own(self, *args, **kwargs)
         linears: Any = self  # which may be others by now, such as adapters' around them
-        gate, up = linears.gate_proj(args[0]), linears.up_proj(args[0])
-        return linears.down_proj(silu_mul(gate, up))
+        return linears.down_proj(product(linears.gate_proj(args[0]), linears.up_proj(args[0])))
 
     module.forward = MethodType(forward, module)
     return True
+
+
+class _NotedLinear(nn.Module):
+    """Stands for a linear in a trial, and notes what it was given and gave."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._scale = scale
+        self.calls: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append((x, self._scale * x + 0.1))
+        return self.calls[-1][1]
 
 
 def _is_watched(gated: nn.Module) -> bool:
@@ -112,7 +126,7 @@ def _is_watched(gated: nn.Module) -> bool:
     return any(
         child._forward_hooks or child._forward_pre_hooks
         for name, child in gated.named_children()
-        if not name.endswith("_proj")
+        if name not in _GATED
     )
 
 

@@ -60,8 +60,8 @@ def attach(
     decoder layers without an adapter are one call, in passes without a cache, and in those with a graph,
     whose cache stays empty for these layers. The backward pass computes them anew. With `kernels` norms,
     gated layers, rotary embedding and attention that stay here compute by coserve's kernels where these give
-    the same but for rounding: in bfloat16, on a processor that multiplies it. Elsewhere gated layers keep less
-    for the way back, with the same bits.
+    the same but for rounding: in bfloat16, on a processor that multiplies it. Elsewhere gated layers keep
+    less for the way back, with the same bits.
 
     The linears must have the content hash of the executor's. Where the model was made on the meta device,
     only paths and widths are compared, and linears that the executor lacks must be loaded before. Parameters

@@ -41,14 +41,15 @@ def _use_kernels(model: PreTrainedModel, _: Any) -> None:
     hooks = model._forward_pre_hooks
     with _preparing:
         keys = [key for key, hook in hooks.items() if hook is _use_kernels]
-        for key in keys:
+        if not keys:  # another thread's pass came first
+            return
+        with _without_spans(model), _training(model):
+            use_native_kernels(model)
+            _keep_less(model)
+        if model.config._attn_implementation == "sdpa" and any(map(_is_multiplied, model.parameters())):
+            model.set_attn_implementation(_ATTENTION)
+        for key in keys:  # last, as passes of other threads wait for it
             del hooks[key]
-        if keys:  # else another thread's pass came first
-            with _without_spans(model), _training(model):
-                use_native_kernels(model)
-                _keep_less(model)
-            if model.config._attn_implementation == "sdpa" and any(map(_is_multiplied, model.parameters())):
-                model.set_attn_implementation(_ATTENTION)
 
 
 @torch.no_grad()
