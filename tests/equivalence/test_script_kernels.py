@@ -28,6 +28,9 @@ pytestmark = pytest.mark.skipif(
     reason="kernels are for processors that multiply bfloat16",
 )
 NAMES = ("llama", "qwen3", "gemma")
+# Of 75 draws the largest distance of any tensor was 0.85 to 1.49 times that of the model's own modules, 1.07
+# in the median, as scores are rounded to bfloat16; a wrong tensor is 10 times as far and more.
+AS_FAR = 2.0
 KERNELS = ("rms_norm", "rms_norm_back", "rotate", "rotate_back", "silu_mul", "silu_mul_back")
 
 
@@ -105,7 +108,7 @@ def test_kernels_are_no_farther_from_float64_than_the_models_own(
     gradients(client, **given)  # and trials
     names = called(monkeypatch)
     own = gradients(client, **given)
-    assert far(own, exact) <= 1.5 * far(plain, exact) + 2**-8
+    assert far(own, exact) <= AS_FAR * far(plain, exact)
     expected = {"rms_norm", "rms_norm_back", "rotate", "rotate_back", "forward", "backward"}
     expected |= set() if name == "gemma" else {"silu_mul", "silu_mul_back"}
     assert {*names} == expected
@@ -126,7 +129,7 @@ def test_padding_goes_by_the_models_own_attention(
     shown = given["attention_mask"].bool()
     for found in (own, plain, exact):
         found[0] = found[0][shown]
-    assert far(own, exact) <= 1.5 * far(plain, exact) + 2**-8
+    assert far(own, exact) <= AS_FAR * far(plain, exact)
     assert "forward" not in names and "rms_norm" in names
 
 
@@ -195,7 +198,7 @@ def test_dropout_drops_and_random_numbers_are_those_without_kernels(
     torch.manual_seed(6)
     assert far(gradients(client, **given), first) > 0.01
     own, others, right = (gradients(model.eval(), **given) for model in (client, plain, exact))
-    assert far(own, right) <= 1.5 * far(others, right) + 2**-8
+    assert far(own, right) <= AS_FAR * far(others, right)
 
 
 def kept_bytes(model: nn.Module, **inputs: Any) -> int:
@@ -254,6 +257,17 @@ def test_a_layer_that_drops_numbers_in_training_is_left_alone(base: tuple[str, s
     assert not any(module.training for module in client.modules())
     first, again = (gradients(client.train(), **given) for _ in range(2))
     assert far(again, first) > 0.01
+
+
+def test_a_layer_whose_forward_a_script_replaced_is_left_alone(base: tuple[str, str]) -> None:
+    name, address = base
+    given, client = examples(1, 30), script(name, address)
+    layer: Any = client.get_submodule("base_model.model.model.layers.0")
+    calls, own = list[Any](), layer.mlp.forward
+    layer.mlp.forward = lambda x: calls.append(x) or 2 * own(x)
+    gradients(client, **given)
+    gradients(client, **given)
+    assert len(calls) == 2
 
 
 def test_threads_may_share_a_model_from_its_first_pass_on(base: tuple[str, str]) -> None:

@@ -81,14 +81,15 @@ def replace_gated(
     is_taken = takes or (lambda x: elementwise.takes(x))
     if not all(isinstance(module._modules.get(name), nn.Module) for name in _GATED):
         return False
-    if [*module.parameters(recurse=False)] or _is_watched(module):
+    bound = module.forward
+    tried = bound.__func__ if isinstance(bound, MethodType) else getattr(bound, "own", None)  # a span's
+    if [*module.parameters(recurse=False)] or _is_watched(module) or tried is None:
         return False
     gate, up, down = linears = [_NotedLinear(scale) for scale in (1.3, -0.7, 0.4)]
     trial = copy(module)
     trial.__dict__["_modules"] = module._modules | dict(zip(_GATED, linears, strict=True))
-    bound, x = module.forward, _random(like, 1, 5, 16)
     try:
-        found = (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)(trial, x)
+        found = tried(trial, _random(like, 1, 5, 16))
     except (TypeError, ValueError, RuntimeError, AttributeError):  # other arguments, or more of its linears
         return False
     if any(len(linear.calls) != 1 for linear in linears) or found is not down.calls[0][1]:

@@ -60,7 +60,11 @@ def _keep_less(model: PreTrainedModel) -> None:
     like = next((x for x in model.parameters() if type(x) is nn.Parameter and x.dtype in kinds), None)
     for module in model.modules():
         if like is not None and "forward" not in module.__dict__:
-            replace_gated(module, like, _silu_mul, lambda x: not torch.is_autocast_enabled(x.device.type))
+            replace_gated(module, like, _silu_mul, _is_as_it_is)
+
+
+def _is_as_it_is(x: Tensor) -> bool:
+    return not torch.is_autocast_enabled(x.device.type)
 
 
 def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
