@@ -100,7 +100,7 @@ RESULTS: Final[Mapping[str, Presented]] = {
         ),
     ),
     "split.json": Presented("docs/results/split.md", _SPLIT),
-    "split-local.json": Presented("docs/results/split.md", _SPLIT),
+    "split-clients.json": Presented("docs/results/split.md", _SPLIT),
     "streamed.json": Presented(
         "docs/results/streamed.md",
         (*_ENGINE, "src/coserve/streamed", *_MEASURING, *_LOADS, *_bench("streamed", "folder.py")),
