@@ -38,6 +38,7 @@ def draw(results: Mapping[str, Any], path: str | Path) -> None:
 
 def _draw_batching(figures: Mapping[str, Any], axes: Any) -> None:
     axes.set_title("seconds a token by batching (table 5)", fontsize=7)
+    sizes = set[int]()
     for mode, color in _MODES.items():
         begin = f"batching.{mode}.latency["
         points = sorted(
@@ -47,6 +48,9 @@ def _draw_batching(figures: Mapping[str, Any], axes: Any) -> None:
         )
         if points:
             axes.plot(*zip(*points, strict=True), "o-", color=color, label=mode)
+            sizes |= {size for size, _ in points}
     if axes.lines:
         axes.set(xlabel="sequences of the client", xscale="log", ylim=(0, None))
+        axes.set_xticks(sorted(sizes), [str(size) for size in sorted(sizes)])
+        axes.minorticks_off()
         axes.legend()
