@@ -57,15 +57,18 @@ class GroupRows(ABC):
         self._answers: dict[str, tuple[Tensor, Answer]] = {}  # and what was given for them
 
     def _ask(self, path: str, group: Group, x: Tensor) -> Answer:
-        """The result for the linear at `path`; x [..., in] includes the bypasses at its input."""
-        if path not in self._answers or self._answers[path][0] is not x:
-            is_own = self._is_changed(path)
-            paths = [path] if is_own else [p for p in group.outputs if not self._is_changed(p)]
-            prepared = {path: self._prepared(path, x, group.outputs[path]) for path in paths}
-            self._answers |= {
-                path: (x, found) for path, found in ask(group, x, prepared, self.is_training).items()
-            }
-        return self._answers.pop(path)[1]
+        """The result for the linear at `path`; x [..., in] includes the bypasses at its input. Threads may
+        share a script's model: one that finds another's answers asks for its own."""
+        given, answer = self._answers.pop(path, (None, None))
+        if given is x and answer is not None:
+            return answer
+        is_own = self._is_changed(path)
+        paths = [path] if is_own else [p for p in group.outputs if not self._is_changed(p)]
+        prepared = {path: self._prepared(path, x, group.outputs[path]) for path in paths}
+        found = ask(group, x, prepared, self.is_training)
+        own = found.pop(path)
+        self._answers |= {path: (x, answer) for path, answer in found.items()}
+        return own
 
     @property
     @abstractmethod
