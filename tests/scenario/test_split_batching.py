@@ -67,10 +67,12 @@ def test_none_waits_for_one_that_comes_too_late(factor: float) -> None:
     assert world.idle == 0
 
 
-def test_small_calls_wait_less_than_large_ones() -> None:
-    """Half a product's time: 0.505 ms for a row, 1.5 ms for 200. The other one comes a millisecond later."""
-    for rows, is_together in ((1, False), (200, True)):
-        world = played(opportunistic(0.5), Caller("a", rows, 0.1, 6), Caller("b", 1, 1.1, 6))
+@pytest.mark.parametrize("rows", [1, 200])
+def test_a_call_waits_for_a_part_of_what_company_spares_it(rows: int) -> None:
+    """Half of the millisecond that reads the weights, whatever its rows add. The other one comes 0.4 or 1 ms
+    later."""
+    for later, is_together in ((0.4, True), (1.0, False)):
+        world = played(opportunistic(0.5), Caller("a", rows, 0.1, 6), Caller("b", 1, 0.1 + later, 6))
         together = sum(len(names) == 2 for *_, names in world.batches[-8:])
         assert (together > 4) is is_together, world.lines
 
@@ -105,10 +107,10 @@ def test_one_client_alone_never_waits_and_none_waits_for_one_that_is_gone() -> N
     ],
 )
 def test_a_call_that_is_ready_goes_first_if_it_ends_in_time(rows: int, wanted: str) -> None:
-    """From 150.2 on a waits 10.1 ms at most for b, which comes at 153.7; c, which trains, calls at 151."""
+    """From 150.2 on a waits 4 ms at most for b, which comes at 153.7; c, which trains, calls at 151."""
     pair = Caller("a", 1000, 0.5, 6), Caller("b", 1000, 4.0, 6)
     other = Caller("c", rows, 100.0, 1, "training", 51.0)
-    world = played(opportunistic(1.0), *pair, other, fixed=0.1)
+    world = played(opportunistic(40.0), *pair, other, fixed=0.1)
     assert " / ".join(world.lines).partition("129.6-149.7 f2: a b / ")[2].startswith(wanted)
 
 
