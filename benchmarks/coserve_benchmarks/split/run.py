@@ -68,10 +68,9 @@ class _SplitRows:
         bed, sizes, results = self._bed, self._sizes, self._results
         if not bed.is_quick:
             bed.use(shape_named(_MEMORY_SHAPE).in_dtype("float32"), "float32")
-        lean = {"keeps_freed": False}
         with (
             bed.executor() as executor,
-            Clients(bed.trainers(sizes.growing, executor.address, **lean)) as clients,
+            Clients(bed.trainers(sizes.growing, executor.address, keeps_freed=False)) as clients,
         ):
             peaks = []
             for training in (1, sizes.growing):

@@ -63,6 +63,28 @@ def test_the_first_asks_for_all_and_each_takes_its_own() -> None:
     assert torch.equal(rows.linear("v", trio.later["v"], other), trio.plain["v"].forward(other))
 
 
+class _Robbed(dict[str, Any]):
+    """Answers that another thread takes, or replaces by its own, as soon as they are there."""
+
+    def __init__(self, instead: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._instead = instead
+
+    def __ior__(self, other: Any) -> "_Robbed":
+        self.clear()
+        self.update(self._instead)
+        return self
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_threads_that_share_a_model_get_answers_to_their_own_inputs(is_replaced: bool) -> None:
+    trio, rows, x = Trio(), FusedRows([], []), drawn(1, ROWS, IN)
+    wrong = {path: (drawn(1, ROWS, IN), (drawn(1, ROWS, out), None)) for path, out in WIDTHS.items()}
+    rows._answers = _Robbed(wrong if is_replaced else {})
+    for path in WIDTHS:
+        assert torch.equal(rows.linear(path, trio.later[path], x), trio.plain[path].forward(x))
+
+
 @pytest.mark.parametrize("order", [("q", "k", "v"), ("k", "q", "v"), ("v", "q", "k")], ids="".join)
 def test_one_whose_input_is_changed_is_asked_by_itself(order: Sequence[str]) -> None:
     trio, x = Trio(), drawn(1, ROWS, IN)
