@@ -1,10 +1,14 @@
 """Schedules of two bases on scripted executors, and engines of two tiny models of other widths, for tests."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve import Engine, EngineConfig
@@ -27,6 +31,7 @@ from models import letter_tokenizer, tiny
 
 PAGE = 4
 SMALL, WIDE = "base", "wide"  # ids of the two bases
+CHAIN = "small-to-wide@2"  # of a chain of both
 LAYERS = {SMALL: 3, WIDE: 2}
 
 
@@ -128,3 +133,22 @@ def planned(engine: Engine) -> Iterator[list[Plan]]:
         yield plans
     finally:
         device.launch = launch  # type: ignore[method-assign]
+
+
+def draw_stitch(first: int, second: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Weight [second, first + 1] and bias [second] of a stitching block between two widths, which keep the
+    size of what they are given."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(second, first + 1, generator=generator) / first**0.5
+    return weight, torch.randn(second, generator=generator) / 8
+
+
+def write_stitch(
+    folder: Path, layers: int, enters: int, weight: Tensor, bias: Tensor, position: float = 0.4
+) -> Path:
+    """A folder with a stitching block, as a zoo's view is."""
+    folder.mkdir(parents=True)
+    place = {"layers": layers, "enters": enters, "position": position}
+    (folder / "stitching.json").write_text(json.dumps(place))
+    save_file({"weight": weight, "bias": bias}, folder / "stitching.safetensors")
+    return folder

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.request import BASE
 from coserve.engine.background import Background
@@ -33,15 +35,23 @@ HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 16, 512, 64, (0,), False, 
 class Desk:
     """A worker, and all that it has said."""
 
-    def __init__(self, costs: CostFile | None = None, engine: Engine | None = None, **config: Any) -> None:
-        """`engine` is one that is there already; else one with a model of letters is made."""
+    def __init__(
+        self,
+        costs: CostFile | None = None,
+        engine: Engine | None = None,
+        stitched: tuple[str, ...] = (),
+        **config: Any,
+    ) -> None:
+        """`engine` is one that is there already; else one with a model of letters is made. `stitched` are ids
+        of its chains of two bases."""
         self.engine = engine or Engine(
             tiny("llama"),
             EngineConfig(calibrate=False, cache_tokens=512, page_size=8, **config),
             tokenizer=letter_tokenizer(),
         )
         self.inbox = Inbox()
-        self.worker = Worker(self.engine, HELLO, Background(self.inbox, threads=1), {BASE: costs})
+        hello = msgspec.structs.replace(HELLO, stitched=stitched)
+        self.worker = Worker(self.engine, hello, Background(self.inbox, threads=1), {BASE: costs})
         self.reports: list[Report] = []
         self.asked = 0  # ends of jobs
         self.worker.connected()

@@ -92,6 +92,7 @@ class FakeEngine:
         self.places: dict[str, int] = {}
         self.adapters: dict[str, str] = {}
         self.bases: dict[str, FurtherBase] = {}  # beside its first one
+        self.stitched: tuple[str, ...] = ()  # chains of two of them
         self.pinned: set[str] = set()
         self.news: list[Numbered] = []
         self.jobs: tuple[str, ...] = ()  # that it says it trains, when a server connects
@@ -165,7 +166,7 @@ class FakeEngine:
             self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 256, 32768,
             self.max_running, self.eos, True, 0.1, self.jobs, self.waiting, self.starved,
             crash=self.crash, linears={"attention": ("self_attn.q_proj",), "feed_forward": ("mlp.up_proj",)},
-            bases=self.bases,
+            bases=self.bases, stitched=self.stitched,
         )  # fmt: skip
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -309,7 +310,7 @@ class FakeEngine:
         return Reply(ref, said=name)
 
     def _admit(self, request: Submit) -> None:
-        if request.adapter is not None and request.adapter not in self.adapters:
+        if request.adapter is not None and request.adapter not in {*self.adapters, *self.stitched}:
             fault = Fault("AdapterNotFound", f"no adapter {request.adapter!r} is loaded")
             self._send(Report((Token(request.id, fault=fault),)))
             return

@@ -1,6 +1,7 @@
 """Settings of an engine. Frozen: changing one gives a new object."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from coserve.core.size import read_memory, read_size
@@ -137,3 +138,13 @@ class EngineConfig:
     def pages(self) -> int:
         """Pages in the cache."""
         return -(-self.cache_tokens // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StitchedChain:
+    """A chain of two bases of an engine, by their ids: the first layers of `first`, the stitching block in
+    `folder`, the last layers of `second`."""
+
+    folder: Path
+    first: str
+    second: str

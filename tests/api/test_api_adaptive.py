@@ -11,9 +11,10 @@ import tinker
 from test_api_models import make_adapter
 from tinker import types
 
+from coserve.config import StitchedChain
 from coserve.errors import ConfigError
 from coserve.serve.settings import ServerSettings
-from coserve.wire.messages import AddAdapter, Fault, StartJob, Submit
+from coserve.wire.messages import AddAdapter, Fault, FurtherBase, StartJob, Submit
 from serving import Play, World
 from tinkering import tinkering
 
@@ -188,6 +189,40 @@ def test_an_answer_that_changes_its_chain_tells_both(play: Play, settings: dict[
     play(story, engine={"step_seconds": 0.01}, **settings)
 
 
+def test_a_chain_of_two_bases_answers_for_either(play: Play, tmp_path: Path) -> None:
+    """It has no files to be loaded; where an engine lacks it, it is not offered."""
+    settings: dict[str, Any] = {
+        "bases": {"wide": str(tmp_path / "wide")},
+        "chains": {"wide": {"tiny-to-wide@2": ""}},
+        "stitched": {"tiny-to-wide@2": StitchedChain(tmp_path / "stitch", "tiny", "wide")},
+    }
+
+    async def story(world: World) -> None:
+        chosen(world, 1)
+        for path in ASKED:
+            assert (await ask(world, path, "wide", adaptive=True))["choices"][0]["chain"] == "tiny-to-wide@2"
+            assert (await ask(world, path, "wide"))["choices"][0]["chain"] == "exact"
+            answer = await world.http.post(path, json={"model": "tiny-to-wide@2", **ASKED[path]})
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "approximate_chain"
+        asking = asyncio.create_task(ask(world, "/v1/completions", "wide", adaptive=True, max_tokens=60))
+        await world.until(lambda: max(world.engine.places.values(), default=0) > 3)
+        await world.engine.die()
+        await world.engine.start()
+        assert (await asking)["choices"][0]["chain"] == "tiny-to-wide@2"
+        assert {submit.base for submit in world.submits()} == {"wide"}
+        assert world.submits()[-1].adapter == "tiny-to-wide@2" and world.submits()[-1].continued
+        assert not any(isinstance(command, AddAdapter) for command in world.engine.said)
+        world.engine.stitched = ()
+        await world.engine.die()
+        await world.engine.start()
+        found = await ask(world, "/v1/completions", "wide", adaptive=True)
+        assert found["choices"][0]["chain"] == "exact" and not offered(world.submits()[-1])
+
+    wide = FurtherBase("models/wide", 9000, 64, 500, 2048)
+    engine = {"step_seconds": 0.01, "bases": {"wide": wide}, "stitched": ("tiny-to-wide@2",)}
+    play(story, engine=engine, **settings)
+
+
 def test_a_chain_that_cannot_be_loaded_is_not_offered(play: Play, settings: dict[str, Any]) -> None:
     async def story(world: World) -> None:
         adapter, base = world.state.catalog.chains
@@ -240,3 +275,19 @@ def test_other_values_of_the_field_are_refused(play: Play, settings: dict[str, A
 def test_chains_of_what_is_not_served_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chains has 'other', which is no model and none"):
         ServerSettings(model="m", state=tmp_path, chains={"other": {"other~1": ""}})
+
+
+@pytest.mark.parametrize(
+    ("name", "second", "reason"),
+    [
+        ("m-to-wide@2", "other", "stitched.m-to-wide@2 names 'other', which is none of the bases"),
+        ("wide", "wide", "stitched has the name 'wide', which is a model's or an adapter's"),
+        ("base", "wide", "stitched has the name 'base', which is a model's"),
+    ],
+)
+def test_chains_of_bases_that_are_not_served_are_refused(
+    name: str, second: str, reason: str, tmp_path: Path
+) -> None:
+    stitched = {name: StitchedChain(tmp_path, "m", second)}
+    with pytest.raises(ConfigError, match=reason):
+        ServerSettings(model="m", state=tmp_path, bases={"wide": "w"}, stitched=stitched)

@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bases import draw_stitch, wide_model, write_stitch
 from coserve import tiny as embedded
-from coserve.core.request import FinishReason, SamplingParams
+from coserve.config import StitchedChain
+from coserve.core.request import BASE, FinishReason, SamplingParams
 from coserve.train.checkpoint import newest_checkpoint
 from coserve.wire.child import ORPHANED
 from coserve.wire.messages import (
@@ -55,6 +57,32 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
     with EngineProcess(tmp_path_factory.mktemp("engine")) as process:
         process.launch(model, threads=1).close()
         yield process
+
+
+def test_bases_and_chains_of_two_in_one_process(model: Path, tmp_path: Path) -> None:
+    """A chain that cannot be opened is left out, and all else is served."""
+    wide = save(wide_model(), tmp_path / "wide")
+    good = write_stitch(tmp_path / "good", 2, 1, *draw_stitch(64, 96))
+    broken = write_stitch(tmp_path / "broken", 2, 1, *draw_stitch(64, 64))
+    stitched = {
+        name: StitchedChain(path, BASE, "wide") for name, path in (("good@2", good), ("bad@2", broken))
+    }
+    with EngineProcess(tmp_path) as process:
+        server = process.launch(model, threads=1, bases={"wide": str(wide)}, stitched=stitched)
+        assert server.hello.stitched == ("good@2",) and [*server.hello.bases] == ["wide"]
+        sampling = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+        asked: dict[str, dict[str, str]] = {
+            "first": {},
+            "wide": {"base": "wide"},
+            "chain": {"adapter": "good@2"},
+        }
+        server.send(*(Submit(name, (5, 6, 7), sampling, **where) for name, where in asked.items()))
+        server.send(Submit("bad", (5, 6, 7), sampling, adapter="bad@2"))
+        server.finished(*asked, "bad")
+        assert len({tuple(server.tokens[name]) for name in asked}) == 3
+        fault = server.last["bad"].fault
+        assert fault is not None and fault.kind == "AdapterNotFound"
+        server.close()
 
 
 def job(name: str, data: Path, folder: Path, **fields: object) -> StartJob:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from coserve import tiny
+from coserve.core.request import BASE
 from coserve.engine.engine import Engine
 from coserve.engine.remembered import device_name
 from coserve.model.load import load_model
@@ -59,6 +60,7 @@ def measure_alternatives(results: Results, folder: Path, quick: bool, picture: P
     settings = replace(_TRAINING, epochs=1, max_steps=1) if quick else _TRAINING
     for first, second in ((SMALL, FOUNDATION), (FOUNDATION, SMALL)):
         _stitched(results, zoo, (first, second), text, settings)
+    _stitched_served(results, zoo, quick)
     machine = Machine.of(device_name(torch.device("cpu")))
     for block in _BLOCKS:
         made = make_surrogate(zoo, FOUNDATION, block, text, machine, settings=settings).made
@@ -101,6 +103,29 @@ def _served(results: Results, zoo: Zoo, quick: bool) -> None:
                 rounds[mix].append(exact / _seconds_of(engine, versions))
         for mix, ratios in rounds.items():
             results.figure(f"surrogate.{block}.served.{mix}", median(ratios), "times the exact tokens/s")
+
+
+def _stitched_served(results: Results, zoo: Zoo, quick: bool) -> None:
+    """Answers of each chain of the two models, and of the smaller one, over those of the larger, tokens a
+    second, by turns in one engine."""
+    served = serve_from(zoo, least=-1.0)
+    engine = Engine(str(served.model), CONFIG)
+    engines = {served.name: engine}
+    engines |= {name: engine.add_base(name, str(folder)) for name, folder in served.bases.items()}
+    for name, stitched in served.stitched.items():
+        first, second = (BASE if base == served.name else base for base in (stitched.first, stitched.second))
+        engines[name] = engine.add_base(name, replace(stitched, first=first, second=second))
+    rounds: dict[str, list[float]] = {name: [] for name in (SMALL, *served.stitched)}
+    for _ in range(1 if quick else _ROUNDS):
+        exact = _seconds_of(engines[FOUNDATION], [None] * _ROWS)
+        for name, ratios in rounds.items():
+            ratios.append(exact / _seconds_of(engines[name], [None] * _ROWS))
+    for name, ratios in rounds.items():
+        key = f"stitch.{SMALL}-alone"
+        if (found := served.stitched.get(name)) is not None:
+            widths = "-".join(str(zoo.application(one).width) for one in (found.first, found.second))
+            key = f"stitch.{widths}.behind-{name.rpartition('@')[2]}"
+        results.figure(f"{key}.served", median(ratios), "times the larger model's tokens/s")
 
 
 def _seconds_of(engine: Engine, versions: Sequence[str | None]) -> float:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from transformers.utils import logging
 
+from coserve.workload.shapes import shape_named
 from coserve.zoo.figures import blocks_of, labels_of, storage
 from coserve.zoo.partition import THRESHOLD, distinct
 from coserve.zoo.picture import draw_chains
@@ -17,19 +18,28 @@ from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
 from coserve_benchmarks.zoo.adaptive import measure_adaptive
 from coserve_benchmarks.zoo.alternatives import measure_alternatives
-from coserve_benchmarks.zoo.applications import FOUNDATION, SERVED, make_applications
+from coserve_benchmarks.zoo.applications import (
+    FOUNDATION,
+    LARGE,
+    SERVED,
+    make_applications,
+    make_large_applications,
+)
 from coserve_benchmarks.zoo.loaded import measure_memory, measure_switch
 from coserve_benchmarks.zoo.serving import measure_serving
 
-GROUPS: Final = ("storage", "memory", "switch", "serving", "adaptive", "alternatives")
+GROUPS: Final = ("storage", "memory", "switch", "serving", "large", "adaptive", "alternatives")
+_SERVING: Final[dict[str, Bar]] = {
+    "throughput": Bar(1.71),
+    "p95": Bar(0.665, at_most=True),
+    "vs_parameter_sharing": Bar(1.46),
+}
 BARS: Final[dict[str, Bar | None]] = {
     "storage.exact": Bar(0.45, at_most=True),
     "storage.with_alternatives": Bar(0.25, at_most=True),
     "memory.vs_models": Bar(0.45, at_most=True),
     "switch.vs_model": Bar(0.165, at_most=True),
-    "serving.throughput": Bar(1.71),
-    "serving.p95": Bar(0.665, at_most=True),
-    "serving.vs_parameter_sharing": Bar(1.46),
+    **{f"{own}.{key}": bar for own in ("serving", "large") for key, bar in _SERVING.items()},
     "speculation.right": None,
 }
 
@@ -53,6 +63,7 @@ def run_zoo(
         runs: dict[str, Callable[[], object]] = {
             "adaptive": lambda: measure_adaptive(bench.results, folder, quick, loads),
             "alternatives": lambda: measure_alternatives(bench.results, folder, quick, depths),
+            "large": lambda: _large(bench, folder / "large", quick),
         }
         if set(groups) - set(runs):
             zoo = Zoo.create(folder / "zoo")
@@ -69,6 +80,15 @@ def run_zoo(
                 draw_chains(blocks_of(zoo, applications), labels_of(applications), picture, THRESHOLD)
         run_groups(bench, groups, runs)
     return bench.results.as_dict()
+
+
+def _large(bench: Bench, folder: Path, quick: bool) -> None:
+    """The load of `serving` for twelve applications of a model whose weights take longer to read than all
+    calls of a step: 255M parameters."""
+    folder.mkdir()
+    zoo = Zoo.create(folder / "zoo")
+    make_large_applications(zoo, folder, shape_named("19m" if quick else "255m"))
+    measure_serving(bench.results, zoo, serve_from(zoo, LARGE), SERVED, quick, "large")
 
 
 def _storage(bench: Bench, zoo: Zoo) -> None:

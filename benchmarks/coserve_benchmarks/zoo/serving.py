@@ -78,9 +78,11 @@ class RunningEngine:
         return done
 
 
-def measure_serving(results: Results, zoo: Zoo, served: Served, names: Sequence[str], quick: bool) -> None:
+def measure_serving(
+    results: Results, zoo: Zoo, served: Served, names: Sequence[str], quick: bool, own: str = "serving"
+) -> None:
     """Rates and latencies of all three on the same arrivals, which come as fast as the first can answer
-    them."""
+    them; `own` begins the names of all figures."""
     adapters = {name: served.adapters[name] for name in names}
     with ExitStack() as stack:
         models: dict[str, tuple[Path, Path | None]] = {}
@@ -112,17 +114,17 @@ def measure_serving(results: Results, zoo: Zoo, served: Served, names: Sequence[
             for name, provision in (("together", together), ("turns", turns), ("swapped", swapped)):
                 found[name].append(replay(provision, load))
     for name, outcomes in found.items():
-        results.figure(f"serving.{name}", median(one.rate for one in outcomes), "tokens/s")
-        results.figure(f"serving.{name}.p95", median(one.p95 for one in outcomes), "seconds")
+        results.figure(f"{own}.{name}", median(one.rate for one in outcomes), "tokens/s")
+        results.figure(f"{own}.{name}.p95", median(one.p95 for one in outcomes), "seconds")
     for key, peer, of in (
-        ("serving.throughput", "swapped", attrgetter("rate")),
-        ("serving.p95", "swapped", attrgetter("p95")),
-        ("serving.vs_parameter_sharing", "turns", attrgetter("rate")),
+        ("throughput", "swapped", attrgetter("rate")),
+        ("p95", "swapped", attrgetter("p95")),
+        ("vs_parameter_sharing", "turns", attrgetter("rate")),
     ):
         ratio = ratio_of([of(a) / of(b) for a, b in zip(found["together"], found[peer], strict=True)])
-        results.row(key, ratio.value, (ratio.low, ratio.high))
+        results.row(f"{own}.{key}", ratio.value, (ratio.low, ratio.high))
     results.note(
-        "serving",
+        own,
         f"{len(names)} applications, {capacity:.1f} requests a second for {seconds:g} s, prompts of "
         f"{PROMPT[0]} to {PROMPT[1]} tokens, answers of {ANSWER}; {most} whole models are in memory "
         f"where each has an engine, {swapped.loads} loads in all rounds; by turns: a batch of one "

@@ -38,6 +38,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 EMBEDDED = "coserve-tiny"
 OTHER_VARIABLES = ("COSERVE_CONFIG", "COSERVE_NATIVE")
 CLOSE = 0.8  # likeness from which an unknown variable is taken for a slip of the pen
+# Settings of names that are not known here, which no variable of the environment has.
+_NAMED = ("bases", "adapters", "adapter_bases", "chains", "stitched", "policy_options", "scheduler")
 T = TypeVar("T")
 
 
@@ -59,6 +61,7 @@ class _Places(TypedDict, total=False):
     bases: dict[str, str]
     adapters: dict[str, str]
     chains: dict[str, dict[str, str]]
+    stitched: dict[str, dict[str, str]]
 
 
 TABLES: Mapping[str, type] = {"server": ServerSettings, "client": ClientSettings}
@@ -95,6 +98,14 @@ def load_server_settings(
     merged["chains"] = {
         name: {chain: path and str(Path(path).expanduser().absolute()) for chain, path in own.items()}
         for name, own in merged.get("chains", {}).items()
+        if own
+    }
+    merged["stitched"] = {
+        name: {
+            key: str(Path(one).expanduser().absolute()) if key == "folder" else one
+            for key, one in own.items()
+        }
+        for name, own in merged.get("stitched", {}).items()
         if own
     }
     return _convert(merged, ServerSettings)
@@ -235,7 +246,7 @@ def _paths(kind: type) -> Iterator[tuple[str, ...]]:
             yield from ((one.name, *path) for path in _paths(EngineConfig))
         elif one.name == "slo":
             yield from ((one.name, tier, bound.name) for tier in TIERS for bound in fields(SLO))
-        elif one.name not in ("bases", "adapters", "adapter_bases", "chains", "policy_options", "scheduler"):
+        elif one.name not in _NAMED:
             yield (one.name,)
 
 
@@ -253,12 +264,12 @@ def _anchor(server: dict[str, Any], folder: Path) -> None:
     model = server.get("model")
     if isinstance(model, str) and model and (folder / Path(model).expanduser()).exists():
         server["model"] = str(folder / Path(model).expanduser())
-    chains = server.get("chains")
+    within = [server.get("chains"), server.get("stitched")]
     named = server.get("bases"), server.get("adapters")
-    tables: list[Any] = [*named, *(chains.values() if isinstance(chains, dict) else ())]
+    tables: list[Any] = [*named, *(own for each in within if isinstance(each, dict) for own in each.values())]
     for paths in tables:
         for name, path in paths.items() if isinstance(paths, dict) else ():
-            if path and isinstance(path, str):
+            if path and isinstance(path, str) and name not in ("first", "second"):
                 paths[name] = str(folder / Path(path).expanduser())
 
 

@@ -22,6 +22,7 @@ from coserve.core.request import SLO
 from coserve.errors import ConfigError, ZooError
 from coserve.serve.settings import TIERS
 
+ZOO_TABLES = ("chains", "bases", "adapter_bases", "stitched")  # settings that a zoo has, beside adapters
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
 
 
@@ -191,7 +192,7 @@ def serve(
         standby=False if no_standby else None,
         log_level=log_level,
         adapters=adapters or None,
-        **{table: stored.get(table) or None for table in ("chains", "bases", "adapter_bases")},
+        **{table: stored.get(table) or None for table in ZOO_TABLES},
         slo=_slowdowns(slowdown) if slowdown else None,
         engine=given(
             device=device,
@@ -257,12 +258,16 @@ def _from_zoo(
         print(f"{left} is not served: {why}", file=sys.stderr)
     if taken := adapters.keys() & {*served["adapters"], *served["bases"]}:
         raise ConfigError(f"--adapter {min(taken)}: the zoo has a model or an adapter of that name")
-    settings = {table: served[table] for table in ("adapters", "chains", "bases", "adapter_bases")}
-    settings["adapters"] |= adapters
+    settings: dict[str, Any] = {table: served[table] for table in ZOO_TABLES}
+    settings["adapters"] = served["adapters"] | adapters
     called = name or served["name"]
-    settings["chains"] = {
-        called if of == served["name"] else of: own for of, own in settings["chains"].items()
-    }
+
+    def named(of: str) -> str:
+        return called if of == served["name"] else of
+
+    settings["chains"] = {named(of): own for of, own in settings["chains"].items()}
+    for chain in settings["stitched"].values():
+        chain |= {place: named(chain[place]) for place in ("first", "second")}
     return served["model"], called, settings
 
 

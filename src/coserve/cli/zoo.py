@@ -310,6 +310,10 @@ def views(model: Annotated[str | None, typer.Argument(metavar="NAME")] = None, z
         },
         "bases": {name: str(folder.absolute()) for name, folder in served.bases.items()},
         "adapter_bases": dict(served.adapter_bases),
+        "stitched": {
+            name: {"folder": str(chain.folder.absolute()), "first": chain.first, "second": chain.second}
+            for name, chain in served.stitched.items()
+        },
     })  # fmt: skip
 
 

@@ -3,7 +3,7 @@ among them."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from coserve.adapters.paging.cache import AdapterCache, AdapterTier, ExpectedRead, expected_reads
 from coserve.adapters.paging.reader import Reader
@@ -15,18 +15,32 @@ from coserve.schedule.approximation import ApproximationRule, StepLoad, VersionO
 from coserve.schedule.cost import CostModel
 from coserve.schedule.scheduler import Scheduler
 
-Version = KnownVersion | None  # None is the base
+
+@dataclass(frozen=True, slots=True)
+class ChainOfBases:
+    """A chain of two bases (`model/stitched.py`) as an alternative: its id, the bytes of the weights that a
+    row passes, and the most tokens of a sequence on it."""
+
+    base: str
+    nbytes: int
+    most: int
+
+
+Version = KnownVersion | ChainOfBases | None  # None is the base
 
 
 def shares_pages(one: Version, other: Version) -> bool:
     """Tells whether two versions of one base have the same keys and values for the same tokens."""
-    return all(each is None or each.outline.behind for each in (one, other))
+    return all(
+        each is None or (isinstance(each, KnownVersion) and each.outline.behind) for each in (one, other)
+    )
 
 
 def for_version(request: Request, version: Version) -> Request:
     """The request, answered by a version."""
-    if version is None:
-        return replace(request, adapter=None, virtual=0, virtual_rows=0, of_base=False)
+    if not isinstance(version, KnownVersion):
+        base = request.base if version is None else version.base
+        return replace(request, base=base, adapter=None, virtual=0, virtual_rows=0, of_base=False)
     virtual = version.virtual
     return replace(
         request, adapter=version.key, virtual=virtual.count, virtual_rows=virtual.prompt_count,
@@ -55,9 +69,9 @@ class Approximations:
         self._base_nbytes, self._cost, self._base = max(base_nbytes, 1), cost, base
         self._rule = None if bound is None else ApproximationRule(bound)
 
-    def choose(self, versions: Sequence[Version], tokens: int, now: float) -> int:
-        """The index of the version that answers a request for up to `tokens` tokens; `versions` are the one
-        asked for and its alternatives, the most accurate first."""
+    def choose(self, versions: Sequence[Version], prompt: int, tokens: int, now: float) -> int:
+        """The index of the version that answers a request of `prompt` tokens for up to `tokens` more;
+        `versions` are the one asked for and its alternatives, the most accurate first."""
         if len(versions) == 1 or self._rule is None:
             return 0
         requests = self._scheduler.requests
@@ -69,17 +83,21 @@ class Approximations:
             now - first,
         )
         wanted = [key for sequence in blocked if (key := sequence.request.adapter) is not None]
-        known = [version.key for version in versions if version is not None]
+        known = [version.key for version in versions if isinstance(version, KnownVersion)]
         room = self._memory.stored_room(asks=False)
         reads = iter(expected_reads(self._cache, known, wanted, room))
         added = [tokens * seconds for seconds in self._step_seconds(versions)]
-        return self._rule.choose(
-            [
-                VersionOutlook(compute=seconds) if version is None else self._outlook(next(reads), seconds)
-                for version, seconds in zip(versions, added, strict=True)
-            ],
-            load,
-        )
+        outlooks = []
+        for version, seconds in zip(versions, added, strict=True):
+            match version:
+                case None:
+                    outlooks.append(VersionOutlook(compute=seconds))
+                case ChainOfBases():
+                    fits = prompt + tokens <= version.most
+                    outlooks.append(VersionOutlook(0.0 if fits else math.inf, seconds))
+                case KnownVersion():
+                    outlooks.append(self._outlook(next(reads), seconds))
+        return self._rule.choose(outlooks, load)
 
     def is_pressed(self, now: float) -> bool:
         """Tells whether a request has waited for longer than the bound: for a place where all are taken, or
@@ -115,9 +133,10 @@ class Approximations:
         return at + self._rule.choose(outlooks, StepLoad(1, 1))
 
     def _is_there(self, version: Version, is_open: bool = False) -> bool:
-        """Tells whether a version is on the device, and if `is_open` does not leave for another."""
-        if version is None:
-            return True
+        """Tells whether a version of the base is on the device, and if `is_open` does not leave for
+        another."""
+        if not isinstance(version, KnownVersion):
+            return version is None
         if self._cache.find(version.key) is None or self._cache.tier(version.key) is not AdapterTier.DEVICE:
             return False
         return not is_open or expected_reads(self._cache, [version.key], (), 0) != [None]
@@ -126,9 +145,12 @@ class Approximations:
         """Tells whether the first request that waits for an adapter would have room for it if all answers of
         one version went on with the other, and has none now."""
         blocked = self._scheduler.requests.blocked_on_adapter
-        if present is None or not blocked or (wanted := blocked[0].request.adapter) is None:
+        if not isinstance(present, KnownVersion) or not blocked:
             return False
-        room, kept = self._memory.stored_room(asks=False), () if other is None else (other.key,)
+        if (wanted := blocked[0].request.adapter) is None:
+            return False
+        room = self._memory.stored_room(asks=False)
+        kept = (other.key,) if isinstance(other, KnownVersion) else ()
         (now,) = expected_reads(self._cache, [wanted], (), room)
         (then,) = expected_reads(self._cache, [wanted], (), room, (present.key,), kept)
         return now is None and then is not None
@@ -144,20 +166,27 @@ class Approximations:
 
         Modules that no row of other answers passes are read once more, and take the share of a forward pass
         that their bytes are of the base's. Those of the base are a version's as far as it has none of its
-        own. All modules of a row cost it the share of a row's time that their bytes are of the base's.
+        own; a chain of two bases has its rows alone in a pass, and so all of its modules. All modules of a
+        row cost it the share of a row's time that their bytes are of the base's.
         """
-        requests = self._scheduler.requests
-        there = {
-            sequence.request.adapter
-            for sequence in (*requests.running, *requests.waiting)
-            if sequence.request.base == self._base and sequence not in without
-        }
-        others = [None if key is None else self._cache.find(key) for key in there]
+        under_way = self._scheduler.requests
+        there = [
+            sequence.request
+            for sequence in (*under_way.running, *under_way.waiting)
+            if sequence not in without
+        ]
+        bases = {request.base for request in there}
+        keys = {request.adapter for request in there if request.base == self._base}
+        others = [None if key is None else self._cache.find(key) for key in keys]
         shared = max((self._of_base(version) for version in others), default=0)
         read, passed = list[float](), list[float]()
         for version in versions:
+            if isinstance(version, ChainOfBases):
+                read.append(0 if version.base in bases else version.nbytes)
+                passed.append(version.nbytes)
+                continue
             own, rest = 0 if version is None else version.cost, self._of_base(version)
-            is_there = version is not None and version.key in there
+            is_there = version is not None and version.key in keys
             read.append((0 if is_there else own) + max(rest - shared, 0))
             passed.append(own + rest)
         least, rows_of = min(passed), max(len(without), 1)
@@ -165,7 +194,7 @@ class Approximations:
         row = rows_of * self._cost.weights["forward_rows"] / self._base_nbytes
         return [whole * nbytes + row * (rows - least) for nbytes, rows in zip(read, passed, strict=True)]
 
-    def _of_base(self, version: Version) -> int:
+    def _of_base(self, version: KnownVersion | None) -> int:
         """Bytes of the base's own modules that rows of a version pass."""
         saved = 0 if version is None else version.outline.saved
         return max(self._base_nbytes - saved, 0)

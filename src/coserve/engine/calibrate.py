@@ -40,7 +40,8 @@ _KEYS = count(-1, -1)  # negative, unlike a scheduler's
 
 
 def measure(executor: Executor, base: Base, page_size: int, pages: int, lean: bool = False) -> list[Sample]:
-    """(features, seconds) of decode, prefill, training and mixed steps, which leave no state behind.
+    """(features, seconds) of decode, prefill and, where the base has sites for adapters, training and mixed
+    steps, which leave no state behind.
 
     Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Weights of a
     streamed base are not read, nor the time for it counted. Where memory is short (`lean`) windows are small
@@ -165,7 +166,7 @@ def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
 
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
     half = max(1, probe.base.depth // 2)
-    for batch, rows in _WINDOWS:
+    for batch, rows in _WINDOWS if probe.base.sites else ():  # a chain of two bases trains nothing
         if rows > limit or (probe.lean and batch * rows > _LEAN_ROWS):
             continue
         with _micro_batch(probe, batch, rows) as micro_batch:

@@ -4,9 +4,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from coserve.adapters.paging.cache import AdapterCache
+from coserve.adapters.paging.stored import KnownVersion
 from coserve.core.request import BASE
 from coserve.core.sequence import Sequence as Answer
-from coserve.engine.approximations import Approximations, Version, for_version
+from coserve.engine.approximations import Approximations, ChainOfBases, Version, for_version
 from coserve.engine.completion import Completion
 from coserve.schedule.scheduler import Scheduler
 
@@ -31,7 +32,8 @@ class ChainChanges:
         self._left: dict[int, str] = {}  # versions that changed answers had, while plans under way have rows
 
     def allow(self, key: int, versions: Sequence[Version]) -> None:
-        """Lets an answer change to a less accurate one of `versions`; its request allowed all of them."""
+        """Lets an answer change to a less accurate one of `versions`; its request allowed all of them. Those
+        of other bases are for whole answers: their keys and values are others."""
         if len(versions) > 1:
             self._versions[key] = versions
 
@@ -68,7 +70,8 @@ class ChainChanges:
 
     def _may_change(self, group: Sequence[Answer]) -> bool:
         versions = self._versions.get(group[0].key)
-        if versions is None or any(version is not None and version.virtual.count for version in versions):
+        known = [version for version in versions or () if isinstance(version, KnownVersion)]
+        if versions is None or any(version.virtual.count for version in known):
             return False  # with virtual tokens its own would be at other positions
         return all(
             self._versions.get(each.key) == versions and each.output and not each.offloaded for each in group
@@ -78,11 +81,12 @@ class ChainChanges:
         sequence = completion.sequence
         versions = self._versions.pop(sequence.key)
         before, version = versions[completion.alternative], versions[chosen]
+        assert not isinstance(version, ChainOfBases), "`turn` chooses a version of the answer's base"
         is_there = version is None or self._cache.acquire(version.key, sequence.key, reopens=True)
         assert is_there, "`turn` chooses what is on the device"
         completion.change(chosen)
         self._scheduler.requests.queues.change(sequence, for_version(sequence.request, version))
-        if before is not None:
+        if isinstance(before, KnownVersion):
             self._left[sequence.key] = before.key
             if not sequence.under_way:
                 self._release(sequence.key)

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.adapters.paging.stored import KnownVersion, StoredVersion
+from coserve.adapters.paging.stored import StoredVersion
 from coserve.attention.offloaded import offloaded_page_nbytes
-from coserve.config import EngineConfig
+from coserve.config import EngineConfig, StitchedChain
 from coserve.core.events import Event, Finished, JobFailed, PassDone, RequestFailed, StepDone, TokenEvent
 from coserve.core.plan import StepResult
 from coserve.core.request import BASE, SLO, FinishReason, Request, SamplingParams
 from coserve.engine.adapters import EngineAdapters
 from coserve.engine.admission import Admission
-from coserve.engine.approximations import Approximations, for_version
+from coserve.engine.approximations import Approximations, ChainOfBases, Version, for_version
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.bases import Bases
 from coserve.engine.calibrate import measure, measure_lanes
@@ -38,9 +38,10 @@ from coserve.engine.training import Training
 from coserve.engine.training_client import TrainingClient
 from coserve.errors import ConfigError, CoserveError, RequestError
 from coserve.executors.executor import CompileGrammar
-from coserve.executors.opening import open_executor
+from coserve.executors.opening import Opened, open_executor, open_stitched
 from coserve.memory.pages import PagePool
 from coserve.model.sampling_table import check_sampling
+from coserve.model.stitched import StitchedBase
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
@@ -81,14 +82,17 @@ class Engine:
         *,
         beside: "Engine | None" = None,
         base_id: str = BASE,
+        opened: Opened | None = None,
     ) -> None:
-        """`beside` and `base_id` are for `add_base`: the engine of the first base, and the id of this one."""
+        """`beside`, `base_id` and `opened` are for `add_base`: the engine of the first base, the id of this
+        one, and its executor where that is not to be opened for a model."""
         self.config, self.clock, self.base_id = config, clock, base_id
         policy = make_policy(config.policy, **config.policy_options)  # refused before the model loads
         self.memory: EngineMemory = EngineMemory(config, None if beside is None else beside.memory, base_id)
         special = config.allow_special_tokens
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
-        opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
+        if opened is None:
+            opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.streaming = self.executor.spec.streaming
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
@@ -157,23 +161,42 @@ class Engine:
             self.calibrate()
         self._join(settings)
 
-    def add_base(self, base: str, model: str | Path | PreTrainedModel, tokenizer: Any = None) -> "Engine":
+    def add_base(
+        self, base: str, model: str | Path | PreTrainedModel | StitchedChain, tokenizer: Any = None
+    ) -> "Engine":
         """Loads one more base under the id `base`, with the settings of this engine, and returns its
         `Engine`: what that answers and trains is in the same steps as all else.
 
         It has pages of its own, as many as this engine's; a queue, the second tier and bytes in common with
-        all. Takes seconds, in which nobody steps. Raises ModelError or ConfigError, with nothing changed.
+        all. A chain of two bases that are there shares their weights and the second one's tokenizer; it
+        answers, and nothing trains on it. Its id is an alternative for requests to either. Takes seconds, in
+        which nobody steps. Raises ModelError or ConfigError, with nothing changed.
         """
         with self.arrivals.arriving(), self._lock:
             first = self.bases.first
             first._check_more(base)
             config = replace(self.config, calibrate=False)
-            if config.memory != "auto" and config.base_memory == "auto":
-                config = replace(config, memory=max(self.memory.ledger.free, 1))  # of more it is streamed
-            added = Engine(model, config, tokenizer, self.clock, beside=first, base_id=base)
+            if isinstance(model, StitchedChain):
+                added = first._stitched(base, model, config)
+            else:
+                if config.memory != "auto" and config.base_memory == "auto":
+                    config = replace(config, memory=max(self.memory.ledger.free, 1))  # of more it is streamed
+                added = Engine(model, config, tokenizer, self.clock, beside=first, base_id=base)
             if self.config.calibrate:
                 added.calibrate()
             return added
+
+    def _stitched(self, base: str, chain: StitchedChain, config: EngineConfig) -> "Engine":
+        """The engine of a chain of two bases. Raises ConfigError."""
+        if config.executor != "local":
+            raise ConfigError(
+                f"{base}: a chain of two bases needs both in one process: engine.executor = local"
+            )
+        one, other = self.bases[chain.first], self.bases[chain.second]
+        opened = open_stitched(chain.folder, one.base, other.base, config, other.grammars)
+        tokenizer = getattr(other.text, "tokenizer", None)
+        model = other.base.model  # whose own tokenizer is not read
+        return Engine(model, config, tokenizer, self.clock, beside=self, base_id=base, opened=opened)
 
     def _check_more(self, base: str) -> None:
         """Raises ConfigError where no base of this id can join."""
@@ -289,8 +312,9 @@ class Engine:
         None shares nothing. The first token of a `newcomer` has priority.
 
         Under load (`schedule.approximation`) one of the `alternatives`, names or keys of adapters, the most
-        accurate first, may answer in the adapter's place, or go on with the answer; None is the base. The
-        handle tells which one does.
+        accurate first, may answer in the adapter's place, or go on with the answer; None is the base, and the
+        id of a chain of two bases is that one, which answers a request as a whole. The handle tells which one
+        does.
         Raises RequestError, AdapterNotFound or ConfigError, with nothing queued.
         """
         # Before the lock is taken: no step waits while a grammar is compiled.
@@ -298,11 +322,12 @@ class Engine:
         if grammar is not None:
             self.executor.call(CompileGrammar(grammar.text))
         with self.arrivals.arriving(presses=not slo.bounds_deferral_alone), self._lock:
-            look = self.adapters.look
-            versions = [None if one is None else look(one) for one in (adapter, *alternatives)]
-            chosen = self._approximations.choose(versions, sampling.max_tokens, self.clock())
+            tokens = self.tokenize(prompt)
+            asked = None if adapter is None else self.adapters.look(adapter)
+            versions: list[Version] = [asked, *map(self._alternative, alternatives)]
+            chosen = self._approximations.choose(versions, len(tokens), sampling.max_tokens, self.clock())
             version = versions[chosen]
-            request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
+            request = self._request(tokens, version, sampling, slo, arrival)
             request = replace(request, scope=scope, newcomer=newcomer)
             if unknown := [t for t in (*request.prompt, *continued) if not 0 <= t < self.base.vocabulary]:
                 raise RequestError(f"token {unknown[0]} is not one of the model's {self.base.vocabulary}")
@@ -314,12 +339,23 @@ class Engine:
             cancel = partial(self._cancel_sequence, sequence.key)
             completion = Completion(sequence, stream, self._drive, cancel, grammar, chosen)
             self.completions[sequence.key] = completion
-            self._changes.allow(sequence.key, versions)
+            if not isinstance(version, ChainOfBases):
+                self._changes.allow(sequence.key, versions)
             if completion.skip(continued):
                 self.scheduler.requests.finish(sequence.key, FinishReason.STOP)
-            if version is not None and not sequence.is_finished:
+            if request.adapter is not None and not sequence.is_finished:
                 self.adapters.paged.came(sequence)
             return completion
+
+    def _alternative(self, name: str | None) -> Version:
+        """The adapter of this name or key, the chain of two bases of this id, or for None this base. Raises
+        AdapterNotFound and AdapterError."""
+        if name is None:
+            return None
+        if name in self.bases and isinstance(chain := self.bases[name].base, StitchedBase):
+            most = min(chain.max_positions, self.config.pages * self.config.page_size)
+            return ChainOfBases(name, chain.passed_nbytes, most)
+        return self.adapters.look(name)
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt. Messages go through the chat template, which raises DataError."""
@@ -465,8 +501,8 @@ class Engine:
         return any(not (s.request.scope or "").startswith(SCOPE) for s in self.scheduler.requests.waiting)
 
     def _window_rows(self) -> int:
-        """The most rows of a window that runs alone in the next step, of whatever base."""
-        return min(one.training.admission.window_rows() for one in self.bases)
+        """The most rows of a window that runs alone in the next step, of whatever base that trains."""
+        return min(one.training.admission.window_rows() for one in self.bases if one.base.sites)
 
     def _is_retried(self, job: str) -> bool:
         """Tells whether a job whose step failed goes on."""
@@ -508,7 +544,7 @@ class Engine:
     def _request(
         self,
         tokens: tuple[int, ...],
-        version: KnownVersion | None,
+        version: Version,
         sampling: SamplingParams,
         slo: SLO,
         arrival: float | None,

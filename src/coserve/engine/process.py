@@ -219,7 +219,8 @@ def know_costs(engine: Engine, costs: CostFile | None, measuring: Callable[[], N
 
 def _load(start: EngineStart) -> Engine:
     """Loads the engine with all its bases, without step costs. Raises the error of a base that cannot be
-    loaded, with its id."""
+    loaded, with its id; a chain of two that cannot be opened is left out, as an approximation that nobody
+    has to be given."""
     if start.threads is not None:
         torch.set_num_threads(start.threads)
     scheduler = {**start.config.scheduler, "interruptible": True}  # by messages to the inbox
@@ -230,6 +231,11 @@ def _load(start: EngineStart) -> Engine:
         except CoserveError as error:
             raise type(error)(f"the base {base}: {error}") from error
         _check_alike(engine, added)
+    for chain, stitched in start.stitched.items():
+        try:
+            engine.add_base(chain, stitched)
+        except CoserveError as error:
+            _log.warning("the chain %s is left out: %s", chain, error)
     return engine
 
 
@@ -286,8 +292,9 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
                 _offloaded_tokens(one),
             )
             for one in engine.bases
-            if one.base_id != BASE
+            if one.base_id in start.bases
         },
+        stitched=tuple(one.base_id for one in engine.bases if one.base_id in start.stitched),
     )
 
 
@@ -300,6 +307,7 @@ def _describe(hello: Hello) -> str:
     size = f"{hello.parameters / 1e6:.0f}M parameters"
     kept = hello.dtype if hello.quantize == "none" else f"{hello.dtype} over {hello.quantize} weights"
     others = "".join(f", {one.parameters / 1e6:.0f}M of {id}" for id, one in hello.bases.items())
+    others += "".join(f", the chain {chain}" for chain in hello.stitched)
     return f"{size}{others}, {kept} on {hello.device}, cache of {hello.cache_tokens} tokens"
 
 

@@ -256,16 +256,18 @@ class Worker:
             self._generate(command, arrival)
 
     def _engine_of(self, command: Submit) -> Engine:
-        """The engine of the base that a request is for: its adapter's. Raises AdapterNotFound and
-        ConfigError."""
+        """The engine of the base that a request is for: its adapter's, or the chain's of two bases. Raises
+        AdapterNotFound and ConfigError."""
         if command.adapter is None:
             return self._engine.bases[command.base]
+        if command.adapter in self._hello.stitched:
+            return self._engine.bases[command.adapter]
         return self._engine.bases[self._engine.adapters.bank.look(command.adapter).base]
 
     def _generate(self, command: Submit, arrival: float) -> None:
         completion = self._engine_of(command).generate(
             command.prompt,
-            command.adapter,
+            self._adapter_of(command),
             self._fitting(command),
             command.slo,
             arrival=arrival,
@@ -278,12 +280,16 @@ class Worker:
         self._answers[command.id] = completion
         self._ids[completion.sequence.key] = command.id
 
+    def _adapter_of(self, command: Submit) -> str | None:
+        """The adapter that answers a request; None for a base or a chain of two bases."""
+        return None if command.adapter in self._hello.stitched else command.adapter
+
     def _fitting(self, command: Submit) -> SamplingParams:
         """Sampling parameters with `max_tokens` cut to what the adapter's virtual tokens leave; the server
         does not know of these."""
-        if command.adapter is None or command.sampling.max_tokens == 0:
+        if (adapter := self._adapter_of(command)) is None or command.sampling.max_tokens == 0:
             return command.sampling
-        known = self._engine.adapters.bank.look(command.adapter)
+        known = self._engine.adapters.bank.look(adapter)
         virtual = known.virtual.count
         room = self._engine.scheduler.requests.queues.room(len(command.prompt), virtual, known.base)
         if not virtual or not 1 <= room < command.sampling.max_tokens:

@@ -31,6 +31,7 @@ from coserve.model.base import Base
 from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
+from coserve.model.stitched import Stitch, StitchedBase
 from coserve.model.together import linears_together
 from coserve.split.access import BaseAccess
 from coserve.split.credentials import EXECUTOR_KEY, Credentials
@@ -109,6 +110,17 @@ def open_remote(
         slot_pools = LoraSlotPools(linears_together(base), spec.sequences, base.device)
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, spec.eos_ids)
     return Opened(executor, base, slot_pools.slot_nbytes, grammars)
+
+
+def open_stitched(
+    folder: Path, first: Base, second: Base, config: EngineConfig, grammars: Grammars | None
+) -> Opened:
+    """Opens an executor for a chain of two bases of this process, with the stitching block in `folder`.
+    `grammars` are the second base's. Raises ConfigError where they are no chain, or the cache does not
+    fit."""
+    base = StitchedBase(first, second, Stitch.read(folder))
+    executor = _make(base, config, grammars, 0, None)
+    return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars)
 
 
 def open_executor(model: Model, config: EngineConfig, read_tokenizer: ReadTokenizer) -> Opened:

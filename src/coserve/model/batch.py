@@ -8,6 +8,7 @@ from the base's `BatchCell`, not through arguments.
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,6 +103,7 @@ class FusedRows(GroupRows):
         padding: slice = slice(0, 0),
     ) -> None:
         super().__init__()
+        self._shift = 0
         self._is_training, self._padding = is_training, padding
         self._adapters, self._lora = adapters, None if lora is None or lora.is_empty else lora
         self._parts: list[tuple[slice, BatchPart]] = []
@@ -110,6 +112,12 @@ class FusedRows(GroupRows):
             self._parts.append((slice(start, start + part.count), part))
             start += part.count
         self._keepers = [(rows, part.keeper) for rows, part in self._parts if part.keeper is not None]
+
+    def shifted(self, layers: int) -> "FusedRows":
+        """The same rows for a base whose layers have their keys and values so many layers further on."""
+        shifted = copy(self)
+        shifted._shift = layers
+        return shifted
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         group, added = placement.group, None
@@ -219,7 +227,8 @@ class FusedRows(GroupRows):
         part = self._parts[0][1]
         if not isinstance(part, InferenceRows) or not isinstance(part.backend, BatchedBackend):
             return None
-        return part.backend.decode_pages(layers, part.metadata, width)
+        there = [layer + self._shift for layer in layers]
+        return part.backend.decode_pages(there, part.metadata, width)
 
     @property
     def count(self) -> int:
@@ -242,6 +251,7 @@ class FusedRows(GroupRows):
         return self._lora.native(paths) if self._adapters is self._lora.rest else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        layer += self._shift
         if len(self._parts) == 1:
             return self._parts[0][1].attend(layer, q, k, v, spec)
         outputs = [
@@ -262,9 +272,10 @@ class LayerCalls:
     def __getitem__(self, layer: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self.calls[self.index[layer]]
 
-    def is_one(self, layers: range) -> bool:
-        """Tells whether all these layers get the same arguments."""
-        return len({self.index[layer] for layer in layers}) == 1
+    def alike(self, layers: range) -> range:
+        """The first of these layers, as far as all get the same arguments."""
+        others = (layer for layer in layers if self.index[layer] != self.index[layers.start])
+        return range(layers.start, next(others, layers.stop))
 
 
 class RowArguments:

@@ -65,7 +65,9 @@ def _joined(groups: Sequence[Group]) -> list[Group]:
 
 @torch.no_grad()
 def linears_together(base: Base) -> Together:
-    """The linears of all layers, grouped by input; runs one row through the layers."""
+    """The linears of all layers, grouped by input; runs one row through the layers, if they have any."""
+    if not base.linears:
+        return ()
     hidden, calls = base.prologue(
         torch.zeros(1, dtype=torch.long, device=base.device),
         torch.zeros(1, dtype=torch.long, device=base.device),

@@ -172,17 +172,19 @@ async def _name_adapters(state: State) -> None:
         kept = state.store.path_of(folder)
         shared.append(Adapter(key, name, kept, base, catalog.base.created))
         if chains := state.settings.chains.get(name):
-            catalog.chains[key] = await _chains(chains)
+            catalog.chains[key] = await _chains(chains, state.settings)
     for name in catalog.bases:
         if chains := state.settings.chains.get(name):
-            catalog.chains[name] = await _chains(chains)
+            catalog.chains[name] = await _chains(chains, state.settings)
     await state.store.adapters.share(shared)
 
 
-async def _chains(chains: Mapping[str, str]) -> tuple[ApproximateModel, ...]:
+async def _chains(chains: Mapping[str, str], settings: ServerSettings) -> tuple[ApproximateModel, ...]:
     """The approximate chains of a model, of their folders by name."""
     return tuple([
-        ApproximateModel(name, *(await _named(name, own) if own else (None, None)))
+        ApproximateModel(name, *(await _named(name, own)))
+        if own
+        else ApproximateModel(name, name if name in settings.stitched else None)
         for name, own in chains.items()
     ])  # fmt: skip
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from coserve.config import EngineConfig
+from coserve.config import EngineConfig, StitchedChain
 from coserve.core.request import BASE, SLO
 from coserve.errors import ConfigError
 from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
@@ -44,10 +44,10 @@ class ServerSettings:
 
     `bases` are folders of further base models by the name under which they are served, in the same engine.
     `adapters` are PEFT folders by theirs, and `adapter_bases` the names of their bases, of those that are not
-    for `model`. `chains` are folders of
-    approximations of some models and adapters, by the name of these and their own, the most accurate first;
-    an empty folder is the base itself. `slo` holds all three service tiers; missing entries keep their
-    defaults. Raises ConfigError, naming the key.
+    for `model`. `chains` are folders of approximations of some models and adapters, by the name of these and
+    their own, the most accurate first; an empty folder is the base itself, or the chain of two bases that
+    `stitched` has of this name, in which bases are named as in `base_names`. `slo` holds all three service
+    tiers; missing entries keep their defaults. Raises ConfigError, naming the key.
     """
 
     model: str  # folder or hub name
@@ -59,6 +59,7 @@ class ServerSettings:
     adapters: Mapping[str, str] = field(default_factory=dict)
     adapter_bases: Mapping[str, str] = field(default_factory=dict)
     chains: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    stitched: Mapping[str, StitchedChain] = field(default_factory=dict)
     adapter_root: Path | None = None  # /v1/load_lora_adapter reads below it only; None: not at all
     require_keys: bool = False  # on loopback too; elsewhere keys are needed in any case
     allow_insecure: bool = False  # serve without any key on an address that others reach
@@ -146,12 +147,21 @@ class ServerSettings:
             raise ConfigError(f"adapter_bases names {min(strange)!r}, which is none of the bases")
         if strange := set(self.chains) - {self.base_name, *self.bases, *self.adapters}:
             raise ConfigError(f"chains has {min(strange)!r}, which is no model and none of the adapters")
+        self._check_stitched()
         if unknown := set(self.slo) - set(TIERS):
             raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
         self._check_policy()
         self._check_scheduler()
         self._check_hosts_and_origins()
         object.__setattr__(self, "slo", {**DEFAULT_SLO, **self.slo})
+
+    def _check_stitched(self) -> None:
+        """Checks the chains of two bases, whose names are ids of bases to the engine."""
+        if taken := set(self.stitched) & {BASE, *self.base_names, *self.adapters}:
+            raise ConfigError(f"stitched has the name {min(taken)!r}, which is a model's or an adapter's")
+        for name, chain in self.stitched.items():
+            if strange := {chain.first, chain.second} - {*self.base_names}:
+                raise ConfigError(f"stitched.{name} names {min(strange)!r}, which is none of the bases")
 
     def _check_policy(self) -> None:
         """Checks the policy early: the engine's process would load its model first."""

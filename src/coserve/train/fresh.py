@@ -7,6 +7,7 @@ import torch
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import exact_type
 from coserve.adapters.methods import method_of
+from coserve.errors import AdapterMismatch
 from coserve.model.base import Base
 
 
@@ -29,6 +30,8 @@ def sketch_adapter(base: Base, name: str, config: object | Sequence[object], see
 
 
 def _drawn(base: Base, name: str, config: object | Sequence[object], seed: int) -> AdapterVersion:
+    if not base.sites:
+        raise AdapterMismatch("no module of this base takes an adapter: a chain of two bases answers only")
     generator = torch.Generator("cpu").manual_seed(seed)
     configs = config if isinstance(config, Sequence) else (config,)
     return AdapterVersion(name, 0, tuple(method_of(c).fresh(c, base, generator) for c in configs))

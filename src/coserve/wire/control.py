@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from coserve.config import EngineConfig
+from coserve.config import EngineConfig, StitchedChain
 from coserve.errors import ConfigError
 
 T = TypeVar("T")
@@ -19,8 +19,9 @@ BEAT_SECONDS: Final = 0.5  # between two heartbeats, at least
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """Start order of an engine's process: the model to load, further bases by their ids, and the path of the
-    Unix socket to listen on (a file there is replaced). `threads` are torch's; None is its default.
+    """Start order of an engine's process: the model to load, further bases and chains of two bases by their
+    ids, and the path of the Unix socket to listen on (a file there is replaced). A chain that cannot be
+    opened is left out. `threads` are torch's; None is its default.
     `calibration` is the file of measured step costs; without one they are measured at every start. `crash`
     describes how the previous engine crashed; empty where there was none, or it was ended from outside."""
 
@@ -32,6 +33,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     log_level: str = "info"
     crash: str = ""
     bases: dict[str, str] = {}
+    stitched: dict[str, StitchedChain] = {}
 
 
 class Status(msgspec.Struct, frozen=True, omit_defaults=True):

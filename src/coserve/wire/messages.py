@@ -32,10 +32,11 @@ class Submit(WireMessage, frozen=True):
     """A request for text. `sampling.seed` must be set, so that another engine can continue the answer.
 
     `continued` are the answer's first tokens, from an engine that died: they count towards `max_tokens` and
-    are not reported again. `adapter` is the key of a version loaded on this connection before, as those of
-    `alternatives` are, one of which may answer in its place under load: the most accurate first, None is the
-    base. Without an adapter the base of the id `base` answers. `age` is the seconds since the request
-    arrived. Requests of one `scope` share prefixes. The first token of a `newcomer` has priority.
+    are not reported again. `adapter` is the key of a version loaded on this connection before, or the id of a
+    chain of two bases (`Hello.stitched`), as are those of `alternatives`, one of which may answer in its
+    place under load: the most accurate first, None is the base. Without an adapter the base of the id `base`
+    answers. `age` is the seconds since the request arrived. Requests of one `scope` share prefixes. The first
+    token of a `newcomer` has priority.
     """
 
     id: str
@@ -275,6 +276,7 @@ class Hello(WireMessage, frozen=True):
     crash: str = ""  # how the engine before this one brought itself down; empty where it did not
     linears: dict[str, tuple[str, ...]] = {}  # targets of adapters: in attention, feed_forward and the head
     bases: dict[str, FurtherBase] = {}
+    stitched: tuple[str, ...] = ()  # ids of the chains of two bases that the engine has
 
     def of(self, base: str) -> "Hello":
         """The same of one base. A base that this engine does not have gives the first one's, and requests for

@@ -143,24 +143,41 @@ def stitch(
     return found
 
 
+def point_tensors(zoo: Zoo, alternative: StoredAlternative, layers: int) -> tuple[Point, dict[str, Tensor]]:
+    """A stored stitching block behind `layers` layers of its first model: the point, and the linear's
+    `weight` [outputs, inputs + 1], with the position as last input, and `bias`. Raises ZooError where the
+    models have changed, or it does not connect them."""
+    made = _stitching(alternative)
+    applications = zoo.applications()
+    check_fits(alternative, applications)
+    one, other = applications[made.first], applications[made.second]
+    tensors = read_tensors(zoo, alternative.tensors)
+    shapes = {_WEIGHT: (other.width, one.width + 1), _BIAS: (other.width,)}
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
+        raise ZooError(
+            f"{alternative.name} does not connect {made.first} and {made.second}: its weights do not fit"
+        )
+    points = stitch_points(one.layers, other.layers)
+    return next(point for point in points if point.layers == layers), tensors
+
+
+def _stitching(alternative: StoredAlternative) -> Stitching:
+    """The description of a stitching block. Raises ZooError for another alternative."""
+    if not isinstance(alternative.made, Stitching):
+        raise ZooError(f"{alternative.name} is no stitching block")
+    return alternative.made
+
+
 @contextmanager
 def stitched_models(zoo: Zoo, name: str) -> Iterator[tuple[Stitched, list[Point]]]:
     """A stored stitching block between its models, in float32, and its points. Raises ZooError."""
     alternative = zoo.alternatives.get(name)
-    made = alternative.made
-    if not isinstance(made, Stitching):
-        raise ZooError(f"{name} is no stitching block")
-    applications = zoo.applications()
-    check_fits(alternative, applications)
-    one, other = applications[made.first], applications[made.second]
+    made = _stitching(alternative)
+    found = [point_tensors(zoo, alternative, point.layers) for point in made.points]
+    points, (_, tensors) = [point for point, _ in found], found[0]
+    one, other = zoo.application(made.first), zoo.application(made.second)
     block = StitchingBlock(one.width, other.width)
-    tensors = read_tensors(zoo, alternative.tensors)
-    own = block.linear.state_dict()
-    if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
-        raise ZooError(f"{name} does not connect {made.first} and {made.second}: its weights do not fit")
     block.linear.load_state_dict(tensors)
-    trained = {point.layers for point in made.points}
-    points = [point for point in stitch_points(one.layers, other.layers) if point.layers in trained]
     with _both(zoo, one, other) as (head, tail):
         yield Stitched(head, tail, block.requires_grad_(False)), points
 

@@ -4,7 +4,8 @@ Foundations of any width and depth are served together if texts become the same 
 server has one tokenizer. An adapter is served as it is. A full fine-tune of the model is served as the
 modules in which it differs, which stand in for the model's own on its rows (PEFT's `modules_to_save`): so it
 shares every step, and every module that it did not change, with all others. Its approximate chains are fewer
-of these modules, or have a surrogate's smaller linears among them. A foundation's are such linears alone.
+of these modules, or have a surrogate's smaller linears among them. A foundation's are such linears alone, or
+the layers of two foundations with a stitching block in between.
 """
 
 import hashlib
@@ -18,18 +19,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from safetensors.torch import save
+
 from coserve.adapters.files import CONFIG, WEIGHTS
 from coserve.adapters.replace import KEPT, REPLACED
 from coserve.adapters.saved import PREFIX
 from coserve.adapters.sites import Kind, Site, Sites
+from coserve.config import StitchedChain
 from coserve.core.request import BASE
 from coserve.errors import ConfigError, UnsupportedModel, ZooError
+from coserve.model.stitched import PLACE
+from coserve.model.stitched import WEIGHTS as STITCHING
 from coserve.text.tokenizer import load_tokenizer, reads_alike
 from coserve.zoo.alternatives import LEAST, Ladder, Pruning, Stitching, StoredAlternative, check_fits
 from coserve.zoo.chain import model_of
-from coserve.zoo.disk import make_folder, sync_folder, write_file
+from coserve.zoo.disk import Pieces, make_folder, sync_folder, write_file
 from coserve.zoo.export import architecture_of, export, without_weights
 from coserve.zoo.manifest import Application
+from coserve.zoo.stitching import point_tensors
 from coserve.zoo.store import Zoo
 from coserve.zoo.surrogates import served_linears
 from coserve.zoo.weight_file import header_of
@@ -42,7 +49,8 @@ class Served:
     """Applications of a zoo for one server: the first model's name and folder, those of further `bases` by
     name, adapters' folders by name, and why others are left out, by name. `adapter_bases` are the models of
     adapters that are not for the first. `chains` are folders of approximate chains by application and name,
-    the most accurate first; None is a chain that is the foundation itself."""
+    the most accurate first; None is a chain that is the foundation itself, or one of two foundations, which
+    `stitched` has by its name."""
 
     name: str
     model: Path
@@ -51,6 +59,7 @@ class Served:
     left_out: Mapping[str, str] = field(default_factory=dict)
     bases: Mapping[str, Path] = field(default_factory=dict)
     adapter_bases: Mapping[str, str] = field(default_factory=dict)
+    stitched: Mapping[str, StitchedChain] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +80,21 @@ Kept = Mapping[str, Mapping[str, list[int]]]  # outputs or inputs that pruned li
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """An approximate chain that is served. `first` is the first place in it that is no longer exact."""
+    """An approximate chain that is served. `first` is the first place in it that is no longer exact; a chain
+    of two foundations is `stitched`, and has no folder of an adapter."""
 
     name: str
     similarity: float
     first: int
-    folder: Path | None
+    folder: Path | None = None
+    stitched: StitchedChain | None = None
 
 
 def serve_from(zoo: Zoo, name: str | None = None, least: float = LEAST) -> Served:
     """Makes what a server needs to serve the model called `name`, by default all foundations that can be
     served together, and all that belongs to them. The first by name is the server's first base. Surrogates
-    are served whose model has a similarity of at least `least` with them. Raises ZooError where there is no
-    model to serve."""
+    and chains of two foundations are served whose model has a similarity of at least `least` with them.
+    Raises ZooError where there is no model to serve."""
     applications = zoo.applications()
     models, left_out = _models(zoo, applications, name)
     adapters, chains = dict[str, Path](), dict[str, list[_Chain]]()
@@ -109,24 +120,33 @@ def serve_from(zoo: Zoo, name: str | None = None, least: float = LEAST) -> Serve
     for alternative in zoo.alternatives.names():
         try:
             stored = zoo.alternatives.get(alternative)
-            of = "" if isinstance(stored.made, Stitching) else stored.made.model
-            if of not in adapters and (of not in models or isinstance(stored.made, Ladder)):
-                continue
-            check_fits(stored, applications)
-            application = applications[of]
-            pair = application, application if of in models else applications[application.parent]
-            made = (
-                _ladder_chains(zoo, *pair, stored.made, owns[of])
-                if isinstance(stored.made, Ladder)
-                else [_surrogate_chain(zoo, *pair, stored, owns.get(of), least)]
-            )
+            if isinstance(stored.made, Stitching):
+                of, made = stored.made.teacher, list[_Chain]()
+                if {stored.made.first, stored.made.second} <= {*models}:
+                    made, inexact = _stitched_chains(zoo, stored, stored.made, least)
+                    left_out |= inexact
+            else:
+                of = stored.made.model
+                if of not in adapters and (of not in models or isinstance(stored.made, Ladder)):
+                    continue
+                check_fits(stored, applications)
+                application = applications[of]
+                pair = application, application if of in models else applications[application.parent]
+                made = (
+                    _ladder_chains(zoo, *pair, stored.made, owns[of])
+                    if isinstance(stored.made, Ladder)
+                    else [_surrogate_chain(zoo, *pair, stored, owns.get(of), least)]
+                )
             _check_names(made, {each.name for own in chains.values() for each in own} | {*applications})
-            chains.setdefault(of, []).extend(made)
+            if made:
+                chains.setdefault(of, []).extend(made)
         except (ZooError, UnsupportedModel) as error:
             left_out[alternative] = str(error)
     bases = {name: models[name] for name in further}
     ordered = {of: {each.name: each.folder for each in sorted(own, key=_order)} for of, own in chains.items()}
-    return Served(first, models[first], adapters, ordered, left_out, bases, adapter_bases)
+    made = [each for own in chains.values() for each in own]
+    stitched = {each.name: each.stitched for each in made if each.stitched is not None}
+    return Served(first, models[first], adapters, ordered, left_out, bases, adapter_bases, stitched)
 
 
 def _order(chain: _Chain) -> tuple[float, int]:
@@ -177,6 +197,26 @@ def _surrogate_chain(
         zoo, application, base, hashlib.sha256(written.encode()).hexdigest(), lambda: keys, kept
     )
     return _Chain(stored.name, made.after.similarity, made.start, folder)
+
+
+def _stitched_chains(
+    zoo: Zoo, stored: StoredAlternative, made: Stitching, least: float
+) -> tuple[list[_Chain], dict[str, str]]:
+    """The chains of a stitching block, one for each of its points, and why others are left out, by name.
+    Raises ZooError."""
+    chains, left_out = list[_Chain](), dict[str, str]()
+    for point in made.points:
+        name, similarity = f"{stored.name}@{point.layers}", point.fidelity.similarity
+        if similarity < least:
+            left_out[name] = (
+                f"its similarity with {made.teacher} is {similarity:.4f}, and {least} is asked for"
+            )
+            continue
+        # The larger model's own layers are the exact ones: behind the stitch where it is the second.
+        first = 0 if made.teacher == made.second else 2 * point.layers + 1
+        stitched = StitchedChain(_stitch_view(zoo, stored, point.layers), made.first, made.second)
+        chains.append(_Chain(name, similarity, first, stitched=stitched))
+    return chains, left_out
 
 
 def _models(
@@ -268,13 +308,32 @@ def _write_view(
         **({KEPT: kept} if kept else {}),
     }
     named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+    data = (tensor.data for tensor in named.values())
+    weights: Pieces = [header_of(named, {"format": "pt"}), *data]
+    return _written(folder, {CONFIG: [json.dumps(config, indent=2).encode()], WEIGHTS: weights})
+
+
+def _stitch_view(zoo: Zoo, stored: StoredAlternative, layers: int) -> Path:
+    """The folder of a stitching block at the point behind `layers` layers, as `Stitch.read` reads it. It is
+    written unless it is there. Raises ZooError."""
+    point, tensors = point_tensors(zoo, stored, layers)
+    place = {"layers": point.layers, "enters": point.enters, "position": point.position}
+    kind = hashlib.sha256(repr((place, sorted(stored.tensors.items()))).encode()).hexdigest()
+    folder = _folder(zoo, f"stitch.{kind[:32]}")
+    if folder.is_dir():
+        return folder
+    weights = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    return _written(folder, {PLACE: [json.dumps(place).encode()], STITCHING: [weights]})
+
+
+def _written(folder: Path, files: Mapping[str, Pieces]) -> Path:
+    """A view's folder, once all its files are there. Raises ZooError."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        write_file(partial / CONFIG, [json.dumps(config, indent=2).encode()])
-        data = (tensor.data for tensor in named.values())
-        write_file(partial / WEIGHTS, [header_of(named, {"format": "pt"}), *data])
+        for name, parts in files.items():
+            write_file(partial / name, parts)
         os.replace(partial, folder)
         sync_folder(folder.parent)
     except OSError as error:

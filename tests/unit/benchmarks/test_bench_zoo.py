@@ -32,6 +32,7 @@ def test_the_table_is_filled(tmp_path: Path) -> None:
     assert "20 applications" in results["notes"]["storage.exact"]
     assert "full-6" in (tmp_path / "chains.svg").read_text()
     expected = {"stitch.128-256.seconds", "surrogate.L3-5.speedup", "depths.own.accuracy"}
+    expected |= {"stitch.128-256.behind-2.served", "stitch.256-128.behind-4.served", "large.turns.p95"}
     assert expected | {"surrogate.L3-5.served.half", "speculation.L3.right"} <= set(results["figures"])
     assert 0.0 < results["speculation.right"] <= 1.0
     assert "switching every 2 layers" in (tmp_path / "depths.svg").read_text()

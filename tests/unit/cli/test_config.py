@@ -18,6 +18,7 @@ from coserve.cli.config import (
     load_server_settings,
     read_environment,
 )
+from coserve.config import StitchedChain
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
@@ -286,6 +287,7 @@ def keys_of(kind: type, prefix: str) -> set[str]:
             "adapters",
             "adapter_bases",
             "chains",
+            "stitched",
             "policy_options",
         ):  # whose keys are the user's and the policy's
             found.add(key)
@@ -308,14 +310,17 @@ def test_the_example_file_names_every_key_and_changes_nothing(tmp_path: Path) ->
     free = {
         "server.bases.large", "server.adapters.support", "server.adapter_bases.support",
         "server.chains.support.smaller",
+        *(f"server.stitched.small-to-large@2.{key}" for key in ("folder", "first", "second")),
     }  # fmt: skip
     assert written.keys() - free == keys_of(ServerSettings, "server") | keys_of(ClientSettings, "client")
-    complete = write(tmp_path / "all", everything)
+    complete = write(tmp_path / "all", everything.replace('first = "small"', 'first = "large"'))
     folders, settings = complete.parent / "adapters", load_server_settings({}, complete, {})
     assert settings.adapters == {"support": str(folders / "support")}
     assert settings.bases == {"large": str(complete.parent / "models" / "large")}
     assert settings.adapter_bases == {"support": "large"}
     assert settings.chains == {"support": {"smaller": str(folders / "smaller")}}
+    stitch = StitchedChain(complete.parent / "stitches" / "small-to-large", "large", "large")
+    assert settings.stitched == {"small-to-large@2": stitch}
     assert load_client_settings({}, complete, {}).api_key
 
     plain, bare = load_server_settings({}, EXAMPLE, {}), load_server_settings({}, None, {})

@@ -210,6 +210,7 @@ def test_a_server_says_what_it_leaves_out(made: Path, monkeypatch: pytest.Monkey
             "lora": {"lora~2": str(made / "tuned"), "lora~4": ""}, "base": {"base.L1": str(made / "lora")},
         },
         "bases": {"large": str(made / "large")}, "adapter_bases": {"lora": "large"},
+        "stitched": {"chain@1": {"folder": str(made / "chain"), "first": "base", "second": "large"}},
     }  # fmt: skip
     said = CompletedProcess([], 0, json.dumps({**served, "left_out": {"tuned": "it belongs to other"}}), "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
@@ -217,9 +218,11 @@ def test_a_server_says_what_it_leaves_out(made: Path, monkeypatch: pytest.Monkey
     result = CliRunner().invoke(app, serve, catch_exceptions=False)
     assert "tuned is not served: it belongs to other" in result.stderr
     settings = json.loads(result.stdout)
-    assert all(settings[field] == served[field] for field in ("chains", "bases", "adapter_bases"))
+    fields = ("chains", "bases", "adapter_bases", "stitched")
+    assert {field: settings[field] for field in fields} == {field: served[field] for field in fields}
     renamed = CliRunner().invoke(app, [*serve, "--name", "mine"], catch_exceptions=False)
-    assert set(json.loads(renamed.stdout)["chains"]) == {"lora", "mine"}
+    assert set((told := json.loads(renamed.stdout))["chains"]) == {"lora", "mine"}
+    assert told["stitched"]["chain@1"]["first"] == "mine", "what clients call the first base"
     for name in ("lora", "large"):
         with pytest.raises(CoserveError, match=f"--adapter {name}: the zoo has"):
             CliRunner().invoke(app, [*serve, "--adapter", f"{name}={made / 'lora'}"], catch_exceptions=False)

@@ -10,8 +10,9 @@ import pytest
 from llguidance import LLMatcher
 
 import coserve.tiny
-from bases import WIDE, two_engines, wide_model
+from bases import CHAIN, WIDE, draw_stitch, two_engines, wide_model, write_stitch
 from coserve import Datum, Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.config import StitchedChain
 from coserve.core.job_status import JobStatus
 from coserve.core.training import AdamParams
 from coserve.text.tokenizer import load_tokenizer
@@ -67,6 +68,28 @@ def test_requests_go_to_their_base(desk: Desk) -> None:
     assert found["wide"] == wide.generate((5, 6), sampling=sampling).result().tokens != found["small"]
     (fault,) = [token.fault for token in desk.tokens if token.id == "lost"]
     assert fault is not None and fault.kind == "ConfigError" and "no base 'other'" in fault.text
+
+
+def test_a_chain_of_two_bases_is_an_alternative_and_goes_on(tmp_path: Path) -> None:
+    engine, _ = two_engines(max_running=1, approximation_delay=0.0)
+    folder = write_stitch(tmp_path / "stitch", 2, 1, *draw_stitch(64, 96))
+    chain = engine.add_base(CHAIN, StitchedChain(folder, "base", WIDE))
+    desk = Desk(engine=engine, stitched=(CHAIN,))
+    sampling = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    expected = chain.generate((5, 6), sampling=sampling).result().tokens
+    desk.send(ask("first", adapter=CHAIN, base=WIDE))
+    allowed = ask("second", base=WIDE)
+    desk.send(msgspec.structs.replace(allowed, alternatives=(CHAIN,)))
+    rest = msgspec.structs.replace(ask("third", adapter=CHAIN, base=WIDE), continued=tuple(expected[:1]))
+    desk.send(rest, ask("lost", adapter="other@2", base=WIDE))
+    for name in ("first", "second", "third"):
+        run(desk, name)
+    found = answers(desk)
+    assert found["first"] == found["second"] == expected and found["third"] == expected[1:]
+    told = {token.id: token.alternative for token in desk.tokens}
+    assert told["first"] == 0 and told["second"] == 1
+    (fault,) = [token.fault for token in desk.tokens if token.id == "lost"]
+    assert fault is not None and fault.kind == "AdapterNotFound"
 
 
 def test_adapters_go_to_their_base(desk: Desk, tmp_path: Path) -> None:

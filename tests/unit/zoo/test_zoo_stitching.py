@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve.errors import ConfigError, LossNotFinite, ZooError
+from coserve.model.stitched import Stitch
 from coserve.zoo.adding import add
 from coserve.zoo.alternatives import Stitching
 from coserve.zoo.distilling import DistillationSettings, distil, fidelity, windows_of
@@ -26,6 +27,7 @@ from coserve.zoo.stitching import (
     with_position,
 )
 from coserve.zoo.store import Zoo
+from coserve.zoo.views import serve_from
 from models import VOCABULARY, tiny
 from zoo_made import make_lora, make_model
 
@@ -320,3 +322,41 @@ def test_damage_is_named(zoo: Zoo) -> None:
         zoo.gc()
     with pytest.raises(ZooError, match="has no alternative 'other'; it has block"):
         zoo.alternatives.get("other")
+
+
+def test_its_points_are_chains_of_a_server(zoo: Zoo) -> None:
+    """Of the larger model, the most accurate first; those that are not near enough are named and left out."""
+    for pair in (("small", "large"), ("large", "small")):
+        stitch(zoo, *pair, TEXT, settings=SHORT)
+    found = {name: one.made for name, one in zoo.alternatives.all().items()}
+    near = {
+        f"{name}@{point.layers}": point.fidelity.similarity
+        for name, made in found.items()
+        if isinstance(made, Stitching)
+        for point in made.points
+    }
+    served = serve_from(zoo, least=-1.0)
+    assert [*served.chains] == ["large"] and [*served.chains["large"]] == sorted(near, key=lambda n: -near[n])
+    assert not served.left_out and set(served.stitched) == set(near)
+    for name, chain in served.stitched.items():
+        assert f"{chain.first}-to-{chain.second}" == name.partition("@")[0]
+        read = Stitch.read(chain.folder)
+        with stitched_models(zoo, name.partition("@")[0]) as (made, points):
+            (point,) = [point for point in points if f"@{point.layers}" == name[name.index("@") :]]
+            assert (read.layers, read.enters) == (point.layers, point.enters)
+            hidden = torch.randn(2, read.weight.shape[1])
+            expected = made.block(hidden, point.position)
+        torch.testing.assert_close(torch.nn.functional.linear(hidden, read.weight, read.bias), expected)
+    assert serve_from(zoo, least=-1.0) == served, "the folders are there"
+    left_out = serve_from(zoo, least=1.1).left_out
+    assert set(left_out) == set(near) and all("1.1 is asked for" in why for why in left_out.values())
+    alone = serve_from(zoo, "large", least=-1.0)
+    assert not alone.stitched and not alone.chains, "both models are needed"
+
+
+def test_a_changed_or_damaged_block_is_not_served(zoo: Zoo) -> None:
+    (_, tensor), *_ = sorted(stitch(zoo, "small", "large", TEXT, settings=SHORT).tensors.items())
+    (path,) = zoo.folder.glob(f"tensors/*/{tensor}*")
+    path.write_bytes(path.read_bytes()[:-3])
+    served = serve_from(Zoo(zoo.folder), least=-1.0)
+    assert set(served.left_out) == {"small-to-large"} and not served.stitched and served.bases

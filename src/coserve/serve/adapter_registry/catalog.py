@@ -21,8 +21,8 @@ EXACT: Final = "exact"  # the chain of an answer without an approximation
 
 @dataclass(frozen=True, slots=True)
 class ApproximateModel:
-    """An approximation of a model, which no request names: the adapter version `key` in `folder`, or the
-    base."""
+    """An approximation of a model, which no request names: the adapter version `key` in `folder`, without a
+    folder the chain of two bases that the engine has under that id, and without a key the base."""
 
     name: str
     key: str | None = None

@@ -80,7 +80,9 @@ class EngineConnection:
             task.cancel()
 
     def is_loaded(self, key: str) -> bool:
-        """Tells whether the engine has this adapter."""
+        """Tells whether the engine has this adapter, or this chain of two bases."""
+        if key in self.hello.stitched:
+            return True
         load = self.loads.get(key)
         return load is not None and load.done() and load.exception() is None
 

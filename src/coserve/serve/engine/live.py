@@ -19,7 +19,8 @@ class AnswerRequest:
 
     `sampling.seed` must be set, so that another engine can continue the answer. `folder` has the files of
     `adapter`, which every engine loads on first use. `alternatives` are keys with folders, the most accurate
-    first (the base has no key), one of which may answer in the adapter's place. `age` is the seconds that the
+    first (the base has no key, and a chain of two bases no folder), one of which may answer in the adapter's
+    place. `age` is the seconds that the
     request had waited on submission. Requests with the same `scope` share cached prefixes.
     `base` is the id of the base that answers.
     """

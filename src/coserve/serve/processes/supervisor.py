@@ -180,6 +180,12 @@ class Supervisor:
             calibration=str(settings.calibration),
             log_level=settings.log_level,
             bases=dict(settings.bases),
+            stitched={
+                name: replace(
+                    chain, first=settings.base_id(chain.first), second=settings.base_id(chain.second)
+                )
+                for name, chain in settings.stitched.items()
+            },
         )
         record = Restarts(self._policy)
         crash = ""
