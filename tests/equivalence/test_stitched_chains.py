@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 from test_training import make_examples
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import coserve.tiny
 from bases import CHAIN, SMALL, WIDE, draw_stitch, planned, wide_model, write_stitch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.config import StitchedChain
@@ -23,6 +25,7 @@ from coserve.errors import AdapterMismatch, AdapterNotFound, ConfigError
 from coserve.memory.ledger import Account
 from coserve.model.stitched import Stitch, StitchedBase
 from coserve.schedule.swap_tier import Rate
+from coserve.text.tokenizer import load_tokenizer
 from coserve.zoo.layered import LayeredModel
 from coserve.zoo.stitching import Point, Stitched, StitchingBlock
 from forked_executors import fork_executors
@@ -225,6 +228,25 @@ def test_the_chain_answers_in_a_bases_place_under_load_alone(tmp_path: Path) -> 
     assert chosen.text and chosen.changes == [] and beside.tokens
 
 
+def test_no_grammar_is_compiled_for_a_chain_while_steps_wait(tmp_path: Path) -> None:
+    """The chain has the second base's grammars; those of requests to the first would be compiled anew."""
+    tokenizer = load_tokenizer(coserve.tiny.path())
+    words = {"vocab_size": len(tokenizer)}
+    settings = config(max_running=1, approximation_delay=0.0)
+    engine = Engine(tiny("llama", **words), settings, tokenizer)
+    wide = engine.add_base(WIDE, wide_model(**words), tokenizer)
+    folder = write_stitch(tmp_path / "stitch", 2, 1, *draw_stitch(64, 96))
+    chain = engine.add_base(CHAIN, StitchedChain(folder, SMALL, WIDE))
+    sampling = SamplingParams(max_tokens=9, grammar=LLMatcher.grammar_from_json_schema({"enum": ["77"]}))
+    busy = chain.generate([5, 6], None, replace(SCORED, max_tokens=40))
+    while not busy.tokens:
+        engine.step()
+    answers = {one: one.generate([5, 6], None, sampling, alternatives=[CHAIN]) for one in (engine, wide)}
+    assert [answer.alternative for answer in answers.values()] == [0, 1]
+    engine.run()
+    assert all(answer.text.startswith('"77"') for answer in answers.values())
+
+
 def test_nothing_trains_or_rides_on_a_chain(tmp_path: Path) -> None:
     folder, _ = stitched("llama to llama", tmp_path)
     engines = three("llama to llama", folder)
@@ -244,6 +266,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no linear": ({"weight": torch.zeros(95, 65)}, "no stitching block"),
     "words": ({"layers": "two"}, "no stitching block"),
     "no position": ({"position": None}, "no stitching block"),
+    "no number": ({"bias": torch.full((96,), torch.nan)}, "not finite"),
+    "no place": ({"position": float("inf")}, "not finite"),
 }
 
 

@@ -324,7 +324,7 @@ class Engine:
         with self.arrivals.arriving(presses=not slo.bounds_deferral_alone), self._lock:
             tokens = self.tokenize(prompt)
             asked = None if adapter is None else self.adapters.look(adapter)
-            versions: list[Version] = [asked, *map(self._alternative, alternatives)]
+            versions = [asked, *(self._alternative(one, grammar is not None) for one in alternatives)]
             chosen = self._approximations.choose(versions, len(tokens), sampling.max_tokens, self.clock())
             version = versions[chosen]
             request = self._request(tokens, version, sampling, slo, arrival)
@@ -347,15 +347,17 @@ class Engine:
                 self.adapters.paged.came(sequence)
             return completion
 
-    def _alternative(self, name: str | None) -> Version:
+    def _alternative(self, name: str | None, has_grammar: bool) -> Version:
         """The adapter of this name or key, the chain of two bases of this id, or for None this base. Raises
         AdapterNotFound and AdapterError."""
         if name is None:
             return None
-        if name in self.bases and isinstance(chain := self.bases[name].base, StitchedBase):
-            most = min(chain.max_positions, self.config.pages * self.config.page_size)
-            return ChainOfBases(name, chain.passed_nbytes, most)
-        return self.adapters.look(name)
+        if name not in self.bases or not isinstance(chain := self.bases[name].base, StitchedBase):
+            return self.adapters.look(name)
+        most = min(chain.max_positions, self.config.pages * self.config.page_size)
+        if has_grammar and self.bases[name].grammars is not self.grammars:
+            most = 0  # it would be compiled once more, while everybody's step waits
+        return ChainOfBases(name, chain.passed_nbytes, most)
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt. Messages go through the chat template, which raises DataError."""

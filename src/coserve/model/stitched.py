@@ -54,12 +54,15 @@ class Stitch:
             weight, bias = tensors["weight"], tensors["bias"]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ConfigError(f"{folder} has no stitching block that can be read: {error!r}") from error
-        is_fit = weight.ndim == 2 and bias.shape == weight.shape[:1] and weight.shape[1] > 1
-        if not (isinstance(layers, int) and isinstance(enters, int) and is_fit):
+        is_linear = weight.ndim == 2 and bias.shape == weight.shape[:1] and weight.shape[1] > 1
+        if not (isinstance(layers, int) and isinstance(enters, int) and is_linear):
             raise ConfigError(
-                f"{folder} has no stitching block: its shapes or its place are none of a linear"
+                f"{folder} has no stitching block: no linear has these shapes, or its place is none"
             )
-        return Stitch(layers, enters, weight[:, :-1].contiguous(), bias + position * weight[:, -1])
+        found = Stitch(layers, enters, weight[:, :-1].contiguous(), bias + position * weight[:, -1])
+        if not all(bool(tensor.isfinite().all()) for tensor in (found.weight, found.bias)):
+            raise ConfigError(f"{folder} has a stitching block with numbers that are not finite")
+        return found
 
     def to(self, dtype: torch.dtype, device: torch.device) -> "Stitch":
         """The same in a type and on a device."""
