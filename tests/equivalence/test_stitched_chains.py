@@ -2,6 +2,7 @@
 training of the bases that it shares, and is refused where it is none."""
 
 import random
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,9 +21,11 @@ import coserve.tiny
 from bases import CHAIN, SMALL, WIDE, draw_stitch, planned, wide_model, write_stitch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.config import StitchedChain
+from coserve.core.plan import StepResult
 from coserve.engine.completion import Completion
 from coserve.errors import AdapterMismatch, AdapterNotFound, ConfigError
 from coserve.memory.ledger import Account
+from coserve.model import stitched as stitched_base
 from coserve.model.stitched import Stitch, StitchedBase
 from coserve.schedule.swap_tier import Rate
 from coserve.text.tokenizer import load_tokenizer
@@ -42,6 +45,11 @@ PAIRS: dict[str, tuple[str, str, int, int]] = {
     "local and global layers": ("gemma3_text", "llama", 6, 1),
     "narrower again": ("wide", "llama", 1, 2),
 }
+
+
+@pytest.fixture(autouse=True)
+def _worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stitched_base, "WORTH", 1)  # layers of so small models have passes of their own else
 
 
 def config(**more: Any) -> EngineConfig:
@@ -152,6 +160,101 @@ def test_answers_beside_those_and_the_training_of_both_bases(
     assert any(plan.training and CHAIN in {one.base for one in plan.inference} for plan in plans)
 
 
+def test_rows_pass_with_those_of_both_bases(tmp_path: Path) -> None:
+    """A step passes each base's layers once, whoever has rows there; a second chain passes by itself."""
+    folder, logits = stitched("llama to llama", tmp_path)
+    engines = three("llama to llama", folder)
+    other = engines[SMALL].add_base("other", StitchedChain(folder, SMALL, WIDE))
+    sampling = replace(SCORED, max_tokens=6)
+    passes = {base: spy(engines[base]) for base in (SMALL, WIDE)}
+    engine = engines[SMALL]
+    for asked, expected in (
+        ((SMALL, WIDE, CHAIN), 1), ((SMALL, CHAIN), 1), ((WIDE, CHAIN), 1), ((CHAIN,), 1),
+        ((CHAIN, "other"), 2), ((SMALL, "other", CHAIN, WIDE), 2),
+    ):  # fmt: skip
+        named = {**engines, "other": other}
+        answers = {base: named[base].generate([5, 17, 33, 8], None, sampling) for base in asked}
+        while any(answer.finish_reason is None for answer in answers.values()):
+            for seen in passes.values():
+                seen.clear()
+            engine.step()
+            assert [len(seen) for seen in passes.values()] == [expected, expected], asked
+            assert all(max(seen) == 1 + (base in asked) for base, seen in passes.items())
+        for base in {CHAIN, "other"} & {*asked}:
+            check(answers[base], [5, 17, 33, 8], logits, 1e-5)
+
+
+def test_small_layers_have_passes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stitched_base, "WORTH", 1 << 20)
+    folder, logits = stitched("llama to llama", tmp_path)
+    engines = three("llama to llama", folder)
+    passes = [spy(engines[base]) for base in (SMALL, WIDE)]
+    answers = {base: one.generate([5, 17, 33, 8], None, SCORED) for base, one in engines.items()}
+    engines[SMALL].run()
+    assert [[rows for rows in seen if rows] for seen in passes] == [[1] * 2 * SCORED.max_tokens] * 2
+    check(answers[CHAIN], [5, 17, 33, 8], logits, 1e-5)
+
+
+def spy(engine: Engine) -> list[int]:
+    """Numbers of travellers in passes of a base from now on."""
+    seen: list[int] = []
+    chain = engine.base.chain
+    forward = chain.forward
+
+    def watched(travellers: Any, *others: Any) -> None:
+        seen.append(len(travellers))
+        forward(travellers, *others)
+
+    chain.forward = watched  # type: ignore[method-assign]
+    return seen
+
+
+def test_a_pass_that_runs_out_of_memory_is_repeated_with_its_guests(tmp_path: Path) -> None:
+    folder, logits = stitched("llama to llama", tmp_path)
+    engines = three("llama to llama", folder)
+    chain, failed = engines[SMALL].base.chain, list[int]()
+    forward = chain.forward
+
+    def failing(travellers: Any, *others: Any) -> None:
+        forward(travellers, *others)  # so that all rows have passed
+        if len({type(one) for one in travellers}) == 2:
+            failed.append(len(travellers))
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    chain.forward = failing  # type: ignore[method-assign]
+    job = engines[SMALL].finetune(
+        make_examples("short", 4), "lora", LoRAConfig(rank=2), TrainingConfig(rows=64)
+    )
+    answers = {base: engines[base].generate([5, 17, 33, 8], None, SCORED) for base in engines}
+    engines[SMALL].run()
+    assert failed and max(failed) >= 3 and job.status == "succeeded"
+    check(answers[CHAIN], [5, 17, 33, 8], logits, 1e-5)
+
+
+def test_seconds_of_a_step_are_counted_once(tmp_path: Path) -> None:
+    """Each base's part has the seconds of its own rows, also where a chain's have passed with these."""
+    folder, _ = stitched("llama to llama", tmp_path)
+    engines = three("llama to llama", folder)
+    for base in engines:
+        engines[base].generate([*range(5, 45)], None, SCORED)
+    device, found = engines[SMALL].bases.device, list[tuple[float, StepResult]]()
+    collect = device.collect
+
+    def timed(wait: bool = True) -> StepResult | None:
+        started = time.perf_counter()
+        result = collect(wait)
+        assert result is not None
+        found.append((time.perf_counter() - started, result))
+        return result
+
+    device.collect = timed  # type: ignore[method-assign]
+    engines[SMALL].run()
+    assert all(result.seconds <= elapsed for elapsed, result in found)
+    both = [result for _, result in found if {WIDE, CHAIN} <= {*result.beside}]
+    assert both and sum(result.seconds for _, result in found) > 0.5 * sum(elapsed for elapsed, _ in found)
+    assert all(one.seconds > 0 for result in both for one in result.beside.values())
+
+
 def test_prefixes_second_tier_and_long_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages are its own: shared between its requests, moved to the second tier and back, or there as a
     whole."""
@@ -191,12 +294,12 @@ def test_costs_are_measured_and_no_weights_are_counted_twice(tmp_path: Path) -> 
     assert ledger.accounts()[Account.BASE] == block + sum(engines[one].base.nbytes for one in (SMALL, WIDE))
     assert chain.base.nbytes == block and chain.base.nbytes_to_train == 0
     small, wide = (engines[one].base for one in (SMALL, WIDE))
-    passed = block
-    passed += sum(p.nbytes for layer in (0, 1) for p in small.chain.blocks[layer].module.parameters())
-    wanted = sum(own.nbytes for own in [*wide.chain][1].parameters().values())
-    wanted += sum(own.nbytes for layer in (0, 1) for own in [*small.chain][layer].parameters().values())
-    wanted += sum(own.nbytes for own in wide.chain.ends.parameters().values()) + block
-    assert chain.base.passed_nbytes == wanted
+    wanted = [
+        sum(own.nbytes for layer in (0, 1) for own in [*small.chain][layer].parameters().values()),
+        sum(own.nbytes for part in ([*wide.chain][1], wide.chain.ends) for own in part.parameters().values()),
+    ]
+    wanted[1] += block
+    assert [leg.nbytes for leg in chain.base.legs] == wanted
     chain.calibrate()
     assert chain.cost.error < 1.0 and chain.generate([5, 6, 7], sampling=SCORED).result().tokens
 

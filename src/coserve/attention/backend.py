@@ -116,13 +116,14 @@ class AttentionBackend(Protocol[Metadata]):
 
 
 class InferenceRows:
-    """The inference rows of one pass, `count` with padding: a `BatchPart` of a fused run."""
+    """The inference rows of one pass, `count` with padding: a `BatchPart` of a fused run. In `backend` the
+    layers are `shift` further on than in the pass."""
 
     keeper = None
 
     def __init__(self, backend: AttentionBackend[Any], common: CommonAttentionMetadata, count: int) -> None:
-        self.count = count
+        self.count, self.shift = count, 0
         self.backend, self.metadata = backend, backend.build(common)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        return self.backend.attend(layer, q, k, v, self.metadata, spec)
+        return self.backend.attend(layer + self.shift, q, k, v, self.metadata, spec)

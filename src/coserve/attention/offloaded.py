@@ -170,7 +170,7 @@ class OffloadedCache:
 
 class SplitRows:
     """A pass's inference rows, `count` with padding: those with pages on the device, then those of offloaded
-    sequences. A `BatchPart`."""
+    sequences. A `BatchPart`; its keys and values are of layers `shift` further on than in the pass."""
 
     keeper = None
 
@@ -181,11 +181,11 @@ class SplitRows:
         segments: Sequence[OffloadedSegment],
         count: int,
     ) -> None:
-        self.count = count
+        self.count, self.shift = count, 0
         self._resident, self._cache, self._segments = resident, cache, segments
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        outputs, start = [], 0
+        outputs, start, layer = [], 0, layer + self.shift
         if self._resident is not None:
             start = self._resident.count
             outputs.append(

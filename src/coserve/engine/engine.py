@@ -98,6 +98,7 @@ class Engine:
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
         self._plans_ahead = config.plans_ahead and not reads and not config.base
         self.text = texts()
+        self._halves: tuple[str, str] | None = None  # ids of its bases, if this is a chain of two
         self._random = random.Random(config.seed)
         self._requests = 0
         settings = self._scheduler_config()
@@ -188,15 +189,13 @@ class Engine:
 
     def _stitched(self, base: str, chain: StitchedChain, config: EngineConfig) -> "Engine":
         """The engine of a chain of two bases. Raises ConfigError."""
-        if config.executor != "local":
-            raise ConfigError(
-                f"{base}: a chain of two bases needs both in one process: engine.executor = local"
-            )
         one, other = self.bases[chain.first], self.bases[chain.second]
-        opened = open_stitched(chain.folder, one.base, other.base, config, other.grammars)
+        opened = open_stitched(chain.folder, (one.executor, other.executor), config, other.grammars)
         tokenizer = getattr(other.text, "tokenizer", None)
         model = other.base.model  # whose own tokenizer is not read
-        return Engine(model, config, tokenizer, self.clock, beside=self, base_id=base, opened=opened)
+        added = Engine(model, config, tokenizer, self.clock, beside=self, base_id=base, opened=opened)
+        added._halves = chain.first, chain.second
+        return added
 
     def _check_more(self, base: str) -> None:
         """Raises ConfigError where no base of this id can join."""
@@ -352,12 +351,15 @@ class Engine:
         AdapterNotFound and AdapterError."""
         if name is None:
             return None
-        if name not in self.bases or not isinstance(chain := self.bases[name].base, StitchedBase):
+        if name not in self.bases or (chain := self.bases[name])._halves is None:
             return self.adapters.look(name)
-        most = min(chain.max_positions, self.config.pages * self.config.page_size)
-        if has_grammar and self.bases[name].grammars is not self.grammars:
+        assert isinstance(chain.base, StitchedBase)
+        most = min(chain.base.max_positions, self.config.pages * self.config.page_size)
+        if has_grammar and chain.grammars is not self.grammars:
             most = 0  # it would be compiled once more, while everybody's step waits
-        return ChainOfBases(name, chain.passed_nbytes, most)
+        halves = zip(chain._halves, chain.base.legs, strict=True)
+        legs = ((half if leg.is_shared else name, leg.nbytes) for half, leg in halves)
+        return ChainOfBases(name, tuple(legs), most)
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt. Messages go through the chat template, which raises DataError."""

@@ -8,6 +8,7 @@ from coserve.core.plan import Plan, StepResult
 from coserve.core.request import BASE
 from coserve.errors import WeightsUnreadable
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
+from coserve.executors.stitched import StitchedExecutor
 
 
 class ComposedExecutor(Executor):
@@ -21,6 +22,9 @@ class ComposedExecutor(Executor):
     on those of the first base. Where an executor cannot run its part yet (WeightsUnreadable) the others are
     launched, so that commands come behind them, and those that have run keep their results until the plan
     is tried again.
+
+    Chains of two bases come first: each has the parts of its two bases run when its rows are ready to pass
+    with them.
     """
 
     def __init__(self, first: Executor) -> None:
@@ -35,6 +39,8 @@ class ComposedExecutor(Executor):
         """Adds the executor of one more base; no plan may be under way."""
         assert not self._launched, "plans are split between the bases that are there"
         self._executors[base] = executor
+        if isinstance(executor, StitchedExecutor):
+            executor.run_hosts_by(self._run_host)
 
     @property
     def spec(self) -> ExecutorSpec:
@@ -49,23 +55,37 @@ class ComposedExecutor(Executor):
         """See `Executor`."""
         if not self._launched:
             return None
-        parts = self._launched[0]
-        for base in parts:
-            if base not in self._done:
-                self._send(base)
-                try:
-                    result = self._executors[base].collect(wait)
-                except WeightsUnreadable:
-                    for other in parts:
-                        self._send(other)
-                    raise
-                if result is None:
-                    return None
-                self._done[base] = result
+        for base in sorted(self._launched[0], key=lambda one: not self._is_chain(one)):
+            if not self._collect(base, wait):
+                return None
         self._launched.popleft()
         done, self._done = self._done, {}
         self._sent.clear()
         return _together(done)
+
+    def _collect(self, base: str, wait: bool = True) -> bool:
+        """Runs a base's part of the oldest plan, unless it has run; returns whether its result is there."""
+        if base in self._done:
+            return True
+        self._send(base)
+        try:
+            result = self._executors[base].collect(wait)
+        except WeightsUnreadable:
+            for other in self._launched[0]:
+                self._send(other)
+            raise
+        if result is not None:
+            self._done[base] = result
+        return result is not None
+
+    def _run_host(self, host: Executor) -> None:
+        """Runs the part of the oldest plan that an executor has, if there is one that has not run."""
+        base = next(base for base, executor in self._executors.items() if executor is host)
+        if self._launched and base in self._launched[0]:
+            self._collect(base)
+
+    def _is_chain(self, base: str) -> bool:
+        return isinstance(self._executors[base], StitchedExecutor)
 
     def _send(self, base: str) -> None:
         """Launches a base's part of the oldest plan, once."""

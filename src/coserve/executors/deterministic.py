@@ -67,7 +67,7 @@ class DeterministicPass(FusedPass):
         passed: list[InferenceBatch] = []
         for group in _groups(lane.inference):
             inference = self._inference_rows(group)
-            self.forward(inference, [])
+            self.forward([inference], [])
             passed.append(inference)
         kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
         trained = [done for segment in kept for done in self._keep_alone(segment)]

@@ -1,5 +1,6 @@
 """The fused pass of a step: all forward rows, of answers and of training, through the layers together."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -30,7 +31,11 @@ from coserve.train.window_group import ForwardWindow, KeptRows
 
 class FusedPass:
     """Runs the forward rows of a lane, and samples. `offloaded` has the pages that are not on the device;
-    `training` knows the windows, and stops them."""
+    `training` knows the windows, and stops them.
+
+    `guests` are rows of a chain of two bases for the next pass, whose keys and values and sampling are
+    elsewhere. `lent` are seconds of runs so far that belong to other executors' rows.
+    """
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
 
@@ -45,6 +50,8 @@ class FusedPass:
         self.base, self.loaded, self.slot_pools = held.base, held.adapters, held.slot_pools
         self.attention, self.table = attention, table
         self.sampler = self.sampler_type(self.base, self.loaded, table)
+        self.guests: list[InferenceBatch] = []
+        self.lent = 0.0
         self._training, self._pause, self._short = training, training.pause, training.short
         self._offloaded = offloaded
         record = self._recorder()
@@ -70,15 +77,25 @@ class FusedPass:
         Where memory runs out inference and each window pass again alone, and overwrite their own results.
         """
         kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
-        if not kept and (decoded := self._replayed(lane.inference)) is not None:
+        guests, self.guests = self.guests, []
+        if not kept and not guests and (decoded := self._replayed(lane.inference)) is not None:
             return self.sampler.sample(decoded), []
-        inference = self._inference_rows(lane.inference) if lane.inference else None
-        trained = self._together(inference, kept)
+        own = self._own(lane)
+        entered, started = [guest.hidden for guest in guests], time.perf_counter()
+        trained = self._together([*own, *guests], kept)
         if trained is None:
-            inference = self._inference_rows(lane.inference) if lane.inference else None
-            self.forward(inference, [])
+            own = self._own(lane)
+            for guest, hidden in zip(guests, entered, strict=True):
+                guest.hidden = hidden
+            self.forward([*own, *guests], [])
             trained = [done for segment in kept for done in self._keep_alone(segment)]
-        return (self.sampler.sample(inference) if inference is not None else {}), trained
+        self._lend(guests, [*own, *guests], trained, time.perf_counter() - started)
+        return (self.sampler.sample(own[0]) if own else {}), trained
+
+    def take_lent(self) -> float:
+        """Returns `lent`, which is 0 then."""
+        lent, self.lent = self.lent, 0.0
+        return lent
 
     def fill(self, prefix: Prefix) -> None:
         """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their
@@ -90,10 +107,10 @@ class FusedPass:
         for start, count in self._prompt_windows(prefix.rows):
             bypasses = version.virtual.embedded(version.bypasses, start, count)
             first = prefix.tokens - prefix.rows + start
-            self.forward(self._prompt_rows(prefix.pages, first, count, bypasses), [])
+            self.forward([self._prompt_rows(prefix.pages, first, count, bypasses)], [])
 
     def forward(
-        self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
+        self, batches: Sequence[InferenceBatch], kept: Sequence[TrainingSegment]
     ) -> list[TrainingSegment]:
         """Runs all rows through the layers: a window joins at its span's first layer and leaves after its
         last, at a pause, or where weights cannot be read and no answer waits for them. Returns the windows
@@ -114,15 +131,13 @@ class FusedPass:
                 if self._pause.is_due:
                     stop()
 
-        travellers: list[InferenceBatch | ForwardWindow] = [*windows]
-        if inference is not None:
-            travellers.insert(0, inference)
+        travellers: list[InferenceBatch | ForwardWindow] = [*batches, *windows]
         try:
             self.base.chain.forward(travellers, self._compose, passed)
         except LayerAbandoned:
             stop()
         except WeightsUnreadable as error:
-            if inference is not None:
+            if batches:
                 raise
             self._pause.failure = error
             stop()
@@ -166,15 +181,37 @@ class FusedPass:
         part = InferenceRows(self.attention, common, hidden.shape[1])
         layers = range(self.base.depth)
         batch = InferenceBatch((), [1] * len(rows), hidden, part, calls, [], layers, slots)
-        self.forward(batch, [])
+        self.forward([batch], [])
         return batch.hidden
 
+    def _own(self, lane: Lane) -> list[InferenceBatch]:
+        """The lane's inference rows, if there are any."""
+        return [self._inference_rows(lane.inference)] if lane.inference else []
+
+    def _lend(
+        self,
+        guests: Sequence[InferenceBatch],
+        batches: Sequence[InferenceBatch],
+        trained: Sequence[TrainingSegment],
+        seconds: float,
+    ) -> None:
+        """Counts the seconds of a pass that were for guests: their share of all rows, each by the layers that
+        it passed."""
+        if not guests:
+            return
+        rows = [batch.hidden.shape[1] * len(batch.layers) for batch in batches]
+        windows = [one.length * (one.span.last - one.span.first) for one in trained]
+        for guest in guests:
+            share = guest.hidden.shape[1] * len(guest.layers) / sum([*rows, *windows])
+            guest.seconds = share * seconds
+            self.lent += guest.seconds
+
     def _together(
-        self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
+        self, batches: Sequence[InferenceBatch], kept: Sequence[TrainingSegment]
     ) -> list[TrainingSegment] | None:
         """As `forward`; None where memory runs out, as the cause may be any of the rows."""
         try:
-            return self.forward(inference, kept)
+            return self.forward(batches, kept)
         except (RuntimeError, MemoryError) as error:
             if not kept or not is_out_of_memory(error):
                 raise
@@ -188,7 +225,7 @@ class FusedPass:
             return [segment]  # its job has failed
         trained = [segment]
         with self._short.of(job):
-            trained = self.forward(None, [segment])
+            trained = self.forward([], [segment])
         return trained
 
     def _forward_window(self, segment: TrainingSegment) -> ForwardWindow:
@@ -198,27 +235,29 @@ class FusedPass:
         return ForwardWindow(layers, micro_batch.store, window, micro_batch.bypasses(window), calls)
 
     def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
-        inference = next((one for one in there if isinstance(one, InferenceBatch)), None)
+        batches = [one for one in there if isinstance(one, InferenceBatch)]
         windows = [one for one in there if isinstance(one, ForwardWindow)]
-        parts: list[BatchPart] = [] if inference is None else [inference.part]
-        training: list[AdapterRows] = []
-        calls = [] if inference is None else [inference.calls]
-        start = 0 if inference is None else inference.hidden.shape[1]
+        parts: list[BatchPart] = [batch.part for batch in batches]
+        answering, training = list[AdapterRows](), list[AdapterRows]()
+        start = 0
+        for batch in batches:
+            for rows, bypasses in batch.adapters:
+                answering.append((slice(start + rows.start, start + rows.stop), bypasses))
+            start += batch.hidden.shape[1]
         if windows:
-            check = self._pause.check if inference is None else int  # answers share the layer
+            check = int if batches else self._pause.check  # answers share the layer
             parts.append(KeptRows([(window.store, window.window) for window in windows], check))
-        calls += [window.calls for window in windows]
         for window in windows:
             training.append((slice(start, start + window.window.rows), window.bypasses))
             start += window.window.rows
-        if inference is not None and inference.slots:
-            lora = LoraBatch((), inference.slots)
-        else:
-            lora = self.slot_pools.batch([] if inference is None else inference.adapters)
+        slots = [slots for batch in batches for slots in batch.slots]
+        lora = LoraBatch((), slots) if slots else self.slot_pools.batch(answering)
         lora = lora.with_rows(training)
-        padding = slice(0, 0) if inference is None else inference.padding
-        rows = FusedRows(parts, lora.rest, lora, inference is None, padding)
-        return rows, self.base.arguments.concat(calls)
+        padding = (
+            batches[0].padding if len(batches) == 1 else slice(0, 0)
+        )  # else it is computed with the rest
+        fused = FusedRows(parts, lora.rest, lora, not batches, padding)
+        return fused, self.base.arguments.concat([one.calls for one in there])
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows
@@ -247,7 +286,7 @@ class FusedPass:
 
     def _part(
         self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata, count: int
-    ) -> BatchPart:
+    ) -> InferenceRows | SplitRows:
         """The rows' attention: to pages on the device, and elsewhere for the last segments if they are
         offloaded."""
         elsewhere = [s for s in segments if s.offloaded]

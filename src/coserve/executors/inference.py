@@ -9,8 +9,10 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.lora_batch import SlotRows
+from coserve.attention.backend import InferenceRows
+from coserve.attention.offloaded import SplitRows
 from coserve.core.plan import InferenceSegment
-from coserve.model.batch import BatchPart, FusedRows, LayerCalls
+from coserve.model.batch import FusedRows, LayerCalls
 
 
 @dataclass(slots=True)
@@ -26,11 +28,12 @@ class PassedRows:
 class InferenceBatch(PassedRows):
     """Inference rows on their way through the layers."""
 
-    part: BatchPart
+    part: InferenceRows | SplitRows
     calls: LayerCalls
     adapters: list[tuple[slice, Bypasses]]
-    layers: range  # all of the model's
+    layers: range  # all of the model's, or those of a chain's leg
     slots: Sequence[SlotRows] = ()  # instead of `adapters`
+    seconds: float = 0.0  # that a pass with other rows took for these
 
     @property
     def padding(self) -> slice:

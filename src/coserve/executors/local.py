@@ -207,6 +207,7 @@ class LocalExecutor(Executor):
         self._failed |= failed.keys()
         self._pauses += is_paused
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
+        seconds -= self.fused.take_lent()
         copies_failed, moving = self._swapped or _NO_SWAPS
         return StepResult(
             seconds + sum(moving),

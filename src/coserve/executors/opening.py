@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +23,7 @@ from coserve.executors.local import LocalExecutor
 from coserve.executors.offload_space import OffloadSpace
 from coserve.executors.remote import RemoteExecutor
 from coserve.executors.sequence_table import SequenceTable
+from coserve.executors.stitched import StitchedExecutor
 from coserve.executors.swap_space import SwapSpace
 from coserve.memory.budget import budget_of, process_capacity
 from coserve.memory.fake_tensors import fake_tensors, is_fake
@@ -113,13 +114,21 @@ def open_remote(
 
 
 def open_stitched(
-    folder: Path, first: Base, second: Base, config: EngineConfig, grammars: Grammars | None
+    folder: Path, hosts: Sequence[Executor], config: EngineConfig, grammars: Grammars | None
 ) -> Opened:
-    """Opens an executor for a chain of two bases of this process, with the stitching block in `folder`.
-    `grammars` are the second base's. Raises ConfigError where they are no chain, or the cache does not
-    fit."""
-    base = StitchedBase(first, second, Stitch.read(folder))
-    executor = _make(base, config, grammars, 0, None)
+    """Opens an executor for a chain of two bases, with the stitching block in `folder`. `hosts` are the
+    executors of the two; `grammars` are the second one's. Raises ConfigError where they are no chain, or the
+    cache does not fit."""
+    if config.deterministic:
+        raise ConfigError("an answer of a chain of two bases depends on load: engine.deterministic is set")
+    local = [host for host in hosts if isinstance(host, LocalExecutor)]
+    if len(local) != len(hosts):
+        raise ConfigError("a chain of two bases needs both in one process: engine.executor = local")
+    first, second = local
+    base = StitchedBase(first.base, second.base, Stitch.read(folder))
+    executor = _make(base, config, grammars, 0, None, StitchedExecutor)
+    assert isinstance(executor, StitchedExecutor)
+    executor.join(local)
     return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars)
 
 
@@ -188,9 +197,14 @@ def base_room(config: EngineConfig, saved: Callable[[], int]) -> int | None:
 
 
 def _make(
-    base: Base, config: EngineConfig, grammars: Grammars | None, grown: int, streaming: Streaming | None
+    base: Base,
+    config: EngineConfig,
+    grammars: Grammars | None,
+    grown: int,
+    streaming: Streaming | None,
+    kind: type[LocalExecutor] = LocalExecutor,
 ) -> LocalExecutor:
-    kind = DeterministicExecutor if config.deterministic else LocalExecutor
+    kind = DeterministicExecutor if config.deterministic else kind
     store = Int8KVStore if config.cache_dtype == "int8" else KVStore
     try:
         attention = kind.attention_type(

@@ -8,7 +8,6 @@ from the base's `BatchCell`, not through arguments.
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,7 +102,6 @@ class FusedRows(GroupRows):
         padding: slice = slice(0, 0),
     ) -> None:
         super().__init__()
-        self._shift = 0
         self._is_training, self._padding = is_training, padding
         self._adapters, self._lora = adapters, None if lora is None or lora.is_empty else lora
         self._parts: list[tuple[slice, BatchPart]] = []
@@ -112,12 +110,6 @@ class FusedRows(GroupRows):
             self._parts.append((slice(start, start + part.count), part))
             start += part.count
         self._keepers = [(rows, part.keeper) for rows, part in self._parts if part.keeper is not None]
-
-    def shifted(self, layers: int) -> "FusedRows":
-        """The same rows for a base whose layers have their keys and values so many layers further on."""
-        shifted = copy(self)
-        shifted._shift = layers
-        return shifted
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         group, added = placement.group, None
@@ -227,7 +219,7 @@ class FusedRows(GroupRows):
         part = self._parts[0][1]
         if not isinstance(part, InferenceRows) or not isinstance(part.backend, BatchedBackend):
             return None
-        there = [layer + self._shift for layer in layers]
+        there = [layer + part.shift for layer in layers]
         return part.backend.decode_pages(there, part.metadata, width)
 
     @property
@@ -244,14 +236,13 @@ class FusedRows(GroupRows):
     def native(self, paths: LayerPaths) -> LayerAdapters | None:
         """The bypasses in a layer for its kernel; None where it does not read one of them, or there are other
         rows than those of answers: of training, or of the proof of the modules themselves."""
-        if len(self._parts) != 1 or not isinstance(self._parts[0][1], InferenceRows):
+        if not self._parts or not all(isinstance(part, InferenceRows) for _, part in self._parts):
             return None
         if self._lora is None:
             return None if self._adapters else NO_ADAPTERS
         return self._lora.native(paths) if self._adapters is self._lora.rest else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        layer += self._shift
         if len(self._parts) == 1:
             return self._parts[0][1].attend(layer, q, k, v, spec)
         outputs = [
@@ -272,10 +263,9 @@ class LayerCalls:
     def __getitem__(self, layer: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self.calls[self.index[layer]]
 
-    def alike(self, layers: range) -> range:
-        """The first of these layers, as far as all get the same arguments."""
-        others = (layer for layer in layers if self.index[layer] != self.index[layers.start])
-        return range(layers.start, next(others, layers.stop))
+    def is_one(self, layers: range) -> bool:
+        """Tells whether all these layers get the same arguments."""
+        return len({self.index[layer] for layer in layers}) == 1
 
 
 class RowArguments:

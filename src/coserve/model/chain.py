@@ -104,13 +104,12 @@ class Chain:
             passed(layer - 1, active)
 
     def _several(self, layers: range, hidden: Tensor, calls: LayerCalls) -> tuple[Tensor, int]:
-        """Runs the first of `layers` by a shortcut, as far as all get the same arguments and there is one,
-        else one layer; returns the output and how many it has passed."""
-        if self.shortcut is not None and len(alike := calls.alike(layers)) > 1:
-            blocks = self.blocks[alike.start : alike.stop]
-            if (out := self.shortcut(blocks, hidden, calls[alike.start])) is not None:
+        """Runs all of `layers` where there is a shortcut, else the first; returns the output and how many."""
+        if self.shortcut is not None and len(layers) > 1 and calls.is_one(layers):
+            blocks = self.blocks[layers.start : layers.stop]
+            if (out := self.shortcut(blocks, hidden, calls[layers.start])) is not None:
                 self.on_layer()
-                return out, len(alike)
+                return out, len(layers)
         return self.layer(layers.start, hidden, calls), 1
 
     def backward(self, top: int, layer_backward: Callable[[int], bool]) -> None:

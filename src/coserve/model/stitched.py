@@ -1,35 +1,39 @@
 """A chain of two bases: the first layers of one, a stitching block, and the last layers of the other
 (BlockLLM, 4.4).
 
-`StitchedBase` is one more base to the executor, with keys and values of its own, and shares all blocks, the
-embedding and the tail with the two. It answers only: it has no sites, so no adapter rides on it.
+`StitchedBase` is one more base to the engine, with keys and values of its own, and shares all blocks, the
+embedding and the tail with the two. Its rows pass the layers in the passes of these
+(`executors/stitched.py`). It answers only: it has no sites, so no adapter rides on it.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from coserve.adapters.bypass import exact_type
-from coserve.core.sequence import Direction
 from coserve.errors import ConfigError
 from coserve.model.base import Base
-from coserve.model.batch import BatchCell, FusedRows, LayerCalls, RowArguments, Rows
-from coserve.model.block import Block, Call, ModelPart
+from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
+from coserve.model.block import Block, ModelPart
 from coserve.model.origin import Origin
 from coserve.model.parameters import held_bytes
 
 PLACE: Final = "stitching.json"
 WEIGHTS: Final = "stitching.safetensors"
 _ROWS: Final = (3, 5)  # numbers of rows that the layers' arguments are compared for
+# Bytes of a layer from which one pass for both bases' rows is faster than two on a CPU: reading the weights
+# once gains more than calls for rows of two kinds cost. Of one pass beside two, 4 to 12 rows: 0.75 to 0.85 of
+# the speed with 1.4 MiB, 0.95 to 1.04 with 12, 1.12 to 1.15 with 22.
+WORTH = 12 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,52 +68,91 @@ class Stitch:
             raise ConfigError(f"{folder} has a stitching block with numbers that are not finite")
         return found
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.bias.nbytes
+
     def to(self, dtype: torch.dtype, device: torch.device) -> "Stitch":
         """The same in a type and on a device."""
         return Stitch(self.layers, self.enters, self.weight.to(device, dtype), self.bias.to(device, dtype))
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [1, rows, second width] of hidden [1, rows, first width], in their type; computed in
+        the block's own."""
+        return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).to(hidden.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """The layers of a chain that are one base's: `layers` by that base's numbers, which are `shift` less than
+    the chain's; `own` are its calls among the chain's distinct ones. `nbytes` are those of all weights that
+    a row passes there. Where the leg `is_shared` its rows pass with the base's own; on a GPU, whose decode
+    steps are graphs of one base's rows, they do not."""
+
+    base: Base
+    layers: range
+    shift: int
+    own: slice
+    nbytes: int
+    is_shared: bool
+
+    def calls(self, calls: LayerCalls) -> LayerCalls:
+        """The arguments of the base's layers, of those of the chain's."""
+        first = self.own.start
+        index = (
+            calls.index[layer + self.shift] - first if layer in self.layers else 0
+            for layer in range(self.base.depth)
+        )
+        return LayerCalls(calls.calls[self.own], tuple(index))
+
 
 class StitchedBase(Base):
-    """Two bases as one, with a stitching block in between.
+    """Two bases as one, with a stitching block in between: `legs` are the layers of each.
 
-    Rows pass the embedding and the first layers of `first`, the block, the last layers of `second` and its
-    tail. Each layer computes as in its own base, whose cell has the rows too; in the second one these find
-    their pages under the chain's numbers of layers. `passed_nbytes` are the bytes of all weights that a row
-    passes, `nbytes` those of the stitching block alone: the rest are counted where they belong.
+    Rows begin with the first base's embedding and end with the second one's tail. `nbytes` are those of the
+    stitching block alone: all others are counted where they belong.
     """
 
     def __init__(self, first: Base, second: Base, stitch: Stitch) -> None:
         """Raises ConfigError where the parts do not connect."""
         _check(first, second, stitch)
-        stitch = stitch.to(exact_type(second.dtype), second.device)
-        head = [*first.chain][: stitch.layers]
-        entered, *rest = [*second.chain][stitch.enters :]
-        blocks = [*head, _Entered(entered, stitch), *rest]
-        shift = stitch.layers - stitch.enters
-        cell = _BothCells(first.cell, second.cell, shift)
-        parts = [*blocks, second.chain.ends]
-        owned = [own for part in parts for own in part.parameters().values()]
+        self.stitch = stitch = stitch.to(exact_type(second.dtype), second.device)
+        head, tail = first.chain.blocks[: stitch.layers], second.chain.blocks[stitch.enters :]
         origin = Origin(
             sites={},
-            parameters=sum(tensor.numel() for tensor in (stitch.weight, stitch.bias)),
+            parameters=stitch.weight.numel() + stitch.bias.numel(),
             dtype=second.dtype,
             device=second.device,
             quantized=second.quantized,
             fingerprint=_fingerprint(first, second, stitch),
         )
-        super().__init__(second.model, blocks, origin, cell, min(first.max_positions, second.max_positions))
-        self.chain.shortcut = second.chain.shortcut
+        positions = min(first.max_positions, second.max_positions)
+        super().__init__(second.model, [*head, *tail], origin, BatchCell(), positions)
         self.caches = [*first.caches[: stitch.layers], *second.caches[stitch.enters :]]
-        self.buffer_nbytes = sum(tensor.nbytes for tensor in (stitch.weight, stitch.bias))
-        self.passed_nbytes = held_bytes(owned) + self.buffer_nbytes
+        self.buffer_nbytes = stitch.nbytes
         self.hidden_size, self.vocabulary = first.hidden_size, second.vocabulary
-        self._first, self._second, self._stitch = first, second, stitch
+        self._first, self._second = first, second
         fewer, more = (torch.arange(rows, device=self.device) for rows in _ROWS)
+        own = len(first.prologue(torch.zeros_like(fewer), fewer)[1].calls)
+        self.legs = (
+            Leg(first, range(stitch.layers), 0, slice(0, own), _nbytes(head), self._shares(head)),
+            Leg(
+                second,
+                range(stitch.enters, second.depth),
+                stitch.layers - stitch.enters,
+                slice(own, None),
+                _nbytes([*tail, second.chain.ends]) + stitch.nbytes,
+                self._shares(tail),
+            ),
+        )
         self._arguments = RowArguments(*(self.prologue(torch.zeros_like(n), n)[1] for n in (fewer, more)))
 
     @property
     def _parts(self) -> list[ModelPart]:
         return []  # all are counted as those of their own bases
+
+    def _shares(self, blocks: Sequence[Block]) -> bool:
+        return self.device.type == "cpu" and _nbytes(blocks) >= WORTH * len(blocks)
 
     def tail(self, hidden: Tensor, rows: Rows | None = None) -> Tensor:
         """Logits by the second base's tail; see `Base.tail`."""
@@ -119,45 +162,12 @@ class StitchedBase(Base):
         """The first base's embeddings, and each layer's arguments as its own base has them."""
         hidden, own = self._first.prologue(tokens, positions, rows)
         _, others = self._second.prologue(tokens, positions)
-        behind = tuple(len(own.calls) + call for call in others.index[self._stitch.enters :])
-        return hidden, LayerCalls(own.calls + others.calls, own.index[: self._stitch.layers] + behind)
+        behind = tuple(len(own.calls) + call for call in others.index[self.stitch.enters :])
+        return hidden, LayerCalls(own.calls + others.calls, own.index[: self.stitch.layers] + behind)
 
 
-class _Entered(Block):
-    """The second base's first block of the chain, with the stitching block in front of it. Only the latter is
-    its own: the block stays the second base's, whose passes go on without the stitch."""
-
-    def __init__(self, block: Block, stitch: Stitch) -> None:
-        ModelPart.__init__(self)  # the module's forward is replaced already
-        self.path, self.module, self.shortcut = block.path, block.module, None
-        self._block, self._stitch = block, stitch
-
-    @contextmanager
-    def visit(self, direction: Direction) -> Iterator[None]:
-        """The block's own visit."""
-        with self._block.visit(direction):
-            yield
-
-    def own(self, hidden: Tensor, call: Call) -> Tensor:
-        """The block behind the stitch, on hidden [1, rows, first width]; returns [1, rows, second width]."""
-        weight, bias = self._stitch.weight, self._stitch.bias
-        stitched = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
-        return self._block.run(stitched.to(hidden.dtype), call)
-
-
-class _BothCells(BatchCell):
-    """The cell of a chain of two bases: rows in it are in both bases' cells, in the second one with pages
-    `shift` layers behind."""
-
-    def __init__(self, first: BatchCell, second: BatchCell, shift: int) -> None:
-        super().__init__()
-        self._first, self._second, self._shift = first, second, shift
-
-    @contextmanager
-    def set(self, rows: Rows) -> Iterator[None]:
-        shifted = rows.shifted(self._shift) if isinstance(rows, FusedRows) else rows
-        with super().set(rows), self._first.set(rows), self._second.set(shifted):
-            yield
+def _nbytes(parts: Sequence[ModelPart]) -> int:
+    return held_bytes(own for part in parts for own in part.parameters().values())
 
 
 def _check(first: Base, second: Base, stitch: Stitch) -> None:

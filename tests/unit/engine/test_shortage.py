@@ -197,12 +197,12 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
     together: list[int] = []
     real = engine.executor.fused.forward
 
-    def forward(inference: Any, kept: Any) -> Any:
+    def forward(batches: Any, kept: Any) -> Any:
         jobs = {segment.job for segment in kept}
-        together.append(len(jobs) + (inference is not None))
+        together.append(len(jobs) + len(batches))
         if "two" in jobs:
             raise RuntimeError(WORDS)
-        return real(inference, kept)
+        return real(batches, kept)
 
     ask(engine)
     jobs = [start(engine, name) for name in ("one", "two")]
@@ -220,11 +220,11 @@ def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch
     again: list[int] = []
     real = engine.executor.fused.forward
 
-    def forward(inference: Any, kept: Any) -> Any:
-        if inference is not None and kept:
-            again.append(sum(len(segment.new_pages) for segment in inference.segments))
+    def forward(batches: Any, kept: Any) -> Any:
+        if batches and kept:
+            again.append(sum(len(segment.new_pages) for batch in batches for segment in batch.segments))
             raise RuntimeError(WORDS)
-        return real(inference, kept)
+        return real(batches, kept)
 
     answers = [engine.generate(prompt, sampling=params) for prompt in prompts]
     start(engine, "one")

@@ -24,6 +24,7 @@ from coserve.attention.store import Int8KVStore
 from coserve.core.sequence import Direction
 from coserve.errors import UnsupportedModel
 from coserve.executors.inference import InferenceBatch
+from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.native.build import library, torch_only
 from coserve.model import chain, native_layer
 from coserve.model.base import Base
@@ -520,6 +521,39 @@ def test_a_layer_that_does_something_else_is_not_recognised(change: str) -> None
     assert base.chain.blocks[1].shortcut is not None
 
 
+class Training:
+    """Rows that are no answers."""
+
+    count, keeper = 0, None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        raise AssertionError("the kernel has none of these")
+
+
+def test_answers_with_pages_in_two_backends_pass_together() -> None:
+    """As those of a base and of a chain that has some of its layers do."""
+    base = base_of()
+    shortcut = base.chain.blocks[0].shortcut
+    assert shortcut is not None
+    steps = [Step(base, DRAWS.randrange(1 << 30)) for _ in range(2)]
+    calls = [base.prologue(torch.zeros_like(step.positions), step.positions)[1] for step in steps]
+    alone = []
+    with torch.no_grad():
+        for step, own in zip(steps, calls, strict=True):
+            with base.cell.set(FusedRows([step.part], [], padding=step.padding)):
+                alone.append(shortcut(step.hidden, own[0]))
+        with base.cell.set(FusedRows([step.part for step in steps], [])):
+            together = shortcut(
+                torch.cat([step.hidden for step in steps], 1), base.arguments.concat(calls)[0]
+            )
+    assert together is not None
+    parts = torch.split(together, [step.hidden.shape[1] for step in steps], 1)
+    for step, expected, found in zip(steps, alone, parts, strict=True):
+        assert expected is not None
+        rows = slice(0, step.padding.start)
+        torch.testing.assert_close(found[0, rows], expected[0, rows], atol=2e-2, rtol=2e-2)
+
+
 def test_other_rows_take_no_shortcut() -> None:
     base = base_of()
     shortcut = base.chain.blocks[0].shortcut
@@ -537,7 +571,7 @@ def test_other_rows_take_no_shortcut() -> None:
         assert shortcut(step.hidden, calls[0]) is None
     with torch.enable_grad(), base.cell.set(FusedRows([step.part], [])):
         assert shortcut(step.hidden, calls[0]) is None
-    two = FusedRows([step.part, Step(base, seed).part], [])
+    two = FusedRows([step.part, Training()], [])
     with torch.no_grad(), base.cell.set(two):
         assert shortcut(step.hidden, calls[0]) is None
     with torch.no_grad(), base.cell.set(FusedRows([step.part], [])):
