@@ -67,6 +67,10 @@ RESULTS: Final[Mapping[str, Presented]] = {
         ),
     ),
     "gpu.json": Presented("docs/results/gpu.md", (*_ENGINE, *_MEASURING, *_bench("gpu"))),
+    "instead.json": Presented(
+        "docs/results/policies.md",
+        (*_ENGINE, *_MEASURING, *_LOADS, *_bench("policies")),
+    ),
     "memory.json": Presented(
         "docs/results/memory.md",
         (*_ENGINE, "src/coserve/plan", *_MEASURING, *_bench("memory", "peers.py", "saved.py", "plans.py")),
