@@ -415,12 +415,14 @@ def test_bases_that_are_no_pair_are_refused(tmp_path: Path, monkeypatch: pytest.
     folder, _ = stitched("llama to llama", tmp_path)
     engine = Engine(tiny("llama"), config())
     more = {"words": wide_model(vocab_size=99), "handing": tiny("gemma4_text", hidden_size=96)}
-    for name, model in more.items():
+    for name, model in {**more, "wide": wide_model()}.items():
         engine.add_base(name, model)
+    engine.add_base("chain", StitchedChain(folder, SMALL, "wide"))
     for chain, reason in (
         (StitchedChain(folder, SMALL, "lost"), "no base 'lost'"),
         (StitchedChain(folder, SMALL, "words"), "vocabularies of 96 and 99"),
         (StitchedChain(folder, SMALL, "handing"), "keys and values of others"),
+        (StitchedChain(folder, "chain", "wide"), "no base of another chain"),
     ):
         with pytest.raises(ConfigError, match=reason):
             engine.add_base(CHAIN, chain)

@@ -191,6 +191,8 @@ def _check(first: Base, second: Base, stitch: Stitch) -> None:
             f"the bases are {first.dtype} on {first.device} and {second.dtype} on {second.device}"
         )
     for base in (first, second):
+        if isinstance(base, StitchedBase):
+            raise ConfigError("a chain of two bases is no base of another chain")
         if base.makes_calls or base.reader is not None:
             raise ConfigError("a chain of two bases needs both in memory, and one is streamed or elsewhere")
         if base.hands_on:
