@@ -16,6 +16,7 @@ from coserve.core.events import Event
 from coserve.core.plan import Plan, StepResult
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
+from coserve.engine.completion import Completion
 from coserve.executors.composed import ComposedExecutor
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
@@ -133,6 +134,20 @@ def planned(engine: Engine) -> Iterator[list[Plan]]:
         yield plans
     finally:
         device.launch = launch  # type: ignore[method-assign]
+
+
+def check_scored(expected: Tensor, prompt: list[int], answer: Completion, tolerance: float) -> None:
+    """Log-probabilities of the prompt and of the chosen tokens are those of the logits `expected`
+    [tokens, vocabulary], of the prompt and all but the answer's last token."""
+    expected = torch.log_softmax(expected.double(), -1)
+    assert len(answer.prompt_logprobs) == len(prompt) - 1
+    for place, given in enumerate(answer.prompt_logprobs):
+        assert abs(expected[place, prompt[place + 1]] - given.chosen) < tolerance
+        for token, logprob in given.top:
+            assert abs(expected[place, token] - logprob) < tolerance
+    rows = expected[len(prompt) - 1 :]
+    own = rows.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    assert float((rows.max(-1).values - own).max()) < tolerance
 
 
 def draw_stitch(first: int, second: int, seed: int = 0) -> tuple[Tensor, Tensor]:

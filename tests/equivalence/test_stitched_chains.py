@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import coserve.tiny
-from bases import CHAIN, SMALL, WIDE, draw_stitch, planned, wide_model, write_stitch
+from bases import CHAIN, SMALL, WIDE, check_scored, draw_stitch, planned, wide_model, write_stitch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.config import StitchedChain
 from coserve.core.plan import StepResult
@@ -106,15 +106,8 @@ def check(
 ) -> None:
     """The answer's log-probabilities are the stitched model's, and its tokens the likeliest."""
     with torch.no_grad():
-        expected = torch.log_softmax(logits(torch.tensor([[*prompt, *answer.tokens[:-1]]])).double(), -1)
-    assert len(answer.prompt_logprobs) == len(prompt) - 1
-    for place, given in enumerate(answer.prompt_logprobs):
-        assert abs(expected[place, prompt[place + 1]] - given.chosen) < tolerance
-        for token, logprob in given.top:
-            assert abs(expected[place, token] - logprob) < tolerance
-    rows = expected[len(prompt) - 1 :]
-    own = rows.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
-    assert float((rows.max(-1).values - own).max()) < tolerance
+        expected = logits(torch.tensor([[*prompt, *answer.tokens[:-1]]]))
+    check_scored(expected, prompt, answer, tolerance)
 
 
 def three(pair: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> dict[str, Engine]:
@@ -306,7 +299,7 @@ def test_costs_are_measured_and_no_weights_are_counted_twice(tmp_path: Path) -> 
 
 def test_the_chain_answers_in_a_bases_place_under_load_alone(tmp_path: Path) -> None:
     folder, logits = stitched("llama to llama", tmp_path)
-    first, second = models("llama to llama")
+    _, second = models("llama to llama")
     first = tiny("llama", max_position_embeddings=64)
     engine = Engine(first, config(max_running=1, approximation_delay=0.0), letter_tokenizer())
     wide = engine.add_base(WIDE, second, letter_tokenizer())

@@ -11,7 +11,7 @@ import torch
 from test_training import make_examples
 from transformers import PreTrainedModel
 
-from bases import SMALL, WIDE, planned, wide_model
+from bases import SMALL, WIDE, check_scored, planned, wide_model
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.completion import Completion
@@ -106,15 +106,7 @@ def test_answers_and_training_of_both_in_the_same_steps(
 
 def check(model: PreTrainedModel, prompt: list[int], answer: Completion, tolerance: float) -> None:
     """Log-probabilities of the prompt and chosen tokens are the model's own."""
-    expected = torch.log_softmax(logits_of(model, [*prompt, *answer.tokens[:-1]]).double(), -1)
-    assert len(answer.prompt_logprobs) == len(prompt) - 1
-    for place, given in enumerate(answer.prompt_logprobs):
-        assert abs(expected[place, prompt[place + 1]] - given.chosen) < tolerance
-        for token, logprob in given.top:
-            assert abs(expected[place, token] - logprob) < tolerance
-    rows = expected[len(prompt) - 1 :]
-    own = rows.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
-    assert float((rows.max(-1).values - own).max()) < tolerance
+    check_scored(logits_of(model, [*prompt, *answer.tokens[:-1]]), prompt, answer, tolerance)
 
 
 def test_prefixes_are_shared_within_a_base_alone() -> None:

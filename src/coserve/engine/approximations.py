@@ -167,8 +167,8 @@ class Approximations:
 
         Modules that no row of other answers passes are read once more, and take the share of a forward pass
         that their bytes are of the base's. Those of the base are a version's as far as it has none of its
-        own, those of a leg of a chain of two are read where that leg's base has rows. All modules of a row
-        cost it the share of a row's time that their bytes are of the base's.
+        own. Those of a leg of a chain of two are read once more unless the base that it passes with has rows.
+        All modules of a row cost it the share of a row's time that their bytes are of the base's.
         """
         under_way = self._scheduler.requests
         there = [

@@ -66,13 +66,12 @@ class StitchedExecutor(LocalExecutor):
     """Runs the plans of a chain of two bases, both of this process."""
 
     pass_type = StitchedPass
+    fused: StitchedPass
 
     def join(self, hosts: Sequence[LocalExecutor]) -> None:
         """Learns the executors of the two bases; no plan may have run."""
-        assert isinstance(self.fused, StitchedPass)
         self.fused.hosts = hosts
 
     def run_hosts_by(self, run_host: Callable[[Executor], object]) -> None:
         """Learns how the parts of plans that are its hosts' are run."""
-        assert isinstance(self.fused, StitchedPass)
         self.fused.run_host = run_host

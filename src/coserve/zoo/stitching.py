@@ -143,11 +143,13 @@ def stitch(
     return found
 
 
-def point_tensors(zoo: Zoo, alternative: StoredAlternative, layers: int) -> tuple[Point, dict[str, Tensor]]:
-    """A stored stitching block behind `layers` layers of its first model: the point, and the linear's
-    `weight` [outputs, inputs + 1], with the position as last input, and `bias`. Raises ZooError where the
-    models have changed, or it does not connect them."""
-    made = _stitching(alternative)
+def stored_block(zoo: Zoo, alternative: StoredAlternative) -> tuple[list[Point], dict[str, Tensor]]:
+    """A stored stitching block: its points, and the linear's `weight` [outputs, inputs + 1], with the
+    position as last input, and `bias`. Raises ZooError where it is none, the models have changed, or it does
+    not connect them."""
+    made = alternative.made
+    if not isinstance(made, Stitching):
+        raise ZooError(f"{alternative.name} is no stitching block")
     applications = zoo.applications()
     check_fits(alternative, applications)
     one, other = applications[made.first], applications[made.second]
@@ -157,24 +159,17 @@ def point_tensors(zoo: Zoo, alternative: StoredAlternative, layers: int) -> tupl
         raise ZooError(
             f"{alternative.name} does not connect {made.first} and {made.second}: its weights do not fit"
         )
-    points = stitch_points(one.layers, other.layers)
-    return next(point for point in points if point.layers == layers), tensors
-
-
-def _stitching(alternative: StoredAlternative) -> Stitching:
-    """The description of a stitching block. Raises ZooError for another alternative."""
-    if not isinstance(alternative.made, Stitching):
-        raise ZooError(f"{alternative.name} is no stitching block")
-    return alternative.made
+    trained = {point.layers for point in made.points}
+    return [point for point in stitch_points(one.layers, other.layers) if point.layers in trained], tensors
 
 
 @contextmanager
 def stitched_models(zoo: Zoo, name: str) -> Iterator[tuple[Stitched, list[Point]]]:
     """A stored stitching block between its models, in float32, and its points. Raises ZooError."""
     alternative = zoo.alternatives.get(name)
-    made = _stitching(alternative)
-    found = [point_tensors(zoo, alternative, point.layers) for point in made.points]
-    points, (_, tensors) = [point for point, _ in found], found[0]
+    points, tensors = stored_block(zoo, alternative)
+    made = alternative.made
+    assert isinstance(made, Stitching), "it is stored as one"
     one, other = zoo.application(made.first), zoo.application(made.second)
     block = StitchingBlock(one.width, other.width)
     block.linear.load_state_dict(tensors)

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Final
 
 from safetensors.torch import save
+from torch import Tensor
 
 from coserve.adapters.files import CONFIG, WEIGHTS
 from coserve.adapters.replace import KEPT, REPLACED
@@ -36,7 +37,7 @@ from coserve.zoo.chain import model_of
 from coserve.zoo.disk import Pieces, make_folder, sync_folder, write_file
 from coserve.zoo.export import architecture_of, export, without_weights
 from coserve.zoo.manifest import Application
-from coserve.zoo.stitching import point_tensors
+from coserve.zoo.stitching import Point, stored_block
 from coserve.zoo.store import Zoo
 from coserve.zoo.surrogates import served_linears
 from coserve.zoo.weight_file import header_of
@@ -205,6 +206,8 @@ def _stitched_chains(
     """The chains of a stitching block, one for each of its points, and why others are left out, by name.
     Raises ZooError."""
     chains, left_out = list[_Chain](), dict[str, str]()
+    points, tensors = stored_block(zoo, stored)
+    places = {point.layers: point for point in points}
     for point in made.points:
         name, similarity = f"{stored.name}@{point.layers}", point.fidelity.similarity
         if similarity < least:
@@ -214,7 +217,8 @@ def _stitched_chains(
             continue
         # The larger model's own layers are the exact ones: behind the stitch where it is the second.
         first = 0 if made.teacher == made.second else 2 * point.layers + 1
-        stitched = StitchedChain(_stitch_view(zoo, stored, point.layers), made.first, made.second)
+        folder = _stitch_view(zoo, stored, places[point.layers], tensors)
+        stitched = StitchedChain(folder, made.first, made.second)
         chains.append(_Chain(name, similarity, first, stitched=stitched))
     return chains, left_out
 
@@ -313,10 +317,9 @@ def _write_view(
     return _written(folder, {CONFIG: [json.dumps(config, indent=2).encode()], WEIGHTS: weights})
 
 
-def _stitch_view(zoo: Zoo, stored: StoredAlternative, layers: int) -> Path:
-    """The folder of a stitching block at the point behind `layers` layers, as `Stitch.read` reads it. It is
-    written unless it is there. Raises ZooError."""
-    point, tensors = point_tensors(zoo, stored, layers)
+def _stitch_view(zoo: Zoo, stored: StoredAlternative, point: Point, tensors: Mapping[str, Tensor]) -> Path:
+    """The folder of a stitching block with these tensors at a point, as `Stitch.read` reads it. It is written
+    unless it is there. Raises ZooError."""
     place = {"layers": point.layers, "enters": point.enters, "position": point.position}
     kind = hashlib.sha256(repr((place, sorted(stored.tensors.items()))).encode()).hexdigest()
     folder = _folder(zoo, f"stitch.{kind[:32]}")
