@@ -18,6 +18,7 @@
     │   └── ValidationDataError  one of a validation file
     ├── JobError                 a fine-tuning job cannot start or go on
     │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
+    ├── LimitExceeded            work on foreign data took more than its time or memory; callers name the data
     ├── OffloadFailed            keys and values in slower memory are lost; the request may be sent again
     ├── OutOfMemory              needs more bytes than the budget has; says how many were missing
     ├── EngineLost               the engine's process is gone and was not restarted in time
@@ -121,6 +122,11 @@ class JobError(CoserveError):
 
 class LossNotFinite(JobError):
     """The loss became NaN or infinite: the job stops and its last good version stays published."""
+
+
+class LimitExceeded(CoserveError):
+    """Work on foreign data in a sandbox took more than its time, memory or size, or ended its process.
+    Callers turn it into an error that names the data."""
 
 
 class OffloadFailed(CoserveError):

@@ -24,6 +24,7 @@ MOST_METHODS = 12  # public ones of a class, properties included: past a dozen i
 # Rooms from the foundation up; those of one floor do not know each other, but for what `ALSO` allows.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"core", "config", "errors", "metrics"}),
+    frozenset({"sandbox"}),
     frozenset({"schedule", "memory.pages", "memory.ledger", "memory.budget", "jobs", "wire", "workload"}),
     frozenset({"text"}),
     frozenset({"kernels", "memory.compiled", "memory.malloc", "memory.fake_tensors"}),
