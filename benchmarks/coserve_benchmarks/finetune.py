@@ -56,7 +56,7 @@ def _speed_rows(
     for peer, infix in ((default, ""), (matched, "_matched")):
         ratio = speedup(times["ours"], times[f"peft{infix}"])
         note = f"the peer runs with {peer.settings(recompute).describe()}, the best that it was tried with"
-        bench.results.row(f"finetune.vs_peft{suffix}{infix}", ratio.value, (ratio.low, ratio.high), note)
+        bench.results.ratio(f"finetune.vs_peft{suffix}{infix}", ratio, note)
 
 
 def _bytes_row(bench: Bench, engine: Engine, matched: PeftTraining) -> None:

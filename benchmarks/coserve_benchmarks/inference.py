@@ -30,7 +30,7 @@ def run(bench: Bench) -> None:
     _figure(bench, "inference.ours", times["ours"])
     _figure(bench, "inference.generate", times["generate"])
     ratio = speedup(times["ours"], times["generate"])
-    bench.results.row("inference.vs_generate", ratio.value, (ratio.low, ratio.high), note)
+    bench.results.ratio("inference.vs_generate", ratio, note)
 
     best, tried = best_batch_settings(bench.shape, prompts, _PROBE_ANSWER)
     batching = ContinuousBatching(bench.shape, prompts, answer, best)
@@ -41,7 +41,7 @@ def run(bench: Bench) -> None:
     bench.results.peer("inference.continuous_batching", best.describe(), tried)
     answers = f"the fastest on {_PROBE_ANSWER}-token answers"
     note = f"the peer runs with {best.describe()}, {answers} of {_all(tried)}"
-    bench.results.row("inference.vs_continuous_batching", ratio.value, (ratio.low, ratio.high), note)
+    bench.results.ratio("inference.vs_continuous_batching", ratio, note)
     for other in (LLAMA_CPP, VLLM):
         python = interpreter_with(other.needs, bench.pythons)
         if python is None:
@@ -79,7 +79,7 @@ def _against(bench: Bench, engine: Engine, peer: Outside, python: str) -> None:
     bench.results.peer(f"inference.{peer.key}", best.describe(), tried)
     ratio = speedup(times["ours"], times["peer"])
     note = f"{peer.name} runs in a process of its own with {best.describe()}, the best that it was tried with"
-    bench.results.row(f"inference.vs_{peer.key}", ratio.value, (ratio.low, ratio.high), note)
+    bench.results.ratio(f"inference.vs_{peer.key}", ratio, note)
 
 
 def _all(tried: Mapping[str, float]) -> str:

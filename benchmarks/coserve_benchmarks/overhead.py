@@ -46,4 +46,4 @@ def run(bench: Bench, served: Served) -> None:
         f"are one process on the same {bench.machine.threads} cores, which took at most {took:.2f} s of them "
         f"a round of {times['http'].median:.2f} s"
     )
-    bench.results.row("overhead.ratio", ratio.value, (ratio.low, ratio.high), note)
+    bench.results.ratio("overhead.ratio", ratio, note)

@@ -38,7 +38,7 @@ def _row(bench: Bench, key: str, contestants: dict[str, Callable[[], float]]) ->
     note = "seconds of a step whose executor is in a process of its own, over those in the engine's"
     for suffix, kind, more in (("", "remote", ""), ("_one_at_a_time", "one_at_a_time", "; no plan ahead")):
         ratio = speedup(times["local"], times[kind])
-        bench.results.row(key + suffix, ratio.value, (ratio.low, ratio.high), note + more)
+        bench.results.ratio(key + suffix, ratio, note + more)
 
 
 def decode_step(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve.core.compact import compact_json
-from coserve_benchmarks.timing import OF_ROUNDS
+from coserve_benchmarks.timing import LEAST_ROUNDS, OF_ROUNDS, Ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,10 @@ class Results:
             self._notes[key] = note
         self.save()
 
+    def ratio(self, key: str, ratio: Ratio, note: str = "") -> None:
+        """Sets one key of the table to a ratio, with its spread."""
+        self.row(key, ratio.value, (ratio.low, ratio.high), note, ratio.spread_is)
+
     def raise_bar(self, key: str, by: float) -> None:
         """Raises a key's bar by time that this machine needs in any case."""
         bar = self._bars[key]
@@ -213,7 +217,8 @@ class Results:
             "spreads_are": {
                 **dict.fromkeys(shares, OF_ROUNDS),
                 **self._spreads_are,
-                "figures": f"low and high: {OF_ROUNDS}, unless noted",
+                "figures": f"low and high: {OF_ROUNDS}, of fewer than {LEAST_ROUNDS} the least and greatest, "
+                "unless noted",
             },
             "figures": {name: asdict(figure) for name, figure in figures.items()},
             "floors": {n: f.floor for n, f in figures.items() if f.floor is not None},

@@ -38,13 +38,27 @@ def render(found: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{_source(found)}\n",
-            *table(("key", "measured", "95 % interval", "bar", ""), rows),
+            *table(("key", "measured", "spread", "bar", ""), rows),
             "",
+            *_kinds_of_spreads(found),
             *table(("figure", "", "unit"), figures),
             "",
             *notes,
             *_tables(found),
         ]
+    )
+
+
+def _kinds_of_spreads(found: Mapping[str, Any]) -> Iterable[str]:
+    """A line for each kind of spread in the table, with its keys."""
+    keys: dict[str, list[str]] = {}
+    for key, kind in found.get("spreads_are", {}).items():
+        if key in found["spreads"] and key in found["bars"]:
+            keys.setdefault(kind, []).append(f"`{key}`")
+    return (
+        [*(f"- {kind[0].upper()}{kind[1:]}: {', '.join(named)}" for kind, named in keys.items()), ""]
+        if keys
+        else []
     )
 
 

@@ -68,7 +68,7 @@ def write_rows(results: Results, rounds: Sequence[Pair]) -> None:
     results.row("slowdown.kept", kept, share_interval(kept, len(slowdowns)), note, OF_SHARE)
     for name, measured in (("first", _first), ("between", _between)):
         ratio = ratio_of([_median(pair.beside, measured) / _median(pair.alone, measured) for pair in rounds])
-        results.row(f"slowdown.{name}", ratio.value, (ratio.low, ratio.high))
+        results.ratio(f"slowdown.{name}", ratio)
     replayed = [
         max(_first(answer) / _first(twin), _between(answer) / _between(twin))
         for pair in rounds

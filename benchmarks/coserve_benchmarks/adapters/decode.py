@@ -35,9 +35,9 @@ def run(bench: Bench, sizes: AdapterSizes, series: str) -> None:
     results, name = bench.results, f"{series}.decode"
     for count in sizes.counts:
         ratio = speedup(times[str(count)], times["single"])
-        results.row(f"{name}.vs_single[{count}]", ratio.value, (ratio.low, ratio.high))
+        results.ratio(f"{name}.vs_single[{count}]", ratio)
     ratio = speedup(times[str(most)], times["base"])
-    results.row(f"{name}.vs_base", ratio.value, (ratio.low, ratio.high))
+    results.ratio(f"{name}.vs_base", ratio)
     if series == "mixed":
         _vs_floor(bench, sizes, times)
     _peers(bench, sizes, series, partial(decode_seconds, engine, bench, sizes, many))
@@ -130,4 +130,4 @@ def _peers(bench: Bench, sizes: AdapterSizes, series: str, ours: partial[float])
         results.figure(f"{series}.decode.step[{name}]", 1e3 * taken.median, "ms", spread)
         results.note(f"{series}.decode.step[{name}]", f"PEFT, {peer.threads} of {most} threads: its best")
     ratio = speedup(times["ours"], times["peft_mixed"])
-    results.row(f"{series}.decode.vs_peft_mixed", ratio.value, (ratio.low, ratio.high))
+    results.ratio(f"{series}.decode.vs_peft_mixed", ratio)

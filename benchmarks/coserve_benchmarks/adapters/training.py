@@ -89,7 +89,7 @@ def run_mixed(bench: Bench, sizes: AdapterSizes) -> None:
         _figure(bench, f"train.mixed[{name}]", together.tokens, timing)
     ratio = speedup(times["together"], times["one_by_one"])
     note = f"ranks {', '.join(map(str, sorted(set(batch.ranks))))}; examples of {batch.length} tokens"
-    bench.results.row(f"train.mixed[{jobs}]", ratio.value, (ratio.low, ratio.high), note)
+    bench.results.ratio(f"train.mixed[{jobs}]", ratio, note)
 
 
 def _against_one(bench: Bench, sizes: AdapterSizes) -> None:
@@ -103,7 +103,7 @@ def _against_one(bench: Bench, sizes: AdapterSizes) -> None:
         _figure(bench, f"train.tokens[{name}]", contestants[name].tokens, timing)
     ratio = speedup(times["many"], times["one"])
     note = f"{sizes.trained} adapters of rank {_RANK}, {length} tokens of each, and as many tokens of one"
-    bench.results.row(f"train.vs_single[{sizes.trained}]", ratio.value, (ratio.low, ratio.high), note)
+    bench.results.ratio(f"train.vs_single[{sizes.trained}]", ratio, note)
 
 
 def _against_sequential(bench: Bench, sizes: AdapterSizes) -> None:
@@ -126,7 +126,7 @@ def _against_sequential(bench: Bench, sizes: AdapterSizes) -> None:
     for name in peers:
         ratio = speedup(times["together"], times[name])
         key = "train.vs_sequential" + name.removeprefix("peft")
-        bench.results.row(key, ratio.value, (ratio.low, ratio.high))
+        bench.results.ratio(key, ratio)
 
 
 def _one_after_the_other(peer: PeftTraining, sizes: AdapterSizes) -> float:

@@ -72,7 +72,7 @@ def _measure(
         spread = count / taken.high, count / taken.low
         figure = f"activations.{name}_speed{suffix}[{method}]"
         bench.results.figure(figure, count / taken.median, "tokens/s", spread)
-    bench.results.row(f"activations.speed{suffix}[{method}]", ratio.value, (ratio.low, ratio.high))
+    bench.results.ratio(f"activations.speed{suffix}[{method}]", ratio)
 
 
 def _figure(bench: Bench, name: str, held: ActivationBytes) -> None:

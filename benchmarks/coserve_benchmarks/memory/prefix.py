@@ -48,7 +48,7 @@ def _first_tokens(bench: Bench) -> None:
         f"{settings.prefix} tokens in common and {settings.prefix_rest} of its own; nothing else runs; "
         f"{settings.rounds} rounds, each with another text"
     )
-    bench.results.row("prefix.ttft_ratio", ratio.value, (ratio.low, ratio.high), note)
+    bench.results.ratio("prefix.ttft_ratio", ratio, note)
     naming = partial(_name_all, draw(settings.prefix), engine.config.page_size)
     named = alternate({"naming": naming}, settings.rounds, bench.machine.threads)["naming"]
     bench.results.figure("prefix.naming", 1000 * named.median, "ms for the names of so many tokens' pages")

@@ -33,7 +33,7 @@ def run(bench: Bench) -> None:
         bench.results.figure(f"mixed.{name}", count * steps / timing.median, "tokens/s", spread)
     ratio = speedup(found["mixed"], found["same"])
     note = f"{count} adapters, one decoding sequence each, {steps} steps, {bench.settings.rounds} rounds"
-    bench.results.row("mixed.vs_same", ratio.value, (ratio.low, ratio.high), note)
+    bench.results.ratio("mixed.vs_same", ratio, note)
 
 
 def _add(engine: Engine, name: str, method: str, seed: int) -> str:

@@ -53,7 +53,7 @@ def _row(rounds: ContestRunner, name: str, rate: float) -> None:
     )
     key = "ours.vs_two_processes" + (name and f"[{name}]")
     found = ratio_of(ratios)
-    rounds.bench.results.row(key, found.value, (found.low, found.high), told)
+    rounds.bench.results.ratio(key, found, told)
     points = [point for point in rounds.sweeps.get(INSTEAD, []) if point["load"] != name]
     for who, run in contest.runs.items():
         kept = contest.attainment(who)

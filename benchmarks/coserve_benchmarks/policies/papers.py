@@ -88,7 +88,7 @@ def _report_rows(rounds: ContestRunner, contest: Contest) -> None:
     both = zip(contest.runs[enhanced]["training_rounds"], contest.runs[most]["training_rounds"], strict=True)
     ratio = ratio_of([ours / theirs for ours, theirs in both])
     told = f"over {most}, the best of the three; there 9,071 / 12,324"
-    results.row("report.enhanced_vs_temporal_training", ratio.value, (ratio.low, ratio.high), told)
+    results.ratio("report.enhanced_vs_temporal_training", ratio, told)
 
 
 class _Scene:
@@ -201,7 +201,7 @@ def fineinfer(rounds: ContestRunner) -> Contest:
         ("fineinfer.gain_to_the_letter", "deferred", chosen, letter),
     ):
         found = ratio_of(gains(name, bound))
-        rounds.bench.results.row(key, found.value, (found.low, found.high), note.format(bound=bound))
+        rounds.bench.results.ratio(key, found, note.format(bound=bound))
     return contest
 
 

@@ -24,7 +24,7 @@ from coserve_benchmarks.policies.rounds import ContestRunner
 from coserve_benchmarks.policies.testbed import EngineTestbed, Testbed
 from coserve_benchmarks.policies.traffic import poisson
 from coserve_benchmarks.results import Bar
-from coserve_benchmarks.timing import ratio_of
+from coserve_benchmarks.timing import Ratio, ratio_of
 
 TRACED: Final = ("azure", "azure-arrivals")
 GROUPS: Final = (
@@ -181,18 +181,21 @@ def _compare(rounds: ContestRunner) -> None:
         best = max(counted, key=lambda name: leads[name][0])
         told = "; ".join(f"{name} {lead:.2f} over {other}" for name, (lead, other) in leads.items())
         lead, other = leads[best]
-        spread = _lead_interval(contests[best]["runs"], other)
-        results.row("ours.best_lead", lead, spread, f"on {best}; at 99 % attainment: {told}")
+        found = _lead_by_rounds(contests[best]["runs"], other)
+        told = f"on {best}; at 99 % attainment: {told}"
+        if found is None:
+            results.row("ours.best_lead", lead, note=told)
+        else:
+            results.ratio("ours.best_lead", replace(found, value=lead), told)
 
 
-def _lead_interval(runs: Mapping[str, Mapping[str, Any]], other: str) -> tuple[float, float] | None:
-    """Interval of what ours trained over another's, by the rounds that both had; None where the results that
-    a run goes on with do not have them."""
+def _lead_by_rounds(runs: Mapping[str, Mapping[str, Any]], other: str) -> Ratio | None:
+    """Training of ours over another's, by the rounds that both had; None where the results that a run goes on
+    with do not have them."""
     rates = [runs[name].get("training_rounds") or () for name in (OURS, other)]
     if not all(rates) or not all(rates[1]):
         return None
-    found = ratio_of([ours / theirs for ours, theirs in zip(*rates, strict=False)])
-    return found.low, found.high
+    return ratio_of([ours / theirs for ours, theirs in zip(*rates, strict=False)])
 
 
 def _judged(run: Mapping[str, Any]) -> tuple[float, float]:

@@ -110,7 +110,7 @@ class Testbed:
     def ratio(self, key: str, rounds: Mapping[str, Sequence[float]], ours: str, theirs: str) -> None:
         """The row of a key: the median over rounds of one contestant's rate over another's."""
         ratio = ratio_of([a / b for a, b in zip(rounds[ours], rounds[theirs], strict=True)])
-        self.results.row(key, ratio.value, (ratio.low, ratio.high))
+        self.results.ratio(key, ratio)
 
     def rates(self, group: str, rounds: Mapping[str, Sequence[float]]) -> None:
         """The figures of contestants' rates."""

@@ -22,7 +22,7 @@ from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.simulated import weighted_machine
-from coserve_benchmarks.timing import Ratio
+from coserve_benchmarks.timing import OF_SEEDS, Ratio
 
 KEY: Final = "hetero.vs_deferral[simulated]"
 BAR: Final = 2.1  # figure 5's
@@ -160,7 +160,7 @@ class Cell:
         if min(theirs) <= 0:
             return None
         ratio = float(ratio_of_means(ours, theirs))
-        return Ratio(ratio, *interval(ratio_of_means, ours, theirs, paired=True))
+        return Ratio(ratio, *interval(ratio_of_means, ours, theirs, paired=True), OF_SEEDS)
 
 
 class Grid:
@@ -255,7 +255,7 @@ def _row(results: Results, cell: Cell, machine: Machine) -> None:
     if ratio is None:
         results.note(KEY, f"no ratio, as algorithm 1 trains nothing; {note}")
     else:
-        results.row(KEY, ratio.value, (ratio.low, ratio.high), note=note)
+        results.ratio(KEY, ratio, note=note)
 
 
 def _tell(results: Results, name: str, cells: Sequence[Cell]) -> None:

@@ -15,7 +15,7 @@ from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.streamed.contestants import order_for, read_report, run_contestant
 from coserve_benchmarks.streamed.orders import StreamedOrder, SwapCase
-from coserve_benchmarks.timing import ratio_of
+from coserve_benchmarks.timing import OF_CASES, ratio_of
 
 _UNLIMITED: Final = 1 << 40  # bytes
 _LONG_SHAPE: Final = "19m"  # of the model that answers a long prompt
@@ -54,7 +54,7 @@ class Elsewhere:
         right = [one.chosen == (median(one.moved) < median(one.computed)) for one in cases]
         share = sum(right) / len(cases)
         told = "; ".join(_told(one, is_right) for one, is_right in zip(cases, right, strict=True))
-        results.row("swap.right", share, share_interval(share, len(cases)), note=told)
+        results.row("swap.right", share, share_interval(share, len(cases)), told, OF_CASES)
         longest = max(one.tokens for one in cases)
         plain = next(one for one in cases if one.tokens == longest and not one.pause)
         results.figure("swap.pages", plain.pages, "pages of the longest")
@@ -66,7 +66,7 @@ class Elsewhere:
         results.figure("swap.computed", median(plain.computed), "s to the next token")
         if plain.chosen:
             ratio = ratio_of([a / b for a, b in zip(plain.moving, plain.computing, strict=True)])
-            results.row("swap.vs_recompute", ratio.value, (ratio.low, ratio.high))
+            results.ratio("swap.vs_recompute", ratio)
         else:
             results.note("swap.vs_recompute", "the scheduler would not have moved them")
 

@@ -129,7 +129,7 @@ class _Limited:
         note += "killed" if control.was_killed else "not killed: it fits"
         results.row("resident.peak", ended.peak / self._limit, note=note)
         share = ratio_of([rate / max(found.disk) for rate in found.decoding])
-        results.row("read.share", share.value, (share.low, share.high))
+        results.ratio("read.share", share)
         self._compare("coserve.vs_turns", [Round(one.theirs, one.ours) for one in found.turns])
         results.figure("coserve.tokens", self._rate(found, [one.ours for one in found.turns]), "tokens/s")
         self._compare("hetero.vs_deferral", found.deferral)
@@ -143,7 +143,7 @@ class _Limited:
 
     def _compare(self, key: str, rounds: "Collection[Round]") -> None:
         ratio = ratio_of([one.ours / one.theirs for one in rounds])
-        self._bench.results.row(key, ratio.value, (ratio.low, ratio.high))
+        self._bench.results.ratio(key, ratio)
 
     def peers(self) -> None:
         """The same requests and training by peers, each in turn; the best that works counts."""

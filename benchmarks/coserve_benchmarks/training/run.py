@@ -120,7 +120,7 @@ class _TrainingRows:
             f"{count} answers of {sizes.answer} tokens to {sizes.prompts} prompts of {_PROMPT}, rank 8 on "
             "all linears; sampling has the bounds of `flex`"
         )
-        results.row("rl.vs_turns", ratio.value, (ratio.low, ratio.high), note)
+        results.ratio("rl.vs_turns", ratio, note)
 
     def curves(self) -> None:
         """The embedded model learns words that begin with s, in turns and together, from as many samples: the

@@ -54,7 +54,7 @@ def measure(bench: Bench, served: Served) -> None:
     ratio = speedup(times["finetune"], times["tinker"])
     count = sum(map(len, tokens))
     note = f"{count} tokens a step, rank {settings.rank} on all linears; one step at a time"
-    results.row("tinker.step_overhead", ratio.value, (ratio.low, ratio.high), note)
+    results.ratio("tinker.step_overhead", ratio, note)
 
 
 def step(run: tinker.TrainingClient, data: Sequence[types.Datum]) -> float:

@@ -122,7 +122,7 @@ def measure_serving(
         ("vs_parameter_sharing", "turns", attrgetter("rate")),
     ):
         ratio = ratio_of([of(a) / of(b) for a, b in zip(found["together"], found[peer], strict=True)])
-        results.row(f"{own}.{key}", ratio.value, (ratio.low, ratio.high))
+        results.ratio(f"{own}.{key}", ratio)
     results.note(
         own,
         f"{len(names)} applications, {capacity:.1f} requests a second for {seconds:g} s, prompts of "

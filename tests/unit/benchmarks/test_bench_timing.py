@@ -21,7 +21,7 @@ from coserve_benchmarks.drive import announced
 from coserve_benchmarks.policies import instead, run
 from coserve_benchmarks.results import BARS, Bar, Results
 from coserve_benchmarks.settings import FULL
-from coserve_benchmarks.timing import OF_REQUESTS, OF_ROUNDS, Timing, alternate, speedup
+from coserve_benchmarks.timing import OF_REQUESTS, OF_ROUNDS, Timing, alternate, ratio_of, speedup
 from waiting import PATIENCE
 
 
@@ -100,6 +100,10 @@ def test_a_json_says_what_its_spreads_are() -> None:
     found = results.as_dict()["spreads_are"]
     assert found.pop("figures").endswith("unless noted")
     assert found == {"a": OF_ROUNDS, "b": OF_REQUESTS}
+    results.ratio("c", ratio_of([1.0, 2.0, 3.0, 4.0, 5.0]))
+    results.ratio("d", ratio_of([1.0, 2.0, 3.0]))  # which hold the median with a probability of 0.75
+    found = results.as_dict()["spreads_are"]
+    assert (found["c"], found["d"]) == (OF_ROUNDS, "least and greatest of the median's 3 rounds")
     older = {"d": 2.0, "spreads": {"d": [1, 3]}, "notes": {}, "series": {}, "figures": {}, "groups": []}
     results.header["groups"] = []
     results.take_over(older)
