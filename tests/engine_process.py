@@ -62,7 +62,7 @@ class EngineProcess:
 
     def feed(self, model: Path, **fields: Any) -> None:
         assert self.process.stdin is not None
-        start = EngineStart(str(model), str(self.socket), EngineConfig(**self._engine), **fields)
+        start = EngineStart(str(model), str(self.socket), EngineConfig(threads=1, **self._engine), **fields)
         self.process.stdin.write(encode_line(start).encode() + b"\n")
         self.process.stdin.flush()
 

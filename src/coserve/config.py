@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from coserve.core.size import read_memory, read_size
 from coserve.errors import ConfigError
+
+MOST_THREADS: Final = 1024  # that compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class EngineConfig:
     # What executors may see of rows: none hides nothing, noise obfuscates, with shares two parties see random
     # numbers; the first half of the addresses is then one party's, the second half the other's.
     base_privacy: str = "none"
+    threads: int = 0  # that compute; 0: one for each processor that the system and its control group allow
     executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
     async_scheduling: bool | None = None  # plans a step while one runs; None: if the executor is remote
     cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
@@ -61,6 +64,8 @@ class EngineConfig:
         for name in ("cache_tokens", "page_size", "max_running"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise ConfigError(f"engine.threads must be at most {MOST_THREADS}, or 0, not {self.threads}")
         if not self.approximation_delay >= 0:
             raise ConfigError(
                 f"engine.approximation_delay must be at least 0 seconds, not {self.approximation_delay}"

@@ -55,7 +55,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """One for the tests that kill nothing; the last of them drains it."""
     with EngineProcess(tmp_path_factory.mktemp("engine")) as process:
-        process.launch(model, threads=1).close()
+        process.launch(model).close()
         yield process
 
 
@@ -68,7 +68,7 @@ def test_bases_and_chains_of_two_in_one_process(model: Path, tmp_path: Path) -> 
         name: StitchedChain(path, BASE, "wide") for name, path in (("good@2", good), ("bad@2", broken))
     }
     with EngineProcess(tmp_path) as process:
-        server = process.launch(model, threads=1, bases={"wide": str(wide)}, stitched=stitched)
+        server = process.launch(model, bases={"wide": str(wide)}, stitched=stitched)
         assert server.hello.stitched == ("good@2",) and [*server.hello.bases] == ["wide"]
         sampling = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
         asked: dict[str, dict[str, str]] = {
@@ -241,7 +241,7 @@ def test_pause_resume_and_drain(engine: EngineProcess, data: Path, tmp_path: Pat
 
 def test_sigterm_ends_an_engine_that_is_loading_at_once(tmp_path: Path) -> None:
     with EngineProcess(tmp_path, calibrate=True) as engine:
-        engine.feed(embedded.path(), threads=1)
+        engine.feed(embedded.path())
         while engine.phase().state != "measuring":
             pass
         engine.process.send_signal(signal.SIGTERM)
@@ -253,12 +253,12 @@ def test_one_that_comes_after_another_does_not_measure_and_ends_on_sigterm_once_
 ) -> None:
     remembered = tmp_path / "calibration.json"
     with EngineProcess(tmp_path, calibrate=True) as engine:
-        engine.feed(model, threads=1, calibration=str(remembered))
+        engine.feed(model, calibration=str(remembered))
         assert [engine.phase().state for _ in range(4)] == ["standby", "loading", "measuring", "ready"]
         engine.kill()
     first = remembered.read_bytes()
     with EngineProcess(tmp_path, calibrate=True) as engine:
-        server = engine.launch(model, threads=1, calibration=str(remembered))  # and does not measure
+        server = engine.launch(model, calibration=str(remembered))  # and does not measure
         assert remembered.read_bytes() == first  # no step has corrected anything
         server.send(job("p1", data, tmp_path / "job", every=100))
         server.until(lambda s: s.of(JobStep, "p1"))

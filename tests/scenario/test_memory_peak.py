@@ -56,7 +56,7 @@ def test_the_peak_is_the_imports_and_the_budget(tmp_path: Path, monkeypatch: pyt
     with EngineProcess(
         tmp_path, memory=f"{BUDGET}MiB", cache_tokens=32768, page_size=16, calibrate=True
     ) as process:
-        process.feed(tiny.path(), threads=1)
+        process.feed(tiny.path())
         while (status := process.phase()).state != "ready":
             assert status.state in ("standby", "loading", "measuring"), status
         assert f"{BUDGET} MiB of memory, beside" in status.text

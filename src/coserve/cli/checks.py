@@ -12,7 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from coserve.core.control_group import usable_processors
 from coserve.errors import CoserveError, StateError
+from coserve.memory.budget import process_capacity
 from coserve.serve.processes.claim import find_running
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.examine import examine
@@ -81,7 +83,7 @@ def _system() -> Check:
 
 
 def _processor() -> Check:
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = usable_processors()
     units = [name for name in MATRIX_UNITS if name in _processor_flags()]
     found = f"{threads} threads, {'bfloat16 units: ' + ', '.join(units) if units else 'no bfloat16 units'}"
     if units:
@@ -104,22 +106,13 @@ def _memory() -> Check:
         total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return Check("memory", Level.NOTE, "this system does not tell")
-    limit = _memory_limit()
+    limit = process_capacity().total
     found = f"{total / 1e9:.1f} GB, {free / 1e9:.1f} GB unused"
-    if limit is not None and limit < total:
+    if limit < total:
         found += f", this process may use {limit / 1e9:.1f} GB"
-    if min(total, limit or total) < LITTLE_MEMORY:
+    if limit < LITTLE_MEMORY:
         return Check("memory", Level.LACKING, found, "enough for the embedded model; others need more")
     return Check("memory", Level.GOOD, found)
-
-
-def _memory_limit() -> int | None:
-    """Memory limit of the container in bytes (cgroup v2); None where there is none."""
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _torch() -> Iterator[Check]:

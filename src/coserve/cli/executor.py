@@ -45,6 +45,9 @@ def executor(
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:N, or auto: a GPU where there is one.")
     ] = "auto",
+    threads: Annotated[
+        int, typer.Option(help="Threads that compute; 0: one for each processor allowed.", min=0)
+    ] = 0,
     batching: Annotated[
         str,
         typer.Option(
@@ -91,6 +94,7 @@ def executor(
 
     A client is a script with transformers and PEFT that calls `coserve.split.attach.attach(model, ADDRESS)`.
     """
+    from coserve.executors.compute_threads import set_threads
     from coserve.split.batching import BatchingConfig
     from coserve.split.layers import LayerChoice
     from coserve.split.service import run_service
@@ -101,6 +105,7 @@ def executor(
     if tls_cert is None and (tls_key is not None or tls_client_ca is not None):
         raise ConfigError("--tls-key and --tls-client-ca are for an executor with --tls-cert")
     part = Shard.parse(shard)
+    set_threads(threads)
     tls = None if tls_cert is None else TlsFiles(tls_cert, tls_key, tls_client_ca)
     with nullcontext() if state is None else _opened(state) as store:
         keys = None if store is None else lambda secret: is_key(store, secret)

@@ -49,6 +49,10 @@ def serve(
     state: State = None,
     name: Annotated[str | None, typer.Option(help="What clients call the base model.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda, cuda:1, ...")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Threads that compute; 0: one for each processor allowed.", min=0),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = None,
     quantize: Annotated[
         str | None,
@@ -196,6 +200,7 @@ def serve(
         slo=_slowdowns(slowdown) if slowdown else None,
         engine=given(
             device=device,
+            threads=threads,
             dtype=dtype,
             quantize=quantize,
             cache_tokens=cache_tokens,

@@ -37,6 +37,7 @@ from coserve.engine.stats import count
 from coserve.engine.training import Training
 from coserve.engine.training_client import TrainingClient
 from coserve.errors import ConfigError, CoserveError, RequestError
+from coserve.executors.compute_threads import set_threads
 from coserve.executors.executor import CompileGrammar
 from coserve.executors.opening import Opened, open_executor, open_stitched
 from coserve.memory.pages import PagePool
@@ -88,6 +89,8 @@ class Engine:
         one, and its executor where that is not to be opened for a model."""
         self.config, self.clock, self.base_id = config, clock, base_id
         policy = make_policy(config.policy, **config.policy_options)  # refused before the model loads
+        if beside is None:
+            set_threads(config.threads)
         self.memory: EngineMemory = EngineMemory(config, None if beside is None else beside.memory, base_id)
         special = config.allow_special_tokens
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))

@@ -27,7 +27,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import torch
 from safetensors.torch import load_file  # noqa: F401  # imported in advance, so that loading is quick
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.utils import logging as transformers_logging
@@ -221,8 +220,6 @@ def _load(start: EngineStart) -> Engine:
     """Loads the engine with all its bases, without step costs. Raises the error of a base that cannot be
     loaded, with its id; a chain of two that cannot be opened is left out, as an approximation that nobody
     has to be given."""
-    if start.threads is not None:
-        torch.set_num_threads(start.threads)
     scheduler = {**start.config.scheduler, "interruptible": True}  # by messages to the inbox
     engine = Engine(start.model, replace(start.config, calibrate=False, scheduler=scheduler))
     for base, model in start.bases.items():

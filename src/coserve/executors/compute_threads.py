@@ -1,4 +1,4 @@
-"""The number of threads that compute a step of a streamed base: the one that reads competes for the cores."""
+"""The number of threads that compute: of this process, and of a step of a streamed base."""
 
 import time
 from collections.abc import Hashable, Iterator
@@ -8,9 +8,18 @@ from typing import Final
 
 import torch
 
+from coserve.core.control_group import usable_processors
+
 _FIRST: Final = 3  # steps with each count before the faster one is chosen
 _AGAIN: Final = 64  # every so many steps the other count has one
 _NEWEST: Final = 0.3  # weight of the newest step
+
+
+def set_threads(count: int = 0) -> None:
+    """Has torch compute with `count` threads; 0: with its default (`OMP_NUM_THREADS`, or one for each core),
+    or with as many as the process has processors where these are fewer. A container's quota is no affinity,
+    which is all that OpenMP looks at."""
+    torch.set_num_threads(count or min(torch.get_num_threads(), usable_processors()))
 
 
 @dataclass(slots=True)
@@ -24,7 +33,8 @@ class _Measured:
 
 
 class ComputeThreads:
-    """Chooses all threads, or one fewer, for steps of a kind by the seconds that earlier ones took.
+    """Chooses all threads, or one fewer, for steps of a streamed base, by the seconds that earlier ones took:
+    the thread that reads competes for the cores.
 
     Which is faster depends on rows, disk and page cache, and is tried: a step that waits for weights loses
     nothing by computing more slowly, and what is read is there sooner (decoding alone on two cores: 1.75 GB/s

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from coserve.core.control_group import group_folders
 from coserve.core.size import read_memory
 
 SHARE: Final = 0.9  # default share of the free bytes: other processes need some
-_CGROUP: Final = Path("/sys/fs/cgroup")
+_LIMIT_AND_USAGE: Final = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +54,11 @@ def _system() -> Iterator[tuple[int, int]]:
 
 def _control_group() -> Iterator[tuple[int, int]]:
     """Limits of the process's control group and its ancestors (cgroup v1 and v2)."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, usage = _CGROUP, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        place = root / path.lstrip("/")
-        for folder in (place, *place.parents):
-            if not folder.is_relative_to(root):
-                break
-            most, used = _number(folder / limit), _number(folder / usage)
-            if most is not None and used is not None:
-                yield most, most - used
+    for version, folder in group_folders("memory"):
+        limit, usage = _LIMIT_AND_USAGE[version]
+        most, used = _number(folder / limit), _number(folder / usage)
+        if most is not None and used is not None:
+            yield most, most - used
 
 
 def _number(file: Path) -> int | None:

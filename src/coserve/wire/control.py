@@ -21,14 +21,13 @@ BEAT_SECONDS: Final = 0.5  # between two heartbeats, at least
 class EngineStart(msgspec.Struct, frozen=True):
     """Start order of an engine's process: the model to load, further bases and chains of two bases by their
     ids, and the path of the Unix socket to listen on (a file there is replaced). A chain that cannot be
-    opened is left out. `threads` are torch's; None is its default.
+    opened is left out.
     `calibration` is the file of measured step costs; without one they are measured at every start. `crash`
     describes how the previous engine crashed; empty where there was none, or it was ended from outside."""
 
     model: str
     socket: str
     config: EngineConfig = EngineConfig()
-    threads: int | None = None
     calibration: str | None = None
     log_level: str = "info"
     crash: str = ""
