@@ -365,6 +365,10 @@ def test_health_follows_the_engine(play: Play) -> None:
         away = await world.http.get("/health/ready")
         assert away.status_code == 503 and away.headers["retry-after"]
         assert (await world.http.get("/health")).json()["engine"] == "away"
+        hello, world.state.link.hello = world.state.link.hello, None
+        assert (await world.http.get("/health")).json()["engine"] == "starting"
+        assert "the engine is starting" in (await world.http.get("/health/ready")).text
+        world.state.link.hello = hello
         await world.engine.start()
         await world.until(lambda: world.state.link.ready)
         world.state.draining = True

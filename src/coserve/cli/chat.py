@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.options import ApiKey, ModelName, Url, connect, given
+from coserve.cli.options import ApiKey, ModelName, Url, connect, given, tell_wait
 from coserve.errors import ConfigError, CoserveError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def chat(
 ) -> None:
     """Talks with a model. Piped, every line of stdin is a turn, and answers alone are printed."""
     with connect(context, url, api_key) as client:
+        client.wait_ready(tell_wait)
         options = given(temperature=temperature, max_tokens=max_tokens, seed=seed)
         conversation = Conversation(client, model or names_of(client)[0], options, system)
         if message is not None:

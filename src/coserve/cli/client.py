@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
@@ -14,6 +15,8 @@ from coserve.cli.config import ClientSettings
 from coserve.errors import ServerError, Unreachable
 
 CONNECT_SECONDS = 5.0
+STARTING: Final = "engine_lost"  # the error's code while a server has no engine
+ASK_AGAIN: Final = 0.5  # seconds between two questions whether it has one
 JSONObject = dict[str, Any]
 
 
@@ -48,6 +51,15 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
+
+    def wait_ready(self, tell: Callable[[str], object]) -> None:
+        """Returns once the server has an engine, which takes a while at its first start. Tells the reason of
+        waiting, and each further one."""
+        told = ""
+        while _is_starting(answer := self._send("GET", "/health/ready")):
+            if told != (told := _message(_object(answer.text), answer.status_code)):
+                tell(told)
+            time.sleep(ASK_AGAIN)
 
     def get(self, path: str, **query: Any) -> JSONObject:
         given = {key: value for key, value in query.items() if value is not None}
@@ -146,6 +158,11 @@ def _object(text: str) -> JSONObject:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _is_starting(answer: httpx.Response) -> bool:
+    error = _object(answer.text).get("error") if answer.status_code == 503 else None
+    return isinstance(error, dict) and error.get("code") == STARTING
 
 
 def _message(body: JSONObject, status: int) -> str:

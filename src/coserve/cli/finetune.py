@@ -19,6 +19,7 @@ from coserve.cli.options import (
     Url,
     connect,
     given,
+    tell_wait,
 )  # fmt: skip
 from coserve.errors import ConfigError
 
@@ -44,7 +45,11 @@ def finetune(
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Times the data is gone through.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Examples of one optimizer step.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Of AdamW; short for --optimizer learning_rate=.")
+    ] = None,
     learning_rate_multiplier: Annotated[float | None, typer.Option(help="Of the usual rate.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Of LoRA; short for --peft rank=.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same batches.")] = None,
     peft: Annotated[
         list[str] | None,
@@ -107,7 +112,10 @@ def finetune(
     from coserve.cli.chat import names_of
     from coserve.cli.output import print_json
 
-    ours = given(peft=_pairs("--peft", peft), optimizer=_pairs("--optimizer", optimizer))
+    ours = given(
+        peft=_pairs("--peft", peft, rank=rank),
+        optimizer=_pairs("--optimizer", optimizer, learning_rate=learning_rate),
+    )
     hyperparameters = given(
         n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
     )
@@ -138,6 +146,7 @@ def finetune(
         finetune_here(asked)
         return
     with connect(context, url, api_key) as client:
+        client.wait_ready(tell_wait)
         body = given(
             model=model or names_of(client)[0],
             training_file=_upload(client, file),
@@ -200,13 +209,15 @@ def _method(
     return {"type": name, name: settings}
 
 
-def _pairs(flag: str, given: list[str] | None) -> dict[str, Any] | None:
-    """KEY=VALUE pairs; a value is JSON where it can be, else text."""
-    found: dict[str, Any] = {}
-    for pair in given or []:
+def _pairs(flag: str, pairs: list[str] | None, **short: Any) -> dict[str, Any] | None:
+    """KEY=VALUE pairs, and those that flags of their own give; a value is JSON where it can be, else text."""
+    found = given(**short)
+    for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not (key and equals):
             raise ConfigError(f"{flag} {pair}: expected KEY=VALUE")
+        if short.get(key) is not None:
+            raise ConfigError(f"{flag} {pair}: --{key.replace('_', '-')} gives it too")
         try:
             found[key] = json.loads(value)
         except ValueError:

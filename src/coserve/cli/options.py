@@ -1,6 +1,7 @@
 """Options that several commands share, and the client and configuration they select."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
@@ -89,6 +90,11 @@ def connect(context: typer.Context, url: str | None, api_key: str | None) -> "Cl
     from coserve.cli.config import load_client_settings
 
     return Client(load_client_settings(given(url=url, api_key=api_key), config_of(context)))
+
+
+def tell_wait(reason: str) -> None:
+    """Says for what a command waits, beside its output."""
+    print(f"Waiting: {reason}", file=sys.stderr, flush=True)
 
 
 def config_of(context: typer.Context) -> Path | None:

@@ -9,6 +9,7 @@ import pytest
 from click.testing import Result
 from stub_server import Stub
 
+from coserve.cli import client
 from coserve.cli.complete import complete_adapters, complete_jobs, complete_models
 from coserve.errors import AdapterError, ConfigError, ServerError, Unreachable
 from coserve.serve.schema.jobs import JobRequest
@@ -187,20 +188,29 @@ def test_events_and_checkpoints(run: Run, stub: Stub) -> None:
     assert "ft:x:ckpt-step-50" in shown and "1.2500" in shown
 
 
-def test_finetune_uploads_creates_and_follows(run: Run, stub: Stub, tmp_path: Path) -> None:
+def test_finetune_waits_for_the_engine_then_uploads_creates_and_follows(
+    run: Run, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "x"}\n')
     message = {"id": "e0", "type": "message", "message": "Fine-tuning job started", "created_at": 1}
+    starting = (503, {"error": {"code": "engine_lost", "message": "the engine is starting"}})
     stub.answers = {
+        "GET /health/ready": [starting, starting, {"status": "ok"}],
         "GET /v1/models": MODELS,
         "POST /v1/files": {"id": "file-1"},
         f"POST {JOBS}": job("queued"),
         f"GET {JOBS}/ftjob-1": job("succeeded", fine_tuned_model="ft:base:me:poet:1"),
         f"GET {JOBS}/ftjob-1/events": {"data": [metrics(2, 1.5), metrics(1, 2.0), message]},
     }
-    options = ["--suffix", "poet", "--epochs", "2", "--peft", "rank=4", "--optimizer", "schedule=constant"]
-    result = run("finetune", str(data), *options)
+    monkeypatch.setattr(client, "ASK_AGAIN", 0.0)
+    options = ["--suffix", "poet", "--epochs", "2", "--rank", "4", "--learning-rate", "2e-3"]
+    refused = run("finetune", str(data), *options, "--peft", "rank=8", fails=True).exception
+    assert isinstance(refused, ConfigError) and "--rank gives it too" in str(refused)
+    result = run("finetune", str(data), *options, "--optimizer", "schedule=constant")
     assert result.exit_code == 0
+    assert result.stderr.count("Waiting: the engine is starting") == 1
+    assert stub.requests()[:3] == ["GET /health/ready"] * 3
     assert "Fine-tuning job started" in result.stdout and "step 2/3 | loss 1.5000" in result.stdout
     assert "coserve chat --model ft:base:me:poet:1" in result.stdout
     assert stub.body(f"POST {JOBS}") == {
@@ -209,7 +219,7 @@ def test_finetune_uploads_creates_and_follows(run: Run, stub: Stub, tmp_path: Pa
         "suffix": "poet",
         "hyperparameters": {"n_epochs": 2},
         "peft": {"rank": 4},
-        "optimizer": {"schedule": "constant"},
+        "optimizer": {"learning_rate": 0.002, "schedule": "constant"},
     }
 
 
@@ -296,7 +306,7 @@ def test_detach_prints_how_to_come_back(run: Run, stub: Stub, tmp_path: Path) ->
     stub.answers = {"POST /v1/files": {"id": "f"}, f"POST {JOBS}": job("queued")}
     result = run("finetune", str(tmp_path / "d.txt"), "--model", "base", "--detach")
     assert "coserve jobs attach ftjob-1" in result.stdout
-    assert stub.requests() == ["POST /v1/files", f"POST {JOBS}"]
+    assert stub.requests() == ["GET /health/ready", "POST /v1/files", f"POST {JOBS}"]
 
 
 def test_chat_answers_one_message(run: Run, stub: Stub) -> None:

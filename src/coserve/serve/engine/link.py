@@ -47,6 +47,13 @@ MOST_LIVES = 5  # engine deaths that end a request, without a token of it in bet
 CONNECTING: Final = 1.0  # seconds from an engine's readiness until the link has connected, at most
 
 
+def why_absent(last: Hello | None) -> str:
+    """Tells why no engine is connected, given the Hello of the last one."""
+    if last is None:
+        return "the engine is starting: it loads the model, and at its first start measures step costs"
+    return "the engine ended, and the next one is starting"
+
+
 class EngineLink:
     """Connects to the engine, reconnects after a crash, and continues live requests on the next engine.
 
@@ -94,7 +101,7 @@ class EngineLink:
         try:
             await asyncio.wait_for(self._connected.wait(), timeout)
         except TimeoutError:
-            raise EngineLost("the engine is not there; it may still be starting") from None
+            raise EngineLost(why_absent(self.hello)) from None
         assert self.hello is not None
         return self.hello
 

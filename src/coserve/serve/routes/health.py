@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from coserve.errors import EngineLost
 from coserve.memory.malloc import resident_bytes
 from coserve.metrics import CONTENT_TYPE
-from coserve.serve.engine.link import SILENT_SECONDS
+from coserve.serve.engine.link import SILENT_SECONDS, why_absent
 from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.processes.claim import Running, find_running
 from coserve.serve.state import Shared, State
@@ -19,13 +19,14 @@ router = APIRouter(tags=["Health"])
 
 
 class Health(BaseModel):
-    """Health of the server. `engine` is `away` from its death to its successor's start, and `silent` where it
-    hangs or is in a very long step; it is then soon killed and replaced. It is `waiting` while weights of a
+    """Health of the server. `engine` is `starting` until one has loaded the model, `away` from its death to
+    its successor's start, and `silent` where it hangs or is in a very long step; it is then soon killed and
+    replaced. It is `waiting` while weights of a
     streamed base cannot be read: all requests and jobs go on once they can. While the `supervisor` is
     `silent` (it hangs, or a signal has stopped it) the server works, but dead processes are not restarted."""
 
     status: Literal["ok", "draining"]
-    engine: Literal["ready", "waiting", "silent", "away"]
+    engine: Literal["starting", "ready", "waiting", "silent", "away"]
     supervisor: Literal["ready", "silent"]
     model: str
 
@@ -46,7 +47,7 @@ async def ready(state: Shared) -> Health:
     if state.draining:
         raise ApiError(503, "The server is shutting down.", code="draining")
     if not state.link.ready:
-        raise EngineLost("the engine is not there; it may still be starting")
+        raise EngineLost(why_absent(state.link.hello))
     if state.link.silence > SILENT_SECONDS:
         raise EngineLost(
             f"the engine has given no sign of life for {state.link.silence:.0f} s: it hangs, or a step of it "
@@ -75,9 +76,9 @@ def _health(state: State) -> Health:
     )
 
 
-def _engine(state: State) -> Literal["ready", "waiting", "silent", "away"]:
+def _engine(state: State) -> Literal["starting", "ready", "waiting", "silent", "away"]:
     if not state.link.ready:
-        return "away"
+        return "starting" if state.link.hello is None else "away"
     if state.link.silence > SILENT_SECONDS:
         return "silent"
     return "waiting" if _unreadable(state) else "ready"
