@@ -16,13 +16,14 @@ from typing import Final, get_args
 from torch import nn
 
 from coserve.errors import AdapterMismatch, ConfigError
+from coserve.model.origin import linears_digest
 from coserve.model.placing import put
 from coserve.split.absent import check_methods
 from coserve.split.block_calls import BlockCalls
-from coserve.split.calls import Calls
+from coserve.split.calls import Calls, Source
 from coserve.split.gather import Where, connect
-from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of, transformers_model
-from coserve.split.messages import BaseHello
+from coserve.split.linears import digests_of, find_linears, shape_of, transformers_model
+from coserve.split.messages import other_weights
 from coserve.split.privacy.modes import Privacy, private
 from coserve.split.remote_group import RemoteBlocks, RemoteGroup, RemoteSpan
 from coserve.split.script_kernels import use_script_kernels
@@ -76,7 +77,7 @@ def attach(
     source = connect(address, key, tls, patience, shared_memory)
     calls: Calls = source
     try:
-        _check(source.base, {path: module for path, (_, module) in found.items()})
+        _check(source, {path: module for path, (_, module) in found.items()})
         if privacy is not None:
             calls = private(
                 source,
@@ -127,19 +128,24 @@ def _put_blocks(model: nn.Module, calls: Calls) -> None:
         BlockCalls(own.get_decoder(), layers, RemoteBlocks(calls, shape))
 
 
-def _check(base: BaseHello, own: Mapping[str, nn.Module]) -> None:
+def _check(source: Source, own: Mapping[str, nn.Module]) -> None:
     """Raises AdapterMismatch where the executor has a linear that the model lacks or has in another shape or
     with other weights, and where the model has no weights for a linear that the executor lacks."""
+    base, where = source.base, f"the executor at {source.address}"
     for group in base.groups:
         for path, out in group.outputs.items():
             shape = shape_of(own[path]) if path in own else None
             if shape != (out, group.inputs):
                 shown = "x".join(map(str, shape)) if shape else "not in this model"
-                raise AdapterMismatch(f"the executor's {path} is {out}x{group.inputs}, here it is {shown}")
+                raise AdapterMismatch(f"{path} of {where} is {out}x{group.inputs}, here it is {shown}")
     offered = {path for group in base.groups for path in group.outputs}
-    mark = fingerprint_of_linears({path: own[path] for path in offered})
-    if mark is not None and mark != base.fingerprint:
-        raise AdapterMismatch(f"the client's base is {mark}, the executor's {base.fingerprint}")
+    digests = digests_of({path: own[path] for path in offered})
+    if digests is not None and linears_digest(digests) != base.fingerprint:
+        types = {str(x.dtype).removeprefix("torch.") for path in offered for x in own[path].parameters(False)}
+        said = other_weights(base.digests, digests)
+        if types != {base.dtype}:
+            said = [f"its linears are {base.dtype}, here they are {' and '.join(sorted(types))}"]
+        raise AdapterMismatch(f"{where} has another base than the model: {' and '.join(said)}")
     kept = {path: module for path, module in own.items() if path not in offered}
     missing = [path for path, module in kept.items() if any(p.is_meta for p in module.parameters(False))]
     if missing:

@@ -4,6 +4,7 @@ A call goes to all of them at once. Forward each gets all rows and gives some co
 are concatenated; backward each gets its columns of the gradients, and the gradients of the input are summed.
 """
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -17,7 +18,14 @@ from coserve.split.address import Address
 from coserve.split.calls import Answer, Source
 from coserve.split.channel import Transport
 from coserve.split.connection import ExecutorConnection, Rows
-from coserve.split.messages import VERSION, BaseHello, ClientHello, GroupShape, LinearCall
+from coserve.split.messages import (
+    VERSION,
+    BaseHello,
+    ClientHello,
+    GroupShape,
+    LinearCall,
+    other_weights,
+)
 from coserve.split.privacy.field import total
 from coserve.split.tls import ClientTls
 from coserve.split.transport import SocketTransport
@@ -69,7 +77,28 @@ def assembled(sources: Sequence[Source]) -> list[Source]:
         base = source.base
         key = place if base.shard is None else (base.fingerprint, base.shard.count)
         parts.setdefault(key, []).append(source)
+    _check_weights([part for key, part in parts.items() if not isinstance(key, int)])
     return [part[0] if isinstance(key, int) else Gathered(part) for key, part in parts.items()]
+
+
+def _check_weights(parts: Sequence[Sequence[Source]]) -> None:
+    """Raises AdapterMismatch for shards that would make up a whole, were their weights the same."""
+    for part, other in itertools.combinations(parts, 2):
+        first, second = part[0].base, other[0].base
+        said = other_weights(second.digests, first.digests)
+        if said and _counts(part) == _counts(other) and not _numbers(part) & _numbers(other):
+            raise AdapterMismatch(
+                f"the shard at {other[0].address} is of another base than that at {part[0].address}: "
+                f"{said[0]}"
+            )
+
+
+def _numbers(shards: Sequence[Source]) -> set[int]:
+    return {source.base.shard.number for source in shards if source.base.shard is not None}
+
+
+def _counts(shards: Sequence[Source]) -> set[int]:
+    return {source.base.shard.count for source in shards if source.base.shard is not None}
 
 
 class Gathered:
