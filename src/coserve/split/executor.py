@@ -261,11 +261,13 @@ class BaseExecutor:
             clients=clients,
         )
 
-    def close(self) -> None:
-        """Ends after the products under way; calls that wait get no answer."""
+    def close(self, seconds: float | None = None) -> None:
+        """Ends after the products under way, for which it waits so many seconds at most; calls that wait get
+        no answer."""
         self._queues.close()
+        until = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
 
     def _run(self) -> None:
         while works := self._queues.take():

@@ -5,8 +5,6 @@ does not read. Its parser, h11, accepts some messages that proxies may parse dif
 """
 
 import asyncio
-import functools
-import ipaddress
 import json
 import re
 from collections import Counter
@@ -19,16 +17,15 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coserve.core.owners import LOOPBACK, owner_of
 from coserve.serve.errors import ApiError
 from coserve.serve.http.middleware import new_request_id
 from coserve.serve.http.shedding import LoadShedder
 
-LOOPBACK: Final = "loopback"  # all addresses of this machine's own
 _LEAST_RATE: Final = 1024  # bytes per second of a body on its way in, or of an answer on its way out
 _MOST_UNREAD: Final = 2**20  # bytes of an unwanted body that are read, so that the client reads the answer
 _SETTLED: Final = 1.0  # seconds without a request, after which a connection may have to go for a new one
 _LOOPBACK_SHARE: Final = 4  # this machine may have this many times what another address may
-_MOST_OWNERS: Final = 4096  # addresses whose owner is cached: finding it takes 40 us
 _AMBIGUOUS: Final = re.compile(rb"(?<!\r)\n|\n[ \t]")  # lines without a carriage return, folded lines
 
 
@@ -256,20 +253,3 @@ def _written(error: ApiError) -> bytes:
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-@functools.lru_cache(_MOST_OWNERS)
-def owner_of(host: str | None) -> str:
-    """Key under which an address's connections are counted: `LOOPBACK`, the IPv4 address, or the /64 network
-    of an IPv6 address, as one host has 2^64 of these."""
-    try:
-        address = ipaddress.ip_address((host or "127.0.0.1").partition("%")[0])
-    except ValueError:
-        return str(host)
-    if isinstance(address, ipaddress.IPv6Address):
-        address = address.ipv4_mapped or address
-    if address.is_loopback:
-        return LOOPBACK
-    if isinstance(address, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)
