@@ -11,7 +11,7 @@ executor, all else stays in this process.
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Final, get_args
+from typing import Final, Literal, get_args
 
 from torch import nn
 
@@ -21,10 +21,10 @@ from coserve.model.placing import put
 from coserve.split.absent import check_methods
 from coserve.split.block_calls import BlockCalls
 from coserve.split.calls import Calls, Source
-from coserve.split.gather import Where, connect
+from coserve.split.gather import Where, check_access, connect
 from coserve.split.linears import digests_of, find_linears, shape_of, transformers_model
 from coserve.split.messages import other_weights
-from coserve.split.privacy.modes import Privacy, private
+from coserve.split.privacy.modes import Privacy, mode_of, private
 from coserve.split.remote_group import RemoteBlocks, RemoteGroup, RemoteSpan
 from coserve.split.script_kernels import use_script_kernels
 from coserve.split.span_calls import ScriptSpan, Spans
@@ -39,7 +39,7 @@ def attach(
     address: Where,
     key: str | Sequence[str] = "",
     patience: float = 60.0,
-    privacy: Privacy | None = None,
+    privacy: Privacy | Literal["none", "noise"] | None = None,
     *,
     shared_memory: bool = True,
     tls: ClientTls | Sequence[ClientTls] | None = None,
@@ -53,7 +53,7 @@ def attach(
     `address` is the executor's, or a transport to it. Where several executors have a shard each, it is those
     of all, with one `key` and `tls` for all or one for each. `patience` is the seconds that a call waits for
     an executor that went away or gives no sign of life. `privacy` is the mode that hides rows from the
-    executor; None hides nothing. At a unix socket tensors are in shared memory, where the executor offers
+    executor, "noise" being `Noise()`; None hides nothing. At a unix socket tensors are in shared memory, where the executor offers
     some. `tls` is the settings for a `tls:` address.
 
     `spans` tells when a feed-forward layer without an adapter is one call: "forward" where no gradient goes
@@ -72,16 +72,23 @@ def attach(
     """
     if spans not in get_args(Spans):
         raise ConfigError(f"spans {spans!r} is none of {', '.join(get_args(Spans))}")
+    check_access(address, key, patience, tls)
+    flags = {"shared_memory": shared_memory, "blocks": blocks, "kernels": kernels}
+    if wrong := [name for name, given in flags.items() if not isinstance(given, bool)]:
+        raise ConfigError(f"{wrong[0]} must be True or False, not {flags[wrong[0]]!r}")
+    mode = mode_of(privacy)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model must be a torch module, not {model!r}")
     found = find_linears(model)
     check_methods(model, {path: module for path, (_, module) in found.items()})
     source = connect(address, key, tls, patience, shared_memory)
     calls: Calls = source
     try:
         _check(source, {path: module for path, (_, module) in found.items()})
-        if privacy is not None:
+        if mode is not None:
             calls = private(
                 source,
-                privacy,
+                mode,
                 lambda other: connect(other.address, other.key, other.tls or tls, patience, shared_memory),
             )
     except BaseException:

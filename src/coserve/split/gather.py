@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import AdapterMismatch, ConfigError
-from coserve.split.address import Address
+from coserve.split.address import Address, is_seconds
 from coserve.split.calls import Answer, Source
 from coserve.split.channel import Transport
 from coserve.split.connection import ExecutorConnection, Rows
@@ -31,6 +31,8 @@ from coserve.split.tls import ClientTls
 from coserve.split.transport import SocketTransport
 
 Where = str | Transport | Sequence[str | Transport]  # an executor, or all those that have a shard
+_EXPECTED: Final = {"an address": "text or a transport", "a key": "text", "tls": "a ClientTls"}
+_LONGEST_KEY: Final = 512  # characters
 _Key = tuple[str, int]  # fingerprint of whole linears, and the number of shards
 
 
@@ -60,6 +62,25 @@ def connect(
         for connection in found:
             connection.close()
         raise
+
+
+def check_access(where: object, keys: object, patience: object, tls: object) -> None:
+    """Raises ConfigError for what `connect` cannot take."""
+    for given, what, kinds in (
+        (where, "an address", (str, Transport)),
+        (keys, "a key", str),
+        (() if tls is None else tls, "tls", ClientTls),
+    ):
+        every = list(given) if isinstance(given, list | tuple) else [given]
+        wrong = [one for one in every if not isinstance(one, kinds)]
+        if wrong or (what == "an address" and not every):
+            shown = repr(wrong[0]) if wrong else "no address at all"
+            raise ConfigError(f"{what} must be {_EXPECTED[what]}, or a list of these, not {shown}")
+    for key in [keys] if isinstance(keys, str) else keys if isinstance(keys, list | tuple) else []:
+        if len(key) > _LONGEST_KEY or not key.isprintable():
+            raise ConfigError(f"a key has at most {_LONGEST_KEY} characters, all printable")
+    if not is_seconds(patience):
+        raise ConfigError(f"patience must be seconds from 0 on, not {patience!r}")
 
 
 def _one(sources: Sequence[Source]) -> Source:

@@ -87,11 +87,11 @@ class Connections:
         idle = [
             connection
             for connection, whose in self._open.items()
-            if owner in (None, whose) and connection.is_idle and connection.heard <= long_ago
+            if owner in (None, whose) and connection.is_idle and connection.rests <= long_ago
         ]
         if not idle:
             return False
-        oldest = min(idle, key=lambda connection: connection.heard)
+        oldest = min(idle, key=lambda connection: connection.rests)
         self.leave(oldest)
         oldest.transport.abort()
         return True
@@ -131,11 +131,13 @@ class HttpConnection(H11Protocol):
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self.conn = StrictHttp(self.config.h11_max_incomplete_event_size or 65536, self._enter)
-        self.heard = monotonic()  # time of the last data received, or of a complete answer
+        # When it came, or its last answer was complete. Bytes of headers that have not come as a whole, or
+        # of a request that has its answer already, change nothing: trickling must not hold a place.
+        self.rests = monotonic()
         self._all = connections
         self._stall = connections.limits.stall_seconds
         self._phase: tuple[str, object] | None = None  # what the server waits for, and the request
-        self._since, self._bytes = self.heard, 0  # of the phase: its last look at the rate, bytes since
+        self._since, self._bytes = self.rests, 0  # of the phase: its last look at the rate, bytes since
         self._unsent: tuple[float, int] | None = None  # time and bytes at the last check
         self._unread = 0  # bytes of a body whose request has its answer
         self._counted: bytes | None = None  # the argument for the shedder's `leave`
@@ -159,7 +161,6 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = monotonic()
         self._bytes += len(data)
         if self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY:
             self._unread += len(data)
@@ -176,7 +177,7 @@ class HttpConnection(H11Protocol):
             self.transport.close()
 
     def on_response_complete(self) -> None:
-        self.heard, self._unread = monotonic(), 0
+        self.rests, self._unread = monotonic(), 0
         self._leave()
         super().on_response_complete()
 
