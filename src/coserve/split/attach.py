@@ -53,8 +53,8 @@ def attach(
     `address` is the executor's, or a transport to it. Where several executors have a shard each, it is those
     of all, with one `key` and `tls` for all or one for each. `patience` is the seconds that a call waits for
     an executor that went away or gives no sign of life. `privacy` is the mode that hides rows from the
-    executor, "noise" being `Noise()`; None hides nothing. At a unix socket tensors are in shared memory, where the executor offers
-    some. `tls` is the settings for a `tls:` address.
+    executor, "noise" being `Noise()`; None hides nothing. At a unix socket tensors are in shared memory,
+    where the executor offers some. `tls` is the settings for a `tls:` address.
 
     `spans` tells when a feed-forward layer without an adapter is one call: "forward" where no gradient goes
     back through it, "always" (the backward pass computes it anew), or "never". With `blocks` consecutive

@@ -8,6 +8,7 @@ connection ends that connection alone.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -37,6 +38,9 @@ from coserve.wire.messages import Fault
 _log = logging.getLogger(__name__)
 # Seconds without a byte, within a message or an unread answer, after which the client is stopped or gone.
 SILENT_SECONDS: Final = 30.0
+# Seconds in which a client is not read after a wrong call or a question for the status: these wait in no
+# queue and count towards no share, and one that sends nothing else would keep the lock from others.
+_PAUSE: Final = 0.005
 
 
 class ClientSession:
@@ -117,6 +121,7 @@ class ClientSession:
                 else:
                     self._wait_for_room(0)
                     self._post(self._executor.status(self._account), (), 0)
+                    time.sleep(_PAUSE)
         finally:
             if self._account is not None:
                 self._executor.leave(self._account)
@@ -174,6 +179,7 @@ class ClientSession:
         except RequestError as error:
             self._channel.skip_tensors(call)
             self._reply(call, error)
+            time.sleep(_PAUSE)
             return
         tensors = self._channel.receive_tensors(call, call.rows, self._table.call_widths(call), call.dtype)
         assert self._account is not None, "calls come after the greeting"
