@@ -167,7 +167,7 @@ def test_an_address_has_its_share_and_the_idle_make_room(play: Play) -> None:
 
 
 def test_trickling_holds_no_place(play: Play) -> None:
-    """Headers that come byte by byte, and bytes after an answer without a key, go for a request that comes."""
+    """Headers that come byte by byte, and bytes after a refusal, go for a request that comes."""
 
     async def story(world: World) -> None:
         async with listening(world, stall_seconds=30.0, most=8, most_address=2) as address:

@@ -200,11 +200,13 @@ def test_threads_that_compute_are_few_however_many_clients_there_are(
     wait_until(lambda: served.service.clients == 1)
 
 
-@pytest.mark.parametrize("asked", [framed(call(nbytes=5)) + bytes(5), framed(StatusRequest())])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["wrong", "status"])
 def test_what_waits_in_no_queue_is_read_slowly(
-    served: Served, healthy: ExecutorConnection, asked: bytes
+    served: Served, healthy: ExecutorConnection, kind: str
 ) -> None:
     """Wrong calls and questions for the status count towards no share of seconds, but for reading them."""
+    asked = framed(StatusRequest()) if kind == "status" else framed(call(nbytes=5)) + bytes(5)
     raw, answers = served.raw(), 0
     raw.setblocking(False)
     sent, until = memoryview(asked * 4000), time.monotonic() + 0.5

@@ -72,6 +72,7 @@ class ClientSession:
         self._lock = threading.Lock()  # of the channel's sending end while nothing waits there
         self._answered = threading.Condition(self._lock)
         self._waiting = 0  # messages that the writer has still to send
+        self._is_gone = False  # it takes no answers, and what it sent before is not read
         self._rests: SimpleQueue[tuple[Rest, int | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="split-client", daemon=True)
 
@@ -112,7 +113,7 @@ class ClientSession:
         writer = threading.Thread(target=self._write, name="split-answers", daemon=True)
         writer.start()
         try:
-            while (message := self._next()) is not None:
+            while not self._is_gone and (message := self._next()) is not None:
                 if isinstance(message, ClientHello):
                     raise ConnectionError("a second greeting")
                 if isinstance(message, LinearCall):
@@ -208,6 +209,7 @@ class ClientSession:
                 try:
                     rest = self._channel.send_now(message, tensors)
                 except OSError:
+                    self._is_gone = True
                     self._channel.shut()
                     rest = None
             if rest is not None:
@@ -239,6 +241,7 @@ class ClientSession:
             try:
                 rest()
             except OSError:
+                self._is_gone = True
                 self._channel.shut()
             del rest, item
             with self._lock:
