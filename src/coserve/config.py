@@ -94,6 +94,9 @@ class EngineConfig:
 
     def _check_base(self) -> None:
         """Raises ConfigError for settings that need the base's weights in this process, or need a base."""
+        for name in ("base", "base_ca", "base_pin", "base_certificate", "base_key", "base_privacy"):
+            if not isinstance(given := getattr(self, name), str):
+                raise ConfigError(f"engine.{name} must be text, not {given!r}")
         if self.base_privacy not in ("none", "noise", "shares"):
             raise ConfigError(f"engine.base_privacy must be none, noise or shares, not {self.base_privacy!r}")
         if not self.base:
@@ -115,8 +118,9 @@ class EngineConfig:
         for name, (is_set, reason) in needs.items():
             if is_set:
                 raise ConfigError(f"engine.{name} does not go with engine.base: {reason}")
-        if not self.base_patience >= 0:
-            raise ConfigError(f"engine.base_patience must be at least 0 seconds, not {self.base_patience}")
+        patience: object = self.base_patience
+        if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience <= 1e9:
+            raise ConfigError(f"engine.base_patience must be at least 0 seconds, not {patience!r}")
 
     @property
     def scheduler_settings(self) -> dict[str, Any]:

@@ -166,6 +166,33 @@ def test_an_address_has_its_share_and_the_idle_make_room(play: Play) -> None:
     play(story)
 
 
+def test_trickling_holds_no_place(play: Play) -> None:
+    """Headers that come byte by byte, and bytes after a refusal, go for a request that comes."""
+
+    async def story(world: World) -> None:
+        async with listening(world, stall_seconds=30.0, most=8, most_address=2) as address:
+            refused = post("Content-Length: 1000000")
+            slow = [await asyncio.open_connection(*address) for _ in range(8)]
+            for number, (_, writer) in enumerate(slow):
+                writer.write(refused if number % 2 else b"GET /health")
+
+            async def trickle() -> None:
+                while True:
+                    await asyncio.sleep(0.05)
+                    for _, writer in slow:
+                        writer.write(b"a")
+
+            trickling = asyncio.create_task(trickle())
+            await asyncio.sleep(1.5)
+            for _ in range(3):
+                assert await is_served(address)
+            trickling.cancel()
+            for _, writer in slow:
+                writer.close()
+
+    play(story)
+
+
 def test_a_body_that_nobody_wants_is_not_taken(play: Play) -> None:
     async def story(world: World) -> None:
         await world.state.store.tenants.create_key("ann")

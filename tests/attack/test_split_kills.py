@@ -1,6 +1,7 @@
 """An executor that is killed under its client, replaced, and ended as it should be."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from coserve.errors import ConfigError, EngineLost, Unreachable
 from coserve.split import connection as connections
 from coserve.split import transport as transports
+from coserve.split.address import Address
 from coserve.split.attach import attach
 from models import VOCABULARY, tiny
 from split_process import MAIN, executor_process
@@ -84,12 +86,47 @@ def test_training_survives_a_kill_and_ends_where_it_would_have(
         assert got == wanted  # bit for bit: no call was lost, none was answered twice
         assert kind == "tcp" or getattr(connection._channel, "_slots", None) is not memory
         attach(calling := tiny("llama"), address, "secret", patience=0.0)
-        calls = threading.Thread(target=forward_until_it_ends, args=(calling,))
+        calls = threading.Thread(target=forward_until_it_ends, args=(calling, []))
         calls.start()
         second.send_signal(signal.SIGTERM)
-        assert second.wait(20) == 0
+        assert second.wait(5) == 0
         calls.join(60)
         assert not calls.is_alive()
+
+
+@pytest.mark.parametrize("run", [pytest.param(n, marks=() if n < 1 else pytest.mark.slow) for n in range(20)])
+def test_an_executor_with_clients_ends_in_time(folder: Path, tmp_path: Path, run: int) -> None:
+    """One client is silent, one is in a call, one has begun its greeting; they are told in a sentence, and
+    come back to the next executor."""
+    address = f"unix:{tmp_path / 'a.sock'}" if run % 2 else f"tcp:127.0.0.1:{free_port()}"
+    silent, patient, ids = tiny("llama"), tiny("llama"), torch.ones(1, 3, dtype=torch.long)
+    said, over, beside = list[str](), threading.Event(), ExitStack()
+    with executor_process(folder, address) as process:
+        attach(silent, address, patience=0.0)
+        attach(patient, address)
+        wanted = silent(ids).logits
+        calls = threading.Thread(target=forward_until_it_ends, args=(attached(address), said))
+        goes_on = threading.Thread(target=forward_until, args=(patient, over))
+        for thread in (calls, goes_on):
+            thread.start()
+        half = beside.enter_context(Address.parse(address).connect())
+        half.send(b"\0")
+        time.sleep(random.Random(run).uniform(0, 0.5))
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+        assert time.monotonic() - began < 5
+        calls.join(60)
+        (reason,) = said
+        assert "no executor answers at" in reason
+        with pytest.raises(Unreachable, match="no executor answers at"):
+            silent(ids)
+    with executor_process(folder, address), beside:
+        attach(again := tiny("llama"), address)
+        assert torch.equal(again(ids).logits, wanted)
+        over.set()
+        goes_on.join(60)
+        assert not goes_on.is_alive() and torch.equal(patient(ids).logits, wanted)
 
 
 def test_a_signal_that_comes_to_another_thread_ends_it(folder: Path, tmp_path: Path) -> None:
@@ -162,11 +199,22 @@ def test_an_executor_that_is_stopped(folder: Path, tmp_path: Path, monkeypatch: 
         assert torch.equal(again(ids).logits, wanted)
 
 
-def forward_until_it_ends(model: nn.Module) -> None:
-    ids = torch.ones(1, 3, dtype=torch.long)
-    with pytest.raises((EngineLost, Unreachable)), torch.no_grad():
-        while True:
-            model(ids)
+def attached(address: str) -> nn.Module:
+    attach(made := tiny("llama"), address, patience=0.0)
+    return made
+
+
+def forward_until(model: nn.Module, over: threading.Event) -> None:
+    with torch.no_grad():
+        while not over.is_set():
+            model(torch.ones(1, 3, dtype=torch.long))
+
+
+def forward_until_it_ends(model: nn.Module, said: list[str]) -> None:
+    """Notes what the last call raises."""
+    with pytest.raises((EngineLost, Unreachable)) as found:
+        forward_until(model, threading.Event())
+    said.append(str(found.value))
 
 
 def free_port() -> int:

@@ -2,10 +2,12 @@
 
 import itertools
 import random
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,6 +40,7 @@ from split_clock import LAYERS, Caller, SplitWorld
 from split_served import DOWN, call
 from waiting import wait_until
 
+MARK = re.compile(b"LinearAnswer|ExecutorStatus")
 LAYER = "model.layers.0"
 MLP = f"{LAYER}.mlp"
 QKV = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
@@ -194,6 +197,28 @@ def test_threads_that_compute_are_few_however_many_clients_there_are(
     assert 1 <= len(threads) <= MOST_COMPUTING + served.executor.config.products
     for connection in crowd:
         connection.close()
+    wait_until(lambda: served.service.clients == 1)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["wrong", "status"])
+def test_what_waits_in_no_queue_is_read_slowly(
+    served: Served, healthy: ExecutorConnection, kind: str
+) -> None:
+    """Wrong calls and questions for the status count towards no share of seconds, but for reading them."""
+    asked = framed(StatusRequest()) if kind == "status" else framed(call(nbytes=5)) + bytes(5)
+    raw, answers = served.raw(), 0
+    raw.setblocking(False)
+    sent, until = memoryview(asked * 4000), time.monotonic() + 0.5
+    while time.monotonic() < until:
+        with suppress(BlockingIOError):
+            sent = sent[raw.send(sent[:65536]) :]
+        with suppress(BlockingIOError):
+            answers += len(MARK.findall(raw.recv(1 << 20)))
+        time.sleep(0.001)
+    served.check(healthy)
+    assert answers <= 0.6 / 0.005
+    raw.close()
     wait_until(lambda: served.service.clients == 1)
 
 

@@ -112,6 +112,8 @@ def test_all_work_waits_for_weights_and_goes_on(
         assert streamed.log.read_text().count(SPOKEN) == said + 1
     finally:
         streamed.file.write_bytes(streamed.content)
+    served.wait(lambda: stream.text != so_far or stream.is_over, "the answer to go on")
+    assert client.get("/health/ready").status_code == 200  # no later than the first token
     assert (stream.whole(), streamed.losses(job)) == peace
     assert job_status(client, other) == "cancelled" and served.running.engine == engine
     served.wait(lambda: "coserve_weights_unreadable 0.0" in client.get("/metrics").text, "to say so")

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
                 f"{served.address},{second.address}",
                 {"base_privacy": "shares"},
                 AdapterMismatch,
-                "different bases",
+                r"1 linear with other weights, of 22 \(model.layers.0.mlp.up_proj\)",
             ),
         ):
             with pytest.raises(error, match=reason):

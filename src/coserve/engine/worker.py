@@ -76,7 +76,7 @@ class Worker:
         costs: Mapping[str, CostFile | None] = MappingProxyType({}),
     ) -> None:
         self.draining = False
-        self.unreadable = ""  # reason for which weights cannot be read, and all work waits
+        self._unreadable = ""
         self._engine, self._hello, self._background = engine, hello, background
         self._jobs = Jobs(engine, background)
         self._sessions = ServedSessions(engine, background, lambda reply: self._replies.append(reply))
@@ -190,6 +190,17 @@ class Worker:
         self._jobs.after_step(events)
         if self._costs and time.monotonic() >= self._remembered + _REMEMBER_EVERY:
             self._remember()
+
+    @property
+    def unreadable(self) -> str:
+        """The reason for which weights cannot be read, and all work waits; empty where it goes on."""
+        return self._unreadable
+
+    @unreadable.setter
+    def unreadable(self, reason: str) -> None:
+        if bool(reason) != bool(self._unreadable):
+            self._stale, self._told = True, 0.0  # the server is told with the next report, before any answer
+        self._unreadable = reason
 
     def until_report(self) -> float:
         """Seconds until the next report is due, even an empty one."""

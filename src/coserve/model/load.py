@@ -29,11 +29,12 @@ from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound,
 from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
+from coserve.model.contents import ModelContents
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
 from coserve.model.native_layer import find_native_layers
-from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
+from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placement import Placement, place_locally
 from coserve.model.placing import Holds, place_linears
 from coserve.model.probe import Own, ProbeRows, own_forward, prove, same_arguments
@@ -57,20 +58,22 @@ def load_base(
     `trust_remote_code` is off and stays off.
     """
     where = usable_device(device)
+    contents = ModelContents(model)
     if isinstance(model, PreTrainedModel):
         loaded = model
     else:
         with refusing(repr(str(model)), "cannot be loaded"):
             loaded = load_model(model, dtype)
     with refusing(loaded.config.model_type, "cannot be driven"):
-        return _driven(loaded, quantize, where)
+        return _driven(loaded, quantize, where, contents)
 
 
-def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base:
+def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device, contents: ModelContents) -> Base:
     """Takes the model over, and proves it."""
     layers = adopt(loaded)
-    samples = {name: sample_of(tensor) for name, tensor in loaded.state_dict().items()}
-    fingerprint = fingerprint_of(loaded.config, samples, linear_paths(loaded), quantize)
+    found = contents.of(loaded.state_dict())
+    contents.remember()
+    fingerprint = fingerprint_of(loaded.config, found, linear_paths(loaded), quantize)
     origin = Origin.of(loaded, layers, quantize, where, fingerprint)
     cell = BatchCell()
     if quantize != "none":

@@ -1,16 +1,21 @@
 """Facts about a model, taken before any module is replaced."""
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.adapters.sites import Site, find_sites
+from coserve.model.contents import Contents
+
+_UNTOLD: Final = ("_name_or_path", "transformers_version", "dtype", "architectures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +55,19 @@ def linear_paths(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
 
 
-def sample_of(tensor: Tensor) -> bytes:
-    """A tensor's shape, type and first values, for the fingerprint."""
-    values: bytes = tensor.flatten()[:64].float().cpu().numpy().tobytes()
-    return f"{tuple(tensor.shape)} {tensor.dtype}\n".encode() + values
-
-
-def digest_of(samples: Mapping[str, bytes]) -> str:
-    """Content hash of a module's tensors, given the samples by name."""
+def digest_of(contents: Contents) -> str:
+    """Content hash of a module's tensors, given theirs by name (`model/contents.py`)."""
     digest = hashlib.sha256()
-    for name, sample in sorted(samples.items()):
+    for name, content in sorted(contents.items()):
         digest.update(f"{name}\n".encode())
-        digest.update(sample)
+        digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def configuration_digest(config: PreTrainedConfig) -> str:
+    """Content hash of a configuration, without what says where and by what it was written."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _UNTOLD}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def linears_digest(digests: Mapping[str, str]) -> str:
@@ -73,22 +78,22 @@ def linears_digest(digests: Mapping[str, str]) -> str:
 
 def fingerprint_of(
     config: PreTrainedConfig,
-    samples: Mapping[str, bytes],
+    contents: Contents,
     linears: Collection[str],
     quantized: str,
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Content hash of the configuration and of samples of every tensor, by name: it identifies the base, and
-    keys caches. `linears` are paths of linears; those of them whose tensors are `elsewhere` have their
+    """Content hash of the configuration and of every tensor, by name: it identifies the base, and keys
+    caches. `linears` are paths of linears; those of them whose tensors are `elsewhere` have their
     digests there, and give the same hash."""
     found: dict[str, dict[str, bytes]] = {path: {} for path in linears if path not in elsewhere}
     rest = {}
-    for name, sample in samples.items():
+    for name, content in contents.items():
         path, _, tensor = name.rpartition(".")
         if path in found:
-            found[path][tensor] = sample
+            found[path][tensor] = content
         else:
-            rest[name] = sample
+            rest[name] = content
     digests = {path: digest_of(own) for path, own in found.items()} | dict(elsewhere)
     whole = hashlib.sha256(config.to_json_string(use_diff=False).encode())
     whole.update(f"{digest_of(rest)} {linears_digest(digests)}\n".encode())

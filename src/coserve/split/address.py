@@ -14,6 +14,7 @@ from coserve.wire.frames import timeout_option
 
 CONNECT_SECONDS: Final = 5.0
 _BACKLOG: Final = 64
+_LONGEST: Final = 1e9  # seconds of a wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,10 @@ class Address:
         """Raises ConfigError."""
         kind, _, rest = text.partition(":")
         host, _, port = rest.rpartition(":")
-        if kind == "unix" and rest and "\0" not in rest:
+        if kind == "unix" and rest and "\0" not in rest and _is_encoded(rest, "utf-8"):
             return Address(path=rest)
-        if kind in ("tcp", "tls") and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
+        is_port = port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 1 << 16
+        if kind in ("tcp", "tls") and host and _is_encoded(host, "idna") and is_port:
             host = host.removeprefix("[").removesuffix("]")
             return Address(host=host, port=int(port), is_encrypted=kind == "tls")
         raise ConfigError(f"{text!r} is no address: unix:PATH, tcp:HOST:PORT or tls:HOST:PORT")
@@ -112,6 +114,18 @@ class Address:
             path.unlink()
             return
         raise ServerError(f"cannot listen at {self}: another process does")
+
+
+def is_seconds(given: object) -> bool:
+    """Tells whether it is a number of seconds to wait, as the system's timeouts take it."""
+    return isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= _LONGEST
+
+
+def _is_encoded(name: str, encoding: str) -> bool:
+    try:
+        return bool(name.encode(encoding))
+    except UnicodeError:
+        return False
 
 
 def prepare(connected: socket.socket) -> None:

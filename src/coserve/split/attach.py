@@ -11,19 +11,20 @@ executor, all else stays in this process.
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Final, get_args
+from typing import Final, Literal, get_args
 
 from torch import nn
 
 from coserve.errors import AdapterMismatch, ConfigError
+from coserve.model.origin import linears_digest
 from coserve.model.placing import put
 from coserve.split.absent import check_methods
 from coserve.split.block_calls import BlockCalls
-from coserve.split.calls import Calls
-from coserve.split.gather import Where, connect
-from coserve.split.linears import find_linears, fingerprint_of_linears, shape_of, transformers_model
-from coserve.split.messages import BaseHello
-from coserve.split.privacy.modes import Privacy, private
+from coserve.split.calls import Calls, Source
+from coserve.split.gather import Where, check_access, connect
+from coserve.split.linears import digests_of, find_linears, shape_of, transformers_model
+from coserve.split.messages import other_weights
+from coserve.split.privacy.modes import Privacy, mode_of, private
 from coserve.split.remote_group import RemoteBlocks, RemoteGroup, RemoteSpan
 from coserve.split.script_kernels import use_script_kernels
 from coserve.split.span_calls import ScriptSpan, Spans
@@ -38,7 +39,7 @@ def attach(
     address: Where,
     key: str | Sequence[str] = "",
     patience: float = 60.0,
-    privacy: Privacy | None = None,
+    privacy: Privacy | Literal["none", "noise"] | None = None,
     *,
     shared_memory: bool = True,
     tls: ClientTls | Sequence[ClientTls] | None = None,
@@ -52,8 +53,8 @@ def attach(
     `address` is the executor's, or a transport to it. Where several executors have a shard each, it is those
     of all, with one `key` and `tls` for all or one for each. `patience` is the seconds that a call waits for
     an executor that went away or gives no sign of life. `privacy` is the mode that hides rows from the
-    executor; None hides nothing. At a unix socket tensors are in shared memory, where the executor offers
-    some. `tls` is the settings for a `tls:` address.
+    executor, "noise" being `Noise()`; None hides nothing. At a unix socket tensors are in shared memory,
+    where the executor offers some. `tls` is the settings for a `tls:` address.
 
     `spans` tells when a feed-forward layer without an adapter is one call: "forward" where no gradient goes
     back through it, "always" (the backward pass computes it anew), or "never". With `blocks` consecutive
@@ -71,16 +72,23 @@ def attach(
     """
     if spans not in get_args(Spans):
         raise ConfigError(f"spans {spans!r} is none of {', '.join(get_args(Spans))}")
+    check_access(address, key, patience, tls)
+    flags = {"shared_memory": shared_memory, "blocks": blocks, "kernels": kernels}
+    if wrong := [name for name, given in flags.items() if not isinstance(given, bool)]:
+        raise ConfigError(f"{wrong[0]} must be True or False, not {flags[wrong[0]]!r}")
+    mode = mode_of(privacy)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model must be a torch module, not {model!r}")
     found = find_linears(model)
     check_methods(model, {path: module for path, (_, module) in found.items()})
     source = connect(address, key, tls, patience, shared_memory)
     calls: Calls = source
     try:
-        _check(source.base, {path: module for path, (_, module) in found.items()})
-        if privacy is not None:
+        _check(source, {path: module for path, (_, module) in found.items()})
+        if mode is not None:
             calls = private(
                 source,
-                privacy,
+                mode,
                 lambda other: connect(other.address, other.key, other.tls or tls, patience, shared_memory),
             )
     except BaseException:
@@ -127,19 +135,24 @@ def _put_blocks(model: nn.Module, calls: Calls) -> None:
         BlockCalls(own.get_decoder(), layers, RemoteBlocks(calls, shape))
 
 
-def _check(base: BaseHello, own: Mapping[str, nn.Module]) -> None:
+def _check(source: Source, own: Mapping[str, nn.Module]) -> None:
     """Raises AdapterMismatch where the executor has a linear that the model lacks or has in another shape or
     with other weights, and where the model has no weights for a linear that the executor lacks."""
+    base, where = source.base, f"the executor at {source.address}"
     for group in base.groups:
         for path, out in group.outputs.items():
             shape = shape_of(own[path]) if path in own else None
             if shape != (out, group.inputs):
                 shown = "x".join(map(str, shape)) if shape else "not in this model"
-                raise AdapterMismatch(f"the executor's {path} is {out}x{group.inputs}, here it is {shown}")
+                raise AdapterMismatch(f"{path} of {where} is {out}x{group.inputs}, here it is {shown}")
     offered = {path for group in base.groups for path in group.outputs}
-    mark = fingerprint_of_linears({path: own[path] for path in offered})
-    if mark is not None and mark != base.fingerprint:
-        raise AdapterMismatch(f"the client's base is {mark}, the executor's {base.fingerprint}")
+    digests = digests_of({path: own[path] for path in offered})
+    if digests is not None and linears_digest(digests) != base.fingerprint:
+        types = {str(x.dtype).removeprefix("torch.") for path in offered for x in own[path].parameters(False)}
+        said = other_weights(base.digests, digests)
+        if types != {base.dtype}:
+            said = [f"its linears are {base.dtype}, here they are {' and '.join(sorted(types))}"]
+        raise AdapterMismatch(f"{where} has another base than the model: {' and '.join(said)}")
     kept = {path: module for path, module in own.items() if path not in offered}
     missing = [path for path, module in kept.items() if any(p.is_meta for p in module.parameters(False))]
     if missing:

@@ -21,6 +21,7 @@ from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.block import Block, Call
 from coserve.model.load import adopt
 from coserve.split.messages import BlockShape, BlocksShape, Direction
+from coserve.split.slices import digest_beside
 from coserve.split.spans import is_close, is_small, linears_of
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,13 @@ class BlockModules:
         modules = [block.module for block in self._blocks]
         _empty(self._decoder, modules, [modules[number] for number in chosen])
         shapes = [
-            BlockShape(block.path, number, self._windows.get(number), tuple(own[block.path]))
+            BlockShape(
+                block.path,
+                number,
+                self._windows.get(number),
+                tuple(own[block.path]),
+                digest_beside(block.module),
+            )
             for number in chosen
             if self._is_alone(number) and (block := self._blocks[number])
         ]

@@ -125,9 +125,9 @@ class SocketChannel(Channel[In]):
         """`stream` is the socket where it is None. `receive` raises TimeoutError after `tick` seconds. The
         connection ends after `silence` seconds without a byte within a message, either way; 0 is never."""
         self.socket = sock
-        self._stream: ByteStream = sock if stream is None else stream
+        self.stream: ByteStream = sock if stream is None else stream
         self._decode, self._tick, self._silence = decode, tick, silence
-        self._reader = FrameReader(self._stream, patience=tick, most=MOST_HEADER)
+        self._reader = FrameReader(self.stream, patience=tick, most=MOST_HEADER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout_option(silence))
 
     @property
@@ -136,13 +136,13 @@ class SocketChannel(Channel[In]):
         return self.socket.family == socket.AF_UNIX
 
     def send(self, message: ToExecutor | ToClient, tensors: Sequence[Tensor] = ()) -> None:
-        send_views(self._stream, _views(message, tensors))
+        send_views(self.stream, _views(message, tensors))
 
     def send_now(self, message: ToExecutor | ToClient, tensors: Sequence[Tensor] = ()) -> Rest | None:
-        if self._stream is not self.socket or sum(tensor.nbytes for tensor in tensors) > _AT_ONCE:
+        if self.stream is not self.socket or sum(tensor.nbytes for tensor in tensors) > _AT_ONCE:
             return super().send_now(message, tensors)
         left = send_views_now(self.socket, _views(message, tensors))
-        return (lambda: send_views(self._stream, left)) if left else None
+        return (lambda: send_views(self.stream, left)) if left else None
 
     def receive(self) -> In | None:
         try:
@@ -151,6 +151,12 @@ class SocketChannel(Channel[In]):
             if self._reader.has_begun and self._tick >= self._silence:
                 raise ConnectionError("the rest of a message has not come") from None
             raise
+        return None if data is None else self._decode(data, self.limits)
+
+    def receive_now(self, most: int) -> In | None:
+        """As `receive`, of a message of `most` bytes, while the socket does not block: raises TimeoutError
+        where some of them have still to come."""
+        data = self._reader.read(most)
         return None if data is None else self._decode(data, self.limits)
 
     def receive_tensors(

@@ -27,6 +27,7 @@ from coserve.split.messages import (
     LinearAnswer,
     LinearCall,
     ToClient,
+    differences,
 )
 from coserve.split.transport import SocketTransport
 
@@ -282,8 +283,4 @@ def call_of(paths: Sequence[str], rows: Rows, dtype: CallDtype, **fields: Any) -
 
 def another_base(address: str, found: BaseHello, expected: BaseHello) -> str:
     """The error for an address whose base has changed."""
-    names = [
-        base.fingerprint if base.shard is None else f"shard {base.shard} of {base.fingerprint}"
-        for base in (found, expected)
-    ]
-    return f"another base is at {address} now: {names[0]}, not {names[1]}"
+    return f"another base is at {address} now, which is refused: {differences(found, expected)}"

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from coserve.core.contained import contained
 from coserve.errors import ConfigError, RequestError, UnsupportedModel
 from coserve.model.batch import BatchCell
+from coserve.model.contents import ModelContents
 from coserve.model.load import load_model, usable_device
 from coserve.model.native import use_native_kernels
-from coserve.model.origin import linears_digest
+from coserve.model.origin import configuration_digest, linears_digest
 from coserve.model.placement import Offer, Placement, place_locally
 from coserve.model.placing import place_linears
 from coserve.split.batching import BatchingConfig
@@ -55,10 +56,12 @@ class BaseLinears:
         choice: LayerChoice | None = None,
         shard: Shard | None = None,
         device: torch.device | None = None,
+        contents: ModelContents | None = None,
     ) -> None:
         """Takes the model over; everything but the chosen linears, or the `shard` of each, is freed with it.
-        They are computed on `device`, the CPU where it is None; calls' tensors are on the CPU. Raises
-        ConfigError for a choice of none, UnsupportedModel."""
+        They are computed on `device`, the CPU where it is None; calls' tensors are on the CPU. `contents` are
+        known where the model was read from files. Raises ConfigError for a choice of none,
+        UnsupportedModel."""
         self.device = device or torch.device("cpu")
         self.name = Path(str(model.config.name_or_path)).name  # clients need not know a path
         every = {path: module for path, (_, module) in find_linears(model).items()}
@@ -70,7 +73,9 @@ class BaseLinears:
             for path, module in found.items()
             if (exponent := exponent_of(module.weight)) is not None  # type: ignore[arg-type]
         }
-        digests = digests_of(found) or {}
+        contents = contents or ModelContents(model)
+        digests = digests_of(found, contents.of) or {}
+        contents.remember()
         shapes = whole if shard is None else _cut(whole, shard)
         self.hello = BaseHello(
             VERSION,
@@ -101,6 +106,7 @@ class BaseLinears:
             self._placements[path] = place_locally(weight.to(self.device), bias)
             return self._placements[path]
 
+        configuration = configuration_digest(model.config)
         place_linears(model, BatchCell(), place, chosen.__contains__)
         if shard is None:
             model.to(device=self.device)
@@ -117,6 +123,7 @@ class BaseLinears:
                 spans=tuple(span.shape for span in spans),
                 blocks=blocks,
                 slices=tuple(own.shape for own in slices),
+                configuration=configuration if spans or slices or blocks else "",
             )
 
     @staticmethod
@@ -130,8 +137,8 @@ class BaseLinears:
     ) -> "BaseLinears":
         """Loads a folder or hub name, for `device`: cpu, cuda, cuda:N, or auto for what there is. Raises
         ConfigError, ModelError."""
-        where = _device_named(device)
-        return BaseLinears(load_model(model, dtype), limits, choice, shard, where)
+        where, contents = _device_named(device), ModelContents(model)
+        return BaseLinears(load_model(model, dtype), limits, choice, shard, where, contents)
 
     @property
     def nbytes(self) -> int:
@@ -254,11 +261,13 @@ class BaseExecutor:
             clients=clients,
         )
 
-    def close(self) -> None:
-        """Ends after the products under way; calls that wait get no answer."""
+    def close(self, seconds: float | None = None) -> None:
+        """Ends after the products under way, for which it waits so many seconds at most; calls that wait get
+        no answer."""
         self._queues.close()
+        until = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
 
     def _run(self) -> None:
         while works := self._queues.take():

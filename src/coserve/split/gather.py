@@ -4,6 +4,7 @@ A call goes to all of them at once. Forward each gets all rows and gives some co
 are concatenated; backward each gets its columns of the gradients, and the gradients of the input are summed.
 """
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -13,16 +14,25 @@ import torch
 from torch import Tensor
 
 from coserve.errors import AdapterMismatch, ConfigError
-from coserve.split.address import Address
+from coserve.split.address import Address, is_seconds
 from coserve.split.calls import Answer, Source
 from coserve.split.channel import Transport
 from coserve.split.connection import ExecutorConnection, Rows
-from coserve.split.messages import VERSION, BaseHello, ClientHello, GroupShape, LinearCall
+from coserve.split.messages import (
+    VERSION,
+    BaseHello,
+    ClientHello,
+    GroupShape,
+    LinearCall,
+    other_weights,
+)
 from coserve.split.privacy.field import total
 from coserve.split.tls import ClientTls
 from coserve.split.transport import SocketTransport
 
 Where = str | Transport | Sequence[str | Transport]  # an executor, or all those that have a shard
+_EXPECTED: Final = {"an address": "text or a transport", "a key": "text", "tls": "a ClientTls"}
+_LONGEST_KEY: Final = 512  # characters
 _Key = tuple[str, int]  # fingerprint of whole linears, and the number of shards
 
 
@@ -54,6 +64,25 @@ def connect(
         raise
 
 
+def check_access(where: object, keys: object, patience: object, tls: object) -> None:
+    """Raises ConfigError for what `connect` cannot take."""
+    for given, what, kinds in (
+        (where, "an address", (str, Transport)),
+        (keys, "a key", str),
+        (() if tls is None else tls, "tls", ClientTls),
+    ):
+        every = list(given) if isinstance(given, list | tuple) else [given]
+        wrong = [one for one in every if not isinstance(one, kinds)]
+        if wrong or (what == "an address" and not every):
+            shown = repr(wrong[0]) if wrong else "no address at all"
+            raise ConfigError(f"{what} must be {_EXPECTED[what]}, or a list of these, not {shown}")
+    for key in [keys] if isinstance(keys, str) else keys if isinstance(keys, list | tuple) else []:
+        if len(key) > _LONGEST_KEY or not key.isprintable():
+            raise ConfigError(f"a key has at most {_LONGEST_KEY} characters, all printable")
+    if not is_seconds(patience):
+        raise ConfigError(f"patience must be seconds from 0 on, not {patience!r}")
+
+
 def _one(sources: Sequence[Source]) -> Source:
     if len(sources) == 1:
         return sources[0]
@@ -69,7 +98,28 @@ def assembled(sources: Sequence[Source]) -> list[Source]:
         base = source.base
         key = place if base.shard is None else (base.fingerprint, base.shard.count)
         parts.setdefault(key, []).append(source)
+    _check_weights([part for key, part in parts.items() if not isinstance(key, int)])
     return [part[0] if isinstance(key, int) else Gathered(part) for key, part in parts.items()]
+
+
+def _check_weights(parts: Sequence[Sequence[Source]]) -> None:
+    """Raises AdapterMismatch for shards that would make up a whole, were their weights the same."""
+    for part, other in itertools.combinations(parts, 2):
+        first, second = part[0].base, other[0].base
+        said = other_weights(second.digests, first.digests)
+        if said and _counts(part) == _counts(other) and not _numbers(part) & _numbers(other):
+            raise AdapterMismatch(
+                f"the shard at {other[0].address} is of another base than that at {part[0].address}: "
+                f"{said[0]}"
+            )
+
+
+def _numbers(shards: Sequence[Source]) -> set[int]:
+    return {source.base.shard.number for source in shards if source.base.shard is not None}
+
+
+def _counts(shards: Sequence[Source]) -> set[int]:
+    return {source.base.shard.count for source in shards if source.base.shard is not None}
 
 
 class Gathered:

@@ -1,15 +1,16 @@
 """The frozen linears of a model: their paths, siblings and content hash, alike for executor and client."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.errors import UnsupportedModel
-from coserve.model.origin import digest_of, linears_digest, sample_of
+from coserve.model.contents import Contents, contents_of
+from coserve.model.origin import digest_of
 
 # Names of linears that get the same input within one module. All others are computed alone.
 _SIBLINGS: Final = (
@@ -82,18 +83,16 @@ def shape_of(linear: nn.Module) -> tuple[int, int]:
     )
 
 
-def digests_of(linears: Mapping[str, nn.Module]) -> dict[str, str] | None:
-    """Content hash of each linear by its path; None where a weight has no data."""
+def digests_of(
+    linears: Mapping[str, nn.Module], hashed: Callable[[Mapping[str, Tensor]], Contents] = contents_of
+) -> dict[str, str] | None:
+    """Content hash of each linear by its path, of whole tensors, as `hashed` gives those; None where a weight
+    has no data."""
     tensors = {path: dict(linear.named_parameters(recurse=False)) for path, linear in linears.items()}
-    if any(tensor.is_meta for own in tensors.values() for tensor in own.values()):
+    every = {f"{path}.{name}": tensor for path, own in tensors.items() for name, tensor in own.items()}
+    if any(tensor.is_meta for tensor in every.values()):
         return None
+    contents = hashed(every)
     return {
-        path: digest_of({name: sample_of(tensor.detach()) for name, tensor in own.items()})
-        for path, own in tensors.items()
+        path: digest_of({name: contents[f"{path}.{name}"] for name in own}) for path, own in tensors.items()
     }
-
-
-def fingerprint_of_linears(linears: Mapping[str, nn.Module]) -> str | None:
-    """Content hash of their shapes, types and first values; None where a weight has no data."""
-    digests = digests_of(linears)
-    return None if digests is None else linears_digest(digests)

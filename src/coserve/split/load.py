@@ -18,16 +18,17 @@ from coserve.adapters.sites import decoder_layers
 from coserve.errors import AdapterMismatch, ConfigError, ModelError
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell
+from coserve.model.contents import ModelContents
 from coserve.model.linear import FrozenLinear
 from coserve.model.load import adopt, drive, load_model, make_base, usable_device
-from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
+from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placing import leave_file, put
 from coserve.model.refusal import refusing
 from coserve.split.access import BaseAccess
 from coserve.split.calls import Source
 from coserve.split.endpoint import Endpoint, HiddenRows
 from coserve.split.linears import digests_of, shape_of
-from coserve.split.messages import Dtype
+from coserve.split.messages import Dtype, other_weights
 from coserve.split.payload import DTYPES
 from coserve.split.placement import Offered
 from coserve.split.remote_group import RemoteSpan
@@ -71,7 +72,7 @@ def _load(
     sources = access.sources(endpoints)
     kind = _one_type(sources, dtype)
     offered = Offered(sources)
-    linears = _RemoteLinears(offered, where)
+    linears = _RemoteLinears(offered, where, ModelContents(model))
     if isinstance(model, PreTrainedModel):
         loaded = model
         with refusing(loaded.config.model_type, "cannot be driven"):
@@ -107,8 +108,9 @@ class _Unread(nn.Module):
 class _RemoteLinears:
     """The linears of one model that executors compute."""
 
-    def __init__(self, offered: Offered, where: torch.device) -> None:
+    def __init__(self, offered: Offered, where: torch.device, contents: ModelContents) -> None:
         self._offered, self._where, self._cell = offered, where, BatchCell()
+        self._contents = contents  # of all else
         self._linears: list[str] = []
         self._taken: dict[str, nn.Module] = {}
         self._digests: dict[str, str] = {}  # of these
@@ -119,9 +121,12 @@ class _RemoteLinears:
         self._linears = linear_paths(model)
         for path in self._offered:
             self._check(path, model)
-        for path in _remote_paths(model, decoder_layers(model)):
-            if path in self._offered:
-                self._take_out(model, path)
+        remote = [path for path in _remote_paths(model, decoder_layers(model)) if path in self._offered]
+        self._digests = {path: self._offered.digest(path) for path in remote}
+        self._check_weights({path: model.get_submodule(path) for path in remote})
+        for path in remote:
+            self._taken[path] = linear = model.get_submodule(path)
+            put(model, path, _Unread(linear))
         if not self._taken:
             raise AdapterMismatch(f"no executor has any linear of {model.config.model_type}'s layers")
 
@@ -131,8 +136,9 @@ class _RemoteLinears:
         state = model.state_dict()
         if lacking := [name for name, tensor in state.items() if tensor.is_meta]:
             raise ModelError(f"no executor has {lacking[0]!r}, and the model has no weights for it")
-        samples = {name: sample_of(tensor) for name, tensor in state.items()}
-        fingerprint = fingerprint_of(model.config, samples, self._linears, "none", self._digests)
+        found = self._contents.of(state)
+        self._contents.remember()
+        fingerprint = fingerprint_of(model.config, found, self._linears, "none", self._digests)
         for path, linear in self._taken.items():
             put(model, path, linear)
         origin = Origin.of(model, layers, "none", self._where, fingerprint)
@@ -156,22 +162,31 @@ class _RemoteLinears:
                 inside = {*shape.linears, *(path for path in sites if path.startswith(f"{shape.path}."))}
                 module.forward = EngineSpan(module, RemoteSpan(source, shape), sorted(inside), self._cell)
 
-    def _take_out(self, model: PreTrainedModel, path: str) -> None:
-        linear, digest = model.get_submodule(path), self._offered.digest(path)
-        own = digests_of({path: linear})
-        if own is not None and own[path] != digest:
-            raise AdapterMismatch(f"the executor's {path} has other weights than the model's")
-        put(model, path, _Unread(linear))
-        self._taken[path], self._digests[path] = linear, digest
+    def _check_weights(self, linears: Mapping[str, nn.Module]) -> None:
+        """Raises AdapterMismatch where linears with data have other content hashes than the executors'."""
+        own = digests_of({path: linear for path, linear in linears.items() if not _is_meta(linear)}) or {}
+        for address, paths in self._offered.by_address(own).items():
+            found = {path: self._digests[path] for path in paths}
+            if said := other_weights(found, own):
+                raise AdapterMismatch(f"the executor at {address} has another base than the model: {said[0]}")
 
     def _check(self, path: str, model: PreTrainedModel) -> None:
         out, into = self._offered.shape(path)
+        where = self._offered.address(path)
         if path not in self._linears:
-            raise AdapterMismatch(f"the executor's {path} is no linear of {model.config.model_type}")
+            raise AdapterMismatch(
+                f"{path} of the executor at {where} is no linear of {model.config.model_type}"
+            )
         own = shape_of(model.get_submodule(path))
         if own != (out, into):
             shown = "x".join(map(str, own))
-            raise AdapterMismatch(f"the executor's {path} is {out}x{into}, the model's is {shown}")
+            raise AdapterMismatch(
+                f"{path} of the executor at {where} is {out}x{into}, the model's is {shown}"
+            )
+
+
+def _is_meta(linear: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in linear.parameters(False))
 
 
 def _remote_paths(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> list[str]:

@@ -8,7 +8,7 @@ leaves no place to read on from, so its connection ends; a call that is only wro
 connection goes on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -17,9 +17,10 @@ from coserve.errors import AdapterMismatch, ConfigError, RequestError
 from coserve.wire.messages import Fault, WireMessage
 
 T = TypeVar("T")
-VERSION: Final = 5
+VERSION: Final = 6
 MOST_HEADER: Final = 1 << 20  # bytes: the shapes of a base with a thousand groups take about 200,000
 MOST_PATHS: Final = 64  # linears in one call
+_SHOWN: Final = 3  # paths in an error
 PRODUCTS_OF_LAYER: Final = 4  # as a call of a decoder layer counts: attention's inputs and output, two others
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -80,12 +81,14 @@ class SliceShape(msgspec.Struct, frozen=True):
 
 class BlockShape(msgspec.Struct, frozen=True):
     """A decoder layer that an executor computes as a whole: its place in the model, the window of its
-    attention in positions (None: all before), and the paths of its linears."""
+    attention in positions (None: all before), the paths of its linears, and the content hash of what it has
+    beside these."""
 
     path: _Name
     number: _Number
     window: _Count | None
     linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)]
+    digest: str = ""
 
 
 class BlocksShape(msgspec.Struct, frozen=True):
@@ -140,7 +143,8 @@ class ClientHello(WireMessage, frozen=True):
 class BaseHello(WireMessage, frozen=True):
     """The executor's answer: its base, the linears that it computes, and its limits. With `slots` the file of
     the shared memory comes beside its first byte (SCM_RIGHTS). With a `shard` it has some outputs of each
-    linear; the fingerprint is that of whole linears."""
+    linear; the fingerprint is that of whole linears. `configuration` is the content hash of the model's,
+    empty where no call depends on it: where there are linears alone."""
 
     version: int
     fingerprint: str
@@ -152,6 +156,12 @@ class BaseHello(WireMessage, frozen=True):
     spans: tuple[SpanShape, ...] = ()
     blocks: BlocksShape | None = None
     slices: tuple[SliceShape, ...] = ()
+    configuration: str = ""
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Content hashes of its linears, by path."""
+        return {path: digest for group in self.groups for path, digest in group.digests.items()}
 
     def is_same_base(self, other: "BaseHello") -> bool:
         """Tells whether another executor gives the same answers to all calls."""
@@ -159,7 +169,7 @@ class BaseHello(WireMessage, frozen=True):
 
     def of_linears(self) -> "BaseHello":
         """The same without calls of more than linears, which are not linear: for modes of privacy."""
-        return msgspec.structs.replace(self, spans=(), blocks=None, slices=())
+        return msgspec.structs.replace(self, spans=(), blocks=None, slices=(), configuration="")
 
     @property
     def _calls(self) -> tuple[object, ...]:
@@ -172,6 +182,7 @@ class BaseHello(WireMessage, frozen=True):
             self.spans,
             self.blocks,
             self.slices,
+            self.configuration,
         )
 
 
@@ -301,6 +312,67 @@ def decode_to_client(data: bytes, limits: Limits) -> ToClient:
     if isinstance(message, LinearAnswer):
         _check_payload(message.nbytes, limits)
     return message
+
+
+def differences(found: BaseHello, expected: BaseHello) -> str:
+    """Names the parts in which two bases differ: linears by their paths, types, shards, what lies beside
+    linears, and the configuration; empty where their calls have the same answers."""
+    if found.is_same_base(expected):
+        return ""
+    said = []
+    if found.dtype != expected.dtype:
+        said.append(f"its linears are {found.dtype} instead of {expected.dtype}")
+    if found.shard != expected.shard:
+        said.append(f"it has {_part(found)} of each linear instead of {_part(expected)}")
+    ours, theirs = _shapes(found), _shapes(expected)
+    said += [
+        *_named("{} it does not have", "linear", [path for path in theirs if path not in ours]),
+        *_named("{} it has beside", "linear", [path for path in ours if path not in theirs]),
+        *_named("{} of other widths", "linear", [p for p in ours if p in theirs and ours[p] != theirs[p]]),
+    ]
+    if found.dtype == expected.dtype:
+        said += other_weights(found.digests, expected.digests)
+    own, other = _beside(found), _beside(expected)
+    beside = [layer for layer in own if layer in other and own[layer] != other[layer]]
+    said += _named("{} with other norms or biases", "layer", beside)
+    if found.configuration != expected.configuration:
+        said.append("another configuration")
+    return " and ".join(said) or "other calls are offered"
+
+
+def other_weights(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """Names linears whose content hashes differ, by their paths; empty where none does."""
+    both = [path for path in found if path in expected]
+    changed = [path for path in both if found[path] != expected[path]]
+    return _named(f"{{}} with other weights, of {len(both)}", "linear", changed)
+
+
+def _named(what: str, kind: str, paths: Sequence[str]) -> list[str]:
+    """Names the first few of several paths."""
+    if not paths:
+        return []
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    count = f"{len(paths)} {kind}{'s' * (len(paths) > 1)}"
+    return [f"{what.format(count)} ({', '.join(paths[:_SHOWN])}{more})"]
+
+
+def _part(base: BaseHello) -> str:
+    return "all" if base.shard is None else f"shard {base.shard}"
+
+
+def _shapes(base: BaseHello) -> dict[str, tuple[int, int]]:
+    """Widths of output and input of whole linears, by path."""
+    return {
+        path: (group.whole.get(path, width), group.inputs)
+        for group in base.groups
+        for path, width in group.outputs.items()
+    }
+
+
+def _beside(base: BaseHello) -> dict[str, str]:
+    """Content hashes of what layers have beside linears, by the layer's path."""
+    layers = () if base.blocks is None else base.blocks.layers
+    return {own.layer: own.digests[0] for own in base.slices} | {own.path: own.digest for own in layers}
 
 
 class GroupTable:

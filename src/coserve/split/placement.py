@@ -75,6 +75,17 @@ class Offered:
         _, shape = self._found[path]
         return shape.outputs[path], shape.inputs
 
+    def address(self, path: str) -> str:
+        """The address of the executor that computes a linear."""
+        return self._found[path][0].address
+
+    def by_address(self, paths: Iterable[str]) -> dict[str, list[str]]:
+        """These linears by the address of their executor."""
+        found: dict[str, list[str]] = {}
+        for path in paths:
+            found.setdefault(self.address(path), []).append(path)
+        return found
+
     def digest(self, path: str) -> str:
         """Content hash. Raises AdapterMismatch where the executor does not know it."""
         source, shape = self._found[path]

@@ -9,16 +9,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from coserve.errors import ConfigError, CoserveError, Unreachable
 from coserve.memory.malloc import keep_freed_memory, return_freed_memory
-from coserve.split.address import Address, prepare, shut
+from coserve.split.address import Address
 from coserve.split.batching import BatchingConfig
 from coserve.split.channel import SocketChannel
 from coserve.split.executor import BaseExecutor, BaseLinears
+from coserve.split.greeting import Arrival, Greeter
 from coserve.split.layers import LayerChoice
-from coserve.split.messages import Limits, ToExecutor, decode_to_executor
+from coserve.split.messages import ClientHello, Limits, ToExecutor, decode_to_executor
 from coserve.split.payload import DTYPES
 from coserve.split.session import SILENT_SECONDS, ClientSession
 from coserve.split.shard import Shard
@@ -27,12 +29,12 @@ from coserve.split.tls import TlsFiles, TlsStream
 
 _log = logging.getLogger(__name__)
 MOST_CLIENTS: Final = 64
+_MOST_BEFORE: Final = 1 << 16  # bytes of TLS before a greeting is accepted, certificates of a client included
 BEAT_SECONDS: Final = 1.0  # between signs of life to clients that wait
 # A product that takes longer hangs: the executor gives no further sign of life.
 _STUCK_SECONDS: Final = 120.0
-_REFUSED_SECONDS: Final = 0.05  # seconds before accepting again after a refusal, as without files left
 _KEYS_SECONDS: Final = 5.0  # seconds between two checks of connected clients' keys
-# Threads of clients are waited for as long: a process that ends while one computes in torch aborts.
+# Threads are waited for as long: a process whose interpreter ends while one computes in torch aborts.
 _CLOSE_SECONDS: Final = 2.0
 _HEARING_SECONDS: Final = 0.2  # between two looks for a signal that another thread got
 KeyCheck = Callable[[str], bool]  # tells whether a key is valid; called on threads of clients
@@ -82,70 +84,80 @@ class SplitService:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._listening, self.address = address.listen()
-        self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for name, work in (("split-accept", self._accept), ("split-beats", self._beat))
-        ]
+        self._threads = [threading.Thread(target=self._beat, name="split-beats", daemon=True)]
         if key_check is not None:
             self._threads.append(threading.Thread(target=self._check_keys, name="split-keys", daemon=True))
         for thread in self._threads:
             thread.start()
+        self._greeter = Greeter(self._listening, self._channel, self._begin)
 
     @property
     def clients(self) -> int:
-        """Connections now."""
+        """Connections now that have been greeted."""
         return len(self._clients)
+
+    @property
+    def ungreeted(self) -> int:
+        """Connections now that have not been greeted."""
+        return len(self._greeter)
 
     def close(self) -> None:
         """Ends all connections, and waits for `_CLOSE_SECONDS` in all for their threads."""
         with self._lock:
             self._closing.set()
             clients = list(self._clients)
-        shut(self._listening)
+        self._greeter.close()
         for client in clients:
             client.close()
         until = time.monotonic() + _CLOSE_SECONDS
-        for client in clients:
-            client.wait(max(until - time.monotonic(), 0.0))
-        for thread in self._threads:
-            thread.join()
+        joins = [own.join for own in clients] + [own.join for own in self._threads]
+        for join in joins:
+            join(max(until - time.monotonic(), 0.0))
         self._listening.close()
         self.address.remove()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connected, _ = self._listening.accept()
-            except OSError:
-                if self._closing.is_set():
-                    return
-                time.sleep(_REFUSED_SECONDS)
-                continue
-            self._admit(connected)
-            del connected  # nothing of a client is kept while it waits for the next
+    def _begin(self, arrival: Arrival, hello: ClientHello) -> None:
+        """Answers a greeting, on a thread of its own."""
 
-    def _admit(self, connected: socket.socket) -> None:
-        prepare(connected)
-        channel = self._channel(connected)
+        def left(client: ClientSession) -> None:
+            self._greeter.leave(arrival)
+            arrival.close = None  # which holds the session
+            with self._lock:
+                self._clients.discard(client)
+
         client = ClientSession(
-            channel, self._executor, self._accepts, self._left, self._slot_bytes, self._silence
+            arrival.channel,
+            self._executor,
+            partial(self._is_accepted, arrival),
+            left,
+            self._slot_bytes,
+            self._silence,
+            partial(self._admit, arrival),
         )
+        arrival.close = client.close
+        client.start(hello)
+
+    def _is_accepted(self, arrival: Arrival, key: str) -> bool:
+        arrival.refused = not self._accepts(key)
+        return not arrival.refused
+
+    def _admit(self, arrival: Arrival, client: ClientSession) -> None:
+        """Gives a client whose key is right its place. Raises Unreachable."""
         with self._lock:
-            is_room = len(self._clients) < MOST_CLIENTS and not self._closing.is_set()
-            if is_room:
-                self._clients.add(client)
-        if is_room:
-            client.start()
-        else:
-            client.refuse(Unreachable(f"the executor has {MOST_CLIENTS} clients, which is all it takes"))
+            if len(self._clients) >= MOST_CLIENTS:
+                raise Unreachable(f"the executor has {MOST_CLIENTS} clients, which is all it takes")
+            if self._closing.is_set():
+                raise Unreachable("the executor is ending")
+            self._clients.add(client)
+        if not self._greeter.leave(arrival):
+            raise Unreachable("the executor has too many connections now")
+        arrival.close = None  # which holds the session
+        if isinstance(arrival.channel.stream, TlsStream):
+            arrival.channel.stream.most = None
 
     def _channel(self, connected: socket.socket) -> SocketChannel[ToExecutor]:
-        stream = None if self._tls is None else TlsStream(connected, self._tls)
+        stream = None if self._tls is None else TlsStream(connected, self._tls, most=_MOST_BEFORE)
         return SocketChannel(connected, decode_to_executor, stream, self._silence, self._silence)
-
-    def _left(self, client: ClientSession) -> None:
-        with self._lock:
-            self._clients.discard(client)
 
     def _beat(self) -> None:
         """Sends signs of life, unless a product hangs."""
@@ -218,4 +230,4 @@ def run_service(
     while not heard:
         time.sleep(_HEARING_SECONDS)
     service.close()
-    executor.close()
+    executor.close(_CLOSE_SECONDS)

@@ -8,6 +8,7 @@ connection ends that connection alone.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -31,13 +32,15 @@ from coserve.split.messages import (
     decode_to_executor,
 )
 from coserve.split.shared_memory import ExecutorSharedChannel, make_slots, send_with_file
-from coserve.split.transport import HANDSHAKE_SECONDS
 from coserve.split.work import Outcome, Work
 from coserve.wire.messages import Fault
 
 _log = logging.getLogger(__name__)
 # Seconds without a byte, within a message or an unread answer, after which the client is stopped or gone.
 SILENT_SECONDS: Final = 30.0
+# Seconds in which a client is not read after a wrong call or a question for the status: these wait in no
+# queue and count towards no share, and one that sends nothing else would keep the lock from others.
+_PAUSE: Final = 0.005
 
 
 class ClientSession:
@@ -51,12 +54,16 @@ class ClientSession:
         left: "Callable[[ClientSession], None]",
         slot_bytes: int = 0,
         silence: float = SILENT_SECONDS,
+        admit: "Callable[[ClientSession], None]" = lambda _: None,
     ) -> None:
-        """`accepts` tells whether a key is valid; `left` is called once, when the session is over.
+        """`accepts` tells whether a key is valid; `admit` is called once it is, and may refuse by an error;
+        `left` is called once, when the session is over. Until then the channel's owner bounds the time.
         `slot_bytes` are offered as shared memory to clients at a unix socket; 0 is none. `silence` is that of
         the channel."""
         self._channel, self._executor, self._left = channel, executor, left
-        self._accepts, self._slot_bytes, self._silence = accepts, slot_bytes, silence
+        self._accepts, self._admit = accepts, admit
+        self._slot_bytes, self._silence = slot_bytes, silence
+        self._hello: ClientHello | None = None  # its greeting, where that has come
         self.key: str | None = None  # the accepted one
         self._table = GroupTable(executor.hello)
         self._account: ClientAccount | None = None  # after its greeting
@@ -65,25 +72,24 @@ class ClientSession:
         self._lock = threading.Lock()  # of the channel's sending end while nothing waits there
         self._answered = threading.Condition(self._lock)
         self._waiting = 0  # messages that the writer has still to send
+        self._is_gone = False  # it takes no answers, and what it sent before is not read
         self._rests: SimpleQueue[tuple[Rest, int | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="split-client", daemon=True)
 
-    def start(self) -> None:
-        """Greets and serves on a thread of its own."""
+    def start(self, hello: ClientHello | None = None) -> None:
+        """Answers its greeting, which is received first where it is None, and serves, on a thread of its
+        own."""
+        self._hello = hello
         self._thread.start()
 
     def close(self) -> None:
         """Wakes its threads, which end."""
         self._channel.shut()
 
-    def wait(self, seconds: float) -> None:
+    def join(self, seconds: float) -> None:
         """Waits for its threads to end after `close`, or for so long."""
         if self._thread.ident is not None:  # else it is about to start, and ends at once
             self._thread.join(seconds)
-
-    def refuse(self, error: CoserveError) -> None:
-        """Sends the error, and ends."""
-        self._channel.refuse(Fault.of(error))
 
     def beat(self) -> None:
         """Tells a client that waits that the executor is alive. Does not block."""
@@ -107,7 +113,7 @@ class ClientSession:
         writer = threading.Thread(target=self._write, name="split-answers", daemon=True)
         writer.start()
         try:
-            while (message := self._next()) is not None:
+            while not self._is_gone and (message := self._next()) is not None:
                 if isinstance(message, ClientHello):
                     raise ConnectionError("a second greeting")
                 if isinstance(message, LinearCall):
@@ -116,6 +122,7 @@ class ClientSession:
                 else:
                     self._wait_for_room(0)
                     self._post(self._executor.status(self._account), (), 0)
+                    time.sleep(_PAUSE)
         finally:
             if self._account is not None:
                 self._executor.leave(self._account)
@@ -134,20 +141,16 @@ class ClientSession:
     def _greet(self) -> bool:
         """Greets the client; False where it has left. Raises the error that refuses it."""
         self._channel.limits = self._executor.hello.limits
-        timer = threading.Timer(HANDSHAKE_SECONDS, self._channel.shut)
-        timer.start()
-        try:
-            hello = self._next()
-        finally:
-            timer.cancel()
+        hello = self._hello or self._next()
         if hello is None:
             return False
         if not isinstance(hello, ClientHello):
             raise ConnectionError("a call before the greeting")
         if not self._accepts(hello.key):
             raise ConfigError("the executor does not accept this key")
-        self.key = hello.key
         self._table.check_hello(hello)
+        self.key = hello.key
+        self._admit(self)
         self._account = self._executor.join(hello.client, hello.key)
         self._welcome(hello)
         return True
@@ -177,6 +180,7 @@ class ClientSession:
         except RequestError as error:
             self._channel.skip_tensors(call)
             self._reply(call, error)
+            time.sleep(_PAUSE)
             return
         tensors = self._channel.receive_tensors(call, call.rows, self._table.call_widths(call), call.dtype)
         assert self._account is not None, "calls come after the greeting"
@@ -205,6 +209,7 @@ class ClientSession:
                 try:
                     rest = self._channel.send_now(message, tensors)
                 except OSError:
+                    self._is_gone = True
                     self._channel.shut()
                     rest = None
             if rest is not None:
@@ -236,6 +241,7 @@ class ClientSession:
             try:
                 rest()
             except OSError:
+                self._is_gone = True
                 self._channel.shut()
             del rest, item
             with self._lock:

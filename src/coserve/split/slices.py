@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.sites import decoder_layers, layer_width
 from coserve.errors import UnsupportedModel
+from coserve.model.contents import contents_of
 from coserve.model.layer_parts import LayerParts
 from coserve.model.linear import FrozenLinear
-from coserve.model.origin import digest_of, sample_of
+from coserve.model.origin import digest_of
 from coserve.split.linears import grouped
 from coserve.split.messages import SliceShape
 from coserve.split.native_slices import NativeSlice
-from coserve.split.payload import view_of
 from coserve.split.spans import is_close, is_small, linears_of
 
 _ROWS: Final = 2048  # computed at once, as in spans
@@ -121,10 +121,8 @@ def _shape(layer: "_SlicedLayer", following: "_SlicedLayer | None", width: int) 
 
 
 def digest_beside(layer: nn.Module) -> str:
-    """Content hash of a layer's parameters that are no frozen linears', such as norms: of all their values,
-    as norms that were trained differ little."""
-    own = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    return digest_of({name: sample_of(x) + view_of(x.cpu().contiguous()) for name, x in own.items()})
+    """Content hash of a layer's parameters that are no frozen linears', such as norms."""
+    return digest_of(contents_of(dict(layer.named_parameters())))
 
 
 class _SlicedLayer:

@@ -106,8 +106,15 @@ def fingerprint_of(certificate: bytes) -> str:
 class TlsStream:
     """A socket's bytes, encrypted. The handshake is made before the first byte passes."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> None:
-        """The client's end with `server_name`, else the executor's."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        server_name: str | None = None,
+        most: int | None = None,
+    ) -> None:
+        """The client's end with `server_name`, else the executor's. `most` are the bytes that may be
+        received, until that is set to None."""
         self._socket = sock
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
@@ -115,6 +122,7 @@ class TlsStream:
         )
         self._lock = threading.Lock()  # of the three above
         self._is_open = False
+        self.most = most  # bytes that may still be received
 
     def handshake(self) -> None:
         """Agrees on keys and checks certificates, on one thread. Raises OSError (ssl.SSLError is one)."""
@@ -151,7 +159,7 @@ class TlsStream:
                 pass
             except ssl.SSLZeroReturnError:
                 return 0
-            if not (data := self._socket.recv(_ROOM)):
+            if not (data := self._receive()):
                 return 0
             with self._lock:
                 self._incoming.write(data)
@@ -176,11 +184,22 @@ class TlsStream:
 
     def _flush(self) -> None:
         if data := self._outgoing.read():
-            self._socket.sendall(data)
+            try:
+                self._socket.sendall(data)
+            except BlockingIOError as error:  # a wait is for bytes that come
+                raise ConnectionError("the other end takes no bytes") from error
 
     def _some(self) -> bytes:
-        if not (data := self._socket.recv(_ROOM)):
-            raise ConnectionError("the stream ended within the handshake")
+        if not (data := self._receive()):
+            raise ConnectionResetError("the stream ended within the handshake")
+        return data
+
+    def _receive(self) -> bytes:
+        data = self._socket.recv(_ROOM)
+        if self.most is not None:
+            self.most -= len(data)
+            if self.most < 0:
+                raise ConnectionError("more bytes than a greeting has")
         return data
 
 

@@ -1,7 +1,9 @@
 """A client's way to an executor at an address: a unix socket with shared memory, TCP, TCP with TLS."""
 
+import random
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Final
 
@@ -23,6 +25,8 @@ from coserve.wire.frames import ByteStream
 from coserve.wire.messages import Fault
 
 HANDSHAKE_SECONDS: Final = 10.0
+# Seconds between attempts of a client that was sent away while others crowd an executor.
+_PAUSES: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
 TICK_SECONDS: Final = 0.2  # seconds after which a waiting client checks for timeouts
 
 
@@ -38,6 +42,16 @@ class SocketTransport(Transport):
         return str(self._address)
 
     def connect(self, hello: ClientHello, silence: float) -> tuple[Channel[ToClient], BaseHello]:
+        for pause in _PAUSES:
+            try:
+                return self._connect(hello, silence)
+            except Unreachable as error:
+                if not isinstance(error.__cause__, ConnectionResetError | BrokenPipeError):
+                    raise
+            time.sleep(pause * random.uniform(0.5, 1.5))
+        return self._connect(hello, silence)
+
+    def _connect(self, hello: ClientHello, silence: float) -> tuple[Channel[ToClient], BaseHello]:
         try:
             connected = self._address.connect()
         except OSError as error:
@@ -101,6 +115,11 @@ def greet(channel: Channel[ToClient], hello: ClientHello, name: str) -> BaseHell
     if isinstance(answer, BaseHello) and answer.version == VERSION:
         channel.limits = answer.limits
         return answer
+    if answer is None:
+        raise Unreachable(
+            f"no executor answers at {name}: the connection ended during the greeting, as it does where an "
+            "executor ends or has too many connections"
+        ) from ConnectionResetError()
     if isinstance(answer, Fault):
         raise error_named(answer.kind, answer.text)
     raise Unreachable(f"what answers at {name} is no executor of version {VERSION}")

@@ -1,12 +1,12 @@
 """Reads weights from files: safetensors headers, and bytes into memory without a copy in the page cache."""
 
-import hashlib
 import json
 import mmap
 import os
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,7 +21,6 @@ from coserve.errors import ModelError, WeightsUnreadable
 
 PAGE: Final = 4096  # bytes: alignment of offsets, lengths and addresses in direct reads
 PIECE: Final = 4 << 20  # bytes of one read: of 1, 4, 16 and 64 MiB the fastest in either mode
-_SAMPLE: Final = 4096  # bytes at either end of a range that identify it
 _TIMED: Final = 64 << 20  # bytes read to choose a mode
 _BETTER: Final = 1.1  # by how much a buffered read has to be faster: it takes four times the processor's time
 _LONGEST_HEADER: Final = 100 << 20  # bytes, as safetensors has it
@@ -60,6 +59,7 @@ class _FileState:
     inode: int
     size: int
     modified: int
+    changed: int  # which no process can set, as it can the time before
 
 
 class _Descriptor:
@@ -74,15 +74,19 @@ class _Descriptor:
     @property
     def state(self) -> _FileState:
         found = os.fstat(self.number)
-        return _FileState(found.st_ino, found.st_size, found.st_mtime_ns)
+        return _FileState(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class WeightFile:
     """A file whose bytes are read again and again, while others may replace, truncate or delete it.
 
-    It stays open, so that a file which is deleted or replaced is still there. One that is changed in place is
-    not trusted unless what is read equals samples of what was read first. After an error the file is opened
+    It stays open, so that a file which is deleted or replaced is still there. Of one that was changed in
+    place each read is trusted only with the checksum that it had at first. After an error the file is opened
     by its name again.
+
+    The checksum is CRC-32: any change within four bytes is seen, and of others all but one in 2^32. It reads
+    1.8 GB/s on one core, as much as a disk or twice as much, so files whose state is that of the last check
+    are not checked again: an open file's state is asked for before and after each read, in 2 us.
     """
 
     def __init__(self, path: Path | None, descriptor: int = -1) -> None:
@@ -90,7 +94,7 @@ class WeightFile:
         self.path, self.mode = path, Mode.BUFFERED
         self._lock = threading.Lock()
         self._descriptors: dict[Mode, _Descriptor] = {}
-        self._samples: dict[tuple[int, int], bytes] = {}
+        self._checked: dict[tuple[int, int], tuple[int, _FileState]] = {}  # CRC-32, and the state with it
         if path is None:
             self._descriptors[Mode.BUFFERED] = _Descriptor(descriptor)
         with self._failing():
@@ -114,10 +118,11 @@ class WeightFile:
         succeed.
         """
         with self._failing():
+            before = self._open(Mode.BUFFERED).state
             self._read(start, into, self.mode)
             if self.path is not None:
                 own = into[: self._known.size - start]
-                self._expect_unchanged(start, own, self._open(Mode.BUFFERED).state)
+                self._expect_unchanged(start, own, before, self._open(Mode.BUFFERED).state)
 
     def grow(self, size: int) -> None:
         """Says that its owner has written more."""
@@ -180,26 +185,24 @@ class WeightFile:
             reason = error.strerror or str(error)
             raise WeightsUnreadable(f"weights cannot be read from {self.name}: {reason}") from error
 
-    def _expect_unchanged(self, start: int, read: memoryview, state: _FileState) -> None:
+    def _expect_unchanged(self, start: int, read: memoryview, before: _FileState, after: _FileState) -> None:
+        """Raises WeightsUnreadable unless this is what was read first, given the file's state around it."""
         key = start, len(read)
-        if key not in self._samples:
-            if state != self._known:
+        if key not in self._checked:
+            if not before == after == self._known:
                 raise WeightsUnreadable(f"{self.name} has changed while it was loaded")
-            self._samples[key] = _sample(read)
-        elif state != self._known and (state.size != self._known.size or _sample(read) != self._samples[key]):
+            self._checked[key] = zlib.crc32(read), after
+            return
+        checksum, state = self._checked[key]
+        if before == after == state:
+            return
+        if after.size != self._known.size or zlib.crc32(read) != checksum:
             raise WeightsUnreadable(
-                f"{self.name} has changed since it was loaded: put it back, or start again with the new one"
+                f"{self.name} has changed since it was loaded, in the bytes from {start:,} to "
+                f"{start + len(read):,}: put it back, or start again with the new one"
             )
-
-
-def _sample(read: memoryview) -> bytes:
-    """Identifies what was read, were it overwritten: the ends of each mebibyte."""
-    digest = hashlib.blake2b(digest_size=16)
-    for begin in range(0, len(read), 1 << 20):
-        piece = read[begin : begin + (1 << 20)]
-        digest.update(piece[:_SAMPLE])
-        digest.update(piece[-_SAMPLE:])
-    return digest.digest()
+        if before == after:
+            self._checked[key] = checksum, after
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:

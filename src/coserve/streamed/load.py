@@ -21,8 +21,9 @@ from coserve.memory.malloc import return_freed_memory
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell
 from coserve.model.block import Block, Resident
+from coserve.model.contents import ModelContents
 from coserve.model.load import adopt, complete, make_base, place_modules, usable_device
-from coserve.model.origin import Origin, fingerprint_of, linear_paths, sample_of
+from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.parameters import held_bytes, parameters_of
 from coserve.model.probe import Own, own_forward
 from coserve.model.quantized.quantize import quantize_ends, quantize_layers, say_what_stays
@@ -93,10 +94,11 @@ def load_streamed(
     """
     if usable_device(device).type != "cpu":
         raise ConfigError("a base is streamed on a CPU only: engine.device must be cpu")
+    contents = ModelContents(model)
     with refusing(repr(str(model)), "cannot be loaded"):
         files = _open(model, dtype)
     with refusing(files.model.config.model_type, "cannot be driven"):
-        return _Loading(files, budget, quantize, scratch).run()
+        return _Loading(files, budget, quantize, scratch, contents).run()
 
 
 def _open(model: str | Path, dtype: torch.dtype | str) -> ModelFiles:
@@ -113,16 +115,18 @@ class _Loading:
     """The load of one base. Its blocks are stored as the model has them, from where the model's own forward
     and the search for a place for linears read them; and once more where that changed them."""
 
-    def __init__(self, files: ModelFiles, budget: int, quantize: str, scratch: str) -> None:
+    def __init__(
+        self, files: ModelFiles, budget: int, quantize: str, scratch: str, contents: ModelContents
+    ) -> None:
         self._files, self._budget, self._quantize = files, budget, quantize
         self._scratch = ScratchFile(scratch)
         model = files.model
         layers, self._cell = adopt(model), BatchCell()
         self._origin = Origin.of(model, layers, quantize, torch.device("cpu"), "")
         self._linears = linear_paths(model)
-        self._samples = {
-            name: sample_of(tensor) for name, tensor in model.state_dict().items() if not tensor.is_meta
-        }
+        self._contents = contents
+        there = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+        self._found = contents.of(there)
         inside = tuple(f"{path}." for path in layers)
         if quantize != "none":
             quantize_ends(model, inside, self._origin, self._cell)
@@ -141,7 +145,8 @@ class _Loading:
         plan = plan_residence(sizes, self._budget - ends)
         for place in plan.resident:
             _keep(blocks[place], stored.pop(place))  # nothing else may hold its buffer
-        base.fingerprint = fingerprint_of(base.model.config, self._samples, self._linears, self._quantize)
+        self._contents.remember()
+        base.fingerprint = fingerprint_of(base.model.config, self._found, self._linears, self._quantize)
         complete(base, own, lambda: self._placed(plan, stored))
         return base, Streaming(plan, base.nbytes, self._rate)
 
@@ -164,8 +169,8 @@ class _Loading:
                 stored[block.path].bind(buffer)
                 return
             reads = self._files.load(block, buffer)
-            for name, tensor in block.module.state_dict().items():
-                self._samples[f"{block.path}.{name}"] = sample_of(tensor)
+            own = self._contents.of(block.module.state_dict(), f"{block.path}.")
+            self._found |= {f"{block.path}.{name}": content for name, content in own.items()}
             if self._quantize != "none":
                 quantize_layers(self._base.model, self._origin, self._cell, block.holds)
 

@@ -110,10 +110,10 @@ class FrameReader:
         """Tells whether part of a message has been received."""
         return bool(self._data)
 
-    def read(self) -> bytes | None:
-        """Waits for the next message; None at the end of the stream. Raises TimeoutError (the next call
-        continues), ConnectionError for invalid bytes, and OSError."""
-        while (body := self._next()) is None:
+    def read(self, most: int | None = None) -> bytes | None:
+        """Waits for the next message, of `most` bytes if given; None at the end of the stream. Raises
+        TimeoutError (the next call continues), ConnectionError for invalid bytes, and OSError."""
+        while (body := self._next(self._most if most is None else most)) is None:
             if not (data := self._receive()):
                 if self._data:
                     raise ConnectionError("the stream ended within a message")
@@ -141,12 +141,12 @@ class FrameReader:
                 raise ConnectionError("the stream ended within a payload")
             there, until = there + count, None
 
-    def _next(self) -> bytes | None:
+    def _next(self, most: int) -> bytes | None:
         """The next message if it is complete, else None."""
         if len(self._data) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
-        end = _LENGTH.size + _checked(length, self._most)
+        end = _LENGTH.size + _checked(length, most)
         if len(self._data) < end:
             return None
         body = bytes(memoryview(self._data)[_LENGTH.size : end])

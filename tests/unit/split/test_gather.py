@@ -150,7 +150,7 @@ def test_shards_of_other_weights_are_not_joined() -> None:
         Direct(BaseLinears(changed, shard=Shard(2, 2))),
     )
     assert one.base.fingerprint == BaseLinears(tiny("llama")).hello.fingerprint != other.base.fingerprint
-    with pytest.raises(ConfigError, match="shard 2/2 of the linears is missing"):
+    with pytest.raises(AdapterMismatch, match=r"1 linear with other weights, of 22 \(model.layers.0.mlp.up"):
         assembled([one, other])
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_a_model_that_is_another_is_refused_and_left_as_it_is(
         assert find_linears(model) == linears
     with torch.device("meta"):
         shapes = type(tiny("llama"))(tiny("llama", intermediate_size=80).config)
-    with pytest.raises(AdapterMismatch, match="gate_proj is 96x64, here it is 80x64"):
+    with pytest.raises(AdapterMismatch, match=r"gate_proj of the executor at .* is 96x64, here it is 80x64"):
         attach(shapes, str(served.address), KEY)
 
 
@@ -153,8 +154,9 @@ def garbage() -> Sequence[bytes]:
 def test_garbage_ends_its_connection_alone(served: Served, healthy: ExecutorConnection, greet: bool) -> None:
     for data in garbage():
         raw = served.raw(greet=greet)
-        raw.sendall(data)
-        raw.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # it may be gone before all has been sent
+            raw.sendall(data)
+            raw.shutdown(socket.SHUT_WR)
         assert has_ended(raw)
         raw.close()
     raw = served.raw(greet=greet)
@@ -320,12 +322,12 @@ def test_what_answers_a_status_request_otherwise_is_no_executor(tmp_path: Path) 
 
 
 def test_too_many_clients(served: Served, healthy: ExecutorConnection) -> None:
-    strangers = [served.raw(greet=False) for _ in range(MOST_CLIENTS - 1)]
+    others = [served.raw() for _ in range(MOST_CLIENTS - 1)]
     wait_until(lambda: served.service.clients == MOST_CLIENTS)
     with pytest.raises(Unreachable, match="64 clients"):
         served.connect()
-    for stranger in strangers:
-        stranger.close()
+    for other in others:
+        other.close()
     wait_until(lambda: served.service.clients == 1)
 
 
@@ -389,7 +391,9 @@ def test_an_executor_that_goes_and_one_of_another_base(tmp_path: Path) -> None:
     second.close()
     third = Served(address, seed=1)
     for _ in range(2):
-        with pytest.raises(AdapterMismatch, match="base is"):
+        with pytest.raises(
+            AdapterMismatch, match=r"base is at .* linears with other weights, of 22 \(model.layers.0"
+        ):
             patient(ids)
     third.close()
 

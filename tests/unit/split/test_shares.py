@@ -147,13 +147,15 @@ def test_both_may_lie_and_a_lie_from_the_beginning_is_noticed(linears: BaseLinea
 @torch.no_grad()
 def test_executors_with_other_weights_are_noticed(linears: BaseLinears) -> None:
     changed = tiny("gpt2")
-    changed.transformer.h[1].mlp.c_fc.weight[-1, -1] *= 1.0001  # beyond what the content hash reads
+    changed.transformer.h[1].mlp.c_fc.weight[-1, -1] *= 1.0001
     others = {
         "weight": BaseLinears(changed),
         "model": BaseLinears(tiny("gpt2", seed=1)),
         "type": BaseLinears(tiny("gpt2", torch.bfloat16)),
     }
-    assert others["weight"].hello == linears.hello
+    with pytest.raises(AdapterMismatch, match=r"other weights, of 13 \(transformer.h.1.mlp.c_fc"):
+        SharedCalls(pair_of(linears, others["weight"]), NAMES, 60)
+    others["weight"].hello = linears.hello  # it lies about them
     calls = SharedCalls(pair_of(linears, others["weight"]), NAMES, 60)
     for group in groups_of(calls):
         if "transformer.h.1.mlp.c_fc" in group.outputs:
@@ -164,7 +166,7 @@ def test_executors_with_other_weights_are_noticed(linears: BaseLinears) -> None:
         else:
             both_ways(group)
     for kind in ("model", "type"):
-        with pytest.raises(AdapterMismatch, match="here and there have different bases"):
+        with pytest.raises(AdapterMismatch, match="at there has another base than that at here"):
             SharedCalls(pair_of(linears, others[kind]), NAMES, 60)
 
 

@@ -305,6 +305,8 @@ class EngineLink:
 
     def _take(self, connection: EngineConnection, report: Report) -> None:
         self._heard = time.monotonic()
+        if report.stats is not None:
+            self.stats, self.resident = report.stats, frozenset(report.stats.paging.resident)
         for token in report.tokens:
             if (live := self.live.get(token.id)) is None:
                 continue  # cancelled meanwhile
@@ -321,8 +323,6 @@ class EngineLink:
             connection.take(reply)
         for numbered in report.jobs:
             self.news.tell((connection.hello.generation, numbered))
-        if report.stats is not None:
-            self.stats, self.resident = report.stats, frozenset(report.stats.paging.resident)
         if report.drained:
             self._told_all.set()
 

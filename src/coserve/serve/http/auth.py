@@ -9,9 +9,9 @@ from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coserve.core.owners import owner_of
 from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError
-from coserve.serve.http.connections import owner_of
 from coserve.serve.http.quotas import too_often
 from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.state import Shared, State

@@ -5,8 +5,6 @@ does not read. Its parser, h11, accepts some messages that proxies may parse dif
 """
 
 import asyncio
-import functools
-import ipaddress
 import json
 import re
 from collections import Counter
@@ -19,16 +17,15 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coserve.core.owners import LOOPBACK, owner_of
 from coserve.serve.errors import ApiError
 from coserve.serve.http.middleware import new_request_id
 from coserve.serve.http.shedding import LoadShedder
 
-LOOPBACK: Final = "loopback"  # all addresses of this machine's own
 _LEAST_RATE: Final = 1024  # bytes per second of a body on its way in, or of an answer on its way out
 _MOST_UNREAD: Final = 2**20  # bytes of an unwanted body that are read, so that the client reads the answer
 _SETTLED: Final = 1.0  # seconds without a request, after which a connection may have to go for a new one
 _LOOPBACK_SHARE: Final = 4  # this machine may have this many times what another address may
-_MOST_OWNERS: Final = 4096  # addresses whose owner is cached: finding it takes 40 us
 _AMBIGUOUS: Final = re.compile(rb"(?<!\r)\n|\n[ \t]")  # lines without a carriage return, folded lines
 
 
@@ -90,11 +87,11 @@ class Connections:
         idle = [
             connection
             for connection, whose in self._open.items()
-            if owner in (None, whose) and connection.is_idle and connection.heard <= long_ago
+            if owner in (None, whose) and connection.is_idle and connection.rests <= long_ago
         ]
         if not idle:
             return False
-        oldest = min(idle, key=lambda connection: connection.heard)
+        oldest = min(idle, key=lambda connection: connection.rests)
         self.leave(oldest)
         oldest.transport.abort()
         return True
@@ -134,11 +131,13 @@ class HttpConnection(H11Protocol):
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self.conn = StrictHttp(self.config.h11_max_incomplete_event_size or 65536, self._enter)
-        self.heard = monotonic()  # time of the last data received, or of a complete answer
+        # When it came, or its last answer was complete. Bytes of headers that have not come as a whole, or
+        # of a request that has its answer already, change nothing: trickling must not hold a place.
+        self.rests = monotonic()
         self._all = connections
         self._stall = connections.limits.stall_seconds
         self._phase: tuple[str, object] | None = None  # what the server waits for, and the request
-        self._since, self._bytes = self.heard, 0  # of the phase: its last look at the rate, bytes since
+        self._since, self._bytes = self.rests, 0  # of the phase: its last look at the rate, bytes since
         self._unsent: tuple[float, int] | None = None  # time and bytes at the last check
         self._unread = 0  # bytes of a body whose request has its answer
         self._counted: bytes | None = None  # the argument for the shedder's `leave`
@@ -162,7 +161,6 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = monotonic()
         self._bytes += len(data)
         if self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY:
             self._unread += len(data)
@@ -179,7 +177,7 @@ class HttpConnection(H11Protocol):
             self.transport.close()
 
     def on_response_complete(self) -> None:
-        self.heard, self._unread = monotonic(), 0
+        self.rests, self._unread = monotonic(), 0
         self._leave()
         super().on_response_complete()
 
@@ -256,20 +254,3 @@ def _written(error: ApiError) -> bytes:
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-@functools.lru_cache(_MOST_OWNERS)
-def owner_of(host: str | None) -> str:
-    """Key under which an address's connections are counted: `LOOPBACK`, the IPv4 address, or the /64 network
-    of an IPv6 address, as one host has 2^64 of these."""
-    try:
-        address = ipaddress.ip_address((host or "127.0.0.1").partition("%")[0])
-    except ValueError:
-        return str(host)
-    if isinstance(address, ipaddress.IPv6Address):
-        address = address.ipv4_mapped or address
-    if address.is_loopback:
-        return LOOPBACK
-    if isinstance(address, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)

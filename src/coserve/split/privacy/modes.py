@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coserve.errors import ConfigError
+from coserve.split.address import is_seconds
 from coserve.split.calls import Calls, Source
 from coserve.split.privacy.noise import NoisyCalls
 from coserve.split.privacy.shares import SharedCalls
@@ -24,7 +25,10 @@ class Noise:
     uses: int = 256
 
     def __post_init__(self) -> None:
-        if self.values < 1 or self.uses < 1 or not 0 < self.level < 100:
+        numbers = (self.values, self.uses)
+        if any(type(number) is not int or number < 1 for number in numbers) or not (
+            isinstance(self.level, int | float) and 0 < self.level < 100
+        ):
             raise ConfigError("noise needs at least one value and one use, and a level above 0 and below 100")
 
 
@@ -43,8 +47,24 @@ class Shares:
     timeout: float = 300.0
     tls: ClientTls | Sequence[ClientTls] | None = None
 
+    def __post_init__(self) -> None:
+        if not is_seconds(self.timeout):
+            raise ConfigError(f"timeout must be seconds from 0 on, not {self.timeout!r}")
+
 
 Privacy = Noise | Shares
+
+
+def mode_of(given: object) -> Privacy | None:
+    """The mode that an argument names. Raises ConfigError."""
+    if given is None or isinstance(given, Noise | Shares):
+        return given
+    if given in ("none", "noise"):
+        return Noise() if given == "noise" else None
+    raise ConfigError(
+        f'privacy must be None, "noise", Noise(...) or, with the second executor\'s address, Shares(...) of '
+        f"coserve.split.privacy.modes, not {given!r}"
+    )
 
 
 def private(first: Source, privacy: Privacy, connect: Callable[[Shares], Source]) -> Calls:

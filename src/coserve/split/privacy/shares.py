@@ -15,7 +15,14 @@ from torch import Tensor
 from coserve.errors import AdapterMismatch, CoserveError, Unreachable, UnsupportedModel, WrongAnswer
 from coserve.split.calls import Answer, Calls
 from coserve.split.connection import Rows, call_of
-from coserve.split.messages import ITEM_BYTES, BaseHello, Direction, GroupShape, LinearCall
+from coserve.split.messages import (
+    ITEM_BYTES,
+    BaseHello,
+    Direction,
+    GroupShape,
+    LinearCall,
+    differences,
+)
 from coserve.split.payload import DTYPES
 from coserve.split.privacy.checks import Checks, Factors
 from coserve.split.privacy.field import difference, to_elements, to_float, total, uniform
@@ -210,11 +217,9 @@ def _call(base: BaseHello, paths: Sequence[str], rows: Rows, direction: Directio
 def _common_base(bases: Sequence[BaseHello], names: Sequence[str]) -> BaseHello:
     """Offers of both. Raises AdapterMismatch, UnsupportedModel."""
     first, second = bases
-    if (first.fingerprint, first.dtype, first.groups) != (second.fingerprint, second.dtype, second.groups):
-        raise AdapterMismatch(
-            f"the executors at {' and '.join(names)} have different bases: {first.fingerprint} and "
-            f"{second.fingerprint}"
-        )
+    linears = [msgspec.structs.replace(base.of_linears(), shard=None) for base in bases]
+    if said := differences(linears[1], linears[0]):
+        raise AdapterMismatch(f"the executor at {names[1]} has another base than that at {names[0]}: {said}")
     for group in first.groups:
         if missing := group.outputs.keys() - group.exponents.keys():
             raise UnsupportedModel(f"{min(missing)} has weights that are not finite, which cannot be shared")
