@@ -1,17 +1,21 @@
 """Hostile bodies for the `tinker` client's endpoints: each gets one clear error, and nobody else notices."""
 
 import asyncio
+import json
+import os
 import random
 import resource
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import zstandard
+from pydantic import BaseModel
 from test_bodies import MOST_SECONDS, longest_stop
 from tinker.proto import tinker_public_pb2 as public
 
 from coserve.serve.answering.cost import MOST_BODY_BYTES
+from coserve.serve.tinker import schema
 from coserve.serve.tinker.passes import MOST_DATA
 from coserve.wire.messages import Forward, StepOptimizer
 from serving import Play, World
@@ -202,6 +206,79 @@ def test_hostile_bodies_harm_nobody(play: Play) -> None:
         fine = (await submit(good(run, number + 2))).json()["request_id"]
         result = (await post("/api/v1/retrieve_future", json={"request_id": fine})).json()
         assert len(result["loss_fn_outputs"]) == 1
+
+    play(story)
+
+
+VALUES = int(os.environ.get("COSERVE_ATTACK_VALUES", "6"))  # of each field, of the 33 there are
+FREE = [
+    5, -1, 2**70, 1.5, True, "", "x", "\ud800", 'a"b', "$.[", "\x00", [], [5], ["\ud800"], [[[]]], {},
+    {"x": 1}, {'a"b': 1}, {"$": "\ud800"}, {"": []}, {"\x00": None}, {"a.b[0]": [1]}, "x" * 5000, [{}] * 17,
+    [{"type": "client_finished", "reasons": 5}], [{"type": "client_finished", "reasons": [5]}],
+    [{"type": ["active"]}], [{"type": "active", "reasons": []}], [None],
+    {"last_created_at": "x", "last_session_id": "y"}, {"rank": 10**9}, {"type": "adamw"}, {"type": "success"},
+]  # fmt: skip
+
+
+POSTED = [
+    ("POST", "client/config", schema.ClientConfigRequest),
+    ("POST", "create_session", schema.CreateSessionRequest),
+    ("POST", "session_heartbeat", schema.SessionBody), ("POST", "asample", schema.SampleRequest),
+    ("POST", "sessions/x/finish", schema.FinishSessionRequest),
+    ("POST", "create_sampling_session", schema.CreateSamplingSessionRequest),
+    ("POST", "retrieve_future", schema.RetrieveFutureRequest), ("POST", "get_info", schema.ModelBody),
+    ("POST", "cancel_future", schema.CancelFutureRequest), ("POST", "unload_model", schema.ModelBody),
+    ("POST", "create_model", schema.CreateModelRequest), ("POST", "optim_step", schema.OptimStepRequest),
+    ("POST", "save_weights", schema.SaveWeightsRequest), ("POST", "load_weights", schema.LoadWeightsRequest),
+    ("POST", "save_weights_for_sampler", schema.SaveWeightsForSamplerRequest),
+    ("POST", "save_weights_external", schema.SaveWeightsExternalRequest),
+    ("POST", "weights_info", schema.WeightsInfoRequest),
+    ("POST", "copy_weights", schema.CopyWeightsRequest),
+    ("PUT", "sessions/x/project", schema.ProjectRequest),
+    ("POST", "sessions/search", schema.SearchSessionsRequest),
+    ("PUT", "training_runs/x/checkpoints/weights/a/ttl", schema.TtlRequest),
+]  # fmt: skip
+
+
+def bodies_of(kind: type[BaseModel], draws: random.Random) -> Iterator[dict[str, Any]]:
+    """A body with some values of `FREE` in each of its fields, and in the fields within these."""
+    plain: dict[str, Any] = {
+        "session_id": "s", "model_seq_id": 0, "sampling_session_seq_id": 0, "base_model": "tiny", "seq_id": 1,
+        "request_id": "r", "model_id": "m", "tinker_path": "tinker://a/weights/b", "project_id": "p",
+        "source_path": "tinker://a/weights/b", "path": "tinker://a/weights/b", "optimizer": True,
+        "sdk_version": "1", "reason": {"type": "success"}, "adam_params": {}, "sampling_session_id": "s",
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 2},
+    }  # fmt: skip
+    good = {name: plain[name] for name, one in kind.model_fields.items() if one.is_required()}
+    for name, field in kind.model_fields.items():
+        inner = [
+            one for one in (field.annotation, *get_args(field.annotation)) if hasattr(one, "model_fields")
+        ]
+        for value in draws.sample(FREE, VALUES):
+            yield {**good, name: value}
+            for within in (part for one in inner for part in one.model_fields):
+                start = good.get(name)
+                yield {**good, name: {**(start if isinstance(start, dict) else {}), within: value}}
+
+
+def test_no_value_of_any_field_makes_the_server_fail(play: Play) -> None:
+    async def story(world: World) -> None:
+        tried, draws = 0, random.Random(5)
+        for method, path, kind in POSTED:
+            for body in bodies_of(kind, draws):
+                content = json.dumps(body).encode()
+                headers = {"content-type": "application/json"}
+                answer = await world.http.request(method, f"/api/v1/{path}", content=content, headers=headers)
+                tried += 1
+                assert answer.status_code < 500, (path, body, answer.text)
+        assert tried > 30 * VALUES
+        search = "/api/v1/sessions/search"
+        refused = {"statuses": [{"type": "client_finished", "reasons": 5}]}
+        answer = await world.http.post(search, json=refused)
+        assert answer.status_code == 400 and "reasons" in answer.json()["error"]["param"]
+        for key in ("\x00", 'a"b', "$.["):  # SQLite's JSON paths cannot hold the first two
+            answer = await world.http.post(search, json={"user_metadata": {key: 1}})
+            assert answer.json()["sessions"] == []
 
     play(story)
 

@@ -25,7 +25,8 @@ class LoadedAdapters:
 
     @property
     def nbytes(self) -> int:
-        return sum(adapter.nbytes for adapter in self._versions.values())
+        # A list, as other threads add versions meanwhile.
+        return sum(adapter.nbytes for adapter in list(self._versions.values()))
 
     def add(self, adapter: AdapterVersion) -> None:
         """Holds a version until it is dropped."""

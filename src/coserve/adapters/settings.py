@@ -9,6 +9,7 @@ import msgspec
 
 from coserve.adapters.method import Method
 from coserve.adapters.methods import method_in_file, method_named
+from coserve.core.decodable import decodable
 from coserve.errors import ConfigError
 
 _T = TypeVar("_T")
@@ -40,7 +41,8 @@ def convert(fields: Mapping[str, Any], kind: type[_T], what: str) -> _T:
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
         raise ConfigError(f"{what} has no field {unknown[0]!r}; {hint}")
     try:
-        return msgspec.convert(dict(fields), kind)
+        found: _T = msgspec.convert(dict(fields), decodable(kind))
+        return found
     except msgspec.ValidationError as error:
         raise ConfigError(f"{what}: {error}") from error
 

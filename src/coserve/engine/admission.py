@@ -69,7 +69,8 @@ class Admission:
         self._ledger = memory.ledger
         # Of all bases, the next one first.
         self._waiting: dict[str, _WaitingJob] = {} if beside is None else beside._waiting
-        self._sizes: dict[str, JobSize] = {}  # of all admitted jobs
+        self._sizes: dict[str, JobSize] = {}  # of all jobs that have entered
+        self._needs: dict[str, JobNeeds] = {}  # of these, computed once: it takes most of a millisecond
         self._all: list[Admission] = [] if beside is None else beside._all  # of all bases
         self._all.append(self)
         self._left = 0  # jobs that have left since freed memory was returned
@@ -106,7 +107,7 @@ class Admission:
     def enter(self, job: Applicant, size: JobSize, start: Callable[[], None]) -> bool:
         """Reserves a job's bytes if they are free, and returns True. Otherwise the job waits: its `wait`
         receives the reason whenever that changes, and `start` is called once the bytes are free."""
-        self._sizes[job.job] = size
+        self._keep(job.job, size)
         if not self._waiting and self._take(job.job):
             return True
         self._waiting[job.job] = _WaitingJob(job, start, self)
@@ -118,17 +119,19 @@ class Admission:
         more rows. Where the bytes for these are missing, the reservation stays."""
         self._ledger.charge(job_owner(name), Account.ACTIVATIONS, 0)
         before = self._sizes[name]
-        self._sizes[name] = replace(before, config=config)
-        if self._ledger.missing(self._wanted(name)):
-            self._sizes[name] = before
+        self._keep(name, replace(before, config=config))
+        wanted = self._wanted(name)
+        if self._ledger.missing(wanted):
+            self._keep(name, before)
         else:
-            self._reserve(name)
+            self._reserve(wanted)
             self.advance()
 
     def leave(self, name: str) -> None:
         """Frees the bytes of a job that has ended or was cancelled, and starts jobs that wait."""
         self._waiting.pop(name, None)
         self._sizes.pop(name, None)
+        self._needs.pop(name, None)
         self._ledger.release(job_owner(name))
         self._set_backward()
         self._left += 1
@@ -156,36 +159,40 @@ class Admission:
 
     def _take(self, name: str) -> bool:
         """Reserves a job's bytes if they are free, or can be freed by evicting unused stored adapters."""
-        if self._memory.make_room(lambda: self._ledger.missing(self._wanted(name))):
+        wanted = self._wanted(name)
+        if self._memory.make_room(lambda: self._ledger.missing(wanted)):
             return False
         self._waiting.pop(name, None)
-        self._reserve(name)
+        self._reserve(wanted)
         return True
 
-    def _reserve(self, name: str) -> None:
-        self._ledger.reserve(self._wanted(name))
+    def _keep(self, name: str, size: JobSize) -> None:
+        self._sizes[name], self._needs[name] = size, size.needs(self._base, self._steps)
+
+    def _reserve(self, wanted: dict[str, Bytes]) -> None:
+        self._ledger.reserve(wanted)
         self._set_backward()
 
     def _wanted(self, name: str) -> dict[str, Bytes]:
         """Bytes of a job, with those that any training needs: weights laid out for backward, and the rows of
         one backward pass."""
-        size, held = self._sizes[name], self._memory.held()
+        needs, held = self._needs[name], self._memory.held()
         return {
-            job_owner(name): size.needs(self._base, self._steps).own,
+            job_owner(name): needs.own,
             self._backward_owner: {
-                Account.WORKSPACES: self._backward({**self._running, name: size}.values())
+                Account.WORKSPACES: self._backward({**self._running, name: needs}.values())
             },
             self._base_owner: {Account.BASE: held.base + held.base_to_train},
         }
 
     @property
-    def _running(self) -> dict[str, JobSize]:
-        return {name: size for name, size in self._sizes.items() if name not in self._waiting}
+    def _running(self) -> dict[str, JobNeeds]:
+        return {name: needs for name, needs in self._needs.items() if name not in self._waiting}
 
-    def _backward(self, jobs: Iterable[JobSize]) -> int:
+    def _backward(self, jobs: Iterable[JobNeeds]) -> int:
         """Bytes of one backward pass over these jobs' windows: the largest job's, or those of a window
         group."""
-        shared = [job.needs(self._base, self._steps).shared for job in jobs]
+        shared = [job.shared for job in jobs]
         return max(max(shared, default=0), min(sum(shared), self._window_groups))
 
     def _set_backward(self) -> None:
@@ -202,7 +209,7 @@ class Admission:
             waiting.applicant.wait(waiting.admission._reason(place, waiting.applicant.job))
 
     def _reason(self, place: int, name: str) -> str:
-        needed = show_size(self._sizes[name].needs(self._base, self._steps).total)
+        needed = show_size(self._needs[name].total)
         if place:
             return f"waits for {needed} of memory, behind job {self.waiting[0]}"
         missing = self._ledger.missing(self._wanted(name))

@@ -36,7 +36,7 @@ class Background:
         If `then` raises on a result it is called once more with that error, to clean up.
         """
         self._pool.submit(work).add_done_callback(
-            lambda future: self._inbox.put(Done(partial(_finish, what, future, then)))
+            lambda future: self._inbox.put(Done(partial(_finish, what, future, then), what))
         )
 
 

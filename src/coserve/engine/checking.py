@@ -76,11 +76,13 @@ def prepare_job(
 
 @dataclass(frozen=True, slots=True)
 class PreparedSession:
-    """A training session's settings, and the adapter it starts from (None for a fresh one)."""
+    """A training session's settings, and the adapter it starts from; of a fresh one (`start` is None) the
+    shapes alone, `sketch`."""
 
     methods: tuple[object, ...]
     config: TrainingConfig
     start: AdapterVersion | None
+    sketch: AdapterVersion | None
 
 
 def prepare_session(engine: Engine, command: OpenTraining) -> PreparedSession:
@@ -89,7 +91,7 @@ def prepare_session(engine: Engine, command: OpenTraining) -> PreparedSession:
     config, methods = convert(command.options, TrainingConfig, "options"), settings_of(command.method)
     first, start = _first(engine, command.adapter, methods, config, command.start_from)
     _foresee(engine, first, config, methods if start is None else None)
-    return PreparedSession(methods, config, start)
+    return PreparedSession(methods, config, start, first if start is None else None)
 
 
 def _first(

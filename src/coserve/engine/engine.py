@@ -30,6 +30,7 @@ from coserve.engine.chain_changes import ChainChanges
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.memory import EngineMemory
+from coserve.engine.openings import Openings
 from coserve.engine.reading import Data, read_data
 from coserve.engine.rollouts import SCOPE, Rollouts
 from coserve.engine.sessions import Sessions
@@ -155,7 +156,8 @@ class Engine:
             self._steps(policy, settings),
             None if beside is None else beside.training.admission,
         )
-        own = self.executor, self.base, self.adapters.bank, self.scheduler, admission
+        self.openings = Openings(self.executor, self.adapters.bank, base_id)
+        own = self.executor, self.base, self.adapters.bank, self.scheduler, admission, self.openings
         self.sessions = Sessions(*own, self._drive, self._lock, base_id)
         self.rollouts = Rollouts(self.generate, self.text, self._others_wait, config.max_running)
         self.training: Training = Training(
@@ -423,6 +425,7 @@ class Engine:
         training: TrainingConfig = TrainingConfig(),
         from_adapter: str | AdapterVersion | None = None,
         session: str | None = None,
+        sketch: AdapterVersion | None = None,
     ) -> TrainingClient:
         """Opens a training session for `adapter`, which its client drives: passes with losses of
         `train.losses`, optimizer steps, states.
@@ -438,7 +441,7 @@ class Engine:
             name = session or f"session-{sum(one.sessions.opened for one in self.bases) + 1}"
             self.training.refuse_while_trained(adapter)
             self.training.refuse_taken(name)
-            return self.sessions.open(name, adapter, methods, training, start)
+            return self.sessions.open(name, adapter, methods, training, start, sketch)
 
     def prepare(
         self,

@@ -71,7 +71,8 @@ class Jobs:
     @property
     def waiting(self) -> dict[str, str]:
         """Reasons, by job, of jobs that are read and wait to start."""
-        return {name: job.handle.reason for name, job in self._jobs.items() if job.handle and job.waits}
+        reasons = {name: job.handle.reason for name, job in self._jobs.items() if job.handle and job.waits}
+        return {name: reason for name, reason in reasons.items() if reason}
 
     @property
     def starved(self) -> dict[str, float]:
@@ -95,7 +96,7 @@ class Jobs:
         if engine.base_id != spec.base:
             self._give_up(job, ConfigError(f"there is no base {spec.base!r} in this engine"))
             return
-        self._background.do("reading the job", partial(read_job, engine, spec), partial(self._begin, job))
+        self._background.do("reading the job", partial(read_job, engine, spec), partial(self._read, job))
 
     def stop(self, name: str, keep: bool) -> None:
         """Ends a job's training; with `keep` after a checkpoint of its state."""
@@ -188,8 +189,14 @@ class Jobs:
             job.handle.cancel()
         self._end(job, JobStatus.FAILED, error)
 
+    def _read(self, job: ServedJob, outcome: Outcome[ReadJob]) -> None:
+        """Begins a job whose data is read, once nothing is left of an earlier run of it."""
+        job.engine.openings.when_left(job.spec.job, partial(self._begin, job, outcome))
+
     def _begin(self, job: ServedJob, outcome: Outcome[ReadJob]) -> None:
         """Starts or resumes training once the data is read."""
+        if self._jobs.get(job.spec.job) is not job:  # it has failed meanwhile
+            return
         if isinstance(outcome, CoserveError):
             self._give_up(job, outcome)
             return
@@ -206,7 +213,7 @@ class Jobs:
                 job.engine.adapters.add_stored(ready.reference)
             keeping = Keeping(job.spec.every, partial(self._keep, job))
             weighed = replace(prepared, config=replace(prepared.config, weight=job.weight))
-            job.handle = job.engine.training.start(weighed, keeping)
+            job.handle = job.engine.training.start(weighed, keeping, partial(self._advance, job))
         except CoserveError as error:
             self._end(job, JobStatus.FAILED, error)
             return
@@ -214,7 +221,8 @@ class Jobs:
         job.ready = replace(ready, prepared=replace(prepared, start=None, resume=None))
         if job.handle.status == JobStatus.QUEUED:
             job.waits = True
-            self._tell(JobWaiting(job.spec.job, job.handle.reason))
+            if job.handle.reason:  # else its session is being opened
+                self._tell(JobWaiting(job.spec.job, job.handle.reason))
         else:
             self._begun(job, job.handle, ready)
 

@@ -57,9 +57,10 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Background work has ended: `then` runs between two steps."""
+    """Background work has ended: `then` runs between two steps. `what` names the kind of work."""
 
     then: Callable[[], None]
+    what: str = ""
 
 
 Item = Connected | Received | Closed | Drained | Done
@@ -68,13 +69,15 @@ Item = Connected | Received | Closed | Drained | Done
 class Inbox:
     """Queue of items for the loop to handle between two steps, in order. Any thread may `put`.
 
-    An item pauses the training of the step under way if a caller waits for it: finished work, and any command
-    but an Acknowledge (a server sends one for each optimizer step) and a request that bears the step's time.
+    An item pauses the training of the step under way, until the next item is asked for, if a caller waits for
+    it: finished work, and any command but an Acknowledge (a server sends one for each optimizer step) and a
+    request that bears the step's time.
     """
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[tuple[Item, Arrivals | None]] = queue.SimpleQueue()
         self._arrivals: Arrivals | None = None
+        self._handed: Arrivals | None = None  # that of the last item, whose commands are being taken
 
     def pauses(self, arrivals: Arrivals) -> None:
         """Sets the `arrivals` to which items are announced."""
@@ -87,10 +90,11 @@ class Inbox:
         self._items.put((item, told))
 
     def get(self, block: bool = True, timeout: float | None = None) -> Item:
-        """The next item; raises queue.Empty after `timeout` seconds."""
-        item, told = self._items.get(block, timeout)
-        if told is not None:
-            told.taken()
+        """The next item, once all of the last one is taken; raises queue.Empty after `timeout` seconds."""
+        handed, self._handed = self._handed, None
+        if handed is not None:
+            handed.taken()
+        item, self._handed = self._items.get(block, timeout)
         return item
 
 

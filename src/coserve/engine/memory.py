@@ -185,7 +185,8 @@ class EngineMemory:
         nbytes = self._cache.nbytes(sum(each.slots for each in held))
         own = sum(accounts[Account.ADAPTERS] for each in held for accounts in each.sessions.values())
         self.ledger.charge(_STORED, Account.ADAPTERS, nbytes.paged)
-        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, nbytes.resident - own)
+        # A session that was just opened holds a version that is not published yet.
+        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, max(nbytes.resident - own, 0))
 
     def make_room(self, missing: Callable[[], int]) -> int:
         """Evicts unused stored adapters if that frees the `missing` bytes; returns the bytes still missing.

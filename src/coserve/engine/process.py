@@ -37,6 +37,7 @@ from coserve.core.size import show_size
 from coserve.engine.background import Background
 from coserve.engine.engine import Engine
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Item, Link, Received
+from coserve.engine.pace import Pace
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.worker import Worker
 from coserve.errors import ConfigError, CoserveError, WeightsUnreadable
@@ -44,7 +45,7 @@ from coserve.text.tokenizer import reads_alike
 from coserve.train.pruning.once import TRACING
 from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
-from coserve.wire.messages import Drain, FurtherBase, Hello
+from coserve.wire.messages import Command, Drain, FurtherBase, Hello
 
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Seconds for which a thread that reads training data keeps the interpreter from a step. With Python's default
@@ -102,19 +103,23 @@ def main(pipes: SupervisorPipes) -> None:
 
 
 class Loop:
-    """Runs commands, a step and a report in turn until a drain is over. `beat` is called once a turn, and
-    twice a second while idle.
+    """Runs commands, a step and a report in turn until a drain is over. `beat` is called once a turn, after
+    each command, and twice a second while idle.
 
-    While weights of a streamed base cannot be read, all work waits. The step is tried again four times a
-    second, and commands, which take effect after it, are kept in their order. A drain then ends at once,
-    without checkpoints: jobs resume from the last ones.
+    Commands and finished work are taken in their order, as many before each step as `pace` lets: the others
+    wait for the next turn. While weights of a streamed base cannot be read, all work waits: the step is tried
+    again four times a second, and commands take effect after it. A drain then ends at once, without
+    checkpoints: jobs resume from the last ones.
     """
 
-    def __init__(self, worker: Worker, inbox: Inbox, beat: Callable[[], object]) -> None:
-        self._worker, self._inbox, self._beat = worker, inbox, beat
+    def __init__(
+        self, worker: Worker, inbox: Inbox, beat: Callable[[], object], pace: Pace | None = None
+    ) -> None:
+        self._worker, self._inbox, self._beat, self._pace = worker, inbox, beat, pace or Pace()
         self._server: Connection | None = None
         self._leaving = False  # as soon as no server is connected
-        self._kept: deque[Item] = deque()  # items that came while weights could not be read
+        # What is to be taken: commands with their connections, and finished work.
+        self._waiting: deque[tuple[Connection, Command] | Done] = deque()
         self._told = -math.inf  # time at which the log last had the reason
 
     def run(self) -> None:
@@ -147,15 +152,28 @@ class Loop:
         if before:
             self._worker.unreadable = ""
             _log.warning("all work goes on: weights can be read again")
-            while self._kept:
-                self._take(self._kept.popleft())
 
     def _take_in(self) -> None:
-        """Handles all items of the inbox; without work waits for one until the next beat."""
-        item = self._next(wait=not self._worker.has_work and not self._worker.is_drained)
-        while item is not None:
-            self._take(item)
-            item = self._next(wait=False)
+        """Takes what has come, as far as a step may wait; without work waits for an item until the next
+        beat."""
+        self._pace.begin()
+        wait = not (self._waiting or self._worker.has_work or self._worker.is_drained)
+        while self._take_waiting() and (item := self._next(wait)) is not None:
+            self._sort(item)
+            wait = False
+
+    def _take_waiting(self) -> bool:
+        """Takes what waits; False where some of it is left to the next turn."""
+        while self._waiting and not self._worker.unreadable:
+            first = self._waiting[0]
+            kind = first.what if isinstance(first, Done) else type(first[1]).__name__
+            if not self._pace.takes(kind):
+                return False
+            self._waiting.popleft()
+            with self._pace.measured(kind):
+                self._take(first)
+            self._beat()
+        return True
 
     def _next(self, wait: bool) -> Item | None:
         due = self._worker.until_report() if self._server else BEAT_SECONDS
@@ -164,16 +182,17 @@ class Loop:
         except queue.Empty:
             return None
 
-    def _take(self, item: Item) -> None:
+    def _sort(self, item: Item) -> None:
+        """Follows connections at once, and puts work behind what waits. A drain is heeded at once while
+        weights cannot be read."""
         match item:
             case Connected():
                 self._server = item.connection
                 self._server.send(self._worker.connected())
-            case Received() | Done() if self._worker.unreadable:
-                self._keep(item)
             case Received() if item.connection is self._server:
-                for command in item.commands:
-                    self._worker.take(command)
+                self._waiting.extend((item.connection, command) for command in item.commands)
+                if self._worker.unreadable:
+                    self._worker.draining |= any(isinstance(command, Drain) for command in item.commands)
             case Closed() if item.connection is self._server:
                 self._server = None
                 self._worker.disconnected()
@@ -182,15 +201,15 @@ class Loop:
                 self._leaving = True
                 self._leave()
             case Done():
-                item.then()
+                self._waiting.append(item)
             case _:
                 pass  # from a replaced server
 
-    def _keep(self, item: Received | Done) -> None:
-        """Keeps commands until weights can be read again. A drain is heeded at once."""
-        self._kept.append(item)
-        if isinstance(item, Received) and item.connection is self._server:
-            self._worker.draining |= any(isinstance(command, Drain) for command in item.commands)
+    def _take(self, work: tuple[Connection, Command] | Done) -> None:
+        if isinstance(work, Done):
+            work.then()
+        elif work[0] is self._server:  # else the server is gone
+            self._worker.take(work[1])
 
     def _leave(self) -> None:
         if self._leaving and self._server is None and not self._worker.unreadable:

@@ -43,12 +43,13 @@ class ServedSessions:
     def __init__(self, engine: Engine, background: Background, tell: Callable[[Reply], None]) -> None:
         self._engine, self._background, self._tell = engine, background, tell
         self._passes = background.another(2, "pass")  # behind which nothing else waits
+        self._openings = background.another(1, "open")  # so that bursts of them hold up nothing else
         self._clients: dict[str, TrainingClient] = {}
         self._opening: dict[str, int] = {}  # refs of the commands, by session
         self._behind: dict[str, list[SessionCommand]] = {}  # a pass being checked, and commands after it
         self._servers = 0  # counts servers, so that a late reply never reaches the next one
         for one in engine.bases:
-            one.sessions.aside = background.do
+            one.sessions.aside, one.openings.aside = background, self._openings
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -66,7 +67,7 @@ class ServedSessions:
                 self._opening[command.session] = command.ref
                 opened = partial(self._opened, engine, command, self._servers)
                 work = partial(prepare_session, engine, command)
-                self._background.do("opening the session", work, opened)
+                self._openings.do("opening the session", work, opened)
             case Forward():
                 self._pass(self._client(command.session), command)
             case StepOptimizer():
@@ -102,6 +103,13 @@ class ServedSessions:
     def _opened(
         self, engine: Engine, command: OpenTraining, server: int, outcome: Outcome[PreparedSession]
     ) -> None:
+        # An earlier session of this name may have been closed while it was being opened.
+        enter = partial(self._enter, engine, command, server, outcome)
+        engine.openings.when_left(command.session, enter)
+
+    def _enter(
+        self, engine: Engine, command: OpenTraining, server: int, outcome: Outcome[PreparedSession]
+    ) -> None:
         if server != self._servers:
             return
         is_closed = self._opening.get(command.session) != command.ref
@@ -112,7 +120,12 @@ class ServedSessions:
             if isinstance(outcome, CoserveError):
                 raise outcome
             client = engine.open_training(
-                command.adapter, outcome.methods, outcome.config, outcome.start, command.session
+                command.adapter,
+                outcome.methods,
+                outcome.config,
+                outcome.start,
+                command.session,
+                outcome.sketch,
             )
         except CoserveError as error:
             self._tell(Reply(command.ref, Fault.of(error)))

@@ -19,7 +19,8 @@ from coserve.core.plan import AdamW, OptimStep
 from coserve.core.request import BASE
 from coserve.core.training import AdamParams, Datum
 from coserve.engine.admission import Admission
-from coserve.engine.aside import at_once
+from coserve.engine.aside import Aside, AtOnce
+from coserve.engine.openings import Openings
 from coserve.engine.training_client import (
     CallOperation,
     Operation,
@@ -29,7 +30,6 @@ from coserve.engine.training_client import (
 )
 from coserve.errors import AdapterMismatch, CoserveError, JobError, OutOfMemory, RequestError
 from coserve.executors.executor import (
-    CloseSession,
     Executor,
     FetchAdapter,
     FreshAdapter,
@@ -50,7 +50,6 @@ from coserve.train.session import SessionConfig
 from coserve.train.state import Identity, TrainingState
 
 T = TypeVar("T")
-Then = Callable[[T | CoserveError], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,8 +81,8 @@ class _Session:
 
 
 class Sessions:
-    """All sessions on one base of an engine; a `SessionHost`. `aside(what, work, then)` runs work on files,
-    and `then` between two steps: at once, or on a thread of a server."""
+    """All sessions on one base of an engine; a `SessionHost`. `aside` runs work on files: at once, or on a
+    thread of a server."""
 
     def __init__(
         self,
@@ -92,15 +91,16 @@ class Sessions:
         bank: AdapterBank,
         scheduler: Scheduler,
         admission: Admission,
+        openings: Openings,
         drive: Callable[[], bool],
         lock: AbstractContextManager[bool],
         base_id: str = BASE,
     ) -> None:
         self.clients: dict[str, TrainingClient] = {}  # of sessions that have not ended, by name
         self.opened = 0  # number of sessions opened since the start
-        self.aside: Callable[[str, Callable[[], Any], Then[Any]], None] = at_once
+        self.aside: Aside = AtOnce()
         self._executor, self._base, self._bank, self._base_id = executor, base, bank, base_id
-        self._scheduler, self._admission = scheduler, admission
+        self._scheduler, self._admission, self._openings = scheduler, admission, openings
         self._drive, self._lock = drive, lock
         self._sessions: dict[str, _Session] = {}
 
@@ -111,12 +111,13 @@ class Sessions:
         methods: tuple[object, ...],
         config: TrainingConfig,
         start: AdapterVersion | None = None,
+        sketch: AdapterVersion | None = None,
     ) -> TrainingClient:
         """Opens a session, or queues it until its bytes are free. Of `config` the rows, the save policy, the
-        weight and the seed count. Raises AdapterError, and OutOfMemory where it would not fit even alone. The
-        caller holds the lock."""
+        weight and the seed count. `sketch` are the shapes of a fresh adapter where they are known. Raises
+        AdapterError, and OutOfMemory where it would not fit even alone. The caller holds the lock."""
         check_name(adapter)
-        first = start or sketch_adapter(self._base, adapter, methods, config.seed)
+        first = start or sketch or sketch_adapter(self._base, adapter, methods, config.seed)
         virtual = first.virtual
         rank = None if start is not None else rank_of(self._base, adapter, methods, config.seed)
         size = JobSize(first, (), config, rank, is_session=True)
@@ -217,16 +218,13 @@ class Sessions:
         return session
 
     def _start(self, session: _Session) -> None:
-        """Opens a session whose bytes are reserved; ends it where that raises."""
-        try:
-            start = session.start
-            fresh = None if start is not None else FreshAdapter.of(session.methods, session.config.seed)
-            self._open(session, start, fresh, None)
-        except BaseException as error:
-            self._end(session, contained(error, f"session {session.job}", JobError))
-            return
+        """Opens a session whose bytes are reserved; ends it where that fails."""
+        start = session.start
+        fresh = None if start is not None else FreshAdapter.of(session.methods, session.config.seed)
+        self._open(session, start, fresh, None, partial(self._started, session))
+
+    def _started(self, session: _Session) -> None:
         session.start = None  # the device has it
-        session.client.reason = ""
         session.client.opened.succeed(session.client.version)
         self._advance(session)
 
@@ -236,19 +234,32 @@ class Sessions:
         start: AdapterVersion | None,
         fresh: FreshAdapter | None,
         resume: TrainingState | None,
+        then: Callable[[], None],
     ) -> None:
-        """Opens the session on the device, with the next version of its adapter."""
+        """Opens the session on the device, with the next version of its adapter, and then calls `then`; ends
+        the session where that fails."""
+
+        def opened(outcome: KnownVersion | CoserveError) -> None:
+            try:
+                if isinstance(outcome, CoserveError):
+                    raise outcome
+                client.reason, client.version = "", outcome.key
+                session.is_open, session.accumulated = True, 0
+                then()
+            except BaseException as error:
+                self._end(session, contained(error, f"session {session.job}", JobError))
+
         client = session.client
-        version = self._bank.next_version(client.adapter, self._base_id)
-        identity = Identity("", session.config.seed, 0, 0)  # a session has no order of examples
-        outline = self._executor.call(
-            OpenSession(
-                session.job, client.adapter, version, session.device_config, start, fresh, identity, resume
+        try:
+            version = self._bank.next_version(client.adapter, self._base_id)
+            identity = Identity("", session.config.seed, 0, 0)  # a session has no order of examples
+            config = session.device_config
+            command = OpenSession(
+                session.job, client.adapter, version, config, start, fresh, identity, resume
             )
-        )
-        self._bank.publish(KnownVersion(client.adapter, version, outline, base=self._base_id))
-        client.version = f"{client.adapter}@{version}"
-        session.is_open, session.accumulated = True, 0
+            self._openings.open(command, opened)
+        except BaseException as error:
+            self._end(session, contained(error, f"session {session.job}", JobError))
 
     def _submit(self, session: _Session, operation: "_O") -> "_O":
         session.waiting.append(operation)
@@ -335,7 +346,7 @@ class Sessions:
     def _save_weights(self, session: _Session, folder: Path, operation: Operation[Path]) -> None:
         version, config = self._executor.call(FetchAdapter(session.client.version)), self._base.model.config
         write = partial(write_weights, folder, version, str(config.name_or_path), config.model_type)
-        self.aside("writing the weights", write, partial(_settle, operation))
+        self.aside.do("writing the weights", write, partial(_settle, operation))
 
     def _save_state(self, session: _Session, folder: Path, operation: Operation[Path]) -> None:
         state, name = self._executor.call(SaveState(session.job)), str(self._base.model.config.name_or_path)
@@ -343,7 +354,7 @@ class Sessions:
         def write() -> Path:
             return write_checkpoint(folder, state, name).path
 
-        self.aside("writing the state", write, partial(_settle, operation))
+        self.aside.do("writing the state", write, partial(_settle, operation))
 
     def _load(self, session: _Session, folder: Path, optimizer: bool, operation: Operation[str]) -> None:
         name, exact = session.client.adapter, exact_type(self._base.dtype)
@@ -353,7 +364,7 @@ class Sessions:
                 return read_checkpoint(folder, name, self._base, exact)
             return read_adapter(folder, name, self._base, exact, self._base.device)
 
-        self.aside("reading the state", read, partial(self._loaded, session, operation))
+        self.aside.do("reading the state", read, partial(self._loaded, session, operation))
 
     def _loaded(
         self,
@@ -374,11 +385,9 @@ class Sessions:
                 raise AdapterMismatch("the state is of an adapter of another shape than the session's")
         except CoserveError as error:
             operation.fail(error)
+            self._go_on(session, operation)
         else:
             self._reopen(session, operation, start, resume)
-        if session.current is operation:
-            session.current = None
-            self._advance(session)
 
     def _reopen(
         self,
@@ -387,24 +396,31 @@ class Sessions:
         start: AdapterVersion | None,
         resume: TrainingState | None,
     ) -> None:
-        """Puts other weights into the session; ends it where that raises."""
-        self._executor.call(CloseSession(session.job))
-        session.is_open = False
-        try:
-            self._open(session, start, None, resume)
-        except BaseException as error:
-            self._end(session, contained(error, f"session {session.job}", JobError))
-        else:
+        """Puts other weights into the session; ends it where that fails."""
+
+        def reopened() -> None:
             operation.succeed(session.client.version)
+            self._go_on(session, operation)
+
+        self._openings.close(session.job, lambda: None)  # it is open, so nothing of it is left
+        session.is_open = False
+        self._open(session, start, None, resume, reopened)
+
+    def _go_on(self, session: _Session, operation: Operation[Any]) -> None:
+        """Begins the operations behind one that has ended."""
+        if session.current is operation:
+            session.current = None
+            self._advance(session)
 
     def _end(self, session: _Session, error: CoserveError) -> None:
         """Frees a session's resources, and fails its operations with `error`."""
-        job = session.job
-        self._executor.call(CloseSession(job))
+        job, leave = session.job, partial(self._admission.leave, session.job)
+        is_gone = self._openings.close(job, leave)
         del self._sessions[job], self.clients[job]
         session.is_open = False
         self._scheduler.training.remove(job)
-        self._admission.leave(job)
+        if is_gone:
+            leave()
         current, session.current = session.current, None
         for operation in (session.client.opened, current, *session.waiting):
             if operation is not None:

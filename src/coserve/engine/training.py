@@ -16,11 +16,11 @@ from coserve.core.request import BASE
 from coserve.engine.admission import Admission
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.job_steps import make_steps
+from coserve.engine.openings import Openings
 from coserve.engine.rollouts import Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
 from coserve.executors.executor import (
-    CloseSession,
     Executor,
     FreshAdapter,
     OpenSession,
@@ -51,6 +51,7 @@ class Training:
         bank: AdapterBank,
         scheduler: Scheduler,
         admission: Admission,
+        openings: Openings,
         sessions: Sessions,
         rollouts: Rollouts,
         drive: Callable[[], bool],
@@ -61,7 +62,7 @@ class Training:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
         self.started = 0  # number of jobs started since the start
         self.admission, self._sessions, self._rollouts = admission, sessions, rollouts
-        self._executor, self._scheduler = executor, scheduler
+        self._executor, self._scheduler, self._openings = executor, scheduler, openings
         self._base, self._bank, self._base_id = base, bank, base_id
         self._drive, self._save, self._lock = drive, save, lock
         self._steps: dict[str, JobSteps] = {}  # of jobs that train
@@ -78,19 +79,26 @@ class Training:
             self.admission.check(prepared.job, size)
             return size
 
-    def start(self, prepared: PreparedJob, keeping: Keeping | None = None) -> FineTuning:
-        """Starts a job, or queues it until its bytes are free. Raises what `check` does, and JobError."""
+    def start(
+        self,
+        prepared: PreparedJob,
+        keeping: Keeping | None = None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> FineTuning:
+        """Starts a job, or queues it until its bytes are free and its session is open. `begun` is called
+        between two steps once it has begun, or failed to. Raises what `check` does, and JobError."""
         with self._lock:
             check_name(prepared.adapter)
             self.refuse_while_trained(prepared.adapter)
             self.refuse_taken(prepared.job)
             size = self.check(prepared)
             steps = count_steps(prepared.units, prepared.config)
-            handle = FineTuning(prepared, steps, self, keeping)
-            if self.admission.enter(handle, size, partial(self._start_admitted, handle)):
-                self._start(handle, prepared)
-            else:
-                self.jobs[prepared.job] = handle
+            handle = self.jobs[prepared.job] = FineTuning(prepared, steps, self, keeping)
+            start = partial(self._start, handle, begun)
+            if self.admission.enter(handle, size, start):
+                start()
+                if handle.error is not None:
+                    raise handle.error
             self.started += 1
             return handle
 
@@ -147,9 +155,12 @@ class Training:
         """See `Trainer`."""
         with self._lock:
             if (handle := self.jobs.get(job)) is not None:
-                self._executor.call(CloseSession(job))  # where that raises, the job goes on
+                leave = partial(self.admission.leave, job)
+                is_gone = self._openings.close(job, leave)  # where that raises, the job goes on
                 handle.end(status)
                 self._forget(job)
+                if is_gone:
+                    leave()
 
     def state(self, job: str) -> TrainingState:
         """See `Trainer`."""
@@ -173,31 +184,30 @@ class Training:
             first, lengths, prepared.config, rank, answers=prepared.answers, reference=prepared.reference
         )
 
-    def _start(self, handle: FineTuning, prepared: PreparedJob) -> None:
-        """Starts a job whose bytes are reserved."""
+    def _start(self, handle: FineTuning, begun: Callable[[], None]) -> None:
+        """Opens the session of a job whose bytes are reserved, and begins it; fails it where that raises."""
+        prepared = handle.prepared
+        assert prepared is not None, "a job that is queued"
+
+        def opened(outcome: KnownVersion | CoserveError) -> None:
+            try:
+                if isinstance(outcome, CoserveError):
+                    raise outcome
+                self._steps[prepared.job] = steps
+                self._begin(prepared)
+            except BaseException as error:
+                self._fail(prepared.job, contained(error, f"job {prepared.job}", JobError))
+            begun()
+
         try:
-            self._open(prepared)
-        except BaseException:
-            self.admission.leave(prepared.job)
-            raise
-        self.jobs[prepared.job] = handle
-        try:
-            self._begin(prepared)
+            steps, command = self._opening(prepared)
+            self._openings.open(command, opened)
         except BaseException as error:
             self._fail(prepared.job, contained(error, f"job {prepared.job}", JobError))
-            raise
+            begun()
 
-    def _start_admitted(self, handle: FineTuning) -> None:
-        """Starts a job that has waited for bytes; fails it where that raises."""
-        assert handle.prepared is not None, "a job that waits"
-        try:
-            self._open(handle.prepared)
-            self._begin(handle.prepared)
-        except BaseException as error:
-            self._fail(handle.job, contained(error, f"job {handle.job}", JobError))
-
-    def _open(self, prepared: PreparedJob) -> None:
-        """Opens a job's training session."""
+    def _opening(self, prepared: PreparedJob) -> tuple[JobSteps, OpenSession]:
+        """The steps of a job, and the command that opens its session."""
         version = self._bank.next_version(prepared.adapter, self._base_id)
         steps = make_steps(prepared, f"{prepared.adapter}@{version}", self._base)
         start = prepared.start
@@ -206,21 +216,18 @@ class Training:
                 if bypass.note:
                     warnings.warn(f"{start.name}: {bypass.note}", stacklevel=5)
         fresh = FreshAdapter.of(prepared.methods, prepared.config.seed) if start is None else None
-        outline = self._executor.call(
-            OpenSession(
-                prepared.job,
-                prepared.adapter,
-                version,
-                steps.session,
-                start,
-                fresh,
-                steps.identity,
-                prepared.resume,
-                prepared.reference,
-            )
+        command = OpenSession(
+            prepared.job,
+            prepared.adapter,
+            version,
+            steps.session,
+            start,
+            fresh,
+            steps.identity,
+            prepared.resume,
+            prepared.reference,
         )
-        self._bank.publish(KnownVersion(prepared.adapter, version, outline, base=self._base_id))
-        self._steps[prepared.job] = steps
+        return steps, command
 
     def _begin(self, prepared: PreparedJob) -> None:
         job, objective, steps = prepared.job, prepared.objective, self._steps[prepared.job]
@@ -266,15 +273,16 @@ class Training:
 
     def _fail(self, job: str, error: CoserveError) -> None:
         if (handle := self.jobs.get(job)) is not None:
-            self._executor.call(CloseSession(job))
+            leave = partial(self.admission.leave, job)
+            is_gone = self._openings.close(job, leave)
             handle.fail(error)
             self._forget(job)
+            if is_gone:
+                leave()
 
     def _forget(self, job: str) -> None:
-        """Frees the resources of a job whose session is closed, and drops its handle; its published version
-        stays."""
+        """Drops a job's handle and what is planned for it; its published version stays."""
         self._rollouts.drop(job)
         self._scheduler.training.remove(job)
         self._steps.pop(job, None)
         self.jobs.pop(job, None)
-        self.admission.leave(job)

@@ -18,6 +18,7 @@ from torch import Tensor
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import PackedAdapter, pack_adapter, unpack_adapter
 from coserve.adapters.sites import Frame
+from coserve.core.decodable import decodable
 from coserve.errors import CoserveError, error_named
 from coserve.executors import executor
 from coserve.executors.executor import Command
@@ -115,16 +116,16 @@ class Codec:
             return None
         own = _without_none(kind)
         if own is AdapterVersion:
-            packed = msgspec.msgpack.decode(raw, type=PackedAdapter)
+            packed = msgspec.msgpack.decode(raw, type=decodable(PackedAdapter))
             return unpack_adapter(packed, self._frame, self._dtype, self._device)
         if own is TrainingState:
-            state = msgspec.msgpack.decode(raw, type=_PackedState)
+            state = msgspec.msgpack.decode(raw, type=decodable(_PackedState))
             adapter = unpack_adapter(state.adapter, self._frame, self._dtype, _CPU)
             moments = safetensors.torch.load(state.moments)
             return TrainingState(adapter, moments, state.step, state.identity, state.loss)
         if own is Tensor:
             return safetensors.torch.load(msgspec.msgpack.decode(raw, type=bytes))[_TENSOR]
-        return msgspec.msgpack.decode(raw, type=own, dec_hook=_from_plain)
+        return msgspec.msgpack.decode(raw, type=decodable(own), dec_hook=_from_plain)
 
 
 @cache

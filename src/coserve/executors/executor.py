@@ -131,7 +131,8 @@ class OpenSession(Command[Outline]):
 
     It starts from weights (`start`), from a fresh adapter (`fresh`), or from the job's saved state
     (`resume`). `identity` is kept with saved states. Micro-batches for reference pass `reference`, or the
-    base without an adapter. Raises OutOfMemory, AdapterMismatch.
+    base without an adapter. Steps go on meanwhile; the first with work of the session follows the reply.
+    Raises OutOfMemory, AdapterMismatch.
     """
 
     job: str
@@ -144,6 +145,7 @@ class OpenSession(Command[Outline]):
     resume: TrainingState | None = None
     reference: AdapterVersion | None = None
     reply = Outline
+    beside = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class HeldState:
         self.host_copies = host_copies(base, base.dtype, base.device)
         self.sessions: dict[str, TrainingSession] = {}
         self.window_group_rows = 0  # most in one group
+        self._base_bytes: tuple[int, int] | None = None  # as last counted, which takes milliseconds
         self._grammars, self._make_offload = grammars, make_offload
 
     @torch.no_grad()
@@ -110,6 +111,10 @@ class HeldState:
                 return self._memory()
         raise NotImplementedError(f"{type(command).__name__} is no command of an executor")
 
+    def note_step(self) -> None:
+        """Notes that a step has run, in which the base may have laid out weights for backward."""
+        self._base_bytes = None
+
     def drop_activations(self, job: str) -> None:
         """Frees the activations of a failed job."""
         self.sessions[job].drop_activations()
@@ -139,6 +144,8 @@ class HeldState:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(f"job {command.job}: there is no memory for its adapter") from error
+        if self.base.device.type == "cuda":  # this may be a thread of its own, whose work no step waits for
+            torch.cuda.current_stream(self.base.device).synchronize()
         self.sessions[command.job] = session
         return Outline.of(session.weights.current)
 
@@ -180,10 +187,14 @@ class HeldState:
             self.arena.set_limit(limits.activation_nbytes)
 
     def _memory(self) -> DeviceMemory:
+        if self._base_bytes is None:
+            self._base_bytes = self.base.nbytes, self.base.nbytes_to_train
+        base, to_train = self._base_bytes
         return DeviceMemory(
-            base=self.base.nbytes,
-            base_to_train=self.base.nbytes_to_train,
+            base=base,
+            base_to_train=to_train,
             adapters=self.adapters.nbytes,
             slots=self.slot_pools.nbytes,
-            sessions={job: session.held for job, session in self.sessions.items()},
+            # A thread may be opening one meanwhile.
+            sessions={job: session.held for job, session in list(self.sessions.items())},
         )

@@ -148,6 +148,7 @@ class LocalExecutor(Executor):
             self._run_all(waits=not isinstance(command, ReadMemory))
         if isinstance(command, CloseSession | RestartStep):
             self._lanes.settle()
+            self.held.note_step()
             self._failed.discard(command.job)
         return self.held.do(command)
 
@@ -206,6 +207,7 @@ class LocalExecutor(Executor):
             torch.cuda.synchronize(self.base.device)
         self._failed |= failed.keys()
         self._pauses += is_paused
+        self.held.note_step()
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
         seconds -= self.fused.take_lent()
         copies_failed, moving = self._swapped or _NO_SWAPS

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Final
 
 from coserve.errors import ConfigError, CoserveError
 from coserve.serve.adapter_registry.catalog import ApproximateModel
@@ -26,6 +28,8 @@ from coserve.text import Text
 from coserve.wire.messages import Hello, Numbered
 
 log = logging.getLogger(__name__)
+_SWEEP: Final = 300.0  # seconds between two looks for records that are too old
+_NEXT_SWEEP: Final = 1.0  # where the last look left some
 
 
 @asynccontextmanager
@@ -37,7 +41,12 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
     supervisor restarts.
     """
     text = await asyncio.to_thread(_text, settings)
-    quotas = Quotas(settings.max_files_tenant, settings.max_bytes_tenant, settings.max_jobs_tenant)
+    quotas = Quotas(
+        settings.max_files_tenant,
+        settings.max_bytes_tenant,
+        settings.max_jobs_tenant,
+        settings.max_records_tenant,
+    )
     with Store(settings.state, quotas=quotas) as store:
         await _check_keys(settings, store)
         link = EngineLink(socket, settings.engine_wait_seconds)
@@ -51,7 +60,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         reporting = Reporting(settings, store)
         await _wire(state, reporting)
         try:
-            async with _running(link):
+            async with _running(link), _sweeping(store, settings.keep_days):
                 yield state
         finally:
             await reporting.close()
@@ -127,6 +136,28 @@ async def _wire(state: State, reporting: Reporting) -> None:
     news.on_connect.insert(0, forget_jobs)
     news.on_connect.append(pin)
     news.on_news = take
+
+
+@asynccontextmanager
+async def _sweeping(store: Store, days: float) -> AsyncIterator[None]:
+    """Context in which records are deleted that ended so many days ago; 0: none is."""
+
+    async def sweep() -> None:
+        more = False
+        while True:
+            await asyncio.sleep(_NEXT_SWEEP if more else _SWEEP)
+            try:
+                more = await store.retention.sweep(time.time() - days * 86400)
+            except CoserveError as error:  # such as a full disk: the next turn tries again
+                log.warning("old records could not be deleted: %s", error)
+
+    task = asyncio.create_task(sweep(), name="retention") if days else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager

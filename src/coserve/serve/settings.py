@@ -70,7 +70,9 @@ class ServerSettings:
     max_requests_minute: int = 30_000  # of one tenant to /v1, as many at once; 0: any number
     max_bad_keys_minute: int = 60  # requests without a right key, of one address; 0: any number
     max_files_tenant: int = 1000  # uploaded files and adapters that one tenant keeps
-    max_bytes_tenant: int = 50 * 2**30  # of these and of result files
+    max_bytes_tenant: int = 50 * 2**30  # of everything that is kept of one tenant: files and records
+    max_records_tenant: int = 1_000_000  # of one tenant: jobs, their events, sessions, samplers, checkpoints
+    keep_days: float = 90.0  # for records of ended jobs without a model and unused sessions; 0: for ever
     max_jobs_tenant: int = 100  # jobs of one tenant that are not over
     max_connections: int = 1024  # at once; of those without a request the oldest makes room for a new one
     max_connections_address: int = 256  # of one address; this machine may have four times as many
@@ -100,6 +102,7 @@ class ServerSettings:
             "max_queue_tenant",
             "max_files_tenant",
             "max_bytes_tenant",
+            "max_records_tenant",
             "max_jobs_tenant",
             "max_connections",
             "max_connections_address",
@@ -113,6 +116,8 @@ class ServerSettings:
         for name in ("max_requests_minute", "max_bad_keys_minute"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if not 0 <= self.keep_days < float("inf"):
+            raise ConfigError(f"keep_days must be a number of days >= 0, not {self.keep_days}")
         if not 0 <= self.drain_seconds < float("inf"):
             raise ConfigError(f"drain_seconds must be a number of seconds >= 0, not {self.drain_seconds}")
         if not 0 < self.stall_seconds < float("inf"):

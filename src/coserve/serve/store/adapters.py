@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database
+from coserve.serve.store.durable import RESUMING
 from coserve.serve.store.quotas import Quotas, bytes_in
 from coserve.serve.store.records import Adapter, CheckpointRecord, JobRecord
 
@@ -72,8 +73,8 @@ class AdapterStore:
 
         def write(session: Session) -> bool:
             if adapter.tenant is not None:
-                size = bytes_in(self._folder / adapter.path)
-                self._quotas.check_storage(session, self._folder, adapter.tenant, size)
+                adapter.bytes = bytes_in(self._folder / adapter.path)
+                self._quotas.check_storage(session, adapter.tenant, adapter.bytes)
             return add_adapter(session, adapter)
 
         return await self._database.write(write)
@@ -90,8 +91,9 @@ class AdapterStore:
         await self._database.write(write)
 
     async def sweep(self) -> None:
-        """Removes folders without an adapter, left by imports of a killed server. No import may be under
-        way."""
+        """Removes folders without an adapter, left by imports of a killed server, and counts the bytes of
+        adapters and checkpoints of an earlier version. No import may be under way."""
+        await self._database.write(self._count_bytes)
         found = select(Adapter.path)
         known = await self._database.read(
             lambda session: {self._folder / path for path in session.scalars(found)}
@@ -99,6 +101,11 @@ class AdapterStore:
         for folder in (self._folder / "adapters").iterdir():
             if folder not in known:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _count_bytes(self, session: Session) -> None:
+        for kind in (Adapter, CheckpointRecord):
+            for row in session.scalars(select(kind).where(kind.bytes == 0)):
+                row.bytes = bytes_in(self._folder / row.path, RESUMING)
 
     async def remove(self, tenant: str, name: str) -> Adapter | None:
         """Removes the tenant's own adapter `name` and returns it; None if there is none.

@@ -12,7 +12,7 @@ from typing import Final
 
 from coserve.core import disk
 
-_RESUMING: Final = ("training.safetensors", "training.json")  # files of a checkpoint that only resuming needs
+RESUMING: Final = ("training.safetensors", "training.json")  # files of a checkpoint that only resuming needs
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> int:
@@ -58,7 +58,7 @@ def link_files(source: Path, folder: Path, names: Iterable[str] | None = None) -
 
 def drop_resume_state(checkpoint: Path) -> None:
     """Removes the parts of a checkpoint that sampling does not need; damaged or missing ones are ignored."""
-    for name in _RESUMING:
+    for name in RESUMING:
         (checkpoint / name).unlink(missing_ok=True)
 
 

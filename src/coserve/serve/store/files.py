@@ -1,7 +1,5 @@
 """Rows of uploaded and result files."""
 
-from pathlib import Path
-
 from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
@@ -15,23 +13,21 @@ from coserve.serve.store.records import File, JobRecord, Page
 class FileStore:
     """Files and their owners. The bytes are on disk before `add`, and deleted after `remove`."""
 
-    def __init__(self, database: Database, folder: Path, quotas: Quotas) -> None:
-        self._database, self._folder, self._quotas = database, folder, quotas
+    def __init__(self, database: Database, quotas: Quotas) -> None:
+        self._database, self._quotas = database, quotas
 
     async def add(self, file: File) -> None:
         """Adds an uploaded file. Raises QuotaExceeded."""
 
         def write(session: Session) -> None:
-            self._quotas.check_storage(session, self._folder, file.tenant, file.bytes)
+            self._quotas.check_storage(session, file.tenant, file.bytes)
             session.add(file)
 
         await self._database.write(write)
 
     async def check_room(self, tenant: str, size: int, number: int) -> None:
         """Raises QuotaExceeded where `number` more uploads of `size` bytes in all would have no room."""
-        await self._database.read(
-            lambda session: self._quotas.check_storage(session, self._folder, tenant, size, number)
-        )
+        await self._database.read(lambda session: self._quotas.check_storage(session, tenant, size, number))
 
     async def get(self, tenant: str, id: str) -> File | None:
         """The tenant's file with this id."""

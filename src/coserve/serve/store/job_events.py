@@ -16,8 +16,10 @@ from sqlalchemy.orm import Session
 from coserve.core.job_status import JobStatus
 from coserve.serve.store.adapters import add_adapter
 from coserve.serve.store.database import Database
+from coserve.serve.store.durable import RESUMING
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
+from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Adapter, CheckpointRecord, Event, File, JobRecord, NewsMark
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep, JobWaiting
 
@@ -99,13 +101,14 @@ class JobEventStore:
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             path, losses = self._relative(Path(news.path)), _losses(news)
+            size = bytes_in(Path(news.path), RESUMING)
             _add_validation(session, news)
             known = _at(session, CheckpointRecord, news)
             if known is not None:  # an engine that resumes from it reports it again
-                known.path, known.digest, known.metrics = path, news.digest, losses
+                known.path, known.digest, known.metrics, known.bytes = path, news.digest, losses, size
                 return
             id, name = new_id("ftckpt"), f"{job.name}:ckpt-step-{news.step}"
-            session.add(CheckpointRecord(id, job.id, news.step, name, path, news.digest, now, losses))
+            session.add(CheckpointRecord(id, job.id, news.step, name, path, news.digest, now, losses, size))
             add_event(session, job, now, f"Checkpoint created at step {news.step}: {name}")
 
         await self._take(mark, news.job, write)

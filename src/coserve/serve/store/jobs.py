@@ -33,6 +33,7 @@ class JobStore:
             session.add(job)
             session.flush()  # before the event that names it
             add_event(session, job, int(self._clock()), message)
+            self._quotas.check_kept(session, job.tenant)
 
         await self._database.write(write)
 

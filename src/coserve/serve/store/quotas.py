@@ -1,6 +1,7 @@
-"""Quotas of a tenant: storage and unfinished jobs."""
+"""Quotas of a tenant: everything that the server keeps of it, and unfinished jobs."""
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.records import Adapter, File, JobRecord, TinkerCheckpoint
+from coserve.serve.store.records import Adapter, File, JobRecord, Kept
 
 _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."
 
@@ -19,34 +20,45 @@ class Quotas:
     """A tenant's limits, checked in the transaction that adds something, so that concurrent requests cannot
     exceed them together.
 
-    Raises QuotaExceeded. The server's own additions, such as a job's adapter and results, are never refused.
+    Bytes and rows are those of all tables that a tenant's requests add to, with the files of their rows:
+    triggers of the database count them (`Kept`), whatever adds, changes or deletes a row. Raises
+    QuotaExceeded. The server's own additions, such as a job's adapter, events and results, are counted and
+    never refused.
     """
 
     files: int = sys.maxsize  # uploaded files and adapters
-    bytes: int = sys.maxsize  # of these and of result files
+    bytes: int = sys.maxsize  # of everything that is kept
     jobs: int = sys.maxsize  # that are not over
+    rows: int = sys.maxsize  # of everything that is kept: names, events and other records without files
 
-    def check_storage(self, session: Session, folder: Path, tenant: str, size: int, number: int = 1) -> None:
-        """Raises QuotaExceeded where `number` more uploads of `size` bytes in all have no room; `folder` is
-        the state folder."""
-        own = select(Adapter.path).where(Adapter.tenant == tenant, Adapter.job.is_(None))
-        uploaded = [bytes_in(folder / path) for path in session.scalars(own)]
-        owned = select(func.count(), func.coalesce(func.sum(File.bytes), 0)).where(File.tenant == tenant)
-        _, stored = session.execute(owned).one()
-        has, _ = session.execute(owned.where(File.purpose == "fine-tune")).one()
-        saved = select(func.coalesce(func.sum(TinkerCheckpoint.bytes), 0))
-        checkpoint_bytes = session.scalars(saved.where(TinkerCheckpoint.tenant == tenant)).one()
-        has += len(uploaded)
-        stored += sum(uploaded) + checkpoint_bytes
+    def check_storage(self, session: Session, tenant: str, size: int, number: int = 1) -> None:
+        """Raises QuotaExceeded where `number` more uploads of `size` bytes in all have no room."""
+        uploads = select(func.count()).where(File.tenant == tenant, File.purpose == "fine-tune")
+        adapters = select(func.count()).where(Adapter.tenant == tenant, Adapter.job.is_(None))
+        has = session.scalars(uploads).one() + session.scalars(adapters).one()
         if has + number > self.files:
             raise QuotaExceeded(
                 f"You have {has} files and uploaded adapters, with those under way {has + number}, and may "
                 f"have {self.files}: {_HOW}"
             )
+        self.check_kept(session, tenant, size, number)
+
+    def check_kept(self, session: Session, tenant: str, size: int = 0, number: int = 0) -> None:
+        """Raises QuotaExceeded where the tenant may not keep `size` bytes and `number` rows beside what this
+        transaction has written."""
+        session.flush()
+        found = select(func.coalesce(func.sum(Kept.rows), 0), func.coalesce(func.sum(Kept.bytes), 0))
+        rows, stored = session.execute(found.where(Kept.tenant == tenant)).one()
         if stored + size > self.bytes:
             raise QuotaExceeded(
-                f"Your files, uploaded adapters and checkpoints have {stored} bytes, with what is under way "
-                f"{stored + size}, and may have {self.bytes}: {_HOW}"
+                "Your files, adapters, checkpoints and records have "
+                f"{stored} bytes, with what is under way {stored + size}, and may have {self.bytes}: {_HOW}"
+            )
+        if rows + number > self.rows:
+            raise QuotaExceeded(
+                f"The server has {rows + number} records of you (jobs and their events, sessions, samplers, "
+                f"runs, checkpoints, files) and may keep {self.rows}: those of ended work go with time, and "
+                "deleting files, models and checkpoints makes room."
             )
 
     def check_jobs(self, session: Session, tenant: str) -> None:
@@ -60,9 +72,9 @@ class Quotas:
             )
 
 
-def bytes_in(folder: Path) -> int:
-    """Bytes of a folder's files; 0 if it is missing."""
+def bytes_in(folder: Path, but: Collection[str] = ()) -> int:
+    """Bytes of a folder's files, but for those of these names; 0 if it is missing."""
     try:
-        return sum(file.stat().st_size for file in folder.iterdir())
+        return sum(file.stat().st_size for file in folder.iterdir() if file.name not in but)
     except OSError:  # being deleted
         return 0

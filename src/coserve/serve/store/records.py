@@ -133,6 +133,7 @@ class Adapter(Record):
     job: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), default=None)
     step: Mapped[int | None] = mapped_column(default=None)
     pinned: Mapped[bool] = mapped_column(default=False, server_default=false())
+    bytes: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class JobRecord(Record):
@@ -207,6 +208,7 @@ class CheckpointRecord(Record):
     digest: Mapped[str]
     created: Mapped[int]
     metrics: Mapped[JsonObject]
+    bytes: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class QuarantineRecord(Record):
@@ -315,6 +317,18 @@ class TinkerCheckpoint(Record):
     @property
     def tinker_path(self) -> str:
         return f"tinker://{self.run}/{self.checkpoint_id}"
+
+
+class Kept(TableRow):
+    """What the server keeps of a tenant: rows of one table, and the bytes of these with their files. Triggers
+    of the database change it, and nothing else."""
+
+    __tablename__ = "kept"
+
+    tenant: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    rows: Mapped[int]
+    bytes: Mapped[int]
 
 
 class NewsMark(TableRow):

@@ -25,6 +25,7 @@ from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter, CheckpointRecord, File
+from coserve.serve.store.retention import RetentionStore
 from coserve.serve.store.tenants import TenantStore
 from coserve.serve.store.tinker import TinkerCheckpointStore, TinkerSessionStore
 
@@ -50,12 +51,13 @@ class Store:
         self._database = Database(self.folder / "coserve.db")
         quotas = quotas or Quotas()
         self.tenants = TenantStore(self._database, clock)
-        self.files = FileStore(self._database, self.folder, quotas)
+        self.files = FileStore(self._database, quotas)
         self.jobs = JobStore(self._database, clock, quotas)
         self.job_events = JobEventStore(self._database, clock, self.path_of)
         self.adapters = AdapterStore(self._database, self.folder, quotas)
-        self.tinker_sessions = TinkerSessionStore(self._database)
+        self.tinker_sessions = TinkerSessionStore(self._database, quotas)
         self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas)
+        self.retention = RetentionStore(self._database, self.folder / "jobs")
         self.quarantine = QuarantineStore(self._database, clock, self.adapters)
 
     def file_path(self, file: File) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import ColumnElement, func, or_, select, update
+from sqlalchemy import ColumnElement, delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from coserve.serve.store.database import Database
@@ -36,17 +36,18 @@ def parse_path(path: str) -> tuple[str, str, str] | None:
 class TinkerSessionStore:
     """Sessions of a tenant, their samplers and training runs."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, quotas: Quotas) -> None:
+        self._database, self._quotas = database, quotas
 
     async def add(self, row: TinkerSession | TinkerSampler | TinkerRun) -> bool:
-        """Adds a row; False if there is one with this id."""
+        """Adds a row; False if there is one with this id. Raises QuotaExceeded."""
 
         def write(session: Session) -> bool:
             kind = type(row)
             if session.scalar(select(kind.id).where(kind.id == row.id)) is not None:
                 return False
             session.add(row)
+            self._quotas.check_kept(session, row.tenant)
             return True
 
         return await self._database.write(write)
@@ -131,9 +132,7 @@ class TinkerCheckpointStore:
 
     async def check_room(self, tenant: str) -> None:
         """Raises QuotaExceeded where the tenant may store nothing more."""
-        await self._database.read(
-            lambda session: self._quotas.check_storage(session, self._folder, tenant, 1)
-        )
+        await self._database.read(lambda session: self._quotas.check_storage(session, tenant, 1))
 
     async def add(self, row: TinkerCheckpoint, replace: bool = False) -> TinkerCheckpoint | None:
         """Adds a checkpoint whose folder is on disk, and returns the one that it replaces.
@@ -142,7 +141,7 @@ class TinkerCheckpointStore:
         """
 
         def write(session: Session) -> TinkerCheckpoint | None:
-            self._quotas.check_storage(session, self._folder, row.tenant, row.bytes)
+            self._quotas.check_storage(session, row.tenant, row.bytes)
             same = select(TinkerCheckpoint).where(
                 TinkerCheckpoint.run == row.run,
                 TinkerCheckpoint.kind == row.kind,
@@ -172,6 +171,10 @@ class TinkerCheckpointStore:
             if found is None:
                 return None
             session.delete(found)
+            if found.temporary:  # nobody can sample from it any more
+                named = TinkerSampler.tenant == found.tenant, TinkerSampler.model == found.tinker_path
+                run = session.scalar(select(TinkerRun.session).where(TinkerRun.id == found.run))
+                session.execute(delete(TinkerSampler).where(*named, TinkerSampler.session == run))
             return found.path
 
         path = await self._database.write(write)

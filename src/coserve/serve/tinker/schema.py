@@ -232,12 +232,32 @@ class SearchCursor(RequestBody):
     last_session_id: Id
 
 
+class ActiveStatus(RequestBody):
+    type: Literal["active"]
+
+
+class FinishedStatus(RequestBody):
+    """`reasons` are those that clients gave at the end of their sessions; None for any."""
+
+    type: Literal["client_finished"]
+    reasons: list[Annotated[str, Field(max_length=64)]] | None = Field(None, max_length=16)
+
+
+class OtherStatus(RequestBody):
+    """No session of this server ends so."""
+
+    type: Literal["cancelled", "failed"]
+
+
+Status = Annotated[ActiveStatus | FinishedStatus | OtherStatus, Field(discriminator="type")]
+
+
 class SearchSessionsRequest(TinkerBody):
     session_id: Id | None = None
     project_ids: list[Id] | None = Field(None, max_length=MOST_FIELDS)
     user_metadata: Metadata = Field(default_factory=dict)
     display_name: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
     owner: Any = None
-    statuses: list[Any] | None = Field(None, min_length=1, max_length=16)
+    statuses: list[Status] | None = Field(None, min_length=1, max_length=16)
     limit: int = Field(50, ge=1, le=200)
     cursor: SearchCursor | None = None

@@ -15,6 +15,7 @@ from coserve.errors import AdapterError
 from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
 from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import tail_of
+from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Adapter, CheckpointRecord, File, JobRecord
 from coserve.serve.store.store import Store
 
@@ -43,6 +44,7 @@ class Artifacts:
         now = int(time.time())
         path = self._store.path_of(folder)
         adapter = Adapter(folder.name, job.name, path, job.base, now, job.tenant, job.model, job.id)
+        adapter.bytes = await asyncio.to_thread(bytes_in, folder)
         return adapter, await self._write_results(job, now)
 
     async def _checkpoint(self, job: JobRecord, step: int) -> CheckpointRecord:

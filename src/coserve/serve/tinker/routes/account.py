@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Response
-from sqlalchemy import ColumnElement, and_, func, or_
+from sqlalchemy import ColumnElement, Text, and_, cast, func, or_, select
 
 from coserve.serve.errors import ApiError
 from coserve.serve.http.auth import Caller
@@ -14,7 +14,14 @@ from coserve.serve.store.records import TinkerRun, TinkerSampler, TinkerSession
 from coserve.serve.tinker.described import told_metadata, told_session
 from coserve.serve.tinker.dialect import Tinker
 from coserve.serve.tinker.routes.checkpoints import Limit, Offset
-from coserve.serve.tinker.schema import ProjectRequest, SearchSessionsRequest
+from coserve.serve.tinker.schema import (
+    ActiveStatus,
+    FinishedStatus,
+    OtherStatus,
+    ProjectRequest,
+    SearchSessionsRequest,
+    Status,
+)
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute, include_in_schema=False)
 _ALL = 10_000  # runs or samplers of one session that are told
@@ -106,7 +113,7 @@ async def checkpoint_usage(caller: Caller, state: Shared, project_id: str | None
 
 
 def _wanted(body: SearchSessionsRequest) -> list[ColumnElement[bool]]:
-    """The conditions of a search. Raises ApiError 400 for a status that is unknown."""
+    """The conditions of a search."""
     wanted: list[ColumnElement[bool]] = []
     named: list[ColumnElement[bool]] = []
     if body.session_id is not None:
@@ -120,22 +127,23 @@ def _wanted(body: SearchSessionsRequest) -> list[ColumnElement[bool]]:
     if body.project_ids is not None:
         wanted.append(TinkerSession.project.in_(body.project_ids))
     for key, value in body.user_metadata.items():
-        wanted.append(TinkerSession.user_metadata[key].as_string() == str(value))
+        # Not by a JSON path, in which a key may have no quotation marks.
+        pairs = func.json_each(TinkerSession.user_metadata).table_valued("key", "value")
+        is_same = cast(pairs.c.value, Text) == str(value)
+        wanted.append(select(pairs.c.key).where(pairs.c.key == key, is_same).exists())
     if body.statuses is not None:
         wanted.append(or_(*map(_has_status, body.statuses)))
     return wanted
 
 
-def _has_status(status: Any) -> ColumnElement[bool]:
+def _has_status(status: Status) -> ColumnElement[bool]:
     match status:
-        case {"type": "active"}:
+        case ActiveStatus():
             return TinkerSession.finished.is_(None)
-        case {"type": "client_finished"}:
+        case FinishedStatus():
             ended = TinkerSession.finished.is_not(None)
-            reasons = status.get("reasons")
-            if reasons is None:
+            if status.reasons is None:
                 return ended
-            return and_(ended, TinkerSession.finished["type"].as_string().in_([str(one) for one in reasons]))
-        case {"type": "cancelled" | "failed"}:  # no session of this server ends so
+            return and_(ended, TinkerSession.finished["type"].as_string().in_(status.reasons))
+        case OtherStatus():
             return TinkerSession.number < 0
-    raise ApiError(400, "A status is active, cancelled, failed or client_finished.", param="statuses")

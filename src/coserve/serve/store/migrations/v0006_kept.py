@@ -1,0 +1,78 @@
+"""Counts what the server keeps of each tenant: rows and bytes by table, which triggers keep up to date."""
+
+from alembic import op
+from sqlalchemy import Column, Integer, Text
+
+revision = "0006"
+down_revision = "0005"
+branch_labels = None
+depends_on = None
+
+_ROW = 200  # bytes that a row takes beside its texts: numbers, keys, entries in indices
+_OWN = "{row}.tenant"
+_OF_JOB = "(SELECT tenant FROM jobs WHERE id = {row}.job)"
+# The owner of a row of each table, and its columns of texts and JSON. `bytes` is the size of a row's files.
+_TABLES = {
+    "files": (_OWN, "id tenant filename purpose suffix", True),
+    "adapters": (_OWN, "id name path base tenant parent job", True),
+    "jobs": (
+        _OWN,
+        "id tenant status model name base training_file hyperparameters options peft optimizer "
+        "validation_file suffix metadata start_from error result_file",
+        False,
+    ),
+    "events": (_OF_JOB, "id job level message type data", False),
+    "checkpoints": (_OF_JOB, "id job name path digest metrics", True),
+    "quarantine": (_OWN, "id tenant kind subject reason details", False),
+    "tinker_sessions": (_OWN, "id tenant display_name user_metadata project finished", False),
+    "tinker_samplers": (_OWN, "id tenant session model", False),
+    "tinker_runs": (_OWN, "id tenant session base lora user_metadata", False),
+    "tinker_checkpoints": (_OWN, "id tenant run kind name path base lora user_metadata", True),
+}
+
+
+def _size(table: str, row: str) -> str:
+    _, columns, has_files = _TABLES[table]
+    texts = (f"coalesce(length(CAST({row}.{column} AS BLOB)), 0)" for column in columns.split())
+    return " + ".join([str(_ROW), *texts, *([f"{row}.bytes"] if has_files else [])])
+
+
+def _owner(table: str, row: str) -> str:
+    return _TABLES[table][0].format(row=row)
+
+
+def upgrade() -> None:
+    """Adds the table `kept`, the bytes of adapters' and checkpoints' files (the server counts them at
+    its start) and triggers, and counts what is there."""
+    for table in ("adapters", "checkpoints"):
+        op.add_column(table, Column("bytes", Integer, nullable=False, server_default="0"))
+    op.create_table(
+        "kept",
+        Column("tenant", Text, primary_key=True),
+        Column("kind", Text, primary_key=True),
+        Column("rows", Integer, nullable=False),
+        Column("bytes", Integer, nullable=False),
+    )
+    for table in _TABLES:
+        new, old = _owner(table, "NEW"), _owner(table, "OLD")
+        op.execute(
+            f"INSERT INTO kept (tenant, kind, rows, bytes) SELECT {_owner(table, 'r')}, '{table}', count(*), "
+            f"sum({_size(table, 'r')}) FROM {table} AS r WHERE {_owner(table, 'r')} IS NOT NULL "
+            f"GROUP BY {_owner(table, 'r')}"
+        )
+        op.execute(
+            f"CREATE TRIGGER kept_{table}_insert AFTER INSERT ON {table} WHEN {new} IS NOT NULL BEGIN "
+            "INSERT INTO kept (tenant, kind, rows, bytes) "
+            f"VALUES ({new}, '{table}', 1, {_size(table, 'NEW')}) "
+            "ON CONFLICT (tenant, kind) DO UPDATE SET rows = rows + 1, bytes = bytes + excluded.bytes; END"
+        )
+        op.execute(
+            f"CREATE TRIGGER kept_{table}_delete AFTER DELETE ON {table} BEGIN "
+            f"UPDATE kept SET rows = rows - 1, bytes = bytes - ({_size(table, 'OLD')}) "
+            f"WHERE tenant = {old} AND kind = '{table}'; END"
+        )
+        op.execute(
+            f"CREATE TRIGGER kept_{table}_update AFTER UPDATE ON {table} BEGIN "
+            f"UPDATE kept SET bytes = bytes - ({_size(table, 'OLD')}) + {_size(table, 'NEW')} "
+            f"WHERE tenant = {new} AND kind = '{table}'; END"
+        )
