@@ -22,14 +22,14 @@ from coserve.adapters.bypass import Part, exact_type
 from coserve.adapters.method import Written
 from coserve.adapters.methods import method_in_file, method_named
 from coserve.adapters.parameters import mistaken, name_weights
-from coserve.adapters.saved import Saved, expect_numbers
+from coserve.adapters.saved import TYPES, Saved, expect_numbers
 from coserve.adapters.sites import Frame
 from coserve.errors import AdapterError
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 _LIST: Final = "COSERVE_LIST"
-TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER_TYPES: Final = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _LONGEST_NAME: Final = 300  # characters; those of real models have a third of that
 _BEYOND_WEIGHTS: Final = ("use_dora", "lora_bias")  # that PEFT has beside modules only
 
@@ -140,7 +140,9 @@ def _peaks(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _without_values(one: Any) -> Tensor:
     """A tensor without values in the shape and type of a slice of safetensors."""
-    return torch.empty(one.get_shape(), dtype=TYPES.get(one.get_dtype(), torch.int8), device="meta")
+    return torch.empty(
+        one.get_shape(), dtype=({**TYPES, **_OTHER_TYPES}).get(one.get_dtype(), torch.int8), device="meta"
+    )
 
 
 def write_adapter(

@@ -257,17 +257,22 @@ def written_replacements(
     return paths, tensors
 
 
+def copies_of(frame: Frame) -> dict[str, str]:
+    """Names in files of copies of the base's embeddings and head, with their paths."""
+    return {
+        f"{PREFIX}{path}{inside}.weight": path
+        for path, site in frame.sites.items()
+        if not 0 <= site.stage < frame.depth and site.kind in (Kind.LINEAR, Kind.EMBEDDING)
+        for inside in ("", ".base_layer")
+    }
+
+
 def expect_copies(saved: Saved, frame: Frame) -> None:
     """Takes embeddings and heads that PEFT saves by itself along with their bypasses. Raises AdapterMismatch
     where one is not the base's own."""
-    for full in saved.left:
-        path = full.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".base_layer")
-        site = frame.sites.get(path)
-        if site is None or not full.endswith(".weight") or 0 <= site.stage < frame.depth:
-            continue
-        if site.kind is Kind.NORM:
-            continue
-        copy = saved.tensor(full)
+    copies = copies_of(frame)
+    for full in copies.keys() & set(saved.left):
+        copy, path = saved.tensor(full), copies[full]
         # Without values there is nothing to compare.
         if not copy.is_meta and not frame.frozen.is_own(path, copy):
             raise AdapterMismatch(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from coserve.adapters.sites import Site, find_sites
+from coserve.adapters.sites import Modules, Site, find_sites
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Origin:
     stored, `device` where; `fingerprint` is a content hash of configuration, weights and storage."""
 
     sites: dict[str, Site]
+    modules: Modules
     parameters: int
     dtype: torch.dtype
     device: torch.device
@@ -36,6 +37,7 @@ class Origin:
         """Reads the facts of an unmodified model, whose tensors need no data."""
         return Origin(
             find_sites(model, layers),
+            Modules.of(model),
             model.num_parameters(),
             next(model.parameters()).dtype,
             device,

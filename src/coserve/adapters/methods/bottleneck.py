@@ -114,6 +114,7 @@ class Bottleneck:
         config = BottleneckConfig(
             saved.take("width", 64), saved.take("layout", "houlsby"), saved.take("activation", "relu")
         )
+        saved.paths(*_ENDINGS)
         bypasses: dict[Place, Bypass] = {}
         for path, tensors in saved.pairs(*_ENDINGS).items():
             site = site_at(frame.sites, path, Kind.ATTENTION, Kind.FEED_FORWARD)
@@ -123,7 +124,6 @@ class Bottleneck:
                 expect_shape(site, name, tensor, *shape)
             down, down_bias, up, up_bias = tensors
             bypasses[Place(path)] = BottleneckBypass(down, down_bias, up, up_bias, config.activation)
-        saved.expect_targets(place.path for place in bypasses)
         return Part(self.name, config, bypasses)
 
     def write(self, part: Part) -> Written:
