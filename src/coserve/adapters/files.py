@@ -29,6 +29,7 @@ from coserve.errors import AdapterError
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 _LIST: Final = "COSERVE_LIST"
+# Of tensors that are refused by the names of their types.
 _OTHER_TYPES: Final = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _LONGEST_NAME: Final = 300  # characters; those of real models have a third of that
 _BEYOND_WEIGHTS: Final = ("use_dora", "lora_bias")  # that PEFT has beside modules only
@@ -119,14 +120,14 @@ def _assemble(
             )
     parts = []
     for own_fields, own_tensors in _split(fields, tensors, folder):
-        largest = torch.finfo(dtype).max
+        method, largest = method_in_file(own_fields.get("peft_type")), torch.finfo(dtype).max
+        if not own_tensors:
+            raise AdapterError(f"{folder / WEIGHTS} holds no tensors of a {method.name} adapter")
         saved = Saved(
             str(folder), own_fields, own_tensors, exact_type(dtype), device, largest, rest, is_known
         )
-        parts.append(method_in_file(own_fields.get("peft_type")).read(saved, frame))
+        parts.append(method.read(saved, frame))
         saved.finish()
-        if not parts[-1].bypasses:
-            raise AdapterError(f"{folder / WEIGHTS} holds no tensors of a {parts[-1].method} adapter")
     return AdapterVersion(name, 0, tuple(parts))
 
 
@@ -140,9 +141,8 @@ def _peaks(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _without_values(one: Any) -> Tensor:
     """A tensor without values in the shape and type of a slice of safetensors."""
-    return torch.empty(
-        one.get_shape(), dtype=({**TYPES, **_OTHER_TYPES}).get(one.get_dtype(), torch.int8), device="meta"
-    )
+    dtype = ({**TYPES, **_OTHER_TYPES}).get(one.get_dtype(), torch.int8)
+    return torch.empty(one.get_shape(), dtype=dtype, device="meta")
 
 
 def write_adapter(

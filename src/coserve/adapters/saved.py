@@ -14,8 +14,8 @@ PREFIX: Final = "base_model.model."
 
 # Fields of PEFT's that change nothing in what an adapter computes, whatever they say.
 _INFORMATION: Final = frozenset({
-    "auto_mapping", "base_model_name_or_path", "coserve_version", "inference_mode", "peft_type", "peft_version",
-    "revision", "runtime_config", "task_type",
+    "auto_mapping", "base_model_name_or_path", "coserve_version", "inference_mode", "peft_type",
+    "peft_version", "revision", "runtime_config", "task_type",
 })  # fmt: skip
 _EMPTY: Final[tuple[Any, ...]] = (None, False, {}, [], "")
 _LARGEST: Final = 1 << 31  # of whole numbers: sizes and counts; those beyond 2**1024 are no floats

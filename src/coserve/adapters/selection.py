@@ -47,18 +47,20 @@ def select(
     `modules_to_save` is left to `take_replacements`."""
     kept = _kept(saved, frame)
     replaced = tuple(path for path in frame.modules.paths if _is_within(path, kept))
+    given = saved.fields.get("target_modules")
     targets = _targets(saved, frame, has_layers)
-    if not targets and not by_weight and (saved.fields.get("target_modules") or not kept):
+    if not targets and not by_weight and (given or not kept):
+        endings = sorted({p.rpartition(".")[2] for p, site in frame.sites.items() if site.kind in kinds})
         raise AdapterMismatch(
-            f"{saved.folder}: target_modules={shown(saved.fields.get('target_modules'))} chooses no module of "
-            "the base"
+            f"{saved.folder}: target_modules={shown(given)} chooses no module of the base that is not "
+            f"excluded or replaced; there are {', '.join(endings)}"
         )
     for path in targets:
         site = frame.sites.get(path)
         if site is None or site.kind not in kinds:
             what = " or ".join(kind.value for kind in kinds)
             raise AdapterMismatch(
-                f"{saved.folder}: target_modules={shown(saved.fields['target_modules'])} chooses {path!r}, "
+                f"{saved.folder}: target_modules={shown(given)} chooses {path!r}, "
                 f"which is no {what} that an adapter can stand beside"
             )
         if path in by_weight:

@@ -40,9 +40,10 @@ class Base:
 
     Attributes: `model` (transformers' own), `cell` (the rows in the pass), `linears` by path, `sites` where
     adapters may stand, `modules` (the names of all), `caches` per layer, `hidden_size`, `max_positions`,
-    `parameters` (their number; tied ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that), `chain` (its
-    layers, and every loop over them), `frozen` (its frozen parameters, wherever they are), `buffer_nbytes`
-    (of buffers for parts that are not resident), `reader` (of these parts; None where all are resident).
+    `parameters` (their number; tied ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint`
+    (content hash of all that), `chain` (its layers, and every loop over them), `frozen` (its frozen
+    parameters, wherever they are), `buffer_nbytes` (of buffers for parts that are not resident), `reader` (of
+    these parts; None where all are resident).
     """
 
     def __init__(
