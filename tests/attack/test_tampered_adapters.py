@@ -47,6 +47,7 @@ from models import logits_of, make_eager, tiny
 
 SHORT, LONG = 40, int(os.environ.get("COSERVE_ATTACK", "500"))
 LONGEST = 900  # characters of a refusal
+COPIED = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")  # by PEFT, beside bypasses
 TOLERANCE = 1e-4  # of log-probabilities: adapters move them by 1e-2 and more, float32 sums within by 1e-6
 PROMPT = [5, 9, 2, 14, 3, 3, 18]
 FIELDS: dict[str, Any] = {"vocab_size": SMALL, "attention_bias": True}
@@ -83,7 +84,7 @@ VALUES: dict[str, list[Any]] = {
     "exclude_modules": [None, [], ["layers.1"], ["q_proj"], r".*layers\.1\..*", r"(?=.*q_proj).*", "norm"],
     "layers_to_transform": [None, [0], 1, [0, 1, 2], [0, 2], [], [7], 10**18, "0", [True], [-1], 1.5],
     "layers_pattern": [None, "layers", ["layers"], ["h", "layers"], "h|layers", "(?=l)layers", "", "l[a-z]+"],
-    "rank_pattern": [{}, None, {"q_proj": 3}, {r"layers\.0\..*": 2}, {r".*(?<!v)_proj": 2}, {"q": 10**18}],
+    "rank_pattern": [{}, {"q_proj": 3}, {r"layers\.0\..*": 2}, {r".*(?<!v)_proj": 2}, {"q": 10**18}],
     "alpha_pattern": [{}, {"q_proj": 9}, {r"layers\.0\..*": 1.5}, {r"(?!.*v_proj).*": 7}, {"q_proj": 1e300}],
     "r": [1, 2, 3, 4, 0, -1, 2.5, True, None, 10**18],
     "lora_alpha": [1, 7.5, 0, -3, 10**18, 1e308, True, None, "8"],
@@ -176,7 +177,7 @@ def tamper_tensors(tensors: dict[str, Tensor], draws: random.Random) -> str:
             tensors[name] = tensor[:0].clone()
         case 8:
             spoilt = tensor.clone()
-            spoilt.view(-1)[0] = draws.choice([float("nan"), float("inf"), 1e39])
+            spoilt.view(-1)[0] = draws.choice([float("nan"), float("inf")])
             tensors[name] = spoilt
         case 9:
             tensors[name.removeprefix("base_model.model.").replace("lora_A.", "lora_A.default.")] = (
@@ -204,9 +205,9 @@ class Oracle:
         model = copy.deepcopy(self.base)
         fields = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
-        if "COSERVE" in str(fields.get("peft_type")):
-            return self._plain(model, fields, tensors)
         try:
+            if "COSERVE" in str(fields.get("peft_type")):
+                return self._plain(model, fields, tensors)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 loaded = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False).eval()
@@ -226,10 +227,7 @@ class Oracle:
             before = f"{number}:base_model.model." if len(parts or []) > 1 else "base_model.model."
             own = {n.removeprefix(before): t.double() for n, t in tensors.items() if n.startswith(before)}
             for path in part.get("target_modules") or []:
-                try:
-                    places += _beside(model.get_submodule(path), path, part, own)
-                except (KeyError, AttributeError) as error:
-                    return f"{type(error).__name__}: {error}"
+                places += _beside(model.get_submodule(path), path, part, own)
         if places != len(tensors):
             return f"partly: {places} of {len(tensors)}"
         return logits_of(model, PROMPT)[:-1].log_softmax(-1)
@@ -347,9 +345,7 @@ def test_tampered_files_are_refused_or_equal_peft(
         else:
             answer, loaded = found
             wanted = oracle.answer(folder)
-            copies = {
-                n for n in tensors if n.endswith(("tokens.base_layer.weight", "head.base_layer.weight"))
-            }
+            copies = {name for name in tensors if name.endswith(COPIED)}
             if tensors.keys() - copies != loaded:
                 became["partly applied"] += 1
                 wrong.append(f"{what} applies {sorted(loaded ^ tensors.keys())[:3]} partly")

@@ -9,6 +9,8 @@ from coserve.errors import AdapterError
 _MERGED: Final = "merge the adapter into its base with PEFT's merge_and_unload, and serve the merged model"
 _PLAIN: Final = "coserve has LoRA, rsLoRA (use_rslora), DoRA (use_dora) and biases (bias, lora_bias)"
 
+# Of `ensure_weight_tying`, where the embedding or the head is a target or replaced.
+TIED: Final = f"the head and the embedding have adapters of their own here; train without it, or {_MERGED}"
 # By the field of the configuration.
 VARIANTS: Final[Mapping[str, str]] = {
     "layer_replication": (
@@ -30,9 +32,6 @@ VARIANTS: Final[Mapping[str, str]] = {
     "trainable_token_indices": (
         "single rows of the embedding have no place here; modules_to_save=['embed_tokens'] trains all rows, "
         f"or {_MERGED}"
-    ),
-    "ensure_weight_tying": (
-        "the head and the embedding have adapters of their own here; train without it, or " + _MERGED
     ),
     "megatron_config": "it is for models that Megatron runs; save the adapter without it where none does",
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Dense, Part, Place, SequentialBypass, exact_type
 from coserve.adapters.dora import MAGNITUDE, DoRABypass
-from coserve.adapters.lora_variants import VARIANTS, expect_unchanged_base
+from coserve.adapters.lora_variants import TIED, VARIANTS, expect_unchanged_base
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
 from coserve.adapters.method import Written, chosen
 from coserve.adapters.methods.bitfit import BitFitBypass
@@ -36,6 +36,7 @@ _Number = TypeVar("_Number", int, float)
 Biases = Literal["none", "lora_only", "all"]
 
 MOST_ALPHA: Final = 65_504  # float16's largest number: a factor beyond it makes infinities of anything
+MOST_RANK: Final = 16_384  # full rank of the widest models
 _KINDS: Final = (Kind.LINEAR, Kind.EMBEDDING)
 
 
@@ -63,8 +64,10 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *self.rank_pattern.values()):
-            if type(rank) is not int or rank < 1:
-                raise AdapterError(f"a LoRA adapter needs a whole rank of at least 1, not {shown(rank)}")
+            if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+                raise AdapterError(
+                    f"a LoRA adapter needs a whole rank of 1 to {MOST_RANK}, not {shown(rank)}"
+                )
         for name in ("targets", "modules_to_save"):
             if isinstance(names := getattr(self, name), str):
                 raise AdapterError(f"LoRA {name} are several names, not one: ({shown(names)},)")
@@ -136,8 +139,9 @@ class LoRA:
         by_weight = take_weights(saved, frame)
         selection = select(saved, frame, _KINDS, has_layers=True, by_weight=by_weight)
         sites = [*selection.targets, *(frame.sites[path] for path in by_weight)]
-        config = _read_config(saved, by_weight, [site.path for site in selection.targets])
+        config = _read_config(saved, by_weight, [site.path for site in sites])
         biases = _bias_names(config, frame, (site.path for site in sites), selection.replaced)
+        _expect_untied(saved, frame, [*(site.path for site in sites), *selection.replaced])
         wanted = [*_names(config, sites), *biases.values(), *selection.within]
         saved.expect(wanted, allowed=copies_of(frame))
         magnitudes = saved.ending(MAGNITUDE) if config.dora else {}
@@ -253,6 +257,14 @@ def _with_biases(bypasses: Mapping[Place, Bypass], biases: Mapping[str, BitFitBy
         first = both.get(Place(path))
         both[Place(path)] = bias if first is None else SequentialBypass((first, bias), first.dropout)
     return both
+
+
+def _expect_untied(saved: Saved, frame: Frame, chosen_paths: Iterable[str]) -> None:
+    """Raises AdapterError where PEFT would tie what is chosen to another module."""
+    around = (site for path in chosen_paths if (site := frame.sites.get(path)) is not None)
+    if any(not 0 <= site.stage < frame.depth and site.kind is not Kind.NORM for site in around):
+        saved.refuse("ensure_weight_tying", TIED)
+    saved.ignore("ensure_weight_tying")
 
 
 def _read_bias(saved: Saved, frame: Frame, path: str, name: str) -> BitFitBypass:
