@@ -25,6 +25,7 @@ from coserve.adapters.folder import unreadable
 from coserve.adapters.method import Written
 from coserve.adapters.methods import method_in_file, method_named
 from coserve.adapters.parameters import mistaken, name_weights
+from coserve.adapters.replace import copies_of
 from coserve.adapters.saved import TYPES, Saved, expect_numbers, shown
 from coserve.adapters.sites import Frame
 from coserve.errors import AdapterError
@@ -95,15 +96,16 @@ def read_outline(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype
 
 def check_weights(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype) -> None:
     """Raises AdapterError where weights in `folder`, or their products, are not finite in a base of `dtype`.
-    Holds one tensor in memory at a time."""
+    Holds one tensor in memory at a time, and the copies of embeddings that a file may have."""
     folder = Path(folder)
-    peaks = {}
+    peaks, copies = {}, copies_of(frame)
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             for tensor_name in file.keys():  # noqa: SIM118  # no mapping
                 tensor = file.get_tensor(tensor_name)
                 expect_numbers(str(folder), tensor_name, tensor, torch.finfo(dtype).max)
-                peaks[tensor_name] = _peaks(tensor, exact_type(dtype))
+                is_copy = tensor_name in copies  # which is compared value by value
+                peaks[tensor_name] = tensor if is_copy else _peaks(tensor, exact_type(dtype))
     except (OSError, SafetensorError) as error:
         raise unreadable(folder / WEIGHTS, error) from error
     _assemble(name, folder, _read_fields(folder / CONFIG), peaks, frame, dtype, torch.device("cpu"))

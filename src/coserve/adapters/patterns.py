@@ -71,21 +71,23 @@ def first_entries(field: str, entries: Mapping[str, _T], names: Iterable[str]) -
 
 def peft_matches(field: str, pattern: str, names: Iterable[str]) -> frozenset[str]:
     """`full_matches` of a file's pattern, which may have all that Python's `re` has."""
+    given = tuple(names)
     try:
-        return full_matches(field, pattern, names := tuple(names))
+        return full_matches(field, pattern, given)
     except UnsupportedPattern:
-        found = _backtracked(field, _WHOLE, (pattern,), names)
-        return frozenset(name for name, one in zip(names, found, strict=True) if one is not None)
+        found = _backtracked(field, _WHOLE, (pattern,), given)
+        return frozenset(name for name, one in zip(given, found, strict=True) if one is not None)
 
 
 def peft_entries(field: str, entries: Mapping[str, _T], names: Iterable[str]) -> dict[str, _T]:
     """`first_entries` of a file's patterns, which may have all that Python's `re` has."""
+    given = tuple(names)
     try:
-        return first_entries(field, entries, names := tuple(names))
+        return first_entries(field, entries, given)
     except UnsupportedPattern:
         values = tuple(entries.values())
-        found = _backtracked(field, _ENDING, tuple(entries), names)
-        return {name: values[one[0]] for name, one in zip(names, found, strict=True) if one is not None}
+        found = _backtracked(field, _ENDING, tuple(entries), given)
+        return {name: values[one[0]] for name, one in zip(given, found, strict=True) if one is not None}
 
 
 def peft_layers(field: str, patterns: Iterable[str], names: Iterable[str]) -> dict[str, int]:

@@ -82,8 +82,8 @@ def _targets(saved: Saved, frame: Frame, has_layers: bool) -> list[str]:
     barred = _excluded(saved, frame, excluded)
     if isinstance(targets, str):
         if targets.lower() != _ALL_LINEAR:
-            found = peft_matches("target_modules", targets, paths)
-            return [path for path in paths if path in found and path not in barred]
+            matched = peft_matches("target_modules", targets, paths)
+            return [path for path in paths if path in matched and path not in barred]
         if frame.modules.fused:
             raise AdapterMismatch(
                 f"{saved.folder}: target_modules='all-linear' means the experts of this model too "

@@ -141,10 +141,11 @@ class FrozenParameters(ABC):
         return weight
 
     def is_own(self, path: str, weight: Tensor) -> bool:
-        """Tells whether the module at `path` has this weight, [out, in], or was quantized from it."""
+        """Tells whether the module at `path` has this weight, [out, in], or was quantized from it; of a base
+        without values, whether it may."""
         own = self.dense(path).weight
-        if weight.shape != own.shape:
-            return False
+        if weight.shape != own.shape or is_fake(own):
+            return weight.shape == own.shape
         return torch.equal(self.rounded(path, weight.to(own.device, own.dtype)), own)
 
 

@@ -178,7 +178,8 @@ def check(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Looks whether PEFT and vLLM read an adapter as coserve does; exit status 1 where one does not."""
+    """Looks whether coserve can load an adapter, and whether PEFT and vLLM read it alike; exit status 1 where
+    one does not."""
     import dataclasses
 
     from coserve import tiny

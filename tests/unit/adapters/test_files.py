@@ -99,7 +99,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ("trainable_token_indices", [1, 2]),
         ("alora_invocation_tokens", [1, 2]),
         ("layer_replication", [[0, 2]]),
-        ("ensure_weight_tying", True),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
         ("megatron_config", {"a": 1}),

@@ -100,7 +100,8 @@ def _copy_file(source: Path, target: Path, most: int) -> None:
     try:
         opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise unreadable(source, error.strerror) from error
+        reason = str(unreadable(source, error.strerror))  # where it lies is not for whoever sent the request
+        raise AdapterError(reason.replace(f"{source.parent}{os.sep}", "")) from error
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
         raise AdapterError(f"{source.name} is not a file")
