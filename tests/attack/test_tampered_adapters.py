@@ -193,7 +193,7 @@ def tamper_tensors(tensors: dict[str, Tensor], draws: random.Random) -> str:
 
 
 class Oracle:
-    """What PEFT, and for coserve's own methods a plain model, make of files."""
+    """PEFT as it reads files; a plain model for the methods that it lacks."""
 
     def __init__(self) -> None:
         self.base = tiny("llama", torch.float64, **FIELDS)

@@ -106,7 +106,7 @@ def peft_layers(field: str, patterns: Iterable[str], names: Iterable[str]) -> di
 def _backtracked(
     field: str, form: str, patterns: tuple[str, ...], names: tuple[str, ...]
 ) -> list[tuple[int, str | None] | None]:
-    """What `backtracking.first_matches` gives, from the child process."""
+    """Results of `backtracking.first_matches`, from the child process unless no pattern can take long."""
     for pattern in patterns:
         _expect_short(field, pattern)
         try:

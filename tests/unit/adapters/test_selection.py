@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from peft.tuners import tuners_utils
+from peft.utils.other import get_pattern_key
 
 from coserve.adapters.merge import WholeModel
 from coserve.adapters.patterns import peft_entries
@@ -18,9 +19,11 @@ from coserve.errors import AdapterError
 from models import tiny
 
 NAMES = ["q_proj", "v_proj", "up_proj", "c_attn", "c_proj", "self_attn.o_proj", "layers.1.mlp.up_proj",
-         "layers", "mlp", "lm_head", "norm", "embed_tokens", "nothing", "experts", "gate_proj", "h.2.attn.c_attn"]  # fmt: skip
+         "layers", "mlp", "lm_head", "norm", "embed_tokens", "nothing", "experts", "gate_proj",
+         "h.2.attn.c_attn"]  # fmt: skip
 EXPRESSIONS = ["all-linear", "ALL-linear", r".*\.(q|v)_proj", r".*_proj", r".*(?<!q)_proj", "(?!lm).*head",
-               r".*(\d)\..*\1.*", r".*layers\.[01]\..*", "q_proj", ".*", r"(?P<a>.)*(?P=a)", "a{,3}.*"]  # fmt: skip
+               r".*(\d)\..*\1.*", r".*layers\.[01]\..*", "q_proj", ".*", r"(?P<a>.)*(?P=a)",
+               "a{,3}.*"]  # fmt: skip
 LAYERS = [None, None, [0], [0, 2], [1], 1, [], [9]]
 PATTERNS = [
     None,
@@ -41,7 +44,7 @@ def drawn(draws: random.Random, paths: list[str]) -> dict[str, Any]:
     whole = [path for path in paths if path.count(".") > 3]
     targets = draws.choice([
         draws.choice(EXPRESSIONS), draws.sample(NAMES, draws.randint(1, 4)), draws.sample(whole, 3),
-        draws.sample(whole, min(len(whole), 25)), [p for p in paths if p.endswith(("q_proj", "v_proj", "c_attn"))] * 4,
+        draws.sample(whole, min(len(whole), 25)), [path for path in paths if path.endswith(("q_proj", "c_attn"))],
     ])  # fmt: skip
     fields: dict[str, Any] = {"target_modules": targets}
     if draws.random() < 0.4:
@@ -92,10 +95,8 @@ def test_targets_are_those_of_peft(name: str) -> None:
 
 def test_entries_that_re2_lacks_are_those_of_peft() -> None:
     paths = [f"model.layers.{i}.self_attn.{p}_proj" for i in range(12) for p in "qkvo"]
-    for pattern in (r"(?!.*layers\.1\.).*q_proj", r".*(?<=q)_proj", r"layers\.(\d)\2.*", r"(?:q_proj)"):
+    for pattern in (r"(?!.*layers\.1\.).*q_proj", r".*(?<=q)_proj", r"layers\.(\d)\3\..*", r"(?:q_proj)"):
         config = LoraConfig(rank_pattern={pattern: 3, "o_proj": 5})
-        from peft.utils.other import get_pattern_key
-
         wanted = {path: get_pattern_key(config.rank_pattern, path) for path in paths}
         found = {path: config.rank_pattern[key] for path, key in wanted.items() if key != path}
         assert peft_entries("rank_pattern", config.rank_pattern, paths) == found, pattern
@@ -103,6 +104,6 @@ def test_entries_that_re2_lacks_are_those_of_peft() -> None:
 
 
 def test_an_expression_that_takes_for_ever_is_refused_soon() -> None:
-    with pytest.raises(AdapterError, match="cannot be matched: it takes more than 0.5 s"):
+    with pytest.raises(AdapterError, match=r"cannot be matched: it takes more than 0\.5 s"):
         peft_entries("rank_pattern", {r"(.*)*(?=!)!": 2}, ["model.layers.0.self_attn.q_proj" * 3])
     assert peft_entries("rank_pattern", {"(?=q)q": 2}, ["q"]) == {"q": 2}
