@@ -36,14 +36,15 @@ from torch import Tensor, nn
 
 from coserve import Engine
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.files import write_adapter
+from coserve.adapters.elsewhere import check_own
+from coserve.adapters.files import WEIGHTS, read_adapter, read_outline, write_adapter
 from coserve.adapters.methods import method_of
 from coserve.adapters.methods.bitfit import BitFitConfig
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config as OwnIA3Config
 from coserve.errors import AdapterError
 from methods import SMALL, engine_of, in_files, served, spread
-from models import logits_of, make_eager, tiny
+from models import edit_config, logits_of, make_eager, tiny
 
 SHORT, LONG = 40, int(os.environ.get("COSERVE_ATTACK", "500"))
 LONGEST = 900  # characters of a refusal
@@ -314,6 +315,41 @@ def test_valid_files_are_loaded_and_equal_peft(
         assert not isinstance(found, str) and not isinstance(wanted, str), (name, found, wanted)
         assert float((found[0] - wanted).abs().max()) < TOLERANCE, name
         assert float((found[0] - without).abs().max()) > 1e-2, name
+
+
+PARTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "some layers": ("some layers", {}, "layers.2.self_attn.v_proj.lora_B.weight"),
+    "lookahead": ("lookahead", {}, "layers.0.self_attn.o_proj.lora_A.weight"),
+    "excluded": ("lora", {"exclude_modules": ["layers.1.self_attn.q_proj"]}, None),
+    "one norm of seven": ("whole", {}, "layers.2.input_layernorm.weight"),
+    "nothing named": ("lora", {"target_modules": "nothing"}, None),
+    "inputs": ("ia3", {"feedforward_modules": ["o_proj"]}, None),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_every_way_of_loading_refuses_a_part(
+    kind: str, originals: dict[str, Path], engine: Engine, tmp_path: Path
+) -> None:
+    name, changes, missing = PARTS[kind]
+    folder = Path(shutil.copytree(originals[name], tmp_path / "a"))
+    edit_config(folder, **changes)
+    if missing is not None:
+        tensors = load_file(folder / WEIGHTS)
+        del tensors[f"base_model.model.model.{missing}"]
+        save_file(tensors, folder / WEIGHTS)
+    base = engine.base
+    ways: dict[str, Callable[[], object]] = {
+        "in memory": lambda: engine.adapters.load("a", folder),
+        "from disk": lambda: engine.adapters.register("a", folder),
+        "uploaded": lambda: engine.adapters.look_at("a", folder, new=True),
+        "into training": lambda: read_adapter(folder, "a", base, torch.float32, base.device),
+        "into the zoo": lambda: read_outline(folder, "a", base, base.dtype),
+    }
+    for way in ways.values():
+        with pytest.raises(AdapterError):
+            way()
+    assert check_own(folder, tiny("llama", torch.float64, **FIELDS)).problems
 
 
 @pytest.mark.parametrize("count", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])

@@ -69,6 +69,7 @@ def test_sublayers_are_as_wide_as_their_layers() -> None:
     ("fields", "said"),
     [
         ({"width": 0}, "1 to 65536, not 0"),
+        ({"width": 10**18}, "1 to 65536"),
         ({"width": 2.5}, "whole width"),
         ({"width": True}, "whole width"),
         ({"layout": "parallel"}, "houlsby or pfeiffer, not 'parallel'"),

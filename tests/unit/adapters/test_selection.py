@@ -44,7 +44,7 @@ def drawn(draws: random.Random, paths: list[str]) -> dict[str, Any]:
     whole = [path for path in paths if path.count(".") > 3]
     targets = draws.choice([
         draws.choice(EXPRESSIONS), draws.sample(NAMES, draws.randint(1, 4)), draws.sample(whole, 3),
-        draws.sample(whole, min(len(whole), 25)), [path for path in paths if path.endswith(("q_proj", "c_attn"))],
+        draws.sample(whole, min(len(whole), 25)), [p for p in paths if p.endswith(("q_proj", "c_attn"))],
     ])  # fmt: skip
     fields: dict[str, Any] = {"target_modules": targets}
     if draws.random() < 0.4:
