@@ -185,23 +185,14 @@ def expect_exact(adapter: AdapterVersion) -> None:
         )
 
 
-def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
-    """Takes the modules in a file's `modules_to_save`. Raises AdapterMismatch for tensors that are missing or
-    do not fit the base."""
-    names = saved.names("modules_to_save")
+def take_replacements(saved: Saved, frame: Frame, names: Iterable[str]) -> dict[Place, Bypass]:
+    """Takes `modules_to_save`, whose tensors have these `names`. Raises AdapterMismatch for modules that
+    cannot be replaced, or whose tensors do not fit the base."""
     saved.ignore("modules_to_save")
     tensors: dict[str, dict[str, Tensor]] = {}
-    unseen = set(names)
-    for full in saved.left:
+    for full in names:
         path, _, kind = full.removeprefix(PREFIX).rpartition(".")
-        own = [name for name in names if _is_within(path, name)]
-        if own and kind in ("weight", "bias"):
-            tensors.setdefault(path, {})[kind] = saved.tensor(full)
-            unseen -= set(own)
-    if unseen:
-        raise AdapterMismatch(
-            f"{saved.folder}: the tensors of modules_to_save={shown(sorted(unseen))} are missing"
-        )
+        tensors.setdefault(path, {})[kind] = saved.tensor(full)
     return {Place(path): read_replacement(saved, frame, path, path, given) for path, given in tensors.items()}
 
 
@@ -333,12 +324,6 @@ def expect_kept(saved: Saved, paths: Collection[str]) -> None:
     kept = saved.take(KEPT, {})
     if strange := [path for path in kept if path not in paths]:
         raise AdapterMismatch(f"{saved.folder}: {KEPT} names {shown(strange[0])}, which has no tensors")
-
-
-def _is_within(path: str, name: str) -> bool:
-    """Tells whether the path of a module or of one that contains it ends with the name, as in PEFT."""
-    parts = path.split(".")
-    return any(".".join(parts[:count]).endswith(name) for count in range(1, len(parts) + 1))
 
 
 def _trainable(tensor: Tensor) -> Tensor:

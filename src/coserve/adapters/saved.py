@@ -21,6 +21,7 @@ _EMPTY: Final[tuple[Any, ...]] = (None, False, {}, [], "")
 _LARGEST: Final = 1 << 31  # of whole numbers: sizes and counts; those beyond 2**1024 are no floats
 _PIECE: Final = 1 << 15  # numbers that are looked at together: few enough that torch uses one thread
 _SHOWN: Final = 80  # characters of a value in an error
+MOST_NAMES: Final = 10_000  # of modules in one field; coserve itself writes one for each linear
 _LISTED: Final = 3  # tensors that an error names; it counts the others
 # float8 has no comparisons on CPUs, and PEFT's files hold no scales for it.
 TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -69,6 +70,8 @@ class Saved:
         value = self.fields.get(name) or []
         if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
             raise AdapterError(f"{self.folder}: {name} must be a list of names, not {shown(value)}")
+        if len(value) > MOST_NAMES:
+            raise AdapterError(f"{self.folder}: {name} has {len(value)} names; at most {MOST_NAMES} are read")
         return value
 
     def ignore(self, *names: str) -> None:

@@ -93,8 +93,8 @@ def _targets(saved: Saved, frame: Frame, has_layers: bool) -> list[str]:
         targets = sorted(frame.modules.linears)
     if layers is not None and len(set(targets)) >= _CONDENSED:
         targets = _condensed(targets, paths)
-    exact, endings = frozenset(targets), frozenset(targets)
-    found = [path for path in paths if path not in barred and named(path, endings)]
+    exact = frozenset(targets)
+    found = [path for path in paths if path not in barred and named(path, exact)]
     if layers is None:
         return found
     by_ending = [path for path in found if path not in exact]
@@ -136,11 +136,11 @@ def _condensed(targets: Iterable[str], paths: Iterable[str]) -> list[str]:
     wanted = frozenset(targets)
     others = {ending for path in paths if not named(path, wanted) for ending in _endings(path)}
     found: dict[str, None] = {}
-    for target, endings in sorted(((one, _endings(one)) for one in wanted), key=lambda pair: pair[1]):
+    for endings in sorted(map(_endings, wanted)):
         for ending in endings:
             if ending in found or ending in others:
                 continue
-            if not any(target.endswith(f".{one}") for one in found):
+            if not found.keys() & set(endings[:-1]):
                 found[ending] = None
                 break
     return list(found) or list(wanted)
@@ -182,6 +182,11 @@ def _kept(saved: Saved, frame: Frame) -> frozenset[str]:
                 f"{saved.folder}: modules_to_save={shown(name)} is a name of PEFT's own layers"
             )
     found = frozenset(path for path in frame.modules.paths if path.endswith(names))
+    weighted = {start for name in frame.modules.parameters for start in _starts(name)} & found
+    if unseen := [name for name in names if not any(path.endswith(name) for path in weighted)]:
+        raise AdapterMismatch(
+            f"{saved.folder}: modules_to_save={shown(unseen)} chooses no module of the base that has weights"
+        )
     for path in found:
         *above, _ = _starts(path)
         if outer := found.intersection(above):

@@ -113,7 +113,7 @@ class IA3:
         selection = select(saved, frame, (Kind.LINEAR,))
         entered = _read_entered(saved, [site.path for site in selection.targets])
         saved.expect([*(f"{PREFIX}{site.path}.ia3_l" for site in selection.targets), *selection.within])
-        replaced = take_replacements(saved, frame)
+        replaced = take_replacements(saved, frame, selection.within)
         bypasses: dict[Place, Bypass] = dict(replaced)
         for path, scales in saved.ending("ia3_l").items():
             site = site_at(frame.sites, path, Kind.LINEAR)

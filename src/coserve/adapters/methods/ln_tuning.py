@@ -80,7 +80,7 @@ class LNTuning:
             Place(path): read_replacement(saved, frame, path, path + _INSIDE, own)
             for path, own in given.items()
         }
-        bypasses |= take_replacements(saved, frame)
+        bypasses |= take_replacements(saved, frame, selection.within)
         expect_kept(saved, {place.path for place in bypasses})
         return Part(self.name, LNTuningConfig(), bypasses)
 

@@ -163,7 +163,7 @@ class LoRA:
             bypasses[Place(site.path)] = _with_magnitude(frame, site, low, magnitude)
         for path in magnitudes:
             raise AdapterMismatch(f"{saved.folder}: tensor '{PREFIX}{path}.{MAGNITUDE}' would go unused")
-        replaced = take_replacements(saved, frame)
+        replaced = take_replacements(saved, frame, selection.within)
         expect_copies(saved, frame)
         trained = {path: _read_bias(saved, frame, path, name) for path, name in biases.items()}
         return Part(self.name, config, {**_with_biases(bypasses, trained), **replaced})
