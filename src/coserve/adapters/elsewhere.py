@@ -1,11 +1,12 @@
-"""Checks that other programs read an adapter's files as coserve does: PEFT, by its own loader, and vLLM, by
-the rules of its loader."""
+"""Checks that an adapter's files can be loaded here, and that other programs read them as coserve does: PEFT,
+by its own loader, and vLLM, by the rules of its loader."""
 
 import json
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from coserve.adapters.files import CONFIG, WEIGHTS
+from coserve.adapters.files import CONFIG, WEIGHTS, read_adapter
+from coserve.adapters.folder import unreadable
 from coserve.adapters.merge import WholeModel, load_whole
 from coserve.adapters.saved import PREFIX
 from coserve.adapters.sites import Kind
+from coserve.attention.backend import CacheShape
 from coserve.errors import AdapterError
 
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that `--max-lora-rank` may be
@@ -44,7 +47,31 @@ def check_adapter(folder: str | Path, model_folder: str | Path) -> tuple[LoaderR
     whole = WholeModel(model)
     kinds = (Kind.LINEAR, Kind.EMBEDDING)
     names = {site.path.rpartition(".")[2] for site in whole.sites.values() if site.kind in kinds}
-    return check_peft(folder, model), check_vllm(folder, names)
+    return check_own(folder, model), check_peft(folder, model), check_vllm(folder, names)
+
+
+def check_own(folder: str | Path, model: PreTrainedModel) -> LoaderReport:
+    """Loads an adapter's files as an engine does. The model must be unmodified."""
+    try:
+        read_adapter(folder, "checked", _Frame(model), model.dtype, torch.device("cpu"))
+    except AdapterError as error:
+        return LoaderReport("coserve", (f"refuses it: {_shown(error)}",))
+    return LoaderReport("coserve")
+
+
+class _Frame(WholeModel):
+    """A model as the base of adapters, with keys and values as its configuration says."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._config = model.config.get_text_config()
+
+    @cached_property
+    def caches(self) -> Sequence[CacheShape]:
+        heads = int(self._config.num_attention_heads)
+        groups = int(getattr(self._config, "num_key_value_heads", None) or heads)
+        width = int(getattr(self._config, "head_dim", None) or self._config.hidden_size // heads)
+        return [CacheShape(groups, width, width)] * self.depth
 
 
 def check_vllm(folder: str | Path, linears: Collection[str]) -> LoaderReport:
@@ -140,11 +167,14 @@ def _read(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Sequence[int]]]
     """Fields of the configuration, and shapes of the tensors by name."""
     try:
         fields = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(folder / CONFIG, error) from error
+    try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             names = list(file.keys())
             shapes = {name: file.get_slice(name).get_shape() for name in names}
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise AdapterError(f"the adapter in {folder} cannot be read: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise unreadable(folder / WEIGHTS, error) from error
     if not isinstance(fields, dict):
         raise AdapterError(f"{folder / CONFIG} holds no configuration")
     return fields, shapes

@@ -19,18 +19,30 @@ from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Part, exact_type
+from coserve.adapters.folder import CONFIG as CONFIG
+from coserve.adapters.folder import WEIGHTS as WEIGHTS
+from coserve.adapters.folder import unreadable
 from coserve.adapters.method import Written
 from coserve.adapters.methods import method_in_file, method_named
 from coserve.adapters.parameters import mistaken, name_weights
-from coserve.adapters.saved import Saved, expect_numbers
+from coserve.adapters.replace import copies_of
+from coserve.adapters.saved import TYPES, Saved, expect_numbers, shown
 from coserve.adapters.sites import Frame
 from coserve.errors import AdapterError
 
-CONFIG: Final = "adapter_config.json"
-WEIGHTS: Final = "adapter_model.safetensors"
 _LIST: Final = "COSERVE_LIST"
-TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Of tensors that are refused by the names of their types.
+_OTHER_TYPES: Final = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _LONGEST_NAME: Final = 300  # characters; those of real models have a third of that
+_TASKS: Final = (
+    None,
+    "CAUSAL_LM",
+    "SEQ_CLS",
+    "SEQ_2_SEQ_LM",
+    "TOKEN_CLS",
+    "QUESTION_ANS",
+    "FEATURE_EXTRACTION",
+)
 _BEYOND_WEIGHTS: Final = ("use_dora", "lora_bias")  # that PEFT has beside modules only
 
 
@@ -54,7 +66,7 @@ def read_adapter(
     try:
         tensors = load(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+        raise unreadable(folder / WEIGHTS, error) from error
     # A tensor that is in its type already still lies in the file, which somebody may write to.
     exact, parts = _assemble(name, folder, fields, tensors, frame, dtype, device, rest), []
     for part in exact.parts:
@@ -78,23 +90,24 @@ def read_outline(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             tensors = {name: _without_values(one) for name, one in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+        raise unreadable(folder / WEIGHTS, error) from error
     return _assemble(name, folder, fields, tensors, frame, dtype, torch.device("meta")).in_type(dtype)
 
 
 def check_weights(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype) -> None:
     """Raises AdapterError where weights in `folder`, or their products, are not finite in a base of `dtype`.
-    Holds one tensor in memory at a time."""
+    Holds one tensor in memory at a time, and the copies of embeddings that a file may have."""
     folder = Path(folder)
-    peaks = {}
+    peaks, copies = {}, copies_of(frame)
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             for tensor_name in file.keys():  # noqa: SIM118  # no mapping
                 tensor = file.get_tensor(tensor_name)
                 expect_numbers(str(folder), tensor_name, tensor, torch.finfo(dtype).max)
-                peaks[tensor_name] = _peaks(tensor, exact_type(dtype))
+                is_copy = tensor_name in copies  # which is compared value by value
+                peaks[tensor_name] = tensor if is_copy else _peaks(tensor, exact_type(dtype))
     except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+        raise unreadable(folder / WEIGHTS, error) from error
     _assemble(name, folder, _read_fields(folder / CONFIG), peaks, frame, dtype, torch.device("cpu"))
 
 
@@ -119,14 +132,16 @@ def _assemble(
             )
     parts = []
     for own_fields, own_tensors in _split(fields, tensors, folder):
-        largest = torch.finfo(dtype).max
+        method, largest = method_in_file(own_fields.get("peft_type")), torch.finfo(dtype).max
+        if (task := own_fields.get("task_type")) not in _TASKS:
+            raise AdapterError(f"{folder}: task_type={shown(task)} is none of PEFT's")
+        if not own_tensors:
+            raise AdapterError(f"{folder / WEIGHTS} holds no tensors of a {method.name} adapter")
         saved = Saved(
             str(folder), own_fields, own_tensors, exact_type(dtype), device, largest, rest, is_known
         )
-        parts.append(method_in_file(own_fields.get("peft_type")).read(saved, frame))
+        parts.append(method.read(saved, frame))
         saved.finish()
-        if not parts[-1].bypasses:
-            raise AdapterError(f"{folder / WEIGHTS} holds no tensors of a {parts[-1].method} adapter")
     return AdapterVersion(name, 0, tuple(parts))
 
 
@@ -140,7 +155,8 @@ def _peaks(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _without_values(one: Any) -> Tensor:
     """A tensor without values in the shape and type of a slice of safetensors."""
-    return torch.empty(one.get_shape(), dtype=TYPES.get(one.get_dtype(), torch.int8), device="meta")
+    dtype = ({**TYPES, **_OTHER_TYPES}).get(one.get_dtype(), torch.int8)
+    return torch.empty(one.get_shape(), dtype=dtype, device="meta")
 
 
 def write_adapter(

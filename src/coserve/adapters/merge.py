@@ -14,6 +14,7 @@ from coserve.adapters.bypass import Dense, Side, exact_type
 from coserve.adapters.files import read_adapter
 from coserve.adapters.sites import (
     FrozenParameters,
+    Modules,
     Site,
     Sites,
     decoder_layers,
@@ -66,6 +67,7 @@ class WholeModel:
     def __init__(self, model: PreTrainedModel) -> None:
         layers = decoder_layers(model)
         self.sites = find_sites(model, layers)
+        self.modules = Modules.of(model)
         self.depth = len(layers)
         self.hidden_size = layer_width(model)
         self.frozen = OwnParameters(model, self.sites)

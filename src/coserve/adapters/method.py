@@ -1,6 +1,6 @@
 """Protocol of the files in `methods/`."""
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Part
-from coserve.adapters.saved import PREFIX, Saved, shown
+from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterMismatch
 
@@ -78,24 +78,3 @@ def chosen(
         what = " or ".join(kind.value for kind in kinds)
         raise AdapterMismatch(f"no {what} of the model is called {shown(unmatched)}; there are {endings}")
     return found
-
-
-def expect_targets(
-    saved: Saved,
-    frame: Frame,
-    found: Collection[str],
-    ending: str,
-    kinds: Collection[Kind] = (Kind.LINEAR,),
-) -> None:
-    """Raises AdapterMismatch for a site of these kinds that the file's lists name, as PEFT reads them, and
-    that is not among the `found`: it has no tensor with this ending."""
-    if saved.fields.get("layers_to_transform") is not None:
-        return
-    targets, excluded = (saved.fields.get(name) or [] for name in ("target_modules", "exclude_modules"))
-    if not isinstance(targets, list) or not isinstance(excluded, list):
-        return  # a regular expression, or PEFT's own choice
-    targets, excluded = (frozenset(map(str, names)) for names in (targets, excluded))
-    for path, site in frame.sites.items():
-        wanted = named(path, targets) and not named(path, excluded)
-        if site.kind in kinds and wanted and path not in found:
-            raise AdapterMismatch(f"{saved.folder}: {PREFIX}{path}.{ending} is missing")

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from transformers import conversion_mapping
 
 from coserve.adapters.method import named
-from coserve.adapters.patterns import first_entries
+from coserve.adapters.patterns import first_entries, peft_entries
 from coserve.adapters.saved import Saved
 from coserve.adapters.sites import Frame, Kind
 
@@ -99,7 +99,7 @@ def take_weights(saved: Saved, frame: Frame) -> list[str]:
 def of_modules(field: str, patterns: Mapping[str, _T], default: _T, paths: Iterable[str]) -> dict[str, _T]:
     """Patterns that give these linears what `patterns` give their weights."""
     paths = list(paths)
-    of_weights = first_entries(field, patterns, [path + _WEIGHT for path in paths])
-    as_modules = first_entries(field, patterns, paths)
+    of_weights = peft_entries(field, patterns, [path + _WEIGHT for path in paths])
+    as_modules = peft_entries(field, patterns, paths)
     found = {path: of_weights.get(path + _WEIGHT, default) for path in paths}
     return {**{_exact(p): v for p, v in found.items() if v != as_modules.get(p, default)}, **patterns}

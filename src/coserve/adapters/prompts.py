@@ -16,6 +16,8 @@ EMBEDDINGS: Final = "prompt_embeddings"  # the only tensor that PEFT saves of th
 # Weights of an encoder by PEFT's names: shapes, and bounds of the uniform distribution torch draws them from.
 Shapes = dict[str, tuple[tuple[int, ...], float]]
 ENCODER: Final = "encoder."  # how the names of tensors begin that only coserve's own checkpoints have
+MOST_TOKENS: Final = 65_536  # virtual tokens
+MOST_HIDDEN: Final = 65_536  # features within a prompt's encoder or a prefix's projection
 LOST: Final = "the file does not hold the encoder that its virtual tokens came out of: they train as they are"
 
 
@@ -42,14 +44,15 @@ class PlainPrompt(Prompt):
 
 def read_prompt(saved: Saved, frame: Frame) -> PlainPrompt:
     """Reads embeddings as PEFT saves them, without any encoder."""
-    count = take_count(saved, frame)
-    return PlainPrompt(take_rows(saved, count, embedding_of(frame).outputs))
+    width = embedding_of(frame).outputs
+    count = take_count(saved, frame, width)
+    return PlainPrompt(take_rows(saved, count, width))
 
 
 def take_rows(saved: Saved, count: int, width: int) -> Tensor:
-    """Embeddings [count, width]; `count` 0 (not in the file) accepts any number."""
+    """Embeddings [count, width]."""
     rows = saved.tensor(EMBEDDINGS)
-    expect_shape(saved, EMBEDDINGS, rows, count or (len(rows) if rows.ndim else 1), width)
+    expect_shape(saved, EMBEDDINGS, rows, count, width)
     return rows
 
 
@@ -82,16 +85,33 @@ def expect_shape(saved: Saved, name: str, tensor: Tensor, *shape: int) -> None:
         raise AdapterMismatch(f"{saved.folder}: {name} is {found}, and would have to be {shape}")
 
 
-def take_count(saved: Saved, frame: Frame) -> int:
-    """`num_virtual_tokens`, 0 where the file lacks it. Raises AdapterError where other fields are for another
-    kind of base; those that shapes imply are not checked."""
-    if saved.take("num_transformer_submodules", 1) != 1:
+def take_count(saved: Saved, frame: Frame, width: int, heads: int | None = None) -> int:
+    """`num_virtual_tokens`. Raises AdapterError where other fields are for another base than one with tokens
+    of this `width`, divided among so many `heads`; null fields PEFT reads off the base."""
+    if _given(saved, "num_transformer_submodules", 1) != 1:
         raise AdapterError(f"{saved.folder}: an adapter of an encoder and a decoder is not supported")
-    if (layers := saved.take("num_layers", frame.depth)) != frame.depth:
-        raise AdapterError(f"{saved.folder}: num_layers={layers}, and the base has {frame.depth}")
-    saved.ignore("token_dim", "num_attention_heads")
+    wanted = {"num_layers": frame.depth, "token_dim": width}
+    if heads is None:
+        saved.ignore("num_attention_heads")
+    else:
+        wanted["num_attention_heads"] = heads
+        if (saved.fields.get("token_dim") is None) != (saved.fields.get("num_attention_heads") is None):
+            raise AdapterError(f"{saved.folder}: token_dim and num_attention_heads belong together")
+    for name, own in wanted.items():
+        if (value := _given(saved, name, own)) != own:
+            raise AdapterError(f"{saved.folder}: {name}={value}, and the base has {own}")
     count: int = saved.take("num_virtual_tokens", 0)
+    if not 1 <= count <= MOST_TOKENS:
+        raise AdapterError(f"{saved.folder}: num_virtual_tokens must be 1 to {MOST_TOKENS}, not {count}")
     return count
+
+
+def _given(saved: Saved, name: str, default: int) -> int:
+    """A field's value, the default where it is missing or null."""
+    if saved.fields.get(name) is None:
+        saved.ignore(name)
+    value: int = saved.take(name, default)
+    return value
 
 
 def count_fields(count: int) -> dict[str, Any]:
@@ -106,8 +126,10 @@ def prompt_fields(rows: Tensor) -> dict[str, Any]:
 
 def expect_count(method: str, tokens: object) -> None:
     """Raises AdapterError unless `tokens` is a valid number of virtual tokens."""
-    if type(tokens) is not int or tokens < 1:
-        raise AdapterError(f"{method} needs a whole number of at least 1 virtual token, not {shown(tokens)}")
+    if type(tokens) is not int or not 1 <= tokens <= MOST_TOKENS:
+        raise AdapterError(
+            f"{method} needs a whole number of 1 to {MOST_TOKENS} virtual tokens, not {shown(tokens)}"
+        )
 
 
 def linear_shapes(name: str, numbers: tuple[int, ...], widths: tuple[int, ...]) -> Shapes:

@@ -185,23 +185,14 @@ def expect_exact(adapter: AdapterVersion) -> None:
         )
 
 
-def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
-    """Takes the modules in a file's `modules_to_save`. Raises AdapterMismatch for tensors that are missing or
-    do not fit the base."""
-    names = saved.names("modules_to_save")
+def take_replacements(saved: Saved, frame: Frame, names: Iterable[str]) -> dict[Place, Bypass]:
+    """Takes `modules_to_save`, whose tensors have these `names`. Raises AdapterMismatch for modules that
+    cannot be replaced, or whose tensors do not fit the base."""
     saved.ignore("modules_to_save")
     tensors: dict[str, dict[str, Tensor]] = {}
-    unseen = set(names)
-    for full in saved.left:
+    for full in names:
         path, _, kind = full.removeprefix(PREFIX).rpartition(".")
-        own = [name for name in names if _is_within(path, name)]
-        if own and kind in ("weight", "bias"):
-            tensors.setdefault(path, {})[kind] = saved.tensor(full)
-            unseen -= set(own)
-    if unseen:
-        raise AdapterMismatch(
-            f"{saved.folder}: the tensors of modules_to_save={shown(sorted(unseen))} are missing"
-        )
+        tensors.setdefault(path, {})[kind] = saved.tensor(full)
     return {Place(path): read_replacement(saved, frame, path, path, given) for path, given in tensors.items()}
 
 
@@ -257,17 +248,22 @@ def written_replacements(
     return paths, tensors
 
 
+def copies_of(frame: Frame) -> dict[str, str]:
+    """Names in files of copies of the base's embeddings and head, with their paths."""
+    return {
+        f"{PREFIX}{path}{inside}.weight": path
+        for path, site in frame.sites.items()
+        if not 0 <= site.stage < frame.depth and site.kind in (Kind.LINEAR, Kind.EMBEDDING)
+        for inside in ("", ".base_layer")
+    }
+
+
 def expect_copies(saved: Saved, frame: Frame) -> None:
     """Takes embeddings and heads that PEFT saves by itself along with their bypasses. Raises AdapterMismatch
     where one is not the base's own."""
-    for full in saved.left:
-        path = full.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".base_layer")
-        site = frame.sites.get(path)
-        if site is None or not full.endswith(".weight") or 0 <= site.stage < frame.depth:
-            continue
-        if site.kind is Kind.NORM:
-            continue
-        copy = saved.tensor(full)
+    copies = copies_of(frame)
+    for full in copies.keys() & set(saved.left):
+        copy, path = saved.tensor(full), copies[full]
         # Without values there is nothing to compare.
         if not copy.is_meta and not frame.frozen.is_own(path, copy):
             raise AdapterMismatch(
@@ -328,12 +324,6 @@ def expect_kept(saved: Saved, paths: Collection[str]) -> None:
     kept = saved.take(KEPT, {})
     if strange := [path for path in kept if path not in paths]:
         raise AdapterMismatch(f"{saved.folder}: {KEPT} names {shown(strange[0])}, which has no tensors")
-
-
-def _is_within(path: str, name: str) -> bool:
-    """Tells whether the path of a module or of one that contains it ends with the name, as in PEFT."""
-    parts = path.split(".")
-    return any(".".join(parts[:count]).endswith(name) for count in range(1, len(parts) + 1))
 
 
 def _trainable(tensor: Tensor) -> Tensor:

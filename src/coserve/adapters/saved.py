@@ -1,6 +1,6 @@
 """An adapter's two files while a method reads them; fields and tensors not taken are refused by name."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,17 +12,20 @@ from coserve.errors import AdapterError, AdapterMismatch
 
 PREFIX: Final = "base_model.model."
 
-# Fields of PEFT's that change nothing in what an adapter computes, whatever they say. Where bypasses stand is
-# read from the tensors.
+# Fields of PEFT's that change nothing in what an adapter computes, whatever they say.
 _INFORMATION: Final = frozenset({
-    "auto_mapping", "base_model_name_or_path", "coserve_version", "exclude_modules", "inference_mode",
-    "layers_pattern", "layers_to_transform", "peft_type", "peft_version", "revision", "runtime_config",
-    "target_modules", "task_type",
+    "auto_mapping", "base_model_name_or_path", "coserve_version", "inference_mode", "peft_type",
+    "peft_version", "revision", "runtime_config", "task_type",
 })  # fmt: skip
 _EMPTY: Final[tuple[Any, ...]] = (None, False, {}, [], "")
 _LARGEST: Final = 1 << 31  # of whole numbers: sizes and counts; those beyond 2**1024 are no floats
 _PIECE: Final = 1 << 15  # numbers that are looked at together: few enough that torch uses one thread
 _SHOWN: Final = 80  # characters of a value in an error
+MOST_NAMES: Final = 10_000  # of modules in one field; coserve itself writes one for each linear
+_LISTED: Final = 3  # tensors that an error names; it counts the others
+# float8 has no comparisons on CPUs, and PEFT's files hold no scales for it.
+TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_KNOWN_TYPES: Final = frozenset(TYPES.values())
 
 
 @dataclass(slots=True)
@@ -67,13 +70,9 @@ class Saved:
         value = self.fields.get(name) or []
         if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
             raise AdapterError(f"{self.folder}: {name} must be a list of names, not {shown(value)}")
+        if len(value) > MOST_NAMES:
+            raise AdapterError(f"{self.folder}: {name} has {len(value)} names; at most {MOST_NAMES} are read")
         return value
-
-    @property
-    def targets(self) -> str | list[str]:
-        """The field `target_modules`: names, or one regular expression."""
-        value = self.fields.get("target_modules")
-        return value if isinstance(value, str) else self.names("target_modules")
 
     def ignore(self, *names: str) -> None:
         """Takes fields that have no effect once the adapter is trained."""
@@ -116,25 +115,48 @@ class Saved:
                     raise AdapterMismatch(f"{self.folder}: {PREFIX}{path}.{ending} is missing")
         return {path: tuple(column[path] for column in columns) for path in paths}
 
-    def expect_targets(self, paths: Iterable[str]) -> None:
-        """For coserve's own files, whose `target_modules` are paths. Raises AdapterMismatch where one has no
-        tensors."""
-        if missing := sorted(set(self.names("target_modules")) - set(paths)):
-            raise AdapterMismatch(f"{self.folder}: the tensors at {shown(missing[0])} are missing")
+    def paths(self, *endings: str) -> list[str]:
+        """Takes `target_modules` of coserve's own files, which are paths. Raises AdapterMismatch unless the
+        file's tensors are those with these endings at these paths."""
+        found = self.names("target_modules")
+        self.ignore("target_modules")
+        self.expect(f"{PREFIX}{path}.{ending}" for path in found for ending in endings)
+        return found
+
+    def expect(self, names: Iterable[str], allowed: Collection[str] = ()) -> None:
+        """Raises AdapterMismatch unless the file's tensors are those that its configuration asks for;
+        `allowed` ones may be there or not."""
+        wanted = dict.fromkeys(names)
+        if missing := [name for name in wanted if name not in self.tensors]:
+            verb = "is" if len(missing) == 1 else "are"
+            raise AdapterMismatch(
+                f"{self.folder}: {_listed(missing)} {verb} missing, which the configuration asks for"
+            )
+        if unused := [name for name in self.tensors if name not in wanted and name not in allowed]:
+            raise AdapterMismatch(
+                f"{self.folder}: {_listed([self._described(name) for name in unused])} would go unused: the "
+                "configuration does not ask for it"
+            )
 
     def finish(self) -> None:
         """Raises AdapterError for fields, AdapterMismatch for tensors not taken."""
         for name, value in self._fields.items():
             if name not in _INFORMATION and value not in _EMPTY:
                 raise AdapterError(f"{self.folder}: {name}={shown(value)} is not supported")
-        for name, tensor in self._tensors.items():
-            raise AdapterMismatch(f"{self.folder}: tensor {name!r} {tuple(tensor.shape)} would go unused")
+        if self._tensors:
+            unused = _listed([self._described(name) for name in self._tensors])
+            raise AdapterMismatch(f"{self.folder}: {unused} would go unused")
+
+    def _described(self, name: str) -> str:
+        return f"tensor {name!r} {tuple(self.tensors[name].shape)}"
 
     def _moved(self, name: str) -> Tensor:
         tensor = self._tensors.pop(name)
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _KNOWN_TYPES:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise AdapterMismatch(f"{self.folder}: tensor {name!r} holds {kind}, not floating-point numbers")
+            raise AdapterMismatch(
+                f"{self.folder}: tensor {name!r} holds {kind}, not floating-point numbers of 16 bits or more"
+            )
         if not self.is_known:
             expect_numbers(self.folder, name, tensor, self.largest)
         moved = tensor.to(device=self.device, dtype=self.dtype)
@@ -153,6 +175,12 @@ def expect_numbers(folder: str, name: str, tensor: Tensor, largest: float) -> No
             raise AdapterError(
                 f"{folder}: tensor {name!r} holds {found:g}; the base computes with numbers up to {largest:g}"
             )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - _LISTED
+    return f"{', '.join(names[:_LISTED])}{f' and {more} more' if more > 0 else ''}"
 
 
 def shown(value: object) -> str:

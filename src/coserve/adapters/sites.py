@@ -51,6 +51,31 @@ class Site:
 Sites = Mapping[str, Site]
 
 
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """Names in a model, by which PEFT's configurations choose: `paths` of all modules in order, `linears` of
+    those that "all-linear" means (subclasses of linears too, without the head), `fused` of those with weights
+    of several experts in one tensor, and `parameters`."""
+
+    paths: tuple[str, ...]
+    linears: frozenset[str]
+    fused: frozenset[str]
+    parameters: tuple[str, ...]
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> "Modules":
+        """Reads the names of an unmodified model, whose tensors need no data."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        del modules[""]
+        head = model.get_output_embeddings()
+        return Modules(
+            tuple(modules),
+            frozenset(p for p, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head),
+            frozenset(path for path, module in modules.items() if _is_fused(module)),
+            tuple(name for name, _ in model.named_parameters(remove_duplicate=False)),
+        )
+
+
 class Weights(Protocol):
     """Operations of a frozen weight [out, in], in any place and precision, for methods."""
 
@@ -116,10 +141,11 @@ class FrozenParameters(ABC):
         return weight
 
     def is_own(self, path: str, weight: Tensor) -> bool:
-        """Tells whether the module at `path` has this weight, [out, in], or was quantized from it."""
+        """Tells whether the module at `path` has this weight, [out, in], or was quantized from it; of a base
+        without values, whether it may."""
         own = self.dense(path).weight
-        if weight.shape != own.shape:
-            return False
+        if weight.shape != own.shape or is_fake(own):
+            return weight.shape == own.shape
         return torch.equal(self.rounded(path, weight.to(own.device, own.dtype)), own)
 
 
@@ -130,6 +156,9 @@ class Frame(Protocol):
     def sites(self) -> Sites:
         """Sites in the order of the model's modules."""
         ...
+
+    @property
+    def modules(self) -> Modules: ...
 
     @property
     def depth(self) -> int: ...
@@ -248,6 +277,11 @@ def _site(
         stage = depth if layer is None else layer
         return Site(path, Kind.NORM, stage, size, size, getattr(module, "bias", None) is not None)
     return None
+
+
+def _is_fused(module: nn.Module) -> bool:
+    own = module.parameters(recurse=False)
+    return not isinstance(module, nn.modules.conv._ConvNd) and any(p.ndim > 2 for p in own)
 
 
 def _factor(embedding: nn.Module) -> float:

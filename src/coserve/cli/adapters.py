@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coserve.adapters.folder import CONFIG, WEIGHTS, unreadable
 from coserve.cli.complete import complete_adapters
 from coserve.cli.options import AdapterName, ApiKey, AsJson, ListsAlone, Url, connect
-from coserve.errors import AdapterError, ConfigError
-from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
+from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
@@ -51,7 +51,7 @@ def import_adapter(
 
     for part in (CONFIG, WEIGHTS):
         if not (path / part).is_file():
-            raise AdapterError(f"{path} has no {part}: a PEFT adapter saved with safetensors is needed")
+            raise unreadable(path / part, f"it is not in {path}, which has to be a PEFT adapter's folder")
     with connect(context, url, api_key) as client:
         fields = {"name": name or path.resolve().name}
         found = client.upload("/v1/adapters", fields, {"config": path / CONFIG, "weights": path / WEIGHTS})
@@ -178,7 +178,8 @@ def check(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Looks whether PEFT and vLLM read an adapter as coserve does; exit status 1 where one does not."""
+    """Looks whether coserve can load an adapter, and whether PEFT and vLLM read it alike; exit status 1 where
+    one does not."""
     import dataclasses
 
     from coserve import tiny

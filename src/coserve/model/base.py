@@ -39,10 +39,11 @@ class Base:
     results.
 
     Attributes: `model` (transformers' own), `cell` (the rows in the pass), `linears` by path, `sites` where
-    adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (their number; tied
-    ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that), `chain` (its
-    layers, and every loop over them), `frozen` (its frozen parameters, wherever they are), `buffer_nbytes`
-    (of buffers for parts that are not resident), `reader` (of these parts; None where all are resident).
+    adapters may stand, `modules` (the names of all), `caches` per layer, `hidden_size`, `max_positions`,
+    `parameters` (their number; tied ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint`
+    (content hash of all that), `chain` (its layers, and every loop over them), `frozen` (its frozen
+    parameters, wherever they are), `buffer_nbytes` (of buffers for parts that are not resident), `reader` (of
+    these parts; None where all are resident).
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Base:
         self.chain = Chain(blocks, Ends(model, blocks), cell)
         self.frozen: FrozenParameters = HeldParameters(model, self.chain, origin.device)
         self.sites = origin.sites
+        self.modules = origin.modules
         self.cell = cell
         self.max_positions = max_positions
         self.fingerprint = origin.fingerprint

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from coserve.adapters.sites import Site, find_sites
+from coserve.adapters.sites import Modules, Site, find_sites
 from coserve.model.contents import Contents
 
 _UNTOLD: Final = ("_name_or_path", "transformers_version", "dtype", "architectures")
@@ -24,6 +24,7 @@ class Origin:
     stored, `device` where; `fingerprint` is a content hash of configuration, weights and storage."""
 
     sites: dict[str, Site]
+    modules: Modules
     parameters: int
     dtype: torch.dtype
     device: torch.device
@@ -41,6 +42,7 @@ class Origin:
         """Reads the facts of an unmodified model, whose tensors need no data."""
         return Origin(
             find_sites(model, layers),
+            Modules.of(model),
             model.num_parameters(),
             next(model.parameters()).dtype,
             device,

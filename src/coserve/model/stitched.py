@@ -120,6 +120,7 @@ class StitchedBase(Base):
         head, tail = first.chain.blocks[: stitch.layers], second.chain.blocks[stitch.enters :]
         origin = Origin(
             sites={},
+            modules=second.modules,
             parameters=stitch.weight.numel() + stitch.bias.numel(),
             dtype=second.dtype,
             device=second.device,

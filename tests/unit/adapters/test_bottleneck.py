@@ -68,7 +68,8 @@ def test_sublayers_are_as_wide_as_their_layers() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"width": 0}, "at least 1, not 0"),
+        ({"width": 0}, "1 to 65536, not 0"),
+        ({"width": 10**18}, "1 to 65536"),
         ({"width": 2.5}, "whole width"),
         ({"width": True}, "whole width"),
         ({"layout": "parallel"}, "houlsby or pfeiffer, not 'parallel'"),
@@ -149,7 +150,7 @@ def test_tensors_that_are_missing(folder: Path) -> None:
     with pytest.raises(AdapterMismatch, match=rf"{DOWN0}\.bias is missing"):
         read(folder)
     save_file({n: t for n, t in whole.items() if ".layers.0." not in n}, file)
-    with pytest.raises(AdapterMismatch, match=r"'model\.layers\.0\.mlp' are missing"):
+    with pytest.raises(AdapterMismatch, match=r"layers\.0\.mlp\..* and 1 more are missing"):
         read(folder)
     save_file({**whole, f"{DOWN0}.scale": torch.ones(1)}, file)
     with pytest.raises(AdapterMismatch, match=r"bottleneck_down\.scale' \(1,\) would go unused"):
@@ -160,5 +161,7 @@ def test_a_place_that_is_no_sublayer(folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     moved = {name.replace("layers.0.mlp", "layers.0.mlp.up_proj"): t for name, t in load_file(file).items()}
     save_file(moved, file)
+    targets = [f"model.layers.{layer}.mlp{'.up_proj' * (not layer)}" for layer in range(3)]
+    edit_config(folder, target_modules=targets)
     with pytest.raises(AdapterMismatch, match="no such attention or feed-forward"):
         read(folder)

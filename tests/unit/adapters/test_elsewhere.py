@@ -51,7 +51,8 @@ def exported(folder: Path, *methods: Any) -> Path:
     ],
 )
 def test_what_is_exported_is_read_by_both(config: LoRAConfig, base: Path, tmp_path: Path) -> None:
-    peft, vllm = check_adapter(exported(tmp_path / "a", config), base)
+    own, peft, vllm = check_adapter(exported(tmp_path / "a", config), base)
+    assert not own.problems, own
     assert peft.program.startswith("PEFT 0.") and not peft.problems, peft
     assert not vllm.problems, vllm
     assert vllm.notes == (() if config.rank == 4 else ("with --max-lora-rank 32",))
@@ -74,7 +75,8 @@ def test_what_is_exported_is_read_by_both(config: LoRAConfig, base: Path, tmp_pa
 def test_what_is_beyond_one_of_them_is_named(
     methods: tuple[Any, ...], peft_says: str | None, vllm_says: str, base: Path, tmp_path: Path
 ) -> None:
-    peft, vllm = check_adapter(exported(tmp_path / "a", *methods), base)
+    own, peft, vllm = check_adapter(exported(tmp_path / "a", *methods), base)
+    assert not own.problems, own
     assert (not peft.problems) if peft_says is None else any(peft_says in one for one in peft.problems), peft
     assert any(vllm_says in one for one in vllm.problems), vllm
 

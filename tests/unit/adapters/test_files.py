@@ -9,11 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from adapters import lora_adapter
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.files import read_adapter, write_adapter
+from coserve.adapters.elsewhere import check_vllm
+from coserve.adapters.files import read_adapter, read_outline, write_adapter
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.merge import WholeModel
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.errors import AdapterError, AdapterMismatch
+from coserve.serve.adapter_registry.imports import copy_adapter
 from models import edit_config, tiny, with_lora
 
 FRAME = WholeModel(tiny("llama"))
@@ -99,7 +101,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ("trainable_token_indices", [1, 2]),
         ("alora_invocation_tokens", [1, 2]),
         ("layer_replication", [[0, 2]]),
-        ("ensure_weight_tying", True),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
         ("megatron_config", {"a": 1}),
@@ -113,6 +114,65 @@ def test_what_would_change_the_result_is_refused_by_name(folder: Path, field: st
     edit_config(folder, **{field: value})
     sentence = refusal(folder)
     assert field in sentence and "not supported" in sentence and str(folder) in sentence
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"layer_replication": [[0, 2]]}, "stacks the base's layers anew.*serve the merged model"),
+        ({"use_bdlora": {"nblocks": 2}}, "block-diagonal.*train without use_bdlora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "lora_ga"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "corda"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "loftq"}, "save the base as LoftQ left it"),
+        ({"init_lora_weights": "unheard"}, "no way to begin that is known here: eva, gaussian"),
+        ({"trainable_token_indices": [1, 2]}, r"modules_to_save=\['embed_tokens'\]"),
+        ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, "train without it"),
+        ({"r": 10**18}, "r=10{18} is too large"),
+        ({"r": 20_000}, "rank of 1 to 16384, not 20000"),
+        ({"rank_pattern": {"q_proj": 10**18}}, "rank of 1 to 16384"),
+        ({"lora_alpha": 10**18}, "lora_alpha=10{18} is too large"),
+        ({"layers_to_transform": [10**18]}, "chooses no module of the base"),
+    ],
+)
+def test_what_to_do_is_said(folder: Path, fields: dict[str, object], said: str) -> None:
+    edit_config(folder, **fields)
+    with pytest.raises(AdapterError, match=said) as error:
+        read(folder)
+    assert len(str(error.value)) < 600
+
+
+def test_all_linear_means_experts_too(tmp_path: Path) -> None:
+    """In PEFT, of a model whose experts are one tensor, which get no adapters here."""
+    model = tiny("mixtral")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    with_lora(tiny("mixtral"), seed=0, target_modules=targets).save_pretrained(str(tmp_path))
+    read_adapter(tmp_path, "a", WholeModel(model), torch.float32, torch.device("cpu"))
+    edit_config(tmp_path, target_modules="all-linear")
+    with pytest.raises(AdapterMismatch, match=r"means the experts of this model too .*list the modules"):
+        read_adapter(tmp_path, "a", WholeModel(model), torch.float32, torch.device("cpu"))
+
+
+def test_a_pickle_is_told_as_one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file, target = folder / "adapter_model.safetensors", tmp_path_factory.mktemp("copies") / "copy"
+    file.write_bytes(b"PK\x03\x04" + bytes(100))
+    assert "pickle under another name" in refusal(folder) and "save_pretrained" in refusal(folder)
+    file.rename(folder / "adapter_model.bin")
+    assert "adapter_model.bin is a pickle" in refusal(folder) and "save_pretrained" in refusal(folder)
+    with pytest.raises(AdapterError, match=r"^adapter_model.bin is a pickle"):
+        copy_adapter(folder, target, 10**6)
+    with pytest.raises(AdapterError, match=r"adapter_model.bin is a pickle"):
+        check_vllm(folder, ())
+
+
+def test_float8_is_refused_by_name(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    edit_tensors(folder, **{name.replace(".", "__"): tensors[name].to(torch.float8_e4m3fn)})
+    assert "holds float8_e4m3fn" in refusal(folder, AdapterMismatch)
+    with pytest.raises(AdapterMismatch, match="holds float8_e4m3fn"):
+        read_outline(folder, "mine", FRAME, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["ADALORA", "LOHA", "ia3", None, 3])
@@ -251,7 +311,7 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
     assert "64 -> 32" in sentence and "(4, 32)" in sentence
     with_lora(tiny("gpt2"), 0).save_pretrained(str(tmp_path / "gpt2"))
     sentence = refusal(tmp_path / "gpt2", AdapterMismatch)
-    assert "transformer.h.0." in sentence and "no such linear" in sentence
+    assert "transformer.h.0." in sentence and "chooses no module of the base" in sentence
     with_lora(tiny("llama", num_hidden_layers=4), 0, target_modules=["q_proj"]).save_pretrained(
         str(tmp_path / "deep")
     )

@@ -166,10 +166,15 @@ def test_a_tensor_that_is_missing(folder: Path) -> None:
     save_file({name: t for name, t in whole.items() if name != V0}, file)
     for targets in (None, ["k_proj", "v_proj"], ["layers.0.self_attn.v_proj"]):
         if targets is not None:
-            edit_config(folder, target_modules=targets)
+            edit_config(folder, target_modules=targets, feedforward_modules=[])
         with pytest.raises(AdapterMismatch, match=rf"{V0} is missing"):
             read()
-    edit_config(folder, target_modules=["v_proj"], exclude_modules=["layers.0.self_attn.v_proj"])
+    edit_config(
+        folder,
+        target_modules=["k_proj", "v_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+        exclude_modules=["layers.0.self_attn.v_proj"],
+    )
     assert len(read().parts[0].bypasses) == 8
 
 

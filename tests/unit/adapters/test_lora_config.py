@@ -20,8 +20,10 @@ FRAME = WholeModel(tiny("llama"))
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"rank": 0}, "at least 1, not 0"),
+        ({"rank": 0}, "1 to 16384, not 0"),
         ({"rank": -3}, "not -3"),
+        ({"rank": 10**18}, "1 to 16384"),
+        ({"rank_pattern": {"q_proj": 10**18}}, "1 to 16384"),
         ({"rank": 1.5}, "whole rank"),
         ({"rank": "8"}, "whole rank"),
         ({"targets": "q_proj"}, "several names"),

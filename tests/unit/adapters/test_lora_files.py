@@ -173,9 +173,11 @@ def test_a_target_without_tensors_is_missing(targets: list[str] | str, tmp_path:
     read(folder)
     for letter in "AB":
         edit(folder, without=f"{PREFIX}model.layers.1.mlp.up_proj.lora_{letter}.weight")
-    assert "'model.layers.1.mlp.up_proj' are missing" in refusal(folder)
-    edit_config(folder, layers_to_transform=[0, 2])
+    assert "layers.1.mlp.up_proj.lora_B.weight are missing" in refusal(folder)
+    edit_config(folder, exclude_modules=["layers.1.mlp.up_proj"])
     read(folder)
+    edit_config(folder, exclude_modules=r"(?!.*layers\.[02]).*mlp.*|.*layers\.1.*q_proj")
+    assert "layers.1.self_attn.q_proj.lora_A.weight' (3, 64)" in refusal(folder), "excluded, and there"
 
 
 FRESH: dict[str, dict[str, Any]] = {

@@ -146,6 +146,11 @@ def test_an_encoder_stays_in_what_coserve_keeps_for_itself(kind: str, base: Base
         ("prompt", {"num_layers": 5}, AdapterError, "num_layers=5, and the base has 3"),
         ("prompt", {"num_virtual_tokens": 4}, AdapterMismatch, r"prompt_embeddings is \(9, 64\)"),
         ("prefix", {"num_virtual_tokens": 4}, AdapterMismatch, r"prompt_embeddings is \(7, 192\)"),
+        ("prompt", {"num_virtual_tokens": 0}, AdapterError, "1 to 65536, not 0"),
+        ("prompt", {"num_virtual_tokens": 10**18}, AdapterError, "too large"),
+        ("prompt", {"token_dim": 32}, AdapterError, "token_dim=32, and the base has 64"),
+        ("prefix", {"token_dim": 64, "num_attention_heads": 4}, AdapterError, "and the base has"),
+        ("prefix", {"token_dim": None, "num_attention_heads": 4}, AdapterError, "belong together"),
         ("p-tuning", {"something_new": 1}, AdapterError, "something_new"),
     ],
 )

@@ -25,7 +25,8 @@ def base(tmp_path: Path) -> str:
 
 def test_an_adapter_that_goes_elsewhere(run: Run, base: str, tmp_path: Path) -> None:
     folder = exported(tmp_path / "good", LoRAConfig(rank=32))
-    peft, vllm = run("adapters", "check", folder, "--model", base).stdout.splitlines()
+    own, peft, vllm = run("adapters", "check", folder, "--model", base).stdout.splitlines()
+    assert own == "coserve reads it"
     assert peft.startswith("PEFT 0.") and peft.endswith("reads it")
     assert vllm == "vLLM reads it, with --max-lora-rank 32"
 
@@ -34,5 +35,5 @@ def test_an_adapter_that_does_not(run: Run, base: str, tmp_path: Path) -> None:
     folder = exported(tmp_path / "dora", LoRAConfig(rank=4, dora=True))
     told = run("adapters", "check", folder, "--model", base, "--json", fails=True)
     assert told.exit_code == 1
-    peft, vllm = json.loads(told.stdout)
-    assert not peft["problems"] and "has no DoRA" in vllm["problems"]
+    own, peft, vllm = json.loads(told.stdout)
+    assert not own["problems"] and not peft["problems"] and "has no DoRA" in vllm["problems"]

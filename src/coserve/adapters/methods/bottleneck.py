@@ -26,6 +26,7 @@ _KINDS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "pfeiffer": (Kind.FEED_FORWARD,),
 }
 _FUNCTIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+MOST_WIDTH: Final = 65_536  # features
 _DOWN, _UP = "bottleneck_down", "bottleneck_up"
 _ENDINGS: Final = (f"{_DOWN}.weight", f"{_DOWN}.bias", f"{_UP}.weight", f"{_UP}.bias")
 
@@ -40,8 +41,10 @@ class BottleneckConfig:
     activation: Activation = "relu"
 
     def __post_init__(self) -> None:
-        if type(self.width) is not int or self.width < 1:
-            raise AdapterError(f"a bottleneck needs a whole width of at least 1, not {shown(self.width)}")
+        if type(self.width) is not int or not 1 <= self.width <= MOST_WIDTH:
+            raise AdapterError(
+                f"a bottleneck needs a whole width of 1 to {MOST_WIDTH}, not {shown(self.width)}"
+            )
         for name, known in (("layout", get_args(Layout)), ("activation", get_args(Activation))):
             if getattr(self, name) not in known:
                 raise AdapterError(
@@ -114,6 +117,7 @@ class Bottleneck:
         config = BottleneckConfig(
             saved.take("width", 64), saved.take("layout", "houlsby"), saved.take("activation", "relu")
         )
+        saved.paths(*_ENDINGS)
         bypasses: dict[Place, Bypass] = {}
         for path, tensors in saved.pairs(*_ENDINGS).items():
             site = site_at(frame.sites, path, Kind.ATTENTION, Kind.FEED_FORWARD)
@@ -123,7 +127,6 @@ class Bottleneck:
                 expect_shape(site, name, tensor, *shape)
             down, down_bias, up, up_bias = tensors
             bypasses[Place(path)] = BottleneckBypass(down, down_bias, up, up_bias, config.activation)
-        saved.expect_targets(place.path for place in bypasses)
         return Part(self.name, config, bypasses)
 
     def write(self, part: Part) -> Written:

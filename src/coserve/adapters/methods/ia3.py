@@ -4,7 +4,7 @@
 Computed in this form: in low precision l − 1 represents small changes exactly enough, l does not.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Dense, Part, Place, Side
-from coserve.adapters.method import Written, chosen, expect_targets, named
+from coserve.adapters.method import Written, chosen, named
+from coserve.adapters.patterns import peft_matches
 from coserve.adapters.replace import fresh_replacements, take_replacements, written_replacements
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
+from coserve.adapters.selection import select
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
 from coserve.kernels.native.layer import OwnWeight, Use
@@ -105,23 +107,23 @@ class IA3:
         return Part(self.name, config, bypasses)
 
     def read(self, saved: Saved, frame: Frame) -> Part:
-        """Reads scales; the shape of each says which side it scales: [width, 1] outputs, [1, width]
-        inputs."""
-        saved.ignore("feedforward_modules", "fan_in_fan_out", "init_ia3_weights")
-        replaced = take_replacements(saved, frame)
+        """Reads scales; `feedforward_modules` says which of them scale inputs, [1, width], and not outputs,
+        [width, 1]."""
+        saved.ignore("fan_in_fan_out", "init_ia3_weights")
+        selection = select(saved, frame, (Kind.LINEAR,))
+        entered = _read_entered(saved, [site.path for site in selection.targets])
+        saved.expect([*(f"{PREFIX}{site.path}.ia3_l" for site in selection.targets), *selection.within])
+        replaced = take_replacements(saved, frame, selection.within)
         bypasses: dict[Place, Bypass] = dict(replaced)
         for path, scales in saved.ending("ia3_l").items():
             site = site_at(frame.sites, path, Kind.LINEAR)
-            if Place(path) in replaced:
-                raise AdapterMismatch(f"{saved.folder}: {path!r} is replaced, and yet a target")
-            if scales.ndim == 2 and len(scales) == 1:
+            if path in entered:
                 expect_shape(site, "ia3_l", scales, 1, site.inputs)
                 place = Place(path, Side.INPUT)
             else:
                 expect_shape(site, "ia3_l", scales, site.outputs, 1)
                 place = Place(path)
             bypasses[place] = IA3Bypass(scales.flatten())
-        expect_targets(saved, frame, {place.path for place in bypasses}, "ia3_l")
         names = tuple(place.path for place in replaced)
         return Part(self.name, IA3Config(modules_to_save=names), bypasses)
 
@@ -156,6 +158,26 @@ def _entered(config: IA3Config, frame: Frame, sites: Collection[str]) -> Collect
         if not any(named(path, (name,)) for path in sites):
             raise AdapterMismatch(f"IA3: {name!r} of the feed-forward linears is none of the targets")
     return {path for path in sites if named(path, config.feedforward)}
+
+
+def _read_entered(saved: Saved, paths: Sequence[str]) -> Collection[str]:
+    """The targets that a file's `feedforward_modules` names, as PEFT reads it: by how paths end, whatever is
+    before. Raises AdapterError for values that PEFT refuses, too."""
+    value, targets = saved.fields.get("feedforward_modules"), saved.fields.get("target_modules")
+    saved.ignore("feedforward_modules")
+    if isinstance(value, str):
+        return peft_matches("feedforward_modules", value, paths)
+    if value is None:
+        raise AdapterError(
+            f"{saved.folder}: feedforward_modules is missing: it lists the targets that are scaled at their "
+            "inputs, [] for none"
+        )
+    names = saved.names("feedforward_modules")
+    if isinstance(targets, list) and (other := sorted(set(names) - set(targets))):
+        raise AdapterError(
+            f"{saved.folder}: {shown(other[0])} of feedforward_modules is none of target_modules"
+        )
+    return {path for path in paths if path.endswith(tuple(names))}
 
 
 def _keys_and_values(frame: Frame) -> list[str]:

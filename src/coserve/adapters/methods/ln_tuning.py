@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from coserve.adapters.bypass import Bypass, Part, Place
-from coserve.adapters.method import Written, chosen, expect_targets
+from coserve.adapters.method import Written, chosen
 from coserve.adapters.replace import (
     REPLACED,
     expect_kept,
@@ -21,7 +21,8 @@ from coserve.adapters.replace import (
     written_kept,
     written_replacements,
 )
-from coserve.adapters.saved import Saved, shown
+from coserve.adapters.saved import PREFIX, Saved, shown
+from coserve.adapters.selection import select
 from coserve.adapters.sites import Frame, Kind
 from coserve.errors import AdapterError
 
@@ -64,6 +65,13 @@ class LNTuning:
 
     def read(self, saved: Saved, frame: Frame) -> Part:
         """Reads targets and `modules_to_save`, which are the same to this method."""
+        selection = select(saved, frame, REPLACED)
+        inside = [
+            f"{PREFIX}{site.path}{_INSIDE}.{kind}"
+            for site in selection.targets
+            for kind in ("weight", *["bias"] * site.has_bias)
+        ]
+        saved.expect([*inside, *selection.within])
         given: dict[str, dict[str, torch.Tensor]] = {}
         for kind in ("weight", "bias"):
             for module, tensor in saved.ending(f"{_INSIDE[1:]}.{kind}").items():
@@ -72,10 +80,8 @@ class LNTuning:
             Place(path): read_replacement(saved, frame, path, path + _INSIDE, own)
             for path, own in given.items()
         }
-        bypasses |= take_replacements(saved, frame)
-        found = {place.path for place in bypasses}
-        expect_targets(saved, frame, found, f"{_INSIDE[1:]}.weight", REPLACED)
-        expect_kept(saved, found)
+        bypasses |= take_replacements(saved, frame, selection.within)
+        expect_kept(saved, {place.path for place in bypasses})
         return Part(self.name, LNTuningConfig(), bypasses)
 
     def write(self, part: Part) -> Written:

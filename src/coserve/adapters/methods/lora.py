@@ -5,8 +5,8 @@ With `dora` the norms of the rows of W + BA are learned (`adapters/dora.py`).
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar, get_args
 
 import torch
@@ -14,18 +14,21 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Dense, Part, Place, SequentialBypass, exact_type
 from coserve.adapters.dora import MAGNITUDE, DoRABypass
+from coserve.adapters.lora_variants import TIED, VARIANTS, expect_unchanged_base
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
-from coserve.adapters.method import Written, chosen, named
+from coserve.adapters.method import Written, chosen
 from coserve.adapters.methods.bitfit import BitFitBypass
 from coserve.adapters.parameters import of_modules, take_weights
-from coserve.adapters.patterns import UnsupportedPattern, check_patterns, first_entries, full_matches
+from coserve.adapters.patterns import UnsupportedPattern, check_patterns, first_entries, peft_entries
 from coserve.adapters.replace import (
+    copies_of,
     expect_copies,
     fresh_replacements,
     take_replacements,
     written_replacements,
 )
-from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
+from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown
+from coserve.adapters.selection import select
 from coserve.adapters.sites import DenseWeights, Frame, Kind, Site, Weights
 from coserve.errors import AdapterError, AdapterMismatch
 
@@ -33,8 +36,8 @@ _Number = TypeVar("_Number", int, float)
 Biases = Literal["none", "lora_only", "all"]
 
 MOST_ALPHA: Final = 65_504  # float16's largest number: a factor beyond it makes infinities of anything
-# Ways to draw the first A and B that leave the base's weights as they are.
-_HARMLESS: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+MOST_RANK: Final = 16_384  # full rank of the widest models
+_KINDS: Final = (Kind.LINEAR, Kind.EMBEDDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,10 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *self.rank_pattern.values()):
-            if type(rank) is not int or rank < 1:
-                raise AdapterError(f"a LoRA adapter needs a whole rank of at least 1, not {shown(rank)}")
+            if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+                raise AdapterError(
+                    f"a LoRA adapter needs a whole rank of 1 to {MOST_RANK}, not {shown(rank)}"
+                )
         for name in ("targets", "modules_to_save"):
             if isinstance(names := getattr(self, name), str):
                 raise AdapterError(f"LoRA {name} are several names, not one: ({shown(names)},)")
@@ -118,7 +123,7 @@ class LoRA:
         """Draws A as PEFT does (Kaiming uniform with a = √5), B zero; beside an embedding A is zero and B
         normal."""
         replaced = fresh_replacements(config.modules_to_save, frame)
-        sites = chosen(frame, config.targets, (Kind.LINEAR, Kind.EMBEDDING))
+        sites = chosen(frame, config.targets, _KINDS)
         strengths = config.at(sites)
         bypasses: dict[Place, Bypass] = {}
         for path, site in sites.items():
@@ -127,12 +132,18 @@ class LoRA:
             low = _draw(strengths, site, generator)
             norms = _weights(frame, site).row_norms().cpu() if config.dora else None
             bypasses[Place(path)] = _with_magnitude(frame, site, low, norms)
-        biases = _fresh_biases(frame, _biased(config, frame, bypasses, replaced))
+        biases = _fresh_biases(frame, _biased(config, frame, _paths(bypasses), _paths(replaced)))
         return Part(self.name, config, {**_with_biases(bypasses, biases), **replaced})
 
     def read(self, saved: Saved, frame: Frame) -> Part:
         by_weight = take_weights(saved, frame)
-        config = _of_modules(_read_config(saved), by_weight)
+        selection = select(saved, frame, _KINDS, has_layers=True, by_weight=by_weight)
+        sites = [*selection.targets, *(frame.sites[path] for path in by_weight)]
+        config = _read_config(saved, by_weight, [site.path for site in sites])
+        biases = _bias_names(config, frame, (site.path for site in sites), selection.replaced)
+        _expect_untied(saved, frame, [*(site.path for site in sites), *selection.replaced])
+        wanted = [*_names(config, sites), *biases.values(), *selection.within]
+        saved.expect(wanted, allowed=copies_of(frame))
         magnitudes = saved.ending(MAGNITUDE) if config.dora else {}
         bypasses: dict[Place, Bypass] = {}
         strengths = config.at(frame.sites)
@@ -152,15 +163,10 @@ class LoRA:
             bypasses[Place(site.path)] = _with_magnitude(frame, site, low, magnitude)
         for path in magnitudes:
             raise AdapterMismatch(f"{saved.folder}: tensor '{PREFIX}{path}.{MAGNITUDE}' would go unused")
-        replaced = take_replacements(saved, frame)
+        replaced = take_replacements(saved, frame, selection.within)
         expect_copies(saved, frame)
-        _expect_targets(saved, frame, by_weight, bypasses.keys() | replaced.keys())
-        if twice := sorted(bypasses.keys() & replaced.keys()):
-            raise AdapterMismatch(f"{saved.folder}: {twice[0].path!r} is replaced, and yet a target")
-        biases = {}
-        if config.bias != "none":
-            biases = _read_biases(saved, frame, _biased(config, frame, bypasses, replaced))
-        return Part(self.name, config, {**_with_biases(bypasses, biases), **replaced})
+        trained = {path: _read_bias(saved, frame, path, name) for path, name in biases.items()}
+        return Part(self.name, config, {**_with_biases(bypasses, trained), **replaced})
 
     def write(self, part: Part) -> Written:
         config = part.config
@@ -222,14 +228,16 @@ def _with_magnitude(frame: Frame, site: Site, low: LowRank, magnitude: Tensor | 
     return DoRABypass.of(low, magnitude, _weights(frame, site))
 
 
-def _biased(
-    config: LoRAConfig, frame: Frame, targets: Iterable[Place], replaced: Collection[Place]
-) -> list[str]:
+def _biased(config: LoRAConfig, frame: Frame, targets: Iterable[str], replaced: Collection[str]) -> list[str]:
     """Paths of the base's biases that train, without those of replaced modules."""
     if config.bias == "none":
         return []
-    paths = frame.sites if config.bias == "all" else [place.path for place in targets]
-    return [path for path in paths if frame.sites[path].has_bias and Place(path) not in replaced]
+    paths = frame.sites if config.bias == "all" else targets
+    return [path for path in paths if frame.sites[path].has_bias and path not in replaced]
+
+
+def _paths(places: Iterable[Place]) -> set[str]:
+    return {place.path for place in places}
 
 
 def _fresh_biases(frame: Frame, paths: Iterable[str]) -> dict[str, BitFitBypass]:
@@ -251,71 +259,88 @@ def _with_biases(bypasses: Mapping[Place, Bypass], biases: Mapping[str, BitFitBy
     return both
 
 
-def _read_biases(saved: Saved, frame: Frame, expected: Collection[str]) -> dict[str, BitFitBypass]:
-    """Reads trained biases; PEFT's files call those of targets `base_layer.bias`. Raises AdapterMismatch
-    where one of the `expected` paths has none."""
-    found = {}
-    for path, bias in {**saved.ending("base_layer.bias"), **saved.ending("bias")}.items():
-        site = site_at(frame.sites, path, Kind.LINEAR, Kind.NORM)
-        expect_shape(site, "bias", bias, *[site.outputs] * site.has_bias)
-        found[path] = BitFitBypass(bias, frame.frozen.bias(path))
-    if missing := sorted(set(expected) - found.keys()):
-        raise AdapterMismatch(f"{saved.folder}: the bias of {shown(missing[0])} is missing")
-    return found
+def _expect_untied(saved: Saved, frame: Frame, chosen_paths: Iterable[str]) -> None:
+    """Raises AdapterError where PEFT would tie what is chosen to another module."""
+    around = (site for path in chosen_paths if (site := frame.sites.get(path)) is not None)
+    if any(not 0 <= site.stage < frame.depth and site.kind is not Kind.NORM for site in around):
+        saved.refuse("ensure_weight_tying", TIED)
+    saved.ignore("ensure_weight_tying")
 
 
-def _expect_targets(saved: Saved, frame: Frame, by_weight: Iterable[str], found: Collection[Place]) -> None:
-    """Raises AdapterMismatch where a file that is not empty lacks tensors for one of its targets."""
-    targets = saved.targets
-    leaves_out = saved.fields.get("layers_to_transform") is not None or saved.fields.get("exclude_modules")
-    if leaves_out or not found:
-        return
-    places = [p for p, site in frame.sites.items() if site.kind in (Kind.LINEAR, Kind.EMBEDDING)]
-    for path in (*_targeted(targets, places), *by_weight):
-        if Place(path) not in found:
-            raise AdapterMismatch(f"{saved.folder}: the tensors at {path!r} are missing")
+def _read_bias(saved: Saved, frame: Frame, path: str, name: str) -> BitFitBypass:
+    bias, site = saved.tensor(name), frame.sites[path]
+    expect_shape(site, "bias", bias, site.outputs)
+    return BitFitBypass(bias, frame.frozen.bias(path))
 
 
-def _targeted(targets: str | Collection[str], paths: Iterable[str]) -> Iterable[str]:
-    """The paths that are targets, as PEFT reads them; none for an expression that only Python's `re`
-    supports: the places are read from the tensors in any case."""
-    if not isinstance(targets, str):
-        names = frozenset(targets)  # of a file of ours, every path: too many to look through for each
-        return [path for path in paths if named(path, names)]
-    try:
-        return full_matches("target_modules", targets, paths)
-    except UnsupportedPattern:
-        return ()
+def _names(config: LoRAConfig, sites: Iterable[Site]) -> Iterator[str]:
+    """Names of the tensors of bypasses at these sites."""
+    linear = ["lora_A.weight", "lora_B.weight", *["lora_B.bias"] * config.lora_bias]
+    for site in sites:
+        own = linear if site.kind is Kind.LINEAR else ["lora_embedding_A", "lora_embedding_B"]
+        for ending in (*own, *[MAGNITUDE] * config.dora):
+            yield f"{PREFIX}{site.path}.{ending}"
 
 
-def _read_config(saved: Saved) -> LoRAConfig:
+def _bias_names(
+    config: LoRAConfig, frame: Frame, targets: Iterable[str], replaced: Collection[str]
+) -> dict[str, str]:
+    """Names of the trained biases in files, by their paths."""
+    targets = frozenset(targets)
+    return {
+        path: f"{PREFIX}{path}{'.base_layer' * (path in targets)}.bias"
+        for path in _biased(config, frame, targets, replaced)
+    }
+
+
+def _read_config(saved: Saved, by_weight: Collection[str], targets: Collection[str]) -> LoRAConfig:
+    """The settings of a file; patterns are rewritten as they apply to its linears `by_weight`, and where only
+    Python's `re` can match them."""
     # `fan_in_fan_out` is read off the model; the others say how what is refused, or long done, would be done.
-    saved.ignore("fan_in_fan_out", "megatron_core", "qalora_group_size")
+    is_turned = saved.take("fan_in_fan_out", False)
+    saved.ignore("megatron_core", "qalora_group_size")
     init = saved.fields.get("init_lora_weights")
-    if isinstance(init, str) and init not in _HARMLESS:
-        raise AdapterError(f"{saved.folder}: init_lora_weights={shown(init)} changes the base's weights")
+    expect_unchanged_base(saved.folder, init)
     saved.ignore("init_lora_weights", "eva_config", "corda_config", "lora_ga_config", "loftq_config")
-    return LoRAConfig(
-        rank=saved.take("r", 8),
-        alpha=saved.take("lora_alpha", 8.0),
+    for name, why in VARIANTS.items():
+        saved.refuse(name, why)
+    rank, alpha = saved.take("r", 8), saved.take("lora_alpha", 8.0)
+    ranks, alphas = saved.take("rank_pattern", {}), saved.take("alpha_pattern", {})
+    if by_weight:
+        ranks = of_modules("rank_pattern", ranks, rank, by_weight)
+        alphas = of_modules("alpha_pattern", alphas, alpha, by_weight)
+    config = LoRAConfig(
+        rank=rank,
+        alpha=alpha,
         dropout=saved.take("lora_dropout", 0.0),
         rslora=saved.take("use_rslora", False),
-        rank_pattern=saved.take("rank_pattern", {}),
-        alpha_pattern=saved.take("alpha_pattern", {}),
+        rank_pattern=_as_names("rank_pattern", ranks, targets),
+        alpha_pattern=_as_names("alpha_pattern", alphas, targets),
         dora=saved.take("use_dora", False),
         bias=saved.take("bias", "none"),
         lora_bias=saved.take("lora_bias", False),
         modules_to_save=tuple(saved.names("modules_to_save")),
     )
+    if by_weight and (config.dora or config.lora_bias or config.dropout or is_turned):
+        raise AdapterError(
+            f"{saved.folder}: use_dora, lora_bias, lora_dropout and fan_in_fan_out are not supported beside "
+            "target_parameters, in PEFT neither"
+        )
+    if config.lora_bias and isinstance(init, str):
+        raise AdapterError(
+            f"{saved.folder}: lora_bias and init_lora_weights={shown(init)} exclude each other"
+        )
+    return config
 
 
-def _of_modules(config: LoRAConfig, by_weight: Collection[str]) -> LoRAConfig:
-    """Rewrites the file's patterns from weights to linears."""
-    if not by_weight:
-        return config
-    ranks = of_modules("rank_pattern", config.rank_pattern, config.rank, by_weight)
-    alphas = of_modules("alpha_pattern", config.alpha_pattern, config.alpha, by_weight)
-    return replace(config, rank_pattern=ranks, alpha_pattern=alphas)
+def _as_names(field: str, patterns: Mapping[str, _Number], paths: Collection[str]) -> Mapping[str, _Number]:
+    """Patterns as they are, or where RE2 lacks one, one for each path that they give something."""
+    try:
+        check_patterns(field, patterns)
+    except UnsupportedPattern:
+        found = peft_entries(field, patterns, paths)
+        return {f"^{re.escape(path)}$": value for path, value in found.items()}
+    return patterns
 
 
 METHOD = LoRA()

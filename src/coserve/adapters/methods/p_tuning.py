@@ -14,6 +14,7 @@ from coserve.adapters.prompts import (
     EMBEDDINGS,
     ENCODER,
     LOST,
+    MOST_HIDDEN,
     PlainPrompt,
     Shapes,
     draw_encoder,
@@ -30,6 +31,7 @@ from coserve.adapters.virtual import Prompt, embedding_of
 from coserve.errors import AdapterError, AdapterMismatch
 
 Encoder = Literal["MLP", "LSTM"]
+MOST_LAYERS: Final = 64  # of an LSTM
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,10 @@ class PTuningConfig:
         expect_count("P-tuning", self.tokens)
         if self.encoder not in get_args(Encoder):
             raise AdapterError(f"the encoder is {' or '.join(get_args(Encoder))}, not {shown(self.encoder)}")
-        for name, least in (("hidden", 0), ("layers", 1)):
+        for name, least, most in (("hidden", 0, MOST_HIDDEN), ("layers", 1, MOST_LAYERS)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise AdapterError(f"the encoder's {name} must be at least {least}, not {shown(value)}")
+            if type(value) is not int or not least <= value <= most:
+                raise AdapterError(f"the encoder's {name} must be {least} to {most}, not {shown(value)}")
 
     @property
     def layers_of_lstm(self) -> int:

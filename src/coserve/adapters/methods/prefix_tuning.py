@@ -14,6 +14,7 @@ from coserve.adapters.prompts import (
     EMBEDDINGS,
     ENCODER,
     LOST,
+    MOST_HIDDEN,
     Shapes,
     count_fields,
     draw_encoder,
@@ -43,8 +44,10 @@ class PrefixTuningConfig:
 
     def __post_init__(self) -> None:
         expect_count("prefix tuning", self.tokens)
-        if type(self.hidden) is not int or self.hidden < 0:
-            raise AdapterError(f"a prefix's projection has a width of at least 0, not {shown(self.hidden)}")
+        if type(self.hidden) is not int or not 0 <= self.hidden <= MOST_HIDDEN:
+            raise AdapterError(
+                f"a prefix's projection has a width of 0 to {MOST_HIDDEN}, not {shown(self.hidden)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ class PrefixTuning:
         layout = PrefixLayout.of(frame)
         projected = saved.take("prefix_projection", False)
         hidden, zero = saved.take("encoder_hidden_size", 0), saved.take("init_weights", "")
-        rows = take_rows(saved, take_count(saved, frame), layout.row_width)
+        rows = take_rows(saved, take_count(saved, frame, layout.token_width, layout.groups), layout.row_width)
         count = len(rows)
         if not has_encoder(saved):
             prefix = PlainPrefix(rows, layout, LOST if projected else "")

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from coserve.adapters.files import TYPES
+from coserve.adapters.saved import TYPES
 from coserve.errors import AdapterError
 
 _LENGTH: Final = 8  # bytes before the header, which say how long it is

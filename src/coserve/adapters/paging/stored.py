@@ -13,6 +13,7 @@ import torch
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses, Side
 from coserve.adapters.files import CONFIG, WEIGHTS, check_weights, read_adapter, read_outline
+from coserve.adapters.folder import unreadable
 from coserve.adapters.paging.buffer import Buffer
 from coserve.adapters.sites import Frame, Kind
 from coserve.core.request import BASE
@@ -153,7 +154,7 @@ def _stamp(folder: Path) -> Stamp:
         try:
             one = (folder / name).stat()
         except OSError as error:
-            raise AdapterError(f"{folder / name} cannot be read: {error.strerror}") from error
+            raise unreadable(folder / name, error.strerror) from error
         if not S_ISREG(one.st_mode):  # reading a pipe would wait for ever
             raise AdapterError(f"{folder / name} is not a file")
         found.append((one.st_size, one.st_mtime_ns, one.st_ino))

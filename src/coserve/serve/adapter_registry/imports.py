@@ -8,10 +8,10 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from coserve.adapters.folder import CONFIG, WEIGHTS, unreadable
 from coserve.core import disk
 from coserve.errors import AdapterError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 2**20
 _PIECE = 2**20
 _LONGEST_BASE = 200  # characters of a name in messages
@@ -100,7 +100,8 @@ def _copy_file(source: Path, target: Path, most: int) -> None:
     try:
         opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise AdapterError(f"{source.name} cannot be read: {error.strerror}") from error
+        reason = str(unreadable(source, error.strerror))  # where it lies is not for whoever sent the request
+        raise AdapterError(reason.replace(f"{source.parent}{os.sep}", "")) from error
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
         raise AdapterError(f"{source.name} is not a file")

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Form, UploadFile
 from fastapi.responses import FileResponse
 
-from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
+from coserve.adapters.folder import CONFIG, WEIGHTS
 from coserve.serve.adapter_registry.registry import base_warning, import_adapter
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller

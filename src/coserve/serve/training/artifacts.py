@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from coserve.adapters.folder import CONFIG, WEIGHTS
 from coserve.errors import AdapterError
-from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
+from coserve.serve.adapter_registry.imports import copy_adapter
 from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import tail_of
 from coserve.serve.store.quotas import bytes_in

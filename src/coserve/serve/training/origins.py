@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, Literal, get_args
 
+from coserve.adapters.folder import CONFIG, WEIGHTS
 from coserve.serve.adapter_registry.catalog import Catalog, Model
-from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
 from coserve.serve.store.durable import link_files
 from coserve.serve.store.records import JobRecord
 from coserve.serve.store.store import Store

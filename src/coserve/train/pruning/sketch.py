@@ -27,6 +27,7 @@ from coserve.adapters.methods import method_of
 from coserve.adapters.sites import (
     FrozenParameters,
     Kind,
+    Modules,
     Site,
     Sites,
     decoder_layers,
@@ -84,7 +85,7 @@ class Sketch:
         model.set_attn_implementation(name)
         self.model = model
         self.layers = decoder_layers(model)
-        self.sites = find_sites(model, self.layers)
+        self.sites, self.modules = find_sites(model, self.layers), Modules.of(model)
         self.hidden_size = layer_width(model)
         self.frozen = SketchParameters(model, self.sites, self.mode)
         self.calls = self._learn_calls()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 
-from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
+from coserve.adapters.folder import CONFIG, WEIGHTS
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
