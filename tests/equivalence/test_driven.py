@@ -109,7 +109,7 @@ def test_recurrent_models_are_refused() -> None:
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="t5 is an encoder-decoder model"):
+    with pytest.raises(UnsupportedModel, match="t5 is not supported: it is an encoder-decoder"):
         load_base(tmp_path)
 
 
@@ -118,7 +118,7 @@ def test_encoders_are_refused(dtype: torch.dtype) -> None:
     """Small random weights hardly attend: in bfloat16 the probe alone sees no difference."""
     fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
     encoder = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **fields)).to(dtype)
-    with pytest.raises(UnsupportedModel, match="bert is an encoder"):
+    with pytest.raises(UnsupportedModel, match="bert is not supported: it is an encoder"):
         load_base(encoder)
 
 

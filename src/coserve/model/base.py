@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coserve.adapters.sites import EMBEDDED, FrozenParameters
+from coserve.adapters.sites import EMBEDDED, FrozenParameters, decoder_of
 from coserve.attention.backend import CacheShape
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
@@ -74,7 +74,7 @@ class Base:
         self._arguments: RowArguments | None = None
         self._norm_and_head: tuple[Any, Any] | None = None  # where they are all of the tail
         self._short_prologue: ShortPrologue | None = None  # where the model does no more than that
-        self._decoder: Any = model.get_decoder()
+        self._decoder: Any = decoder_of(model)
         self._standing_aside = threading.RLock()  # a step's two lanes share the model
 
     @property
@@ -328,7 +328,7 @@ def attention_function(
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        masks.check(module.layer_idx, attention_mask, sliding_window)
+        masks.check(module, attention_mask, sliding_window)
         layer = module.layer_idx
         if layer not in caches:
             reads = next((other for other, of in given.items() if of() is key), None)

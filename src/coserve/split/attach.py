@@ -15,6 +15,7 @@ from typing import Final, get_args
 
 from torch import nn
 
+from coserve.adapters.sites import decoder_of
 from coserve.errors import AdapterMismatch, ConfigError
 from coserve.model.placing import put
 from coserve.split.absent import check_methods
@@ -124,7 +125,7 @@ def _put_blocks(model: nn.Module, calls: Calls) -> None:
     except AttributeError:  # the client's model is made of other modules
         return
     if not any("forward" in vars(layer) for layer in layers.values()):
-        BlockCalls(own.get_decoder(), layers, RemoteBlocks(calls, shape))
+        BlockCalls(decoder_of(own), layers, RemoteBlocks(calls, shape))
 
 
 def _check(base: BaseHello, own: Mapping[str, nn.Module]) -> None:

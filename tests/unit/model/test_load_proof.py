@@ -119,7 +119,7 @@ def test_windows_that_are_off_are_refused(window: int) -> None:
 def test_a_cache_that_is_shorter_than_what_layers_see_is_refused() -> None:
     """Moshi's layers pass no window on, and transformers generates with a cache of its configuration's. Where
     no sequence is as long the two agree."""
-    with pytest.raises(UnsupportedModel, match=f"attend to all rows, and it generates .* the last {WINDOW}$"):
+    with pytest.raises(UnsupportedModel, match=f"attend to all rows, and it generates with the last {WINDOW};"):
         load_base(tiny("moshi", sliding_window=WINDOW, ffn_dim=192))
     load_base(tiny("moshi", sliding_window=POSITIONS, ffn_dim=192))
 
