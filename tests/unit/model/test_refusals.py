@@ -48,6 +48,7 @@ def check_folder(name: str, folder: Path) -> None:
     """Types of other models than language models are refused by their configurations; of language models the
     weights are lacking here."""
     text = refusal_of_folder(name, folder)
+    name = json.loads((folder / "config.json").read_text())["model_type"]
     if text.startswith(f"{str(folder)!r} holds no weights"):
         assert name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         return
