@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from models import POSITIONS, VOCABULARY, WINDOW, spread
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-MOST = 6_000_000  # parameters; what stays larger is not tried
+MOST = 14_000_000  # parameters; what stays larger is not tried
 _SIZES: dict[int, tuple[str, ...]] = {
     64: ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "index_topk"),
     6: ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"),
@@ -56,11 +56,35 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"layer_types": _FULL_AND_SLIDING},
     "olmo": {"clip_qkv": 0.4},
     "olmoe": {"clip_qkv": 0.4},
+    "dots1": {"n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+}
+# Models whose types have recurrent layers, and these have none.
+WITHOUT_RECURRENCE: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoehybrid dense": ("granitemoehybrid", {"num_local_experts": 0}),
+    "granitemoehybrid experts": ("granitemoehybrid", {}),
+    **{
+        f"{name} attention": (name, {})
+        for name in (
+            "lfm2",
+            "lfm2_moe",
+            "qwen3_next",
+            "qwen3_5_text",
+            "qwen3_5_moe_text",
+            "olmo_hybrid",
+            "jamba",
+        )
+    },
 }
 
 
 def shrunk(name: str) -> dict[str, Any]:
     """Fields of a small configuration of `name`; those of its text model where it has several."""
+    if name in WITHOUT_RECURRENCE:
+        name, own = WITHOUT_RECURRENCE[name]
+        return shrunk(name) | {"layer_types": ["full_attention"] * 6} | own
     default = CONFIG_MAPPING[name]()
     text = default.get_text_config()
     known = text.to_dict()
@@ -85,13 +109,13 @@ def shrunk(name: str) -> dict[str, Any]:
 def build(name: str, seed: int = 0) -> PreTrainedModel:
     """In float32; the same weights every time. Raises whatever transformers does, and ValueError for what
     stays large."""
-    fields = shrunk(name)
+    fields, kind = shrunk(name), WITHOUT_RECURRENCE.get(name, (name,))[0]
     with torch.device("meta"):
-        sketch = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields))
+        sketch = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
     if (count := sketch.num_parameters()) > MOST:
         raise ValueError(f"{count} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **shrunk(name)))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shrunk(name)))
     spread(model, seed)
     return model.float().eval()

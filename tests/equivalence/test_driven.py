@@ -103,13 +103,13 @@ def test_recurrent_models_are_refused() -> None:
     sentence = refused("mamba", hidden_size=64, num_hidden_layers=2, state_size=8)
     assert "mamba" in sentence and "recurrent" in sentence
     sentence = refused("qwen3_next")
-    assert "qwen3_next" in sentence and "recurrent" in sentence and "linear_attention" in sentence
+    assert "qwen3_next" in sentence and "recurrent" in sentence
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="t5 is an encoder-decoder model"):
+    with pytest.raises(UnsupportedModel, match="t5 is not supported: it is an encoder-decoder"):
         load_base(tmp_path)
 
 
@@ -118,7 +118,7 @@ def test_encoders_are_refused(dtype: torch.dtype) -> None:
     """Small random weights hardly attend: in bfloat16 the probe alone sees no difference."""
     fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
     encoder = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **fields)).to(dtype)
-    with pytest.raises(UnsupportedModel, match="bert is an encoder"):
+    with pytest.raises(UnsupportedModel, match="bert is not supported: it is an encoder"):
         load_base(encoder)
 
 
@@ -134,13 +134,13 @@ def test_windows_that_only_the_masks_know_are_refused() -> None:
     load_base(tiny("llama4_text", attention_chunk_size=512, num_local_experts=2))
 
 
-def test_a_model_whose_head_alone_is_its_decoder_is_refused() -> None:
-    assert "stack of decoder layers" in refused("modernbert-decoder")
+def test_a_model_without_one_stack_of_layers_is_refused() -> None:
+    assert "stack of decoder layers" in refused("gpt_neox_japanese")
 
 
 def test_attention_outside_the_interface_is_refused() -> None:
     sentence = refused("falcon", new_decoder_architecture=False)
-    assert "falcon" in sentence and "attention interface" in sentence
+    assert "falcon" in sentence and "code of their own" in sentence
 
 
 def test_layers_that_hand_on_state_are_refused() -> None:
@@ -161,7 +161,7 @@ def test_unknown_names_and_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="empty"):
         (tmp_path / "empty").mkdir()
         load_base(tmp_path / "empty")
-    with pytest.raises(ModelNotFound, match="causal language model"):
+    with pytest.raises(UnsupportedModel, match="vit is not supported: it is no language model"):
         AutoConfig.for_model("vit").save_pretrained(tmp_path / "vit")
         load_base(tmp_path / "vit")
 
@@ -175,7 +175,7 @@ def test_folders_with_less_than_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"lacks 1 .*layers\.1\.self_attn\.q_proj"):
         load_base(tmp_path)
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelNotFound, match="causal language model"):
+    with pytest.raises(ModelNotFound, match=r"model\.safetensors of .* is no file of safetensors"):
         load_base(tmp_path)
 
 

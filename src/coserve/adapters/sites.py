@@ -194,14 +194,23 @@ def gain_of(norm: nn.Module) -> Tensor:
     return gain
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module that has the layers and what is before them. ModernBERT's `decoder` is its head."""
+    found = model.get_decoder()
+    return model.base_model if found is model.get_output_embeddings() else found
+
+
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The outermost checkpointable layers by path, in the order they run. Raises UnsupportedModel."""
     names = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
     outer = [n for n in names if not any(n.startswith(other + ".") for other in names)]
-    inside = set(model.get_decoder().modules())
+    inside = set(decoder_of(model).modules())
     stacks = {n.rpartition(".")[0] for n in outer}
     if len(stacks) != 1 or not inside.issuperset(model.get_submodule(n) for n in outer):
-        raise UnsupportedModel(f"{model.config.model_type} has no single stack of decoder layers to drive")
+        raise UnsupportedModel(
+            f"{model.config.model_type} is not supported: it has no single stack of decoder layers; use one "
+            "that has, such as Llama, Qwen3 or Gemma 3"
+        )
     return {n: model.get_submodule(n) for n in outer}
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coserve.adapters.sites import EMBEDDED, FrozenParameters
+from coserve.adapters.sites import EMBEDDED, FrozenParameters, decoder_of
 from coserve.attention.backend import CacheShape
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu import row_buckets
+from coserve.memory.fake_tensors import is_fake
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
 from coserve.model.block import Block, Call, Ends, ModelPart, Resident, WeightReader
 from coserve.model.chain import Chain
@@ -76,13 +77,18 @@ class Base:
         self._arguments: RowArguments | None = None
         self._norm_and_head: tuple[Any, Any] | None = None  # where they are all of the tail
         self._short_prologue: ShortPrologue | None = None  # where the model does no more than that
-        self._decoder: Any = model.get_decoder()
+        self._decoder: Any = decoder_of(model)
         self._standing_aside = threading.RLock()  # a step's two lanes share the model
 
     @property
     def depth(self) -> int:
         """Number of decoder layers."""
         return len(self.chain)
+
+    @property
+    def is_fake(self) -> bool:
+        """Tells whether its parameters are without data."""
+        return all(map(is_fake, self.model.parameters()))
 
     @property
     def hands_on(self) -> bool:
@@ -330,7 +336,7 @@ def attention_function(
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        masks.check(module.layer_idx, attention_mask, sliding_window)
+        masks.check(module, attention_mask, sliding_window)
         layer = module.layer_idx
         if layer not in caches:
             reads = next((other for other, of in given.items() if of() is key), None)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     PreTrainedConfig,
@@ -30,6 +29,7 @@ from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
 from coserve.model.contents import ModelContents
+from coserve.model.foreign import read_config
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
@@ -39,7 +39,15 @@ from coserve.model.placement import Placement, place_locally
 from coserve.model.placing import Holds, place_linears
 from coserve.model.probe import Own, ProbeRows, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
-from coserve.model.refusal import refusing
+from coserve.model.refusal import (
+    multimodal,
+    reads_more_than_text,
+    refuse_layers,
+    refuse_quantized,
+    refusing,
+    told_by,
+    unsupported,
+)
 from coserve.model.site_hook import SiteHook
 from coserve.model.together import join_siblings
 
@@ -91,11 +99,15 @@ def drive(base: Base) -> Base:
 
 def adopt(loaded: PreTrainedModel) -> dict[str, nn.Module]:
     """Freezes a model; returns its decoder layers by path. Raises UnsupportedModel."""
-    _refuse_unsupported(loaded.config, loaded)
+    refuse_quantized(loaded.config.to_dict())
+    refuse_layers(loaded.config, loaded)
     loaded.eval().requires_grad_(False)
-    layers = decoder_layers(loaded)
-    _refuse_encoder(loaded, layers)
-    return layers
+    try:
+        return decoder_layers(loaded)
+    except UnsupportedModel as error:
+        if reads_more_than_text(loaded.config):
+            raise multimodal(loaded.config.model_type) from error
+        raise
 
 
 def make_base(
@@ -127,7 +139,7 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
     """Has a base drive its model, and proves that it gives `own`, what the model's own forward gave before.
     `placed` is a context in which one pass is run. It is to call `place_modules` for all modules, for those
     a block at the latest when the pass comes to it."""
-    masks = Masks()
+    masks = Masks(base.model.config.model_type)
     for block in base.chain:
         block.returns_tuple = own.returns_tuple
     _fit(base, masks, placed)
@@ -153,24 +165,26 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a folder or hub name. `change` may replace modules of the model while its parameters are on the
     meta device: of files in safetensors only tensors for those that are left are read. Raises ModelError."""
+    config = read_config(model)
+    kind = AutoModelForCausalLM if change is None else hooked_class(config, partial(_changed, change))
+    return load_class(kind, model, config, dtype)
+
+
+def load_class(kind: Any, model: str | Path, config: PreTrainedConfig, dtype: torch.dtype | str) -> Any:
+    """The model of a class with the weights of a folder or hub name. Raises ModelError."""
     try:
-        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
-        _refuse_unsupported(config)
-        kind = AutoModelForCausalLM if change is None else hooked_class(config, partial(_changed, change))
         loaded, report = kind.from_pretrained(
             str(model), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
-        loaded.__class__ = plain_class(type(loaded))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if isinstance(error, CoserveError):
             raise
-        kind = "folder" if Path(model).exists() else "local folder or reachable hub name"
-        raise ModelNotFound(f"{str(model)!r} is no {kind} with a causal language model: {error}") from error
+        raise ModelNotFound(f"the weights of {str(model)!r} cannot be read{told_by(error)}") from error
+    loaded.__class__ = plain_class(type(loaded))
     if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
         raise ModelError(
             f"{str(model)!r} lacks {len(missing)} of the model's tensors, such as {missing[0]!r}"
         )
-    assert isinstance(loaded, PreTrainedModel)
     return loaded
 
 
@@ -208,48 +222,6 @@ def _changed(
     return own(model, state_dict, files, *args)
 
 
-def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> None:
-    text = config.get_text_config()
-    name = config.model_type
-    if already := getattr(config, "quantization_config", None):
-        method = already.get("quant_method") if isinstance(already, dict) else already.quant_method
-        raise UnsupportedModel(
-            f"{name} was saved quantized ({getattr(method, 'value', method)}): load the model that it was "
-            "made of, with engine.quantize"
-        )
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} is an encoder-decoder model; coserve serves decoder-only models")
-    recurrent = {t for t in getattr(text, "layer_types", None) or () if "attention" not in t or "linear" in t}
-    if recurrent or getattr(model, "_is_stateful", False):
-        kinds = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
-        raise UnsupportedModel(
-            f"{name} has recurrent layers{kinds}, whose state cannot be re-run for a window of rows"
-        )
-    if model is not None and text.model_type.startswith("gemma3n"):
-        raise UnsupportedModel(
-            f"{name} carries several hidden states from layer to layer, and the engine carries one"
-        )
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds_of_rope = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)} | {
-        rope.get("rope_type")
-    }
-    if moving := kinds_of_rope & {"dynamic", "longrope"}:
-        raise UnsupportedModel(
-            f"{name} uses {moving.pop()} rotary scaling, whose tables depend on the longest sequence present"
-        )
-
-
-def _refuse_encoder(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
-    """Raises UnsupportedModel for bidirectional attention, judged by its modules: in a model with little
-    training, attending ahead changes less than low precision, so the probe might miss it."""
-    for path, layer in layers.items():
-        for name, module in layer.named_modules():
-            if getattr(module, "is_causal", True) is False:
-                raise UnsupportedModel(
-                    f"{model.config.model_type} is an encoder: {path}.{name} looks at the tokens that follow"
-                )
-
-
 def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[None]]) -> None:
     """Puts the layers' hooks, attention and frozen linears in place."""
     model, caches = base.model, dict[int, CacheShape]()
@@ -269,11 +241,12 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
 
 
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
+    lacking = base.depth - len(caches)
+    if lacking > 0:
+        part = f"{lacking} of its {base.depth} layers have no attention, or compute it by code of their own"
+        raise unsupported(base.model.config.model_type, part)
     if set(caches) != set(range(base.depth)):
-        raise UnsupportedModel(
-            f"{base.model.config.model_type}: {base.depth - len(caches)} of {base.depth} layers do not "
-            "attend through transformers' attention interface"
-        )
+        raise unsupported(base.model.config.model_type, "its layers attend more than once each")
     base.caches = [caches[layer] for layer in range(base.depth)]
 
 
@@ -360,10 +333,11 @@ def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
     asked = {_felt(window, base.max_positions) for window in masked}
     if not attended <= asked or not asked - {None} <= attended:
         shown = [", ".join(sorted(map(str, windows))) or "none" for windows in (asked, attended)]
-        raise UnsupportedModel(
-            f"{base.model.config.model_type} masks its attention by windows that its layers do not pass on: "
-            f"its masks have {shown[0]}, its layers {shown[1]}"
+        part = (
+            "it masks its attention by windows that its layers do not pass on (its masks have "
+            f"{shown[0]}, its layers {shown[1]})"
         )
+        raise unsupported(base.model.config.model_type, part)
 
 
 def _refuse_shorter_cache(base: Base) -> None:
@@ -373,10 +347,8 @@ def _refuse_shorter_cache(base: Base) -> None:
         attended = _felt(cache.window, base.max_positions)
         kept = _felt(getattr(generates, "sliding_window", None), base.max_positions)
         if kept is not None and (attended is None or attended > kept):
-            raise UnsupportedModel(
-                f"{base.model.config.model_type} contradicts itself: its layers attend to "
-                f"{attended or 'all'} rows, and it generates with a cache of the last {kept}"
-            )
+            part = f"its layers attend to {attended or 'all'} rows, and it generates with the last {kept}"
+            raise unsupported(base.model.config.model_type, part)
 
 
 def _felt(window: int | None, positions: int) -> int | None:

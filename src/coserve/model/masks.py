@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
-from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import causal_mask
+from coserve.model.refusal import encoder, unsupported
 
 
 class _Own(threading.local):
@@ -23,9 +23,11 @@ class _Own(threading.local):
 
 
 class Masks:
-    """`windows` are those of all masks that the model has requested; None is unlimited."""
+    """Of a model of type `name`. `windows` are those of all masks that it has requested; None is
+    unlimited."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.windows: set[int | None] = set()
         self._own = _Own()
 
@@ -47,16 +49,22 @@ class Masks:
         mask: Tensor | None = sdpa_mask(*args, local_size=local_size, **kwargs)
         return mask
 
-    def check(self, layer: int, mask: Tensor | None, window: int | None) -> None:
-        """Raises UnsupportedModel where a layer's mask [..., queries, keys] is not that of its window over
-        all keys."""
+    def check(self, attention: Any, mask: Tensor | None, window: int | None) -> None:
+        """Raises UnsupportedModel where the module that attends looks ahead, or a layer's mask [..., queries,
+        keys] is not that of its window over all keys.
+
+        The module tells that it looks ahead: in a model with little training that changes less than low
+        precision, so the probe might miss it.
+        """
+        if getattr(attention, "is_causal", True) is False:
+            raise encoder(self._name)
         if mask is None:
             return
         if not self._own.checked:
-            raise UnsupportedModel("it makes attention masks of its own, which rows of many do not fit")
+            raise unsupported(self._name, "it makes attention masks of its own")
         allowed = mask if mask.dtype == torch.bool else mask == 0
         own = causal_mask(mask.shape[-2], mask.shape[-1], window or None, mask.device)
         if not torch.equal(allowed, own.expand_as(allowed)):
-            raise UnsupportedModel(
-                f"layer {layer} masks its attention otherwise than by the window it passes on ({window})"
-            )
+            layer = attention.layer_idx
+            part = f"layer {layer} masks its attention otherwise than by the window it passes on ({window})"
+            raise unsupported(self._name, part)

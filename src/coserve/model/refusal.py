@@ -1,16 +1,51 @@
-"""Turns errors during loading and proof of a model into refusals."""
+"""Refusals of models: one sentence each, which names the model's type, the part of it that is not supported,
+and what is planned or what to use instead.
 
-from collections.abc import Iterator
+Errors of torch and transformers name classes and shapes, which help nobody who wants to serve a model: they
+go to the log.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
+from typing import Any, Final
 
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto as auto
+
+from coserve.adapters.sites import decoder_of
 from coserve.errors import CoserveError, ModelError, UnsupportedModel
 from coserve.memory.exhausted import is_out_of_memory
+
+ENCODER_DECODER: Final = "it is an encoder-decoder model"
+INSTEAD: Final = "use a decoder such as Llama, Qwen3 or Gemma 3"
+# Types of layers as transformers names them, with the part that is not supported.
+_RECURRENT: Final = {
+    "linear_attention": "recurrent layers",
+    "conv": "convolution layers with a state",
+    "hybrid": "layers with a state beside their attention",
+    "hybrid_sliding": "layers with a state beside their attention",
+}
+_SPARSE: Final = frozenset(
+    {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+)
+# Fields of a configuration that say how weights were quantized: transformers', compressed-tensors' old one,
+# and MLX's.
+_QUANTIZED: Final = ("quantization_config", "compression_config", "quantization")
+# Fields of a quantized model's configuration that may name the one it was made of.
+_SOURCES: Final = ("base_model", "base_model_name_or_path", "_name_or_path")
+_REPOSITORY: Final = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_CODE: Final = re.compile(r"\b[A-Z]?[a-z0-9]+[A-Z]\w*|\w\.\w+\.\w|__|<class|\[\d+, ")
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
 def refusing(model: str, doing: str) -> Iterator[None]:
-    """Turns every error of its block into a ModelError about `model`: UnsupportedModel with the error as its
-    reason, unless memory ran out. `doing` says what fails, as in "cannot be loaded"."""
+    """Turns every error of its block into a ModelError about `model`: UnsupportedModel, unless memory ran
+    out. `doing` says what fails, as in "cannot be loaded". The log has the error."""
     try:
         yield
     except CoserveError:
@@ -19,4 +54,102 @@ def refusing(model: str, doing: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise ModelError(f"there is not enough memory for {model}") from error
         reason = str(error).strip().partition("\n")[0]
-        raise UnsupportedModel(f"{model} {doing}: {type(error).__name__}: {reason}") from error
+        _log.warning("%s %s: %s: %s", model, doing, type(error).__name__, reason)
+        raise UnsupportedModel(
+            f"{model} {doing}: transformers' code for it fails (the log has the error); {INSTEAD}"
+        ) from error
+
+
+def told_by(error: BaseException) -> str:
+    """The first sentence of an error's text in brackets, where it is plain: empty for one that is long, or
+    names classes or modules."""
+    text = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return f" ({text})" if 0 < len(text) <= 120 and not _CODE.search(text) else ""
+
+
+def unsupported(model: str, part: str, instead: str = INSTEAD) -> UnsupportedModel:
+    """The error for a model and the `part` of it that is not supported."""
+    return UnsupportedModel(f"{model} is not supported: {part}; {instead}")
+
+
+def refuse_kind(name: str) -> None:
+    """Raises UnsupportedModel for a type of models that are no language models of text alone."""
+    own = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name)
+    if name in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if own is None else own.endswith("Generation"):
+        raise multimodal(name)
+    if own is None and name in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        raise unsupported(name, ENCODER_DECODER)
+    if own is None and name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        raise encoder(name)
+    if own is None:
+        raise unsupported(name, "it is no language model that continues a text")
+
+
+def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
+    """Raises UnsupportedModel for layers that cannot be driven, as the configuration or the model's class
+    tell."""
+    if config.is_encoder_decoder:
+        raise unsupported(config.model_type, ENCODER_DECODER)
+    text, name = config.get_text_config(), config.model_type
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if found := sorted(kinds & _RECURRENT.keys()):
+        raise planned(name, f"it has {_RECURRENT[found[0]]}, which are")
+    if kinds & _SPARSE:
+        raise unsupported(name, "its sparse attention chooses keys by an index of its own")
+    # Its class says so of models without recurrent layers, too: Granite 4 has such.
+    if not kinds and getattr(model, "_is_stateful", False):
+        raise planned(name, "it has recurrent layers, which are")
+    if getattr(text, "cross_attention_layers", None):
+        raise multimodal(name)
+    if model is not None and text.model_type.startswith("gemma3n"):
+        raise unsupported(name, "it carries several hidden states from layer to layer")
+    if model is not None and "position_ids" not in signature(decoder_of(model).forward).parameters:
+        raise unsupported(name, "it counts positions itself, where rows of several texts have their own")
+    rope = getattr(text, "rope_parameters", None) or {}
+    each = (rope, *(own for own in rope.values() if isinstance(own, dict)))
+    if moving := {own.get("rope_type") for own in each} & {"dynamic", "longrope"}:
+        part = f"its {moving.pop()} rotary scaling has tables that depend on the longest sequence present"
+        raise unsupported(name, part)
+
+
+def refuse_quantized(fields: Mapping[str, Any], made_of: str = "") -> None:
+    """Raises UnsupportedModel for a model that was saved quantized, given the fields of its configuration's
+    file. `made_of` is the repository that it was made of, where its files tell."""
+    text = fields.get("text_config")
+    every = (fields, *([text] if isinstance(text, dict) else ()))
+    found = next((own[key] for own in every for key in _QUANTIZED if own.get(key)), None)
+    if found is None:
+        return
+    own = found if isinstance(found, dict) else {}
+    method = str(
+        own.get("quant_method") or own.get("quant_algo") or own.get("format") or "in an unknown form"
+    )
+    bits = next((f", {n} bits" for n in (4, 8) if own.get(f"load_in_{n}bit")), "")
+    bits = bits or (f", {own['bits']} bits" if isinstance(own.get("bits"), int) else "")
+    named = (made_of, *(fields.get(key) for key in _SOURCES))
+    source = next((name for name in named if isinstance(name, str) and _REPOSITORY.fullmatch(name)), None)
+    whole = "a checkpoint of it that is not quantized" if source is None else f"{source}, which it names,"
+    raise UnsupportedModel(
+        f"{fields.get('model_type')} was saved quantized ({method[:40]}{bits}), a form that is not read: "
+        f"serve {whole} with --quantize 4bit or 8bit (engine.quantize)"
+    )
+
+
+def reads_more_than_text(config: Any) -> bool:
+    """Tells whether a configuration has parts for images or sound."""
+    return any(name in getattr(config, "sub_configs", {}) for name in ("vision_config", "audio_config"))
+
+
+def planned(name: str, part: str) -> UnsupportedModel:
+    """The error for a part of a model that a later version will support."""
+    return UnsupportedModel(f"{name} is not supported yet: {part} planned; until then {INSTEAD}")
+
+
+def multimodal(name: str) -> UnsupportedModel:
+    """The error for a model that reads more than text."""
+    return planned(name, "it is multimodal, and the text part of such models is")
+
+
+def encoder(name: str) -> UnsupportedModel:
+    """The error for bidirectional attention."""
+    return unsupported(name, "it is an encoder, which generates no text")

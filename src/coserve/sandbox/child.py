@@ -70,9 +70,9 @@ def main() -> None:
     os.dup2(nothing, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the parent's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     module, _, name = target.partition(":")
     function = getattr(import_module(module), name)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # importing torch tries whether a file can be written
     limit_memory(int(memory))
     _write(replies, frame(Returned(RESULT)))
     serve(function, calls, replies)

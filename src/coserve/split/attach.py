@@ -15,6 +15,7 @@ from typing import Final, Literal, get_args
 
 from torch import nn
 
+from coserve.adapters.sites import decoder_of
 from coserve.errors import AdapterMismatch, ConfigError
 from coserve.model.origin import linears_digest
 from coserve.model.placing import put
@@ -132,7 +133,7 @@ def _put_blocks(model: nn.Module, calls: Calls) -> None:
     except AttributeError:  # the client's model is made of other modules
         return
     if not any("forward" in vars(layer) for layer in layers.values()):
-        BlockCalls(own.get_decoder(), layers, RemoteBlocks(calls, shape))
+        BlockCalls(decoder_of(own), layers, RemoteBlocks(calls, shape))
 
 
 def _check(source: Source, own: Mapping[str, nn.Module]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from coserve.adapters.sites import layer_width
+from coserve.adapters.sites import decoder_of, layer_width
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.block import Block, Call
@@ -37,7 +37,7 @@ class BlockModules:
         """Takes over the model's decoder, of which the layers stay that can be computed here as a whole, for
         rows of the type and on the device of `like`.
         Raises UnsupportedModel, and the model's own exceptions where it cannot be driven so."""
-        self._decoder: Any = model.get_decoder()
+        self._decoder: Any = decoder_of(model)
         self._like, self._width = like, layer_width(model)
         self._sequences = _Sequences()
         self._preparing = threading.Lock()  # several products may be computed at once

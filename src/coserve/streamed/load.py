@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from coserve.core.sequence import Direction
-from coserve.errors import ConfigError, CoserveError, ModelNotFound
+from coserve.errors import ConfigError
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.memory.malloc import return_freed_memory
 from coserve.model.base import Base
@@ -96,19 +95,9 @@ def load_streamed(
         raise ConfigError("a base is streamed on a CPU only: engine.device must be cpu")
     contents = ModelContents(model)
     with refusing(repr(str(model)), "cannot be loaded"):
-        files = _open(model, dtype)
+        files = ModelFiles(model, dtype)
     with refusing(files.model.config.model_type, "cannot be driven"):
         return _Loading(files, budget, quantize, scratch, contents).run()
-
-
-def _open(model: str | Path, dtype: torch.dtype | str) -> ModelFiles:
-    try:
-        return ModelFiles(model, dtype)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        if isinstance(error, CoserveError):
-            raise
-        kind = "folder" if Path(model).exists() else "local folder or reachable hub name"
-        raise ModelNotFound(f"{str(model)!r} is no {kind} with a causal language model: {error}") from error
 
 
 class _Loading:

@@ -11,13 +11,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from coserve.adapters.sites import decoder_layers
 from coserve.errors import ModelError, UnsupportedModel
 from coserve.model.block import Block
-from coserve.model.load import OwnLoader, hooked_class, plain_class
+from coserve.model.foreign import read_config
+from coserve.model.load import OwnLoader, hooked_class, load_class
 from coserve.streamed.files import FileTensor, WeightFile, ranges, read_header, tensor_in
 from coserve.streamed.stored import Read, ReadBuffer
 
@@ -31,18 +32,10 @@ class ModelFiles:
     model: PreTrainedModel
 
     def __init__(self, model: str | Path, dtype: torch.dtype | str) -> None:
-        """Raises OSError or ValueError for what is no model, UnsupportedModel for files of another kind, and
-        ModelError for damaged ones."""
+        """Raises ModelError, and UnsupportedModel for files of another kind."""
         self._stored: dict[str, tuple[WeightFile, FileTensor]] = {}
-        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
-        hooked = hooked_class(config, self._begin)
-        loaded, report = hooked.from_pretrained(
-            str(model), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
-        )
-        loaded.__class__ = plain_class(type(loaded))
-        self.model = loaded
-        if missing := sorted(report["missing_keys"]):
-            raise ModelError(f"{str(model)!r} lacks {len(missing)} tensors, such as {missing[0]!r}")
+        config = read_config(model)
+        self.model = load_class(hooked_class(config, self._begin), model, config, dtype)
 
     def _begin(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coserve.adapters.sites import decoder_layers
+from coserve.adapters.sites import decoder_layers, decoder_of
 
 
 class LayeredModel:
@@ -100,7 +100,7 @@ class LayeredModel:
     @torch.no_grad()
     def _decode(self, tokens: Tensor) -> None:
         """Runs all but the head."""
-        self.model.get_decoder()(input_ids=tokens, use_cache=False)
+        decoder_of(self.model)(input_ids=tokens, use_cache=False)
 
 
 def _hidden_of(out: Any) -> Tensor:

@@ -112,14 +112,14 @@ def test_the_kind_of_weights_is_part_of_the_fingerprint() -> None:
 def test_models_saved_quantized_are_refused(tmp_path: Path) -> None:
     model = tiny("llama")
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(UnsupportedModel, match=r"saved quantized \(gptq\).*engine.quantize"):
+    with pytest.raises(UnsupportedModel, match=r"saved quantized \(gptq, 4 bits\).*engine.quantize"):
         load_base(model)
     model.config.quantization_config = None
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match=r"saved quantized \(bitsandbytes\)"):
+    with pytest.raises(UnsupportedModel, match=r"saved quantized \(bitsandbytes, 4 bits\)"):
         load_base(tmp_path)
 
 
