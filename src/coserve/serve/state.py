@@ -34,6 +34,7 @@ class State:
     metrics: Metrics = field(default_factory=Metrics)
     bodies: Offload = field(default_factory=lambda: Offload(1, "bodies"))  # work that holds the interpreter
     prompts: Offload = field(default_factory=lambda: Offload(2, "prompts"))  # work that mostly does not
+    chats: Offload = field(default_factory=lambda: Offload(4, "chats"))  # short ones: a millisecond each
     # Checks of uploaded training data, each of which is in a process of its own.
     data: Offload = field(default_factory=lambda: Offload(8, "data"))
     checks: Turns = field(default_factory=Turns)  # of jobs, by the engine
