@@ -55,6 +55,12 @@ def first_entries(field: str, entries: Mapping[str, _T], names: Iterable[str]) -
     return {name: values[first] for name, first in zip(given, found, strict=True) if first is not None}
 
 
+def linear_pattern(field: str, pattern: str, memory: int) -> Any:
+    """A compiled pattern for texts in UTF-8 whose characters are bytes to it; its program and the states it
+    has been in may take `memory` bytes. Raises what `check_patterns` does."""
+    return _compiled(field, pattern, False, memory)
+
+
 @lru_cache(_REMEMBERED)
 def _first_matches(
     field: str, patterns: tuple[str, ...], names: tuple[str, ...], ending: bool = False
@@ -78,7 +84,7 @@ def _first_matches(
     return tuple(found.get(name) for name in names)
 
 
-def _compiled(field: str, pattern: str, ending: bool) -> Any:
+def _compiled(field: str, pattern: str, ending: bool, memory: int = _MEMORY) -> Any:
     shown = f"{field}: {pattern[:_SHOWN]!r}{'...' * (len(pattern) > _SHOWN)}"
     if len(pattern) > LONGEST:
         raise AdapterError(f"{shown} has {len(pattern)} characters; a regular expression may have {LONGEST}")
@@ -87,7 +93,7 @@ def _compiled(field: str, pattern: str, ending: bool) -> Any:
             raise UnsupportedPattern(f"{shown} is not supported: {special!r} means different things")
     options = re2.Options()
     options.encoding = re2.Options.Encoding.LATIN1  # bytes, so that \w is one state and not hundreds
-    options.max_mem, options.never_capture, options.log_errors = _MEMORY, True, False
+    options.max_mem, options.never_capture, options.log_errors = memory, True, False
     try:
         compiled = re2.compile(pattern.encode(), options)
         if ending:  # after the pattern itself: "a)|(b" is none, and would be one within brackets
