@@ -59,10 +59,13 @@ class EngineConfig:
     grader_hosts: tuple[str, ...] = ()
     # What spells a control token in prompts, messages and training data is that token; else it is text.
     allow_special_tokens: bool = False
+    max_chat_turns: int = 2048  # messages of one chat, in requests and in training data
+    # Characters of one record of training data; None: 128 for each position of the model, 1 Mi at least.
+    max_text_characters: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("cache_tokens", "page_size", "max_running"):
-            if getattr(self, name) < 1:
+        for name in ("cache_tokens", "page_size", "max_running", "max_chat_turns", "max_text_characters"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.threads <= MOST_THREADS:
             raise ConfigError(f"engine.threads must be at most {MOST_THREADS}, or 0, not {self.threads}")

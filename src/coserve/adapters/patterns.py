@@ -123,6 +123,12 @@ def _backtracked(
         raise AdapterError(f"{field}: {error}") from error
 
 
+def linear_pattern(field: str, pattern: str, memory: int) -> Any:
+    """A compiled pattern for texts in UTF-8 whose characters are bytes to it; its program and the states it
+    has been in may take `memory` bytes. Raises what `check_patterns` does."""
+    return _compiled(field, pattern, False, memory)
+
+
 @lru_cache(_REMEMBERED)
 def _first_matches(
     field: str, patterns: tuple[str, ...], names: tuple[str, ...], ending: bool = False
@@ -157,7 +163,7 @@ def _expect_short(field: str, pattern: str) -> None:
         )
 
 
-def _compiled(field: str, pattern: str, ending: bool) -> Any:
+def _compiled(field: str, pattern: str, ending: bool, memory: int = _MEMORY) -> Any:
     shown = _shown(field, pattern)
     _expect_short(field, pattern)
     for special in _OTHERWISE:
@@ -165,7 +171,7 @@ def _compiled(field: str, pattern: str, ending: bool) -> Any:
             raise UnsupportedPattern(f"{shown} is not supported: {special!r} means different things")
     options = re2.Options()
     options.encoding = re2.Options.Encoding.LATIN1  # bytes, so that \w is one state and not hundreds
-    options.max_mem, options.never_capture, options.log_errors = _MEMORY, True, False
+    options.max_mem, options.never_capture, options.log_errors = memory, True, False
     try:
         compiled = re2.compile(pattern.encode(), options)
         if ending:  # after the pattern itself: "a)|(b" is none, and would be one within brackets

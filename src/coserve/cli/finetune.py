@@ -176,12 +176,11 @@ def _upload(client: "Client", file: Path) -> str:
 
 def _packed(saved: Path, folder: Path) -> Path:
     """The rows of a folder that `datasets` saved, as JSONL in `folder`. Raises DataError."""
-    from coserve.jobs.columns import column_rows
-    from coserve.jobs.containers import LONGEST, MOST_UNPACKED
+    from coserve.jobs.datasets import read_rows
 
     packed = folder / f"{saved.absolute().name}.jsonl"
     with packed.open("w", encoding="utf-8") as file:
-        for _, row in column_rows(saved, saved.name, LONGEST, MOST_UNPACKED):
+        for row in read_rows(saved, saved.name):
             file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
     return packed
 

@@ -41,6 +41,7 @@ from coserve.errors import ConfigError, CoserveError, RequestError
 from coserve.executors.compute_threads import set_threads
 from coserve.executors.executor import CompileGrammar
 from coserve.executors.opening import Opened, open_executor, open_stitched
+from coserve.jobs.limits import limits_of
 from coserve.memory.pages import PagePool
 from coserve.model.sampling_table import check_sampling
 from coserve.model.stitched import StitchedBase
@@ -450,9 +451,10 @@ class Engine:
         objective: Objective = Supervised(),
         most: int | None = None,
     ) -> Prepared:
-        """Reads, checks and tokenizes training data, of it the first `most` records. Raises DataError. Takes
-        no lock: steps go on meanwhile."""
-        prepared = read_data(data, training, objective, self.text, most)
+        """Reads, checks and tokenizes training data; with `most` its beginning alone, of so many records.
+        Raises DataError. Takes no lock: steps go on meanwhile."""
+        limits = limits_of(self.config, self.base.max_positions)
+        prepared = read_data(data, training, objective, self.text, most, limits)
         check_fit(prepared, self.base.max_positions, self.base.vocabulary)
         return prepared
 

@@ -45,6 +45,7 @@ from coserve.wire.messages import (
     StartJob,
 )
 
+_READERS: Final = 8  # jobs whose data are read at once
 _GRADERS: Final = 4  # threads for the grader of a job
 
 
@@ -53,6 +54,7 @@ class Jobs:
 
     def __init__(self, engine: Engine, background: Background) -> None:
         self._engine, self._background = engine, background
+        self._readers = background.another(_READERS, "reader")  # of data, which may take minutes
         self._jobs: dict[str, ServedJob] = {}
         self._numbered = 0
         self._unacknowledged: deque[Numbered] = deque()
@@ -96,7 +98,7 @@ class Jobs:
         if engine.base_id != spec.base:
             self._give_up(job, ConfigError(f"there is no base {spec.base!r} in this engine"))
             return
-        self._background.do("reading the job", partial(read_job, engine, spec), partial(self._read, job))
+        self._readers.do("reading the job", partial(read_job, engine, spec), partial(self._read, job))
 
     def stop(self, name: str, keep: bool) -> None:
         """Ends a job's training; with `keep` after a checkpoint of its state."""

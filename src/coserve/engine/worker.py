@@ -56,6 +56,7 @@ from coserve.wire.messages import (
     WeighJob,
 )
 
+_CHECKS = 8  # jobs that are checked at once; a server asks for one of each tenant
 _STATS_EVERY = 1.0  # seconds
 _SPEAK_EVERY = 1.0  # seconds; a server takes several of them without a report for a hang
 _REMEMBER_EVERY = 60.0  # seconds
@@ -78,6 +79,7 @@ class Worker:
         self.draining = False
         self._unreadable = ""
         self._engine, self._hello, self._background = engine, hello, background
+        self._checks = background.another(_CHECKS, "check")  # for which no job is to wait, nor they for one
         self._jobs = Jobs(engine, background)
         self._sessions = ServedSessions(engine, background, lambda reply: self._replies.append(reply))
         self._compiling = {  # by base
@@ -147,7 +149,7 @@ class Worker:
                 engine = self._engine.bases[command.spec.base]
                 checked = partial(self._checked, engine, command.ref, self._connection)
                 read = partial(read_beginning, engine, command.spec)
-                self._background.do("checking the job", read, checked)
+                self._checks.do("checking the job", read, checked)
             case StartJob():
                 if not self.draining:  # else the next engine resumes it
                     self._jobs.start(command)

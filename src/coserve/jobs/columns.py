@@ -1,104 +1,119 @@
-"""Rows of Parquet files and of folders that `datasets.save_to_disk` wrote, read in a child process.
+"""Rows of Parquet files and of folders that `datasets.save_to_disk` wrote; called in a sandbox.
 
 Both expand without bound, and are parsed in C++: a small file may ask for all memory of a machine or end a
-process. The child (`columns_child.py`) has limits of its own and writes JSON lines; this end counts them.
+process.
 """
 
-import os
-import subprocess
-import sys
+import json
 from collections.abc import Iterator
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from coserve.errors import DataError
+from coserve.jobs.limits import Limits
 
-MEMORY: Final = 3 * 2**30  # bytes of address space of the child, of which pyarrow's libraries take 0.5
-_SECONDS: Final = 60  # seconds of processor time, and one more for each MiB of the file
-_MOST_SAID: Final = 2000  # bytes of the child's error
-REFUSED: Final = 3  # exit status for a file whose fault is known
-NO_MEMORY: Final = 4
-NO_END: Final = 5  # exit status for a file that does not end
-_ENDS_WITHIN: Final = 10.0  # seconds after its last row
-# Only the paths of libraries: the environment may hold keys, and a parser may have a hole.
-_KEPT: Final = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "TMPDIR")
+_ROWS: Final = 64  # decoded at once
+_MOST_SAID: Final = 1000  # characters of a library's error
 
 
-def column_rows(path: Path, name: str, longest: int, most: int) -> Iterator[tuple[str, Any]]:
-    """(place, row by column) of each row. Columns without a value in a row are left out.
-
-    A row has at most `longest` bytes as JSON, all of them `most`. Raises DataError: for a file that cannot be
-    read or exceeds a limit, and where pyarrow is missing.
-    """
-    if not path.exists():
-        raise DataError(f"{name}: cannot be read (No such file or directory)")
-    if path.is_dir() and not any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        raise DataError(
-            f"{name}: cannot be read (Is a directory, and not one that datasets.save_to_disk wrote: "
-            "state.json is missing)"
-        )
-    if find_spec("pyarrow") is None:
-        raise DataError(f"{name}: reading it needs pyarrow, which coserve[parquet] installs")
-    with TemporaryFile() as said:
-        child = _start(path, said)
-        assert child.stdout is not None
-        try:
-            total = 0
-            lines = iter(partial(child.stdout.readline, longest + 1), b"")
-            for number, line in enumerate(lines, 1):
-                total += len(line)
-                if len(line) > longest:
-                    raise DataError(f"{name}, row {number}: expected at most {longest} bytes")
-                if total > most:
-                    raise DataError(f"{name}, row {number}: expected to unpack to at most {most} bytes")
-                if not line.endswith(b"\n"):
-                    break  # the child's end, whose status says why
-                yield f"row {number}", msgspec.json.decode(line)
-            status = _ended(child)
-        finally:
-            child.kill()
-            child.stdout.close()
-            child.wait()
-        if status:
-            said.seek(0)
-            raise DataError(f"{name}: {_reason(status, said.read(_MOST_SAID))}")
-
-
-def _start(path: Path, said: IO[bytes]) -> "subprocess.Popen[bytes]":
-    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("**/*.arrow")))
-    environment = {key: os.environ[key] for key in _KEPT if key in os.environ}
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "ARROW_DEFAULT_MEMORY_POOL": "system",  # the others reserve address space in advance
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    limits = [str(MEMORY), str(_SECONDS + size // 2**20)]
-    # -P: a module beside the working directory is not ours.
-    command = [sys.executable, "-P", "-m", "coserve.jobs.columns_child", str(path), *limits]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, env=environment
-    )
-
-
-def _ended(child: "subprocess.Popen[bytes]") -> int:
-    """The status of a child that writes no more."""
+def column_rows(path: Path, name: str, limits: Limits) -> Iterator[tuple[str, Any]]:
+    """(place, row by column) of each row. Columns without a value in a row are left out, and other values are
+    those that JSON has. Raises DataError for a file that cannot be read or exceeds a limit."""
     try:
-        return child.wait(_ENDS_WITHIN)
-    except subprocess.TimeoutExpired:
-        return NO_END
+        yield from _bounded(path, name, limits)
+    except DataError:
+        raise
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        NotImplementedError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        said = " ".join(str(error)[:_MOST_SAID].split())
+        raise DataError(f"{name}: cannot be read: {said}") from None
 
 
-def _reason(status: int, said: bytes) -> str:
-    text = " ".join(said.decode(errors="replace").split())
-    if status == REFUSED:
-        return text
-    if status == NO_MEMORY:
-        return f"expected to take at most {MEMORY // 2**20} MiB while it is read"
-    ended = f"signal {-status}" if status < 0 else f"status {status}"
-    return f"cannot be read: its reader ended with {ended}, as for a damaged file or one beyond its limits"
+def _bounded(path: Path, name: str, limits: Limits) -> Iterator[tuple[str, Any]]:
+    size = size_of(path)
+    most, most_rows, total = limits.most_bytes(size), limits.most_rows(size), 0
+    number = 0
+    try:
+        for batch in _saved(path, limits) if path.is_dir() else _parquet(path, limits, most_rows):
+            for start in range(0, batch.num_rows, _ROWS):
+                for row in batch.slice(start, _ROWS).to_pylist():
+                    number += 1
+                    there = {key: value for key, value in row.items() if value is not None}
+                    text = msgspec.json.encode(there)  # dates and bytes become texts
+                    total += len(text)
+                    if len(text) > limits.longest:
+                        raise DataError(f"expected at most {limits.longest} bytes")
+                    if total > most:
+                        raise DataError(f"expected to unpack to at most {most} bytes")
+                    if number > most_rows:
+                        raise DataError(f"expected at most {most_rows} rows")
+                    yield f"row {number}", msgspec.json.decode(text)
+    except DataError as error:
+        place = f", row {number}" if number else ""
+        raise DataError(f"{name}{place}: {error}") from None
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of a folder's tables."""
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("**/*.arrow")))
+
+
+def _parquet(path: Path, limits: Limits, most_rows: int) -> Iterator[Any]:
+    from pyarrow.parquet import ParquetFile
+
+    file = ParquetFile(path, memory_map=False, pre_buffer=False)
+    _check(file.schema_arrow, limits)
+    if (rows := file.metadata.num_rows) > most_rows:  # known before any is made
+        raise DataError(f"expected at most {most_rows} rows; found {rows}")
+    yield from file.iter_batches(batch_size=_ROWS, use_threads=False)
+
+
+def _saved(folder: Path, limits: Limits) -> Iterator[Any]:
+    """Batches of a folder that `datasets` saved: those of its files, in the order of state.json."""
+    from pyarrow import ipc
+
+    folder = _split_of(folder)
+    state = _json(folder / "state.json")
+    files = state.get("_data_files")
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        raise DataError('expected "_data_files" in state.json to be a list of objects')
+    for entry in files:
+        file = entry.get("filename")
+        if not isinstance(file, str) or Path(file).name != file:
+            raise DataError('expected "filename" in state.json to name a file of the folder')
+        with (folder / file).open("rb") as opened, ipc.open_stream(opened) as stream:
+            _check(stream.schema, limits)
+            yield from stream
+
+
+def _split_of(folder: Path) -> Path:
+    """The folder itself, or its split "train" where it holds several."""
+    if not (folder / "dataset_dict.json").is_file():
+        return folder
+    splits = _json(folder / "dataset_dict.json").get("splits")
+    if not isinstance(splits, list) or "train" not in splits:
+        raise DataError(f'expected a split "train", or the folder of one split; found {str(splits)[:100]}')
+    return folder / "train"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_bytes())
+    if not isinstance(found, dict):
+        raise DataError(f"expected {path.name} to be an object")
+    return found
+
+
+def _check(schema: Any, limits: Limits) -> None:
+    if len(schema.names) > limits.columns:
+        raise DataError(f"expected at most {limits.columns} columns; found {len(schema.names)}")
+    if len(set(schema.names)) < len(schema.names):
+        raise DataError("expected different names of columns")

@@ -8,7 +8,7 @@
 | anything else | JSONL in UTF-8 | a line's JSON | line |
 
 `.gz` after any but `.parquet` means that it is compressed. Reading is by the line and by the row, and bounded
-in what a line, a paragraph, a row and an unpacked file may have.
+by `limits.py`.
 """
 
 import csv
@@ -24,16 +24,13 @@ import msgspec
 
 from coserve.errors import DataError
 from coserve.jobs.columns import column_rows
+from coserve.jobs.limits import Limits
 
 Place = str
 """A value's place in its source: "line 7"."""
 Values = Iterator[tuple[Place, object | DataError]]
 """Places with a decoded value, or with the reason why there is none."""
 
-LONGEST: Final = 16 * 2**20  # bytes of a line, characters of a paragraph or of a row of a table
-MOST_UNPACKED: Final = 2**30  # bytes of a compressed file
-_RATIO: Final = 100  # unpacked to packed; text of chats has 3 to 10
-_ALWAYS: Final = 16 * 2**20  # unpacked bytes that any file may have, whatever its ratio
 _TEXT_COLUMNS: Final = ("prompt", "completion", "chosen", "rejected")  # or messages
 _NESTED_COLUMNS: Final = ("messages", "conversations", "history", "preferred_output", "non_preferred_output")
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".txt", ".txt.gz", ".csv", ".csv.gz", ".parquet")
@@ -48,20 +45,25 @@ def suffix_of(filename: str) -> str:
     return found if found in SUFFIXES else f".jsonl{packed}"
 
 
-def values(path: Path, name: str, expected: str) -> Values:
+def has_columns(path: Path) -> bool:
+    """Tells whether `path` is a file or folder of columns, which pyarrow reads."""
+    return path.is_dir() or suffix_of(path.name) == ".parquet"
+
+
+def values(path: Path, name: str, expected: str, limits: Limits) -> Values:
     """The values of a file or folder, in order. `name` is the source's name in errors, and `expected`
     describes an object of a wanted format. Raises DataError where the rest cannot be read."""
-    suffix = suffix_of(path.name)
-    if path.is_dir() or suffix == ".parquet":
-        yield from column_rows(path, name, LONGEST, MOST_UNPACKED)
+    if has_columns(path):
+        yield from column_rows(path, name, limits)
         return
+    suffix = suffix_of(path.name)
     try:
         with ExitStack() as stack:
-            lines = _lines(_opened(path, stack), path, name)
+            lines = _lines(_opened(path, stack), path, name, limits)
             if suffix.startswith(".txt"):
-                yield from _paragraphs(lines, name)
+                yield from _paragraphs(lines, name, limits.longest)
             elif suffix.startswith(".csv"):
-                yield from _rows(lines, name)
+                yield from _rows(lines, name, limits)
             else:
                 yield from _decoded(lines, expected)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -77,22 +79,19 @@ def _opened(path: Path, stack: ExitStack) -> BinaryIO:
     return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file)))
 
 
-def _most_bytes(path: Path) -> int | None:
-    """Bytes that a compressed file may unpack to; None for others."""
-    if path.suffix.lower() != ".gz":
-        return None
-    return min(MOST_UNPACKED, max(_ALWAYS, _RATIO * path.stat().st_size))
-
-
-def _lines(file: BinaryIO, path: Path, name: str) -> Iterator[tuple[int, str]]:
+def _lines(file: BinaryIO, path: Path, name: str, limits: Limits) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its end) of every line."""
-    most, total = _most_bytes(path), 0
-    for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
+    longest, size, total = limits.longest, path.stat().st_size, 0
+    most = limits.most_bytes(size) if path.suffix.lower() == ".gz" else None
+    most_rows = limits.most_rows(size)
+    for number, line in enumerate(iter(partial(file.readline, longest + 1), b""), 1):
         total += len(line)
-        if len(line) > LONGEST:
-            raise DataError(f"{name}, line {number}: expected at most {LONGEST} bytes")
+        if len(line) > longest:
+            raise DataError(f"{name}, line {number}: expected at most {longest} bytes")
         if most is not None and total > most:
             raise DataError(f"{name}, line {number}: expected to unpack to at most {most} bytes")
+        if number > most_rows:
+            raise DataError(f"{name}, line {number}: expected at most {most_rows} lines")
         try:
             # Some editors begin a file with a byte order mark.
             yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -112,7 +111,7 @@ def _decoded(lines: Iterator[tuple[int, str]], expected: str) -> Values:
             yield f"line {number}", DataError(f"expected {expected}; {error}")
 
 
-def _paragraphs(lines: Iterator[tuple[int, str]], name: str) -> Values:
+def _paragraphs(lines: Iterator[tuple[int, str]], name: str, longest: int) -> Values:
     """Paragraphs of a corpus, as texts at the places of their first lines."""
     paragraph: list[str] = []
     length = first = 0
@@ -122,7 +121,7 @@ def _paragraphs(lines: Iterator[tuple[int, str]], name: str) -> Values:
             first = first if paragraph else number
             paragraph.append(line)
             length += len(line)
-            if length > LONGEST:
+            if length > longest:
                 raise DataError(f"{name}, line {number}: expected a blank line, after {length} characters")
         elif paragraph:
             yield f"line {first}", {"text": "\n".join(paragraph)}
@@ -132,11 +131,11 @@ def _paragraphs(lines: Iterator[tuple[int, str]], name: str) -> Values:
 
 
 class _BoundedRow:
-    """The lines of a table for `csv.reader`, which reads as many as a row has: at most `LONGEST` characters.
+    """The lines of a table for `csv.reader`, which reads as many as a row has: at most `longest` characters.
     The reader's own bound, on a field, belongs to the whole process, and is left as it is."""
 
-    def __init__(self, lines: Iterator[tuple[int, str]], name: str) -> None:
-        self._lines, self._name = lines, name
+    def __init__(self, lines: Iterator[tuple[int, str]], name: str, longest: int) -> None:
+        self._lines, self._name, self._longest = lines, name, longest
         self._length = 0
         self.first = self.last = 0  # lines of the row
 
@@ -147,8 +146,10 @@ class _BoundedRow:
         number, line = next(self._lines)
         self.first, self.last = self.first or number, number
         self._length += len(line)
-        if self._length > LONGEST:
-            raise DataError(f"{self._name}, line {number}: expected a row of at most {LONGEST} characters")
+        if self._length > self._longest:
+            raise DataError(
+                f"{self._name}, line {number}: expected a row of at most {self._longest} characters"
+            )
         return line
 
     def end_row(self) -> Place:
@@ -157,9 +158,9 @@ class _BoundedRow:
         return f"line {first}"
 
 
-def _rows(lines: Iterator[tuple[int, str]], name: str) -> Values:
+def _rows(lines: Iterator[tuple[int, str]], name: str, limits: Limits) -> Values:
     """Rows of a table, by the columns that its first row names."""
-    source = _BoundedRow(lines, name)
+    source = _BoundedRow(lines, name, limits.longest)
     reader = csv.reader(source, strict=True)
     header: list[str] | None = None
     try:
@@ -168,7 +169,7 @@ def _rows(lines: Iterator[tuple[int, str]], name: str) -> Values:
             if not row:
                 continue  # an empty line
             if header is None:
-                header = _header(row, name, place)
+                header = _header(row, name, place, limits.columns)
             elif len(row) != len(header):
                 yield place, DataError(f"expected {len(header)} fields, as in the header; found {len(row)}")
             else:
@@ -177,12 +178,16 @@ def _rows(lines: Iterator[tuple[int, str]], name: str) -> Values:
         raise DataError(f"{name}, line {source.last}: expected comma-separated values; {error}") from None
 
 
-def _header(row: list[str], name: str, place: Place) -> list[str]:
-    columns = [column.strip() for column in row]
-    if twice := [column for column in columns if columns.count(column) > 1]:
-        raise DataError(
-            f"{name}, {place}: expected different names of columns; found {twice[0][:60]!r} twice"
-        )
+def _header(row: list[str], name: str, place: Place, most: int) -> list[str]:
+    if len(row) > most:
+        raise DataError(f"{name}, {place}: expected at most {most} columns; found {len(row)}")
+    columns, known = [column.strip() for column in row], set[str]()
+    for column in columns:
+        if column in known:
+            raise DataError(
+                f"{name}, {place}: expected different names of columns; found {column[:60]!r} twice"
+            )
+        known.add(column)
     return columns
 
 

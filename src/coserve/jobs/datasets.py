@@ -1,19 +1,28 @@
 """Reads and validates training data: a file or folder in a container of `containers.py`, whose values are
-objects of one of the formats in `formats.py`, or such objects themselves."""
+objects of one of the formats in `formats.py`, or such objects themselves.
 
+Files are a tenant's, and are read in a sandbox (`child.py`): a small one may unpack or parse without end.
+What arrives here is bounded and valid. Objects in memory are the caller's own, and are read here.
+"""
+
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from coserve.errors import DataError
-from coserve.jobs import containers
-from coserve.jobs.containers import Place, Values
+import msgspec
+
+from coserve.errors import DataError, InternalError, LimitExceeded
+from coserve.jobs.columns import size_of
+from coserve.jobs.containers import Place, has_columns
 from coserve.jobs.formats import (
-    ANY,
-    LABELLED,
-    PREFERENCES,
-    PROMPTS,
+    KINDS,
+    SETS,
     SUPERVISED,
     Format,
     LabelledRecord,
@@ -22,11 +31,21 @@ from coserve.jobs.formats import (
     Record,
     SupervisedRecord,
     detect,
-    expected,
 )
+from coserve.jobs.limits import LIMITS, Limits
+from coserve.jobs.placed import placed
+from coserve.sandbox.pool import Cancellation, SandboxPool
+from coserve.sandbox.process import Sandbox
 
-_MOST_ERRORS: Final = 3
-_LOOKED_AT: Final = 1000  # records after the first error that are searched for further ones
+if TYPE_CHECKING:
+    from coserve.jobs.child import Item
+
+_CHILD: Final = "coserve.jobs.child:read"
+_MEMORY: Final = 3 * 2**30  # bytes of address space of a reader, of which pyarrow's libraries take 0.5
+_READERS: Final = 16  # at once; more wait
+# Of a beginning: records that are read whatever time they take, and seconds after which no more are.
+_LEAST: Final = 16
+_BEGINNING_SECONDS: Final = 5.0
 
 Source = str | Path | Iterable[Mapping[str, Any]]
 _R = TypeVar("_R", bound=Record)
@@ -35,12 +54,13 @@ _R = TypeVar("_R", bound=Record)
 class Records(Iterator[_R]):
     """Records of a source, one after another. `place` is that of the last one: "train.jsonl, line 7"."""
 
-    def __init__(self, placed: Iterator[tuple[str, _R]]) -> None:
+    def __init__(self, records: Iterator[tuple[Place, _R]], name: str) -> None:
         self.place = ""
-        self._placed = placed
+        self._records, self._name = records, name
 
     def __next__(self) -> _R:
-        self.place, record = next(self._placed)
+        place, record = next(self._records)
+        self.place = f"{self._name}, {place}"
         return record
 
 
@@ -49,37 +69,58 @@ def place_of(records: Iterable[object], number: int) -> str:
     return records.place if isinstance(records, Records) else f"example {number}"
 
 
-def read(source: Source, name: str | None = None, most: int | None = None) -> Records[SupervisedRecord]:
-    """The first `most` records for supervised training, of a file or of dicts in the form of its lines.
+def read(
+    source: Source, name: str | None = None, most: int | None = None, limits: Limits = LIMITS
+) -> Records[SupervisedRecord]:
+    """The records for supervised training of a file, or of dicts in the form of its lines. With `most` only
+    the beginning is read: so many records, or those that were read within five seconds, 16 at least.
 
     `name` is the source's name in errors, by default the file's name or "data". Raises DataError, which lists
     the first invalid records, at most three, once the first of them is reached.
     """
-    return cast(Records[SupervisedRecord], _records(source, name, SUPERVISED, most))
+    return cast(Records[SupervisedRecord], _records(source, name, "supervised", most, limits))
 
 
 def read_preferences(
-    source: Source, name: str | None = None, most: int | None = None
+    source: Source, name: str | None = None, most: int | None = None, limits: Limits = LIMITS
 ) -> Records[PreferenceRecord]:
     """Preference pairs of a source, as `read` reads examples."""
-    return cast(Records[PreferenceRecord], _records(source, name, PREFERENCES, most))
+    return cast(Records[PreferenceRecord], _records(source, name, "preferences", most, limits))
 
 
 def read_labelled(
-    source: Source, name: str | None = None, most: int | None = None
+    source: Source, name: str | None = None, most: int | None = None, limits: Limits = LIMITS
 ) -> Records[LabelledRecord]:
     """Labelled completions of a source, as `read` reads examples."""
-    return cast(Records[LabelledRecord], _records(source, name, LABELLED, most))
+    return cast(Records[LabelledRecord], _records(source, name, "labelled", most, limits))
 
 
-def read_prompts(source: Source, name: str | None = None, most: int | None = None) -> Records[PromptRecord]:
+def read_prompts(
+    source: Source, name: str | None = None, most: int | None = None, limits: Limits = LIMITS
+) -> Records[PromptRecord]:
     """Prompts with references of a source, as `read` reads examples."""
-    return cast(Records[PromptRecord], _records(source, name, PROMPTS, most))
+    return cast(Records[PromptRecord], _records(source, name, "prompts", most, limits))
 
 
-def read_any(source: Source, name: str | None = None) -> Records[Record]:
+def read_any(source: Source, name: str | None = None, limits: Limits = LIMITS) -> Records[Record]:
     """Records of whichever kind the source has, as `read` reads examples."""
-    return _records(source, name, ANY, None)
+    return _records(source, name, "any", None, limits)
+
+
+def count(
+    path: Path, name: str, limits: Limits = LIMITS, cancellation: Cancellation | None = None
+) -> int:
+    """The number of records in a file, all of which are checked. Raises DataError; `cancellation` ends the
+    work, which raises it too."""
+    with _reader(path, name) as sandbox, (cancellation or Cancellation()).of(sandbox):
+        arguments = "count", str(path), name, None, asdict(limits)
+        return int(sandbox.call(*arguments, seconds=limits.most_seconds(size_of(path))))
+
+
+def read_rows(path: Path, name: str, limits: Limits = LIMITS) -> Iterator[dict[str, Any]]:
+    """Rows of a file or folder of columns, by column, whatever they hold. Raises DataError."""
+    for _, _, data in _streamed("rows", path, name, None, limits):
+        yield msgspec.msgpack.decode(data)
 
 
 def parse(value: object, formats: tuple[Format, ...] = SUPERVISED) -> Record:
@@ -89,76 +130,76 @@ def parse(value: object, formats: tuple[Format, ...] = SUPERVISED) -> Record:
     return found.read(value)
 
 
-class _Errors:
-    """The first errors of a source, which are raised together."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._found: list[str] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._found) >= _MOST_ERRORS
-
-    def add(self, place: Place, error: DataError) -> None:
-        self._found.append(f"{self._name}, {place}: {error}")
-
-    def with_those_of(self, values: Values) -> Values:
-        """The values up to an error of the whole source, which is raised unless records had errors before."""
-        try:
-            yield from values
-        except DataError as error:
-            if not self:
-                raise
-            self._found.append(str(error))
-
-    def error(self) -> DataError:
-        return DataError("\n".join(self._found))
-
-
 def _records(
-    source: Source, name: str | None, formats: tuple[Format, ...], most: int | None
+    source: Source, name: str | None, what: str, most: int | None, limits: Limits
 ) -> Records[Record]:
-    return Records(islice(_placed(source, name or _name_of(source), formats), most))
-
-
-def _placed(source: Source, name: str, formats: tuple[Format, ...]) -> Iterator[tuple[str, Record]]:
-    """Records of one format, the first one's, with their places."""
-    errors = _Errors(name)
-    first: tuple[Place, Format] | None = None
-    is_empty, looked = True, 0
-    for place, value in errors.with_those_of(_values(source, name, formats)):
-        is_empty = False
-        try:
-            if isinstance(value, DataError):
-                raise value
-            found = detect(value, formats)
-            first = first or (place, found)
-            if found.name != first[1].name:
-                raise DataError(f"expected {first[1].name}, as in {first[0]}; found {found.name}")
-            record = found.read(cast(Mapping[str, Any], value))
-        except DataError as error:
-            errors.add(place, error)
-        else:
-            if not errors:
-                yield f"{name}, {place}", record
-        looked += bool(errors)
-        if errors.is_full or looked > _LOOKED_AT:
-            break
-    if errors:
-        raise errors.error()
-    if is_empty:
-        raise DataError(f"{name}: expected at least one example; found none")
-
-
-def _values(source: Source, name: str, formats: tuple[Format, ...]) -> Values:
     if isinstance(source, str | Path):
-        return containers.values(Path(source), name, expected(formats))
-    return ((f"example {number}", value) for number, value in enumerate(source, 1))
+        path = Path(source)
+        name = name or path.name
+        found = _decoded(path, name, what, most, limits)
+    else:
+        name = name or "data"
+        values = ((f"example {number}", value) for number, value in enumerate(source, 1))
+        found = islice(placed(values, name, SETS[what], limits), most)
+    return Records(found if most is None else _timely(found), name)
 
 
-def _name_of(source: Source) -> str:
-    return Path(source).name if isinstance(source, str | Path) else "data"
+def _timely(records: Iterator[tuple[Place, Record]]) -> Iterator[tuple[Place, Record]]:
+    """The records that are asked for in time."""
+    until = time.monotonic() + _BEGINNING_SECONDS
+    for number, record in enumerate(records, 1):
+        yield record
+        if number >= _LEAST and time.monotonic() > until:
+            return
+
+
+def _decoded(
+    path: Path, name: str, what: str, most: int | None, limits: Limits
+) -> Iterator[tuple[Place, Record]]:
+    """Records that a sandbox reads."""
+    decoders = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
+    for place, kind, data in _streamed(what, path, name, most, limits):
+        yield place, decoders[kind].decode(data)
+
+
+def _streamed(what: str, path: Path, name: str, most: int | None, limits: Limits) -> Iterator["Item"]:
+    with _reader(path, name) as sandbox:
+        arguments = what, str(path), name, most, asdict(limits)
+        for batch in sandbox.stream(*arguments, seconds=limits.most_seconds(size_of(path))):
+            yield from batch
+
+
+@contextmanager
+def _reader(path: Path, name: str) -> Iterator[Sandbox]:
+    """A sandbox that reads the file or folder. Raises DataError where it cannot be read, also for what is
+    raised in the context."""
+    _check_there(path, name)
+    is_columns = has_columns(path)
+    try:
+        # A new process for columns, whose libraries keep memory.
+        with Sandbox(_CHILD, _MEMORY) if is_columns else _readers().lease() as sandbox:
+            yield sandbox
+    except LimitExceeded as error:
+        raise DataError(f"{name}: cannot be read: {error}") from error
+    except InternalError as error:
+        if not is_columns:
+            raise
+        raise DataError(f"{name}: cannot be read: its reader failed with {error}") from error
+
+
+def _check_there(path: Path, name: str) -> None:
+    if not path.exists():
+        raise DataError(f"{name}: cannot be read (No such file or directory)")
+    if path.is_dir() and not any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        raise DataError(
+            f"{name}: cannot be read (Is a directory, and not one that datasets.save_to_disk wrote: "
+            "state.json is missing)"
+        )
+    if has_columns(path) and find_spec("pyarrow") is None:
+        raise DataError(f"{name}: reading it needs pyarrow, which coserve[parquet] installs")
+
+
+@cache
+def _readers() -> SandboxPool:
+    """The readers of this process, which are kept for the next file."""
+    return SandboxPool(_CHILD, _READERS, _MEMORY)

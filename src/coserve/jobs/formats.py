@@ -321,6 +321,16 @@ ANY: Final = (
     Format("prompts with references", _is_graded_prompt, _prompt),
 )
 
+SETS: Final[Mapping[str, tuple[Format, ...]]] = {
+    "supervised": SUPERVISED,
+    "preferences": PREFERENCES,
+    "labelled": LABELLED,
+    "prompts": PROMPTS,
+    "any": ANY,
+}
+KINDS: Final[tuple[type[Record], ...]] = (
+    ChatRecord, CompletionRecord, TextRecord, PreferenceRecord, LabelledRecord, PromptRecord,
+)  # fmt: skip
 _IN_WORDS: Final = {
     SUPERVISED: '"messages", "conversations", "prompt" and "completion", "question" and "answer", '
     '"instruction" and "output", or "text"',

@@ -82,6 +82,11 @@ class Sandbox:
         finally:
             replies.close()
 
+    @property
+    def is_killed(self) -> bool:
+        """Tells whether it was ended for good."""
+        return self._killed
+
     def kill(self) -> None:
         """Ends the child at once, and for good; a call under way raises LimitExceeded."""
         with self._lock:
@@ -114,9 +119,11 @@ class Sandbox:
                     raise _error_of(reply)
                 if reply.kind == RESULT:
                     is_whole = True
+                given = time.monotonic()
                 yield reply.kind, reply.value
                 if is_whole:
                     return
+                until += time.monotonic() - given  # the caller's time is not the child's
         finally:
             if not is_whole:
                 self._end()
@@ -209,7 +216,7 @@ class Sandbox:
 
 
 def _too_long(seconds: float) -> str:
-    return f"it takes more than {seconds:g} s"
+    return f"it takes more than {seconds:.3g} s"
 
 
 def _error_of(reply: Returned) -> CoserveError:

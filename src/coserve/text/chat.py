@@ -2,7 +2,8 @@
 
 Templates with `{% generation %}` marks give the mask. For others, growing prefixes of the chat are rendered:
 the assistant's part is the text that its turn adds to the prefix with `add_generation_prompt`. Each rendered
-prefix must begin the next one; a template that rewrites earlier turns is refused.
+prefix must begin the next one; a template that rewrites earlier turns is refused. Templates are rendered in a
+sandbox (`rendering.py`), which bounds the time.
 
 Tools, and calls of them with their arguments as objects, are rendered by the template. One that leaves them
 out is refused, as is a tokenizer without a template.
@@ -13,25 +14,22 @@ in requests and in training, unless `allow_special_tokens`.
 """
 
 import re
-import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
-
-from transformers.utils.chat_template_utils import render_jinja_template
+from typing import Any, Final
 
 from coserve.errors import DataError
 from coserve.jobs.messages import Message, Tools
-from coserve.text.control import ControlTokens, control_tokens
+from coserve.text.control import Anchor, ControlTokens, control_tokens
+from coserve.text.rendering import Turns, render_marked, render_prefixes, render_request
+from coserve.text.templates import end_of
 from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens, token_ids
 
-Turns = Sequence[Mapping[str, Any]]
-Render = Callable[[Turns, bool], str]
 Encode = Callable[[str], list[int]]
-# transformers compiles a template once for all threads, and what was rendered last is noted in it.
-_RENDERING = threading.Lock()
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARKS: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MOST_AGAIN: Final = 2**25  # characters that are tokenized again to find where answers begin: 20 s, lock-free
 
 
 def plain_chat(turns: Turns, add_generation_prompt: bool) -> str:
@@ -66,9 +64,8 @@ def _encode_asked(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: bool
     if tokenizer.chat_template is None:
         _refuse_tools(turns, tools)
         return [*first_tokens(tokenizer), *encode(plain_chat(turns, True))]
-    with _refusals(control):
-        _check_tools(tokenizer, turns, tools)
-        return encode(_rendered(tokenizer, turns, True, tools))
+    with _shown(control):
+        return encode(render_request(tokenizer, turns, tools))
 
 
 def encode_chat(
@@ -88,18 +85,18 @@ def encode_chat(
     if tokenizer.chat_template is None:
         _refuse_tools(turns, tools)
         return _encode_plain(turns, learned, tokenizer, encode)
-    with _refusals(control):
-        _check_tools(tokenizer, turns, tools)
-        if tokenizer.is_fast and _MARKS.search(tokenizer.get_chat_template()):
+    with _shown(control):
+        if tokenizer.is_fast and _MARKS.search(tokenizer.get_chat_template(tools=list(tools) or None)):
+            text, marked = render_marked(tokenizer, turns, tools)
             if control is not None or not all(learned):
-                return _encode_marked_text(turns, learned, tokenizer, encode, tools)
-            tokens, mask = _encode_marked(turns, tokenizer, tools)
+                return _masked(text, _learned_spans(marked, turns, learned), tokenizer, encode)
+            tokens, mask = _encode_marked(text, marked, tokenizer)
             # transformers marks nothing where a stretch begins with a space that the tokenizer's offsets
             # leave out.
             if any(mask):
                 return tokens, mask
-        render: Render = partial(_rendered, tokenizer, tools=tools)
-        return _encode_prefixes(turns, learned, tokenizer, render, encode)
+        text, spans = render_prefixes(tokenizer, turns, learned, tools)
+        return _masked(text, spans, tokenizer, encode)
 
 
 def _turn(message: Message) -> dict[str, Any]:
@@ -124,25 +121,6 @@ def _refuse_tools(turns: Turns, tools: Tools) -> None:
     """Raises DataError for tools, or calls of them, where there is no template."""
     if tools or any("tool_calls" in turn for turn in turns):
         raise DataError("the tokenizer has no chat template, and only a template can render tools")
-
-
-def _check_tools(tokenizer: Tokenizer, turns: Turns, tools: Tools) -> None:
-    """Raises DataError where the template renders the same text without the tools or the calls of them."""
-    with_calls = any("tool_calls" in turn for turn in turns)
-    if not tools and not with_calls:
-        return
-    text = _rendered(tokenizer, turns, False, tools)
-    if tools and text == _rendered(tokenizer, turns, False):
-        raise DataError("the chat template leaves out tools, so they cannot be learned")
-    if not with_calls:
-        return
-    silent = [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in turns]
-    try:
-        other = _rendered(tokenizer, silent, False, tools)
-    except Exception:
-        return  # a template that misses them reads them
-    if text == other:
-        raise DataError('the chat template leaves out "tool_calls", so they cannot be learned')
 
 
 def _only_text(
@@ -186,65 +164,35 @@ def _encoder(tokenizer: Tokenizer, control: ControlTokens | None) -> Encode:
 
 
 @contextmanager
-def _refusals(control: ControlTokens | None) -> Iterator[None]:
-    """Turns a template's errors into DataError."""
+def _shown(control: ControlTokens | None) -> Iterator[None]:
+    """Has errors quote control tokens as they were spelled."""
     try:
         yield
-    except DataError:
-        raise
-    except Exception as error:
-        # A template is a program from the model's folder and raises what it likes, mostly a sentence on
-        # the roles it takes; all of it is about this chat.
-        reason = str(error) if control is None else control.show(str(error))
-        raise DataError(f"the chat template refuses this chat: {reason}") from error
+    except DataError as error:
+        if control is None:
+            raise
+        raise DataError(control.show(str(error))) from error
 
 
-def _rendered(tokenizer: Tokenizer, turns: Turns, add_generation_prompt: bool, tools: Tools = ()) -> str:
-    with _RENDERING:
-        text = tokenizer.apply_chat_template(
-            list(turns), tools=_given(tools), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    return str(text)
-
-
-def _given(tools: Tools) -> list[dict[str, Any]] | None:
-    """Tools as transformers takes them: templates ask whether there are any."""
-    return [dict(tool) for tool in tools] or None
-
-
-def _encode_marked(turns: Turns, tokenizer: Tokenizer, tools: Tools) -> tuple[list[int], list[bool]]:
-    with _RENDERING:
-        encoded = tokenizer.apply_chat_template(
-            list(turns),
-            tools=_given(tools),
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-        )
-    mask = [bool(mark) for mark in encoded["assistant_masks"]]
+def _encode_marked(
+    text: str, spans: Iterable[tuple[int, int]], tokenizer: Tokenizer
+) -> tuple[list[int], list[bool]]:
+    """The tokens of a chat, and whether each is within the given spans, as transformers' mask has it."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    tokens = list(encoded["input_ids"])
+    mask = [False] * len(tokens)
+    for start, end in spans:
+        first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
+        if first is None:
+            break
+        for i in range(first, last + 1 if last else len(tokens)):
+            mask[i] = True
     # A character can take several tokens, and transformers marks only the first of the last character's;
     # the others begin inside the text of the one before.
     places = encoded["offset_mapping"]
     for i in range(1, len(mask)):
         mask[i] = mask[i] or (mask[i - 1] and places[i][0] < places[i - 1][1])
-    return list(encoded["input_ids"]), mask
-
-
-def _encode_marked_text(
-    turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer, encode: Encode, tools: Tools
-) -> tuple[list[int], list[bool]]:
-    """`_encode_marked` for contents with stand-ins, for which the tokenizer's offsets are wrong, and for
-    chats of which some turns are not learned."""
-    with _RENDERING:
-        texts, spans = render_jinja_template(
-            [list(turns)],
-            tools=_given(tools),
-            chat_template=tokenizer.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-    return _masked(texts[0], _learned_spans(spans[0], turns, learned), encode)
+    return tokens, mask
 
 
 def _learned_spans(
@@ -265,49 +213,49 @@ def _learned_spans(
 def _encode_plain(
     turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer, encode: Encode
 ) -> tuple[list[int], list[bool]]:
-    tokens, mask = _encode_prefixes(turns, learned, tokenizer, plain_chat, encode)
+    tokens, mask = _masked(plain_chat(turns, False), _plain_spans(turns, learned, tokenizer), tokenizer, encode)
     first = first_tokens(tokenizer)
     # Only the end of the chat is an end of text; earlier turns end with their line.
     last = last_tokens(tokenizer) if turns[-1]["role"] == "assistant" else []
     return [*first, *tokens, *last], [*[False] * len(first), *mask, *[learned[-1]] * len(last)]
 
 
-def _encode_prefixes(
-    turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer, render: Render, encode: Encode
+def _plain_spans(
+    turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer
+) -> Iterator[tuple[int, int]]:
+    """Spans in `plain_chat` of the assistant's turns that are learned."""
+    start = 0
+    for turn, wanted in zip(turns, learned, strict=True):
+        text = plain_chat([turn], False)
+        if turn["role"] == "assistant" and wanted:
+            yield start + len(plain_chat([], True)), start + end_of(text, tokenizer.eos_token)
+        start += len(text)
+
+
+def _masked(
+    text: str, spans: Iterable[tuple[int, int]], tokenizer: Tokenizer, encode: Encode
 ) -> tuple[list[int], list[bool]]:
-    text = render(turns, False)
-    return _masked(text, _spans(turns, learned, text, render, tokenizer.eos_token), encode)
-
-
-def _masked(text: str, spans: Iterable[tuple[int, int]], encode: Encode) -> tuple[list[int], list[bool]]:
     """The tokens of a chat, and whether each is within the given spans of its text."""
     tokens = encode(text)
     mask = [False] * len(tokens)
-    for start, end in spans:
+    anchors = [Anchor(0, 0, 0), *control_tokens(tokenizer).anchors(text, tokens)]
+    again = 0
+    for span in spans:
+        borders = []
+        for place in span:
+            last = anchors[bisect_right(anchors, place, key=lambda anchor: anchor.end) - 1]
+            again += place - last.start
+            if again > _MOST_AGAIN:
+                raise DataError(
+                    f"this chat of {len(text)} characters has more answers than can be told apart, as its "
+                    "template has no control tokens between them: split it"
+                )
+            before = encode(text[last.start : place])
+            there = tokens[last.index : last.index + len(before)]
+            borders.append(last.index + _common(there, before))
         # A token that straddles the start counts as the assistant's: it holds the answer's first letters.
-        first, last = (_common(tokens, encode(text[:border])) for border in (start, end))
-        mask[first:last] = [True] * (last - first)
+        mask[borders[0] : borders[1]] = [True] * (borders[1] - borders[0])
     return tokens, mask
-
-
-def _spans(
-    turns: Turns, learned: Sequence[bool], text: str, render: Render, eos: str | None
-) -> Iterator[tuple[int, int]]:
-    """Spans (start, end) in `text` of the assistant's turns that are learned, in characters, end-of-turn
-    marks included."""
-    for i, turn in enumerate(turns):
-        if turn["role"] != "assistant" or not learned[i]:
-            continue
-        asked, answered = render(turns[:i], True), render(turns[: i + 1], False)
-        if not (text.startswith(answered) and answered.startswith(asked)):
-            raise DataError(
-                f"the chat template renders message {i + 1} differently once more of the chat follows, so "
-                "the assistant's tokens cannot be told apart; mark them with {% generation %} in the template"
-            )
-        end = len(answered)
-        if eos and answered.rstrip().endswith(eos):
-            end = len(answered.rstrip())  # an answer is over with its end mark: no one samples the line break
-        yield len(asked), end
 
 
 def _common(one: list[int], two: list[int]) -> int:

@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken
@@ -31,6 +31,15 @@ _UNASSIGNED: Final = "\u0378"
 
 def _secret() -> str:
     return "".join(chr(secrets.choice(_SECRET)) for _ in range(8))
+
+
+class Anchor(NamedTuple):
+    """A control token in a text, from character `start` to `end`, which is token `index` of it. Tokenizers
+    cut a text at control tokens, so from there on it has the same tokens with or without what is before."""
+
+    start: int
+    end: int
+    index: int
 
 
 class ControlTokens:
@@ -91,6 +100,22 @@ class ControlTokens:
     def text_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; text that spells a control token is plain text."""
         return self.ids(self.hide(text), add_special_tokens)
+
+    def anchors(self, text: str, ids: list[int]) -> list[Anchor]:
+        """The control tokens in a text that has these token ids, in order; none where it is not clear which
+        token is which, or one takes up the white space around it."""
+        if self._pattern is None:
+            return []
+        found = list(self._pattern.finditer(text))
+        places = [(index, id) for index, id in enumerate(ids) if id in self._special]
+        if [match[0] for match in found] != [self._special[id].content for _, id in places]:
+            return []
+        if any(token.lstrip or token.rstrip or token.single_word for token in self._special.values()):
+            return []
+        return [
+            Anchor(match.start(), match.end(), index)
+            for match, (index, _) in zip(found, places, strict=True)
+        ]
 
     def prepare(self) -> None:
         """Makes the copy of the tokenizer in advance: a second for a vocabulary of 128,000."""

@@ -1,14 +1,17 @@
 """Text and tokens of one model outside training: used by the engine and the server."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from coserve.errors import ConfigError
+from coserve.errors import ConfigError, DataError
 from coserve.text.chat import encode_request
 from coserve.text.control import control_tokens
 from coserve.text.detokenize import TextStream
 from coserve.text.token_bytes import TokenBytes
 from coserve.text.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 class Text:
@@ -30,10 +33,15 @@ class Text:
         return cls(load_tokenizer(model), allow_special_tokens)
 
     def prepare(self) -> None:
-        """Builds the tokenizer copy that texts with spelled control tokens need: a second for large
-        vocabularies."""
+        """Builds the tokenizer copy that texts with spelled control tokens need (a second for large
+        vocabularies), and starts the sandbox that renders chats. A template that takes too long is logged."""
         if not self.allow_special_tokens:
             control_tokens(self.tokenizer).prepare()
+        if self.tokenizer.chat_template is not None:
+            try:
+                self.chat([{"role": "user", "content": "Hello"}])
+            except DataError as error:  # it may take other chats
+                _log.warning("a chat of one message cannot be answered: %s", error)
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Token ids of a prompt, with the beginning-of-text token where the tokenizer puts one.

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs import columns
-from coserve.jobs.columns import column_rows
-from coserve.jobs.datasets import read
+from coserve.jobs import datasets
+from coserve.jobs.datasets import read, read_rows
+from coserve.jobs.limits import Limits
+from coserve.sandbox import process
 
 # A module in pyarrow's place, so that the child does what a hostile file could make a parser do.
 FAKE = """
@@ -23,12 +24,13 @@ class Schema:
     names = ["text"]
 class ParquetFile:
     schema_arrow = Schema()
+    class metadata:
+        num_rows = 71
     def __init__(self, path, **options): pass
     def iter_batches(self, **options):
         yield Batch([{"text": "fine", "none": None}] * 70)
         %s
 """
-ROWS = 10 * 2**20, 2**30
 
 
 @pytest.fixture
@@ -48,59 +50,64 @@ def does(parser: Path, code: str) -> Path:
 
 
 def test_rows_have_no_columns_without_values(parser: Path) -> None:
-    rows = list(column_rows(does(parser, "yield Batch([{'text': b'x'}])"), "a", *ROWS))
-    assert rows[0] == ("row 1", {"text": "fine"}) and rows[70] == ("row 71", {"text": "eA=="})
+    rows = list(read_rows(does(parser, "yield Batch([{'text': b'x'}])"), "a"))
+    assert rows[0] == {"text": "fine"} and rows[70] == {"text": "eA=="}
     assert len(list(read(does(parser, "pass")))) == 70
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("os.abort()", "its reader ended with signal 6"),
-        ("os._exit(7)", "its reader ended with status 7"),
-        ("bytearray(200 * 2**20)", "expected to take at most "),
+        ("os.abort()", "its process ended with signal 6"),
+        ("os._exit(7)", "its process ended with status 7"),
+        ("bytearray(300 * 2**20)", "cannot be read: it takes more than 200 MiB"),
         (
             "raise ValueError('Couldn\\'t  deserialize\\nthrift')",
             "cannot be read: Couldn't deserialize thrift",
         ),
-        ("raise RuntimeError('x')", "its reader ended with status 1"),
+        ("raise RuntimeError('x')", "its reader failed with RuntimeError: x"),
         ("raise OSError('Corrupt snappy')", "cannot be read: Corrupt snappy"),
-        ("while True: pass", "its reader ended with signal 9"),
+        ("while True: pass", "it takes more than 1 s"),
         ("open('out', 'wb').write(bytes(10**6))", "cannot be read: "),
         ("yield Batch([{'text': '\\ud800'}])", "cannot be read: "),
-        ("sys.stderr.write('x' * 10**5)", ""),
+        ("sys.stderr.write('x' * 10**5); os._exit(3)", "its process ended with status 3"),
     ],
 )
 def test_a_reader_that_fails_is_an_error_of_the_file(
     parser: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
 ) -> None:
-    monkeypatch.setattr(columns, "_SECONDS", 1)
-    monkeypatch.setattr(columns, "MEMORY", 200 * 2**20)
+    monkeypatch.setattr(datasets, "_MEMORY", 200 * 2**20)
     monkeypatch.chdir(parser)
-    rows = column_rows(does(parser, code), "a", *ROWS)
-    assert [next(rows) for _ in range(70)][69] == ("row 70", {"text": "fine"})
+    limits = Limits(seconds=1.0)
     with pytest.raises(DataError) as caught:
-        list(rows)
-    assert str(caught.value).startswith("a: ") and said in str(caught.value)
+        list(read_rows(does(parser, code), "a", limits))
+    assert str(caught.value).startswith("a") and said in str(caught.value)
     assert len(str(caught.value)) < 1200
 
 
 def test_rows_and_files_have_bounds(parser: Path) -> None:
+    one = does(parser, "yield Batch([{'text': 'x' * 1000}])")
     with pytest.raises(DataError, match=r"^a, row 71: expected at most 1000 bytes$"):
-        list(column_rows(does(parser, "yield Batch([{'text': 'x' * 1000}])"), "a", 1000, 2**30))
+        list(read_rows(one, "a", Limits(longest=1000)))
     endless = does(parser, "while True: yield Batch([{'text': 'x' * 100}])")
     with pytest.raises(DataError, match=r"^a, row \d+: expected to unpack to at most 5000 bytes$"):
-        list(column_rows(endless, "a", 1000, 5000))
+        list(read_rows(endless, "a", Limits(unpacked=5000)))
+    with pytest.raises(DataError, match=r"^a, row 1005: expected at most 1004 rows$"):
+        list(read_rows(endless, "a", Limits(few_rows=1000)))
+    with pytest.raises(DataError, match=r"^a: expected at most 24 rows; found 71$"):
+        list(read_rows(one, "a", Limits(few_rows=20)))
+    with pytest.raises(DataError, match=r"^a: expected at most 0 columns; found 1$"):
+        list(read_rows(one, "a", Limits(columns=0)))
 
 
 def test_a_reader_ends_with_its_caller_and_knows_no_keys(
     parser: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    row = "{'text': str(os.getpid()), 'key': os.environ.get('OPENAI_API_KEY')}"
+    row = "{'text': str(os.getpid()), 'key': os.environ.get('OPENAI_API_KEY'), 'long': 'x' * 10**6}"
     told = does(parser, f"yield Batch([{row}] * 9)\n        time.sleep(100)")
-    rows = column_rows(told, "a", *ROWS)
-    found = [next(rows)[1] for _ in range(71)][70]
+    rows = read_rows(told, "a")
+    found = [next(rows) for _ in range(71)][70]
     assert "key" not in found
     rows.close()
     with pytest.raises(ProcessLookupError):
@@ -108,11 +115,11 @@ def test_a_reader_ends_with_its_caller_and_knows_no_keys(
 
 
 def test_a_reader_that_never_ends_is_ended(parser: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "_ENDS_WITHIN", 0.3)
+    monkeypatch.setattr(process, "_WALL_LEAST", 0.3)
     start = time.monotonic()
-    path = does(parser, "os.close(1); time.sleep(100)")
-    with pytest.raises(DataError, match="its reader ended with status 5"):
-        list(column_rows(path, "a", *ROWS))
+    path = does(parser, "time.sleep(100)")
+    with pytest.raises(DataError, match=r"it takes more than 0\.01 s"):
+        list(read_rows(path, "a", Limits(seconds=0.01)))
     assert time.monotonic() - start < 30
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs import containers
 from coserve.jobs.containers import suffix_of, values
 from coserve.jobs.datasets import read, read_preferences
 from coserve.jobs.formats import ChatRecord, CompletionRecord, TextRecord
+from coserve.jobs.limits import LIMITS, Limits
 from coserve.jobs.messages import Message
 
 LINES = b'{"text": "one"}\n\n{"text": "two"}\n'
@@ -72,19 +72,31 @@ def test_a_damaged_archive_is_refused(tmp_path: Path, data: bytes, said: str) ->
     assert str(caught.value).startswith("a.jsonl.gz: expected ")
 
 
-def test_what_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_unpacks_without_end_is_refused(tmp_path: Path) -> None:
     text = b'{"text": "one"}\n' * 100_000  # 1.6 MB, 300 times its packed size
     path = put(tmp_path, "a.jsonl.gz", gzip.compress(text, mtime=0))
-    assert sum(1 for _ in values(path, "a", "x")) == 100_000
-    monkeypatch.setattr(containers, "_ALWAYS", 1000)
+    assert sum(1 for _ in values(path, "a", "x", LIMITS)) == 100_000
     most = 100 * path.stat().st_size
     with pytest.raises(
         DataError, match=rf"^a, line {most // 16 + 1}: expected to unpack to at most {most} bytes$"
     ):
-        list(values(path, "a", "x"))
-    monkeypatch.setattr(containers, "MOST_UNPACKED", 800)
+        list(values(path, "a", "x", Limits(always=1000)))
     with pytest.raises(DataError, match=r"^a, line 51: expected to unpack to at most 800 bytes$"):
-        list(values(path, "a", "x"))
+        list(values(path, "a", "x", Limits(unpacked=800)))
+
+
+def test_lines_and_columns_have_bounds(tmp_path: Path) -> None:
+    path = put(tmp_path, "a.jsonl", LINES)
+    assert len(list(read(path, limits=Limits(rows=3)))) == 2
+    with pytest.raises(DataError, match=r"^a.jsonl, line 3: expected at most 2 lines$"):
+        list(read(path, limits=Limits(rows=2)))
+    newlines = put(tmp_path, "b.txt.gz", gzip.compress(b"\n" * 2**24, mtime=0))  # 16 KiB
+    most = 100_000 + newlines.stat().st_size
+    with pytest.raises(DataError, match=rf"^b.txt.gz, line {most + 1}: expected at most {most} lines$"):
+        list(read(newlines))
+    wide = put(tmp_path, "c.csv", ",".join(map(str, range(40_000))).encode() + b"\n")
+    with pytest.raises(DataError, match=r"^c.csv, line 1: expected at most 1000 columns; found 40000$"):
+        list(read(wide))
 
 
 def test_a_row_of_a_table_is_a_record(tmp_path: Path) -> None:
@@ -129,11 +141,10 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, data: bytes, said: s
     assert str(caught.value).startswith(f"a.csv, {said}")
 
 
-def test_a_row_of_endless_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(containers, "LONGEST", 1000)
+def test_a_row_of_endless_lines_is_refused(tmp_path: Path) -> None:
     row = b",".join([b'"' + b"a\n" * 100 + b'"'] * 5)
     path = put(tmp_path, "a.csv", b"a,b,c,d,e\n" + row + b"\n")
     with pytest.raises(DataError, match=r"^a.csv, line \d+: expected a row of at most 1000 characters$"):
-        list(read(path))
+        list(read(path, limits=Limits(longest=1000)))
     many: Any = b"text\n" + b"one\n" * 5000  # of rows there may be any number
     assert len(list(read(put(tmp_path, "b.csv", many)))) == 5000

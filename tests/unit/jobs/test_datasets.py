@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs import containers
+from coserve.jobs import datasets
 from coserve.jobs.datasets import parse, read, read_any, read_labelled, read_preferences, read_prompts
 from coserve.jobs.formats import (
     ChatRecord,
@@ -19,6 +19,7 @@ from coserve.jobs.formats import (
     Record,
     TextRecord,
 )
+from coserve.jobs.limits import Limits
 from coserve.jobs.messages import Message
 
 Write = Callable[..., Path]
@@ -283,12 +284,36 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         ("a.txt", b"a\n\n" + b"0123456789\n" * 6, "a.txt, line 8: expected a blank line"),
     ],
 )
-def test_nothing_is_read_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes, said: str
-) -> None:
-    monkeypatch.setattr(containers, "LONGEST", 50)
+def test_nothing_is_read_as_a_whole(tmp_path: Path, name: str, data: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=said):
-        list(read(tmp_path / name))
-    monkeypatch.setattr(containers, "LONGEST", 200)
-    assert len(list(read(tmp_path / name))) == 2
+        list(read(tmp_path / name, limits=Limits(longest=50)))
+    assert len(list(read(tmp_path / name, limits=Limits(longest=200)))) == 2
+
+
+def test_a_record_has_bounds() -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    cases = {
+        "messages": {"messages": turns * 2},
+        "conversations": {"conversations": turns * 2},
+        "history": {"instruction": "a", "output": "b", "history": [["a", "b"]] * 4},
+    }
+    for key, record in cases.items():
+        with pytest.raises(DataError, match=f'at most 3 messages in "{key}"; found 4: .*max_chat_turns'):
+            list(read([record], limits=Limits(turns=3)))
+    pair = {"input": {"messages": turns * 2}, "preferred_output": turns[1:], "non_preferred_output": turns[1:]}
+    with pytest.raises(DataError, match=r'at most 3 messages in "messages"; found 4'):
+        list(read_preferences([pair], limits=Limits(turns=3)))
+    assert len(list(read([{"messages": turns}], limits=Limits(turns=2, values=8, characters=20)))) == 1
+    with pytest.raises(DataError, match="at most 7 values in a record"):
+        list(read([{"messages": turns}], limits=Limits(values=7)))
+    with pytest.raises(DataError, match=r"at most 19 characters in a record; found 20: .*max_text_char"):
+        list(read([{"messages": turns}], limits=Limits(characters=19)))
+
+
+def test_a_beginning_is_read_for_some_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\n\n" * 1000)
+    assert len(list(read(tmp_path / "a.txt", most=500))) == 500
+    monkeypatch.setattr(datasets, "_BEGINNING_SECONDS", 0.0)
+    assert len(list(read(tmp_path / "a.txt", most=500))) == 16
+    assert len(list(read(tmp_path / "a.txt"))) == 1000

@@ -94,7 +94,7 @@ def call(**function: Any) -> dict[str, Any]:
         (call(arguments="[1]"), 'expected "tool_calls[0].function.arguments" to be an object; found a list'),
         (call(arguments={"x": "\ud800"}), 'expected "tool_calls[0].function" to hold JSON'),
         (call(arguments={"x": nested(MOST_NESTED)}), f"to be nested {MOST_NESTED} deep at most"),
-        (call(arguments={"x": nested(100_000)}), f"to be nested {MOST_NESTED} deep at most"),
+        (call(arguments={"x": nested(50_000)}), f"to be nested {MOST_NESTED} deep at most"),
         (chat(assistant(tool_call_id="c1")), """"tool_call_id" at the role "tool" only; found it"""),
         (chat(assistant(), tools=[TOOL], functions=[WEATHER]), 'expected "tools" or "functions"'),
         (chat(assistant(), tools={"a": 1}), 'expected "tools" to be a list of objects; found an object'),

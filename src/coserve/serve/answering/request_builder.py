@@ -28,6 +28,7 @@ from coserve.serve.errors import ApiError
 from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from coserve.serve.schema.common import MOST_TOKEN_ID, Generation, JsonObject, Tier
 from coserve.serve.schema.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from coserve.serve.offload import Offload
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
 from coserve.wire.messages import Hello
@@ -126,7 +127,13 @@ class RequestBuilder:
         turns = [{"role": message.role, "content": message.text} for message in body.messages]
         length = sum(len(turn["content"]) for turn in turns)
         self._check_length(length)
-        prompt = await self._tokens(self.state.text.chat, turns, length + _TURN * len(turns))
+        if len(turns) > (most := self.state.settings.engine.max_chat_turns):
+            message = f"A chat may have {most} messages (engine.max_chat_turns), not {len(turns)}."
+            raise ApiError(400, message, param="messages", code="invalid_value")
+        # Its template runs in a sandbox, which a thread waits for.
+        is_long = length + _TURN * len(turns) >= _LONG
+        beside = self.state.prompts if is_long else self.state.chats
+        prompt = await self._tokens(self.state.text.chat, turns, beside)
         grammar = await self._grammar(body)
         sampling = _sampling(body, (body.top_logprobs or 0) if body.logprobs else None, None, grammar)
         size = RequestSize(
@@ -160,7 +167,9 @@ class RequestBuilder:
             tokens = (
                 tuple(prompt)
                 if isinstance(prompt, list)
-                else await self._tokens(self.state.text.encode, prompt, len(prompt))
+                else await self._tokens(
+                    self.state.text.encode, prompt, self.state.prompts if len(prompt) >= _LONG else None
+                )
             )
             request_cost(replace(size, prompts=(len(tokens),)), limits)
             prompts.append(tokens)
@@ -226,12 +235,14 @@ class RequestBuilder:
             )
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
-    async def _tokens(self, encode: Callable[[T], Sequence[int]], prompt: T, length: int) -> tuple[int, ...]:
-        """Tokenizes a prompt; long ones on a thread."""
+    async def _tokens(
+        self, encode: Callable[[T], Sequence[int]], prompt: T, beside: Offload | None
+    ) -> tuple[int, ...]:
+        """Tokenizes a prompt, on a thread of `beside` where that is given."""
         try:
-            if length < _LONG:
+            if beside is None:
                 return tuple(encode(prompt))
-            return tuple(await self.state.prompts.run(self.tenant.id, encode, prompt))
+            return tuple(await beside.run(self.tenant.id, encode, prompt))
         except DataError as error:
             param = "prompt" if isinstance(prompt, str) else "messages"
             raise ApiError(400, str(error), param=param, code="invalid_value") from error

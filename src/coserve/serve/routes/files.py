@@ -12,8 +12,11 @@ from fastapi.responses import FileResponse
 from coserve.errors import DataError, QuotaExceeded
 from coserve.jobs import datasets
 from coserve.jobs.containers import suffix_of
+from coserve.jobs.limits import limits_of
+from coserve.sandbox.pool import Cancellation
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.streams import ClientGone, unless_gone
 from coserve.serve.http.uploads import Upload
 from coserve.serve.schema.files import UPLOAD, FileDeleted, FileList, FileObject, Purpose
 from coserve.serve.state import Shared, State
@@ -37,7 +40,7 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         file = _described(upload, id, caller)
         path = state.store.file_path(file)
         upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
-        file = replace(file, examples=await state.data.run(caller.id, _count, upload.path, file.filename))
+        file = replace(file, examples=await _count(request, state, caller, upload.path, file.filename))
         await asyncio.to_thread(settle, upload.path, path)
     finally:
         upload.path.unlink(missing_ok=True)
@@ -127,10 +130,18 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
     return File(id, tenant.id, filename, purpose, upload.bytes, int(time.time()), suffix_of(filename))
 
 
-def _count(path: Path, name: str) -> int:
-    """Counts the examples of a file. Raises ApiError 400, naming the first invalid line."""
+async def _count(request: Request, state: State, tenant: Tenant, path: Path, name: str) -> int:
+    """Counts the examples of a file, all of which are read; that ends once the client disconnects. Raises
+    ApiError 400, naming the first invalid line."""
+    cancellation = Cancellation()
+    limits = limits_of(state.settings.engine)
+    work = state.data.run(
+        tenant.id, datasets.count, path, name, limits, cancellation, cancellation=cancellation
+    )
     try:
-        return sum(1 for _ in datasets.read_any(path, name))
+        return await unless_gone(request.receive, work)
+    except ClientGone as error:
+        raise ApiError(400, "The client left before its file was read.") from error
     except DataError as error:
         raise ApiError(400, str(error), param="file", code="invalid_file") from error
 

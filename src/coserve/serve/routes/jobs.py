@@ -89,7 +89,8 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         start_from=model.key,
     )
     async with origins_of(state.catalog, state.store, job, model, teacher):
-        await _check_job(state, job)
+        async with state.checks.of(caller.id):
+            await _check_job(state, job)
         job = await state.job_controller.submit(job)
     return _shown(state, job)
 

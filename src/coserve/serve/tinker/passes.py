@@ -16,7 +16,7 @@ from coserve.serve.tinker.protocol import message_class, parse
 from coserve.serve.tinker.sampled import packed, unpacked
 
 MOST_DATA: Final = 4096  # of one pass; clients send at most `fwdbwd_max_chunk_len` of them
-_MOST_MESSAGES: Final = 20 * MOST_DATA
+_MOST_PARTS: Final = 80 * MOST_DATA  # of a body: 0.5 s to count
 _WINDOW_LOG: Final = 23  # of zstd: a frame may want 8 MiB of memory
 _FLOAT32, _INT64, _INT32 = 1, 2, 3  # of the enumeration DType
 _CODES: Final = {_FLOAT32: "f", _INT64: "q", _INT32: "i"}
@@ -45,7 +45,7 @@ def read_pass(body: bytes, encoding: str) -> PassRequest:
     if encoding not in ("", "identity", "zstd"):
         raise DataError(f"bodies are sent as they are or with Content-Encoding zstd, not {encoding!r}")
     plain = _decompressed(body) if encoding == "zstd" else body
-    message = parse("ForwardBackwardRequest", plain, _MOST_MESSAGES)
+    message = parse("ForwardBackwardRequest", plain, _MOST_PARTS)
     if not message.model_id or message.seq_id < 1:
         raise DataError("a pass needs a model_id, and a seq_id of at least 1")
     data: tuple[Datum, ...] = ()

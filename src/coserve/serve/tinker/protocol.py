@@ -1,5 +1,4 @@
-"""Protobuf messages of the `tinker` client (package `tinker_public`), and a bound on what parsing one
-allocates.
+"""Protobuf messages of the `tinker` client (package `tinker_public`), and a bound on what parsing one takes.
 
 The descriptors live in a pool of their own, so that a process may also import the client, whose generated
 module registers the same names in protobuf's default pool.
@@ -14,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from coserve.errors import DataError
 
 PACKAGE: Final = "tinker_public"
+_MESSAGE: Final = 4  # parts that an inner message counts as, for its time and memory
 _Field = descriptor_pb2.FieldDescriptorProto
 _SCALARS: Final = {
     "double": _Field.TYPE_DOUBLE,
@@ -168,13 +168,13 @@ def message_class(name: str) -> Any:
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
-def parse(name: str, data: bytes, most_messages: int) -> Any:
-    """Parses a message. Raises DataError for a malformed one, and for one of more than `most_messages`
-    messages in all, itself and map entries included: an empty one takes two bytes in `data` and some hundred
-    in memory."""
+def parse(name: str, data: bytes, most_parts: int) -> Any:
+    """Parses a message. Raises DataError for a malformed one, and for one of more than `most_parts`: all
+    fields, known or not, of which an inner message or map entry counts `_MESSAGE`. An empty one takes two
+    bytes in `data` and some hundred in memory."""
     kind = _POOL.FindMessageTypeByName(f"{PACKAGE}.{name}")
-    if _count(kind, memoryview(data), most_messages) > most_messages:
-        raise DataError(f"the protobuf message has more than {most_messages} parts; send less at a time")
+    if _count(kind, memoryview(data), most_parts) > most_parts:
+        raise DataError(f"the protobuf message has more than {most_parts} parts; send less at a time")
     message: Message = message_class(name)()
     try:
         message.ParseFromString(data)
@@ -184,15 +184,15 @@ def parse(name: str, data: bytes, most_messages: int) -> Any:
 
 
 def _count(kind: Any, data: memoryview, most: int) -> int:
-    """Messages in `data`, which is one of type `kind`; stops counting beyond `most`. Depth is that of the
+    """Parts of `data`, which is a message of type `kind`; stops counting beyond `most`. Depth is that of the
     schema, which is not recursive."""
-    count, place, inner = (
-        1,
-        0,
-        {field.number: field.message_type for field in kind.fields if field.message_type},
-    )
+    count = place = 0
+    inner = {field.number: field.message_type for field in kind.fields if field.message_type}
     while place < len(data) and count <= most:
         tag, place = _varint(data, place)
+        count += 1
+        if not tag >> 3:  # no field has this number
+            raise _malformed()
         match tag & 7:
             case 0:
                 _, place = _varint(data, place)
@@ -204,6 +204,7 @@ def _count(kind: Any, data: memoryview, most: int) -> int:
                     raise _malformed()
                 part = inner.get(tag >> 3)
                 if part is not None:
+                    count += _MESSAGE - 1
                     count += _count(part, data[place : place + size], most - count)
                 place += size
             case 5:

@@ -12,18 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final, Protocol
 
-import jsonschema_rs
-
-from coserve.adapters.patterns import check_patterns, full_matches
-from coserve.errors import AdapterError, ConfigError, JobError
+from coserve.errors import ConfigError, JobError
+from coserve.train.grading.judging import accepts, check_program
 from coserve.train.grading.template import ANSWER, Template
 
 _OPERATIONS: Final = ("eq", "ne", "like", "ilike")
 _MOST_SCHEMA: Final = 1 << 16  # characters
 _DEEPEST: Final = 64  # levels of a schema
-_PROGRAM: Final = 1 << 18  # bytes of a pattern's program in a schema
 MOST_NESTED: Final = 16  # graders of a grader
-_MOST_PATTERNS: Final = 32  # of a schema: they are compiled under the interpreter's lock
+_MOST_PATTERNS: Final = 32  # of a schema
 _REFERENCES: Final = frozenset({"$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id"})
 _REFUSED: Final[Mapping[str, str]] = {
     "python": "it would run a tenant's code in the engine's process: use the type http, or PythonGrader in "
@@ -91,8 +88,8 @@ class StringCheckGrader:
 
 @dataclass(frozen=True)
 class RegexGrader:
-    """1 if `pattern` matches all of `input`, else 0. It is matched in linear time by RE2
-    (`adapters.patterns`); `(?s).*` before and after it finds it anywhere."""
+    """1 if `pattern` matches all of `input`, else 0. It is matched in linear time by RE2, in a sandbox;
+    `(?s).*` before and after it finds it anywhere."""
 
     type: ClassVar[str] = "regex"
     pattern: str
@@ -103,10 +100,7 @@ class RegexGrader:
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str):
             raise ConfigError("the grader's pattern must be a text")
-        try:
-            check_patterns("grader.pattern", (self.pattern,))
-        except AdapterError as error:
-            raise ConfigError(str(error)) from error
+        check_program(self.type, self.pattern)
         object.__setattr__(self, "_template", Template(self.input, "the grader's input"))
 
     def check(self, item: Mapping[str, Any]) -> None:
@@ -116,7 +110,7 @@ class RegexGrader:
     def grade(self, answer: str, item: Mapping[str, Any]) -> float:
         """See `Grader`."""
         text = self._template.render(answer, item).encode(errors="replace").decode()
-        return float(bool(full_matches("grader.pattern", self.pattern, (text,))))
+        return float(accepts(self.type, self.pattern, text))
 
 
 @dataclass(frozen=True)
@@ -125,13 +119,13 @@ class JsonSchemaGrader:
 
     A schema refers to no other one: `$ref` would let it call itself without end, or ask other hosts. It has
     no `unevaluatedProperties`: each evaluates what is within once more, so thirty levels of them take
-    days. And it has few regular expressions: all of this is computed under the interpreter's lock.
+    days. And it has few regular expressions. Answers are judged in a sandbox.
     """
 
     type: ClassVar[str] = "json_schema"
     schema: Mapping[str, Any]
     name: str = ""
-    _validator: Any = field(init=False, repr=False, compare=False)
+    _text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.schema, Mapping):
@@ -144,22 +138,15 @@ class JsonSchemaGrader:
         text = json.dumps(self.schema)
         if len(text) > _MOST_SCHEMA:
             raise ConfigError(f"the grader's schema may have {_MOST_SCHEMA} characters, not {len(text)}")
-        linear = jsonschema_rs.RegexOptions(size_limit=_PROGRAM, dfa_size_limit=_PROGRAM)
-        try:
-            found = jsonschema_rs.validator_for(json.loads(text), pattern_options=linear, offline=True)
-        except (ValueError, jsonschema_rs.ValidationError) as error:
-            raise ConfigError(f"the grader's schema cannot be used: {str(error)[:200]}") from error
-        object.__setattr__(self, "_validator", found)
+        check_program(self.type, text)
+        object.__setattr__(self, "_text", text)
 
     def check(self, item: Mapping[str, Any]) -> None:
         """See `Grader`."""
 
     def grade(self, answer: str, item: Mapping[str, Any]) -> float:
         """See `Grader`."""
-        try:
-            return float(self._validator.is_valid(json.loads(answer)))
-        except (ValueError, RecursionError):
-            return 0.0
+        return float(accepts(self.type, self._text, answer.encode(errors="replace").decode()))
 
 
 @dataclass(frozen=True)

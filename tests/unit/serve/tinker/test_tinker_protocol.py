@@ -94,6 +94,11 @@ def test_parts_are_counted_before_they_are_made() -> None:
     for _ in range(10):
         message.data.add().model_input.add().encoded_text.tokens = struct.pack("<i", 1)
     body = message.SerializeToString()
-    assert len(protocol.parse("ForwardBackwardRequest", body, 31).data) == 10
-    with pytest.raises(DataError, match="more than 30 parts"):
-        protocol.parse("ForwardBackwardRequest", body, 30)
+    assert len(protocol.parse("ForwardBackwardRequest", body, 132).data) == 10
+    with pytest.raises(DataError, match="more than 131 parts"):
+        protocol.parse("ForwardBackwardRequest", body, 131)
+    unknown = b"\x7a\x00" * 132  # fields that the schema does not have take time too
+    with pytest.raises(DataError, match="more than 131 parts"):
+        protocol.parse("ForwardBackwardRequest", unknown, 131)
+    with pytest.raises(DataError, match="not a valid protobuf message"):
+        protocol.parse("ForwardBackwardRequest", bytes(10), 131)

@@ -1,0 +1,62 @@
+"""The functions by which a sandbox reads training data: `coserve.jobs.child:read` (see `datasets.py`)."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coserve.errors import DataError
+from coserve.jobs.containers import Place, values
+from coserve.jobs.formats import KINDS, SETS, Record, expected
+from coserve.jobs.limits import Limits
+from coserve.jobs.placed import placed
+
+_TOGETHER: Final = 2**18  # bytes of items that are sent at once
+Item = tuple[Place, int, bytes]
+"""A place; the index of a record's class in `formats.KINDS`, or -1 for a row; itself in msgpack."""
+
+
+def read(
+    what: str, path: str, name: str, most: int | None, limits: dict[str, Any]
+) -> Iterator[list[Item]] | int:
+    """What is wanted of a file or folder: "rows" for the rows of columns, "count" for the number of its
+    records of any format, or the name of a set in `formats.SETS` for the first `most` records of these
+    formats."""
+    file, bounds = Path(path), Limits(**limits)
+    if what == "rows":
+        return _batches(((place, -1, row) for place, row in values(file, name, "", bounds)), name)
+    if what == "count":
+        return sum(1 for _ in _records(file, name, "any", bounds))
+    records = islice(_records(file, name, what, bounds), most)
+    return _batches(((place, KINDS.index(type(record)), record) for place, record in records), name)
+
+
+def _records(path: Path, name: str, what: str, limits: Limits) -> Iterator[tuple[Place, Record]]:
+    formats = SETS[what]
+    return placed(values(path, name, expected(formats), limits), name, formats, limits)
+
+
+def _batches(items: Iterator[tuple[Place, int, object]], name: str) -> Iterator[list[Item]]:
+    """The items in batches, those before an error too."""
+    batch: list[Item] = []
+    size = 0
+    try:
+        for place, kind, value in items:
+            batch.append((place, kind, _encoded(value, f"{name}, {place}")))
+            size += len(batch[-1][2])
+            if size > _TOGETHER:
+                yield batch
+                batch, size = [], 0
+    except DataError:
+        yield batch
+        raise
+    yield batch
+
+
+def _encoded(value: object, place: str) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except OverflowError:
+        raise DataError(f"{place}: expected whole numbers of at most 64 bits") from None

@@ -1,0 +1,75 @@
+"""Records of decoded values, with their places; the first errors of a source are raised together."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
+
+from coserve.errors import DataError
+from coserve.jobs.containers import Place, Values
+from coserve.jobs.formats import Format, Record, detect
+from coserve.jobs.limits import Limits, check_size
+
+_MOST_ERRORS: Final = 3
+_LOOKED_AT: Final = 1000  # records after the first error that are searched for further ones
+
+
+class _Errors:
+    """The first errors of a source, which are raised together."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._found: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._found) >= _MOST_ERRORS
+
+    def add(self, place: Place, error: DataError) -> None:
+        self._found.append(f"{self._name}, {place}: {error}")
+
+    def with_those_of(self, values: Values) -> Values:
+        """The values up to an error of the whole source, which is raised unless records had errors before."""
+        try:
+            yield from values
+        except DataError as error:
+            if not self:
+                raise
+            self._found.append(str(error))
+
+    def error(self) -> DataError:
+        return DataError("\n".join(self._found))
+
+
+def placed(
+    values: Values, name: str, formats: tuple[Format, ...], limits: Limits
+) -> Iterator[tuple[Place, Record]]:
+    """Records of one of the formats, the first record's. Raises DataError, which lists the first invalid
+    records, at most three, once the first of them is reached."""
+    errors = _Errors(name)
+    first: tuple[Place, Format] | None = None
+    is_empty, looked = True, 0
+    for place, value in errors.with_those_of(values):
+        is_empty = False
+        try:
+            if isinstance(value, DataError):
+                raise value
+            check_size(value, limits)
+            found = detect(value, formats)
+            first = first or (place, found)
+            if found.name != first[1].name:
+                raise DataError(f"expected {first[1].name}, as in {first[0]}; found {found.name}")
+            record = found.read(cast(Mapping[str, Any], value))
+        except DataError as error:
+            errors.add(place, error)
+        else:
+            if not errors:
+                yield place, record
+        looked += bool(errors)
+        if errors.is_full or looked > _LOOKED_AT:
+            break
+    if errors:
+        raise errors.error()
+    if is_empty:
+        raise DataError(f"{name}: expected at least one example; found none")
