@@ -55,6 +55,7 @@ from coserve.wire.messages import (
     Token,
     WeighJob,
 )
+from coserve.wire.scores import NONE, Scores
 
 _STATS_EVERY = 1.0  # seconds
 _SPEAK_EVERY = 1.0  # seconds; a server takes several of them without a report for a hang
@@ -321,8 +322,8 @@ class Worker:
                 Token(
                     name,
                     event.token,
-                    event.logprobs,
-                    event.prompt_logprobs,
+                    NONE if event.logprobs is None else Scores.of((event.logprobs,)),
+                    Scores.of(event.prompt_logprobs),
                     event.finish_reason,
                     cached=event.cached,
                     alternative=alternative,

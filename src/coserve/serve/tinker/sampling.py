@@ -1,12 +1,11 @@
 """Sampling: a request of a sampling session is checked, and answered like any request for text."""
 
 import asyncio
-from contextlib import aclosing
 from typing import Any, Final
 
-from coserve.serve.answering.answers import AnswerPiece, answer
+from coserve.serve.answering.answers import answer
 from coserve.serve.answering.cost import MOST_ALTERNATIVES
-from coserve.serve.answering.replies import join
+from coserve.serve.answering.replies import whole_answers
 from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.completions import CompletionRequest
@@ -50,27 +49,18 @@ async def _sample(
     future.why = lambda: _why(sessions, generation, future)
     while True:
         try:
-            parts = await _answers(sessions, generation)
+            answers = await whole_answers(answer(state, generation), len(generation))
             break
         except ApiError as refusal:
             if refusal.status != 429:
                 raise
         await asyncio.sleep(_RETRY_SECONDS)
-    answers = [join(of_one) for of_one in parts]
     prompt = None
     if body.prompt_logprobs:
         prompt = PromptScores(
             answers[0].prompt_scores, body.topk_prompt_logprobs, body.prompt_logprobs_last_n
         )
-    return sample_payload(answers, body.topk_sample_logprobs, prompt)
-
-
-async def _answers(sessions: ClientSessions, generation: GenerationRequest) -> list[list[AnswerPiece]]:
-    parts: list[list[AnswerPiece]] = [[] for _ in range(len(generation))]
-    async with aclosing(answer(sessions.state, generation)) as pieces:
-        async for piece in pieces:
-            parts[piece.index].append(piece)
-    return parts
+    return await state.bodies.run(tenant.id, sample_payload, answers, body.topk_sample_logprobs, prompt)
 
 
 def _completion(body: SampleRequest, builder: RequestBuilder) -> CompletionRequest:
