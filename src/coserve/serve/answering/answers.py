@@ -9,7 +9,6 @@ from typing import Final, TypeAlias
 
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
-from coserve.serve.answering.cost import ANSWER_TOKEN
 from coserve.serve.answering.fair import Ticket
 from coserve.serve.answering.request_builder import GenerationRequest
 from coserve.serve.answering.timing import AnswerTiming
@@ -51,7 +50,7 @@ async def answer(state: State, generation: GenerationRequest) -> PieceStream:
     Raises, before the first piece, ApiError 429 where the queue is full and ApiError 404 for a model that has
     just been unloaded; at any time the engine's errors, or EngineLost.
     """
-    costs = [float(len(generation.prompt(index))) for index in range(len(generation))]
+    costs = [generation.cost.prompts[index // generation.choices] for index in range(len(generation))]
     with (
         state.catalog.use(generation.model),
         state.queue.enter(generation.tenant, costs, generation.tier) as tickets,
@@ -106,7 +105,7 @@ async def _one(state: State, generation: GenerationRequest, index: int, ticket: 
                     raise EngineLost("the engine gave this answer up")
                 if token.token is not None:
                     timing.token(time.monotonic())
-                    ticket.served(ANSWER_TOKEN)
+                    ticket.served(generation.cost.token)
                 piece = writer.take(token)
                 if piece is not None:
                     if piece.finish is not None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final
 
+import msgspec
+
 from coserve.serve.http.json_replies import Written
 from coserve.text import Text
 from coserve.wire.scores import ABSENT, Scores, numbers
@@ -51,12 +53,10 @@ class LogprobWriter:
             yield (f",{made}" if at else made).encode()
         yield b'],"refusal":null}'
 
-    def _chat_token(self, token: int, chosen: float, ids: Sequence[int], top: Sequence[float]) -> str:
+    def _chat_token(self, token: int, chosen: str, ids: Sequence[int], top: Sequence[str]) -> str:
         write = self._object
-        likeliest = ",".join([
-            f"{write(id)}{_number(logprob)}}}" for id, logprob in zip(ids, top, strict=True) if id != ABSENT
-        ])  # fmt: skip
-        return f'{write(token)}{_number(chosen)},"top_logprobs":[{likeliest}]}}'
+        likeliest = ",".join([f"{write(id)}{logprob}}}" for id, logprob in zip(ids, top, strict=True)])
+        return f'{write(token)}{chosen},"top_logprobs":[{likeliest}]}}'
 
     def _completion(
         self, tokens: Sequence[int], starts: Sequence[int], scores: Scores, alternatives: int, is_first: bool
@@ -67,7 +67,7 @@ class LogprobWriter:
             yield (f",{names}" if at else names).encode()
         yield b'],"token_logprobs":['
         first = ["null"] if is_first and tokens else []
-        yield ",".join([*first, *map(_number, numbers("f", scores.chosen))]).encode()
+        yield ",".join([*first, *_written(scores.chosen)]).encode()
         if alternatives:
             yield b'],"top_logprobs":['
             scored = tokens[len(first) :]
@@ -83,15 +83,12 @@ class LogprobWriter:
         yield ",".join(map(str, starts)).encode()
         yield b"]}"
 
-    def _likeliest(self, token: int, chosen: float, ids: Sequence[int], top: Sequence[float]) -> str:
+    def _likeliest(self, token: int, chosen: str, ids: Sequence[int], top: Sequence[str]) -> str:
         """The likeliest tokens, and the chosen one if it is not among them. Of several with one spelling, the
         likeliest counts."""
-        name = self._name
-        pairs = {name(token): chosen}
-        for id, logprob in zip(reversed(ids), reversed(top), strict=True):
-            if id != ABSENT:
-                pairs[name(id)] = logprob
-        return f"{{{','.join([f'{key}:{_number(logprob)}' for key, logprob in pairs.items()])}}}"
+        names = [self._name(id) for id in reversed(ids)]
+        pairs = {self._name(token): chosen, **dict(zip(names, reversed(top), strict=True))}
+        return f"{{{','.join([f'{name}:{logprob}' for name, logprob in pairs.items()])}}}"
 
     def _spelled_name(self, token: int) -> str:
         return json.dumps(self._text.token_text(token))
@@ -101,17 +98,24 @@ class LogprobWriter:
         return f'{{"token":{self._spelled_name(token)},"bytes":{bytes_of},"logprob":'
 
 
-def _columns(scores: Scores) -> tuple[Sequence[float], Sequence[Sequence[int]], Sequence[Sequence[float]]]:
+def _columns(scores: Scores) -> tuple[Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[str]]]:
     """(log-probability, ids of the likeliest, theirs) of each row."""
     width = scores.width
-    chosen, ids, top = (
-        numbers(code, data).tolist()
-        for code, data in (("f", scores.chosen), ("i", scores.ids), ("f", scores.top))
-    )
+    chosen, ids, top = _written(scores.chosen), numbers("i", scores.ids).tolist(), _written(scores.top)
     places = [slice(row * width, (row + 1) * width) for row in range(len(scores))]
-    return chosen, [ids[place] for place in places], [top[place] for place in places]
+    rows = [ids[place] for place in places]
+    if ABSENT in ids:
+        rows = [row[: row.index(ABSENT)] if ABSENT in row else row for row in rows]
+    tops = [top[place][: len(row)] for place, row in zip(places, rows, strict=True)]
+    return chosen, rows, tops
 
 
-def _number(logprob: float) -> str:
-    """A number of JSON, which has none that are not finite."""
-    return repr(max(logprob, LOWEST)) if logprob == logprob else "null"
+def _written(data: bytes) -> list[str]:
+    """Packed log-probabilities as JSON, which has no number that is not finite. msgspec writes a list of them
+    15 times as fast as `repr` would."""
+    values = numbers("f", data).tolist()
+    if not values:
+        return []
+    if not min(values) >= LOWEST:  # or the first is NaN
+        values = [LOWEST if value < LOWEST else value for value in values]
+    return msgspec.json.encode(values)[1:-1].decode().split(",")

@@ -179,7 +179,7 @@ class RequestBuilder:
         size = replace(
             size,
             choices=body.n or 1,
-            alternatives=sampling.logprobs or 0,
+            alternatives=sampling.prompt_logprobs if sampling.logprobs is None else sampling.logprobs,
             stops=body.stops,
             biases=len(sampling.logit_bias),
         )

@@ -72,6 +72,11 @@ def gathered(parts: Iterable[bytes], most: int = PIECE) -> Iterator[bytes]:
         yield b"".join(held)
 
 
+def cut(data: bytes) -> Iterator[bytes]:
+    """The same bytes in pieces, to be sent one after the other."""
+    return (data[at : at + PIECE] for at in range(0, len(data), PIECE))
+
+
 async def json_reply(
     offload: Offload, tenant: str, value: Any, media_type: str = "application/json"
 ) -> Response:

@@ -10,9 +10,10 @@ import zstandard
 
 from coserve.core.training import Datum, PassOutput
 from coserve.errors import DataError
-from coserve.serve.answering.cost import MOST_BODY_BYTES
+from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_FIELDS
 from coserve.serve.tinker.futures import Payload
 from coserve.serve.tinker.protocol import message_class, parse
+from coserve.serve.tinker.schema import LARGEST
 from coserve.wire.scores import little, numbers
 
 MOST_DATA: Final = 4096  # of one pass; clients send at most `fwdbwd_max_chunk_len` of them
@@ -85,7 +86,15 @@ def _settings(message: Any) -> dict[str, float]:
         if value.WhichOneof("value") != "number":
             raise DataError(f"the setting {name!r} of a loss is a number")
         settings[name] = value.number
-    return settings or dict(message.loss_fn_config)
+    settings = settings or dict(message.loss_fn_config)
+    if len(settings) > MOST_FIELDS:
+        raise DataError(f"a loss takes {MOST_FIELDS} settings at most, not {len(settings)}")
+    for name, number in settings.items():
+        if not abs(number) <= LARGEST:
+            raise DataError(
+                f"the setting {name!r} of a loss is a number of at most {LARGEST:g}, not {number:g}"
+            )
+    return settings
 
 
 def _datum(number: int, message: Any) -> Datum:

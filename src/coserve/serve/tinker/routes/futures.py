@@ -1,6 +1,5 @@
 """Submitting samples, and coming back for results."""
 
-import json
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -9,6 +8,7 @@ from fastapi.responses import JSONResponse
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
+from coserve.serve.http.json_replies import PIECE, cut, pieced, written_later
 from coserve.serve.http.streams import ClientGone, unless_gone
 from coserve.serve.store.records import Tenant
 from coserve.serve.tinker.dialect import Dialect, Tinker
@@ -48,7 +48,8 @@ async def retrieve_future(
         return JSONResponse({**told, "queue_state_reason": waiting.reason}, 408)
     if isinstance(outcome, Failure):
         return JSONResponse({"error": outcome.message, "category": outcome.category})
-    return _sent(outcome, body.allow_metadata_only, _PROTOBUF in request.headers.get("accept", ""))
+    takes_proto = _PROTOBUF in request.headers.get("accept", "")
+    return await _sent(tinker, caller, outcome, body.allow_metadata_only, takes_proto)
 
 
 @router.post("/cancel_future")
@@ -76,12 +77,17 @@ async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
     )
 
 
-def _sent(payload: Payload, may_announce: bool, takes_proto: bool) -> Response:
+async def _sent(
+    tinker: Dialect, caller: Tenant, payload: Payload, may_announce: bool, takes_proto: bool
+) -> Response:
     if may_announce and len(payload.body) > _INLINE:
         size = len(payload.body)
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
-    if payload.as_json is None:
-        return Response(payload.body, media_type="application/json")
-    if takes_proto:
-        return Response(payload.body, media_type=_PROTOBUF)
-    return Response(json.dumps(payload.as_json(payload.body)), media_type="application/json")
+    bodies = tinker.state.bodies
+    if payload.as_json is not None and not takes_proto:
+        told = written_later(payload.as_json, payload.body)
+        return await pieced(bodies, caller.id, told, "application/json")
+    media_type = "application/json" if payload.as_json is None else _PROTOBUF
+    if len(payload.body) <= PIECE:
+        return Response(payload.body, media_type=media_type)
+    return await pieced(bodies, caller.id, cut(payload.body), media_type)
