@@ -10,6 +10,7 @@ from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import PIECE, cut, pieced, written_later
 from coserve.serve.http.streams import ClientGone, unless_gone
+from coserve.serve.offload import Offload
 from coserve.serve.store.records import Tenant
 from coserve.serve.tinker.dialect import Dialect, Tinker
 from coserve.serve.tinker.futures import Failure, Payload, TinkerFuture
@@ -49,7 +50,7 @@ async def retrieve_future(
     if isinstance(outcome, Failure):
         return JSONResponse({"error": outcome.message, "category": outcome.category})
     takes_proto = _PROTOBUF in request.headers.get("accept", "")
-    return await _sent(tinker, caller, outcome, body.allow_metadata_only, takes_proto)
+    return await _sent(tinker.state.bodies, outcome, body.allow_metadata_only, takes_proto, caller.id)
 
 
 @router.post("/cancel_future")
@@ -78,16 +79,15 @@ async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
 
 
 async def _sent(
-    tinker: Dialect, caller: Tenant, payload: Payload, may_announce: bool, takes_proto: bool
+    bodies: Offload, payload: Payload, may_announce: bool, takes_proto: bool, tenant: str
 ) -> Response:
     if may_announce and len(payload.body) > _INLINE:
         size = len(payload.body)
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
-    bodies = tinker.state.bodies
     if payload.as_json is not None and not takes_proto:
         told = written_later(payload.as_json, payload.body)
-        return await pieced(bodies, caller.id, told, "application/json")
+        return await pieced(bodies, tenant, told, "application/json")
     media_type = "application/json" if payload.as_json is None else _PROTOBUF
     if len(payload.body) <= PIECE:
         return Response(payload.body, media_type=media_type)
-    return await pieced(bodies, caller.id, cut(payload.body), media_type)
+    return await pieced(bodies, tenant, cut(payload.body), media_type)
