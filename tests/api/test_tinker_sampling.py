@@ -152,7 +152,7 @@ def test_wrong_samples_fail_alone(play: Play) -> None:
             many: Any = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 30}
             with pytest.raises(tinker.BadRequestError, match="less than or equal to 20"):
                 await client.call(sampler.sample, prompt(5, 6), 1, few, **many)
-            with pytest.raises(tinker.BadRequestError, match="257 samples; at most 256 .*max_queue_tenant"):
+            with pytest.raises(tinker.BadRequestError, match=r"257 samples; at most 256 .*max_queue_tenant"):
                 await client.call(sampler.sample, prompt(5, 6), 257, few)
             with pytest.raises(tinker.NotFoundError, match="does not exist"):
                 await client.call(service.create_sampling_client, base_model="none")
