@@ -17,8 +17,8 @@ from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel, TypeAdapter
 
 INTEGERS: Final = (
-    -1, 0, 1, 2, 16, 255, 257, 4096, 8_000_000, 2**31 - 1, 2**31, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63),
-    -(2**64), 10**39, 10**4000, 1.5, 1e308,
+    -1, 0, 1, 2, 16, 255, 257, 4096, 8_000_000, 2**31 - 1, 2**31, 2**53, 2**62, 2**63 - 1, 2**63, 2**64,
+    -(2**63), -(2**64), 10**39, 10**4000, 1.5, 1e308,
 )  # fmt: skip
 NUMBERS: Final = (
     0.0,
@@ -132,10 +132,10 @@ class Generator:
         """A request of about so many bytes whose value at `place` is an extreme one."""
         path = route.path
         for name in route.path_names:
-            value = quote(str(self._named(name, nbytes)), safe="")[:3000]
+            value = quote(str(self._named(name, nbytes)), safe="", errors="surrogatepass")[:3000]
             path = path.replace(f"{{{name}:path}}", value).replace(f"{{{name}}}", value)
         wanted = [
-            f"{name}={quote(str(self._query(name, schema, place == f'.{name}')), safe='')[:4000]}"
+            f"{name}={quote(str(self._query(name, schema, place == f'.{name}')), safe='', errors='surrogatepass')[:4000]}"
             for name, schema in route.query.items()
             if place == f".{name}" or self._draw.random() < 0.4
         ]

@@ -86,10 +86,8 @@ class Campaign:
         errors = sum(count for status, count in self.statuses.items() if status >= 500)
         longest = max((stop[0] for stop in self.stops), default=0.0)
         computed = max((stop[1] for stop in self.stops), default=0.0)
-        print(
-            f"\n{self.sent} requests in {seconds:.0f} s: {dict(sorted(self.statuses.items()))}, {errors} of
-            5xx"
-        )
+        of_each = dict(sorted(self.statuses.items()))
+        print(f"\n{self.sent} requests in {seconds:.0f} s: {of_each}, {errors} of 5xx")
         print(f"longest stop of the loop: {longest:.3f} s by the clock, {computed:.3f} s of computing")
         for stopped, own, what in sorted(self.stops, reverse=True)[:8]:
             print(f"  {stopped:.3f} s ({own:.3f} s): {what}")
