@@ -134,11 +134,11 @@ class Generator:
         for name in route.path_names:
             value = quote(str(self._named(name, nbytes)), safe="", errors="surrogatepass")[:3000]
             path = path.replace(f"{{{name}:path}}", value).replace(f"{{{name}}}", value)
-        wanted = [
-            f"{name}={quote(str(self._query(name, schema, place == f'.{name}')), safe='', errors='surrogatepass')[:4000]}"
-            for name, schema in route.query.items()
-            if place == f".{name}" or self._draw.random() < 0.4
-        ]
+        wanted = []
+        for name, schema in route.query.items():
+            if place == f".{name}" or self._draw.random() < 0.4:
+                value = str(self._query(name, schema, place == f".{name}"))
+                wanted.append(f"{name}={quote(value, safe='', errors='surrogatepass')[:4000]}")
         body = None
         if route.body is not None:
             made = self._value(route.body, route.body.get("$defs", {}), "", place, nbytes)

@@ -41,7 +41,8 @@ Post = Callable[[str, Any], Any]
 
 @dataclass
 class Campaign:
-    """What was sent, and what came of it."""
+    """What was sent, and what came of it; the status 0 is of clients that left, or whose large body was read
+    no further."""
 
     http: httpx2.AsyncClient
     clock: LoopClock
@@ -67,6 +68,11 @@ class Campaign:
                 self.failed.append(f"no answer: {self.under_way[number]}")
             return None
         except httpx2.InvalidURL:
+            return None
+        except httpx2.TransportError as error:  # a body that is refused is read no further
+            self.statuses[0] += 1
+            if len(asked.body or b"") < 1 << 19:
+                self.failed.append(f"{error!r}: {self.under_way[number]}")
             return None
         finally:
             self.look()

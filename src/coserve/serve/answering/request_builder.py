@@ -156,11 +156,12 @@ class RequestBuilder:
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 self._check_length(len(prompt))
+        length = sum(map(len, body.prompts))  # many short ones take as long as a long one
         for prompt in body.prompts:
             tokens = (
                 tuple(prompt)
                 if isinstance(prompt, list)
-                else await self._tokens(self.state.text.encode, prompt, len(prompt))
+                else await self._tokens(self.state.text.encode, prompt, length)
             )
             request_cost(replace(size, prompts=(len(tokens),)), limits)
             prompts.append(tokens)

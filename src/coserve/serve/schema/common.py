@@ -29,6 +29,7 @@ from coserve.serve.answering.cost import (
 
 MOST_TOKEN_ID = 2**31 - 1
 MOST_METADATA = 16
+DEEPEST = 64  # levels of a value of any form: encoders give up at 200 or more
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]
 # pydantic looks only into strings with a bound: others may hold half a surrogate pair, which is no text.
 Words = Annotated[str, Field(max_length=MOST_BODY_BYTES)]
@@ -76,7 +77,22 @@ class MostBytes:
             raise ValueError("it holds a value that cannot be kept, or is nested too deeply") from error
         if written > self.most:
             raise ValueError(f"it has {written} bytes; at most {self.most} are allowed")
+        if _is_deep(value):
+            raise ValueError(f"it is nested too deeply; at most {DEEPEST} levels are allowed")
         return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Tells whether lists and objects lie in each other more than `DEEPEST` times."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return bool(level)
 
 
 class RequestBody(BaseModel):
