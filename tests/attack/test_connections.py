@@ -267,7 +267,7 @@ def test_long_boundaries_are_refused(play: Play, path: str, length: int) -> None
 def test_a_client_that_has_gone_is_no_line_in_the_log_for_each_write(
     play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is written before the loop has got to say that the connection is lost."""
+    """An application writes on until the loop has got to say that the connection is lost."""
 
     async def story(world: World) -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -41,8 +41,8 @@ Post = Callable[[str, Any], Any]
 
 @dataclass
 class Campaign:
-    """What was sent, and what came of it; the status 0 is of clients that left, or whose large body was read
-    no further."""
+    """Requests sent, and what came of them; the status 0 is of clients that left, or whose large body was
+    read no further."""
 
     http: httpx2.AsyncClient
     clock: LoopClock

@@ -39,6 +39,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     errors.install(app)
     for room in (chat, completions, models, adapters, transfers, files, jobs, health, docs):
         app.include_router(room.router)
+    app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     app.state.tinker = Dialect(state, clock)
     for router in tinker.ROUTERS:
         app.include_router(router)

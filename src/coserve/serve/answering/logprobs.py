@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from coserve.serve.http.json_replies import Written
+from coserve.serve.http.json_replies import WrittenJson
 from coserve.text import Text
 from coserve.wire.scores import ABSENT, Scores, numbers
 
@@ -28,9 +28,9 @@ class LogprobWriter:
         self._name = lru_cache(_KNOWN)(self._spelled_name)
         self._object = lru_cache(_KNOWN)(self._spelled_object)
 
-    def chat(self, tokens: Sequence[int], scores: Scores) -> Written:
+    def chat(self, tokens: Sequence[int], scores: Scores) -> WrittenJson:
         """`ChatLogprobs`: an object for each token, with the likeliest ones in its place."""
-        return Written(self._chat(tokens, scores))
+        return WrittenJson(self._chat(tokens, scores))
 
     def completion(
         self,
@@ -39,10 +39,10 @@ class LogprobWriter:
         scores: Scores,
         alternatives: int,
         is_first: bool = False,
-    ) -> Written:
+    ) -> WrittenJson:
         """`CompletionLogprobs`: parallel lists. Where `is_first`, the first token has no log-probabilities,
         as nothing is before it, and `scores` are those of the others."""
-        return Written(self._completion(tokens, starts, scores, alternatives, is_first))
+        return WrittenJson(self._completion(tokens, starts, scores, alternatives, is_first))
 
     def _chat(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
         yield b'{"content":['

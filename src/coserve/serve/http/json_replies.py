@@ -25,7 +25,7 @@ _LONG: Final = 4096  # items of a list that are encoded at once
 _encode = msgspec.json.Encoder(enc_hook=lambda value: msgspec.Raw(_model(value))).encode
 
 
-class Written:
+class WrittenJson:
     """A part of a reply that is JSON already, made as it is taken: `pieces`, which may be taken once."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
@@ -33,10 +33,10 @@ class Written:
 
 
 def written(value: Any) -> Iterator[bytes]:
-    """A value as JSON in parts: objects and lists by their members, pydantic's models and `Written` as they
-    are."""
+    """A value as JSON in parts: objects and lists by their members, pydantic's models and `WrittenJson` as
+    they are."""
     match value:
-        case Written():
+        case WrittenJson():
             yield from value.pieces
         case Mapping():
             before = b"{"
@@ -45,7 +45,9 @@ def written(value: Any) -> Iterator[bytes]:
                 yield from written(inner)
                 before = b","
             yield b"}" if value else b"{}"
-        case list() | tuple() if value and isinstance(value[0], Mapping | BaseModel | Written | list | tuple):
+        case list() | tuple() if value and isinstance(
+            value[0], Mapping | BaseModel | WrittenJson | list | tuple
+        ):
             yield from _listed(map(written, value))
         case list() | tuple() if len(value) > _LONG:
             parts = (value[at : at + _LONG] for at in range(0, len(value), _LONG))

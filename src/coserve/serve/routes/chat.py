@@ -12,7 +12,7 @@ from coserve.serve.answering.request_builder import GenerationRequest, RequestBu
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.http.json_replies import Written
+from coserve.serve.http.json_replies import WrittenJson
 from coserve.serve.schema.chat import ChatCompletion, ChatRequest
 from coserve.serve.schema.common import JsonObject
 from coserve.serve.state import Shared
@@ -91,7 +91,7 @@ class _ChatFormat:
             {"prompt_token_ids": list(self._generation.prompts[0])} if self._generation.tells_tokens else {}
         )
 
-    def _logprobs(self, piece: AnswerPiece) -> Written | None:
+    def _logprobs(self, piece: AnswerPiece) -> WrittenJson | None:
         if self._generation.sampling.logprobs is None:
             return None
         count = len(piece.starts)  # those of the text: the token that ends an answer is not told

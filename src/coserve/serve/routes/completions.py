@@ -12,7 +12,7 @@ from coserve.serve.answering.request_builder import GenerationRequest, RequestBu
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.http.json_replies import Written, written_later
+from coserve.serve.http.json_replies import WrittenJson, written_later
 from coserve.serve.schema.common import JsonObject
 from coserve.serve.schema.completions import CompletionRequest, CreateCompletionResponse
 from coserve.serve.state import Shared
@@ -62,7 +62,7 @@ class _CompletionFormat:
         return {**self._common, "choices": [], "usage": usage}
 
     def whole(self, answers: list[AnswerPiece], usage: JsonObject) -> JsonObject:
-        choices = [Written(written_later(self._choice, piece)) for piece in answers]
+        choices = [WrittenJson(written_later(self._choice, piece)) for piece in answers]
         return {**self._common, "choices": choices, "usage": usage}
 
     def _choice(self, piece: AnswerPiece) -> JsonObject:

@@ -32,7 +32,6 @@ async def docs(request: Request, state: Shared) -> HTMLResponse:
     return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
 
-@router.get("/openapi.json")
 async def openapi(request: Request, state: Shared) -> Response:
     """The document."""
     written = await state.bodies.run("", _written_document, request.app)

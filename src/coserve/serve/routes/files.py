@@ -14,7 +14,7 @@ from coserve.jobs import datasets
 from coserve.jobs.containers import suffix_of
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
-from coserve.serve.http.json_replies import Written, json_reply, written_later
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.http.uploads import Upload
 from coserve.serve.schema.files import UPLOAD, FileDeleted, FileList, FileObject, Purpose
 from coserve.serve.state import Shared, State
@@ -64,7 +64,7 @@ async def list_files(
     if page is None:
         raise unknown_cursor(after)
     ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    shown = [Written(written_later(_shown, file)) for file in page.records]
+    shown = [WrittenJson(written_later(_shown, file)) for file in page.records]
     told = {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1]}
     return await json_reply(state.bodies, caller.id, {**told, "has_more": page.has_more})
 

@@ -15,7 +15,7 @@ from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.http.json_replies import Written, json_reply, written_later
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.routes.files import find_file, unknown_cursor
 from coserve.serve.schema.common import MOST_METADATA
 from coserve.serve.schema.jobs import (
@@ -158,7 +158,7 @@ async def list_jobs(
     page = await state.store.jobs.page(caller.id, after, limit, _metadata(request))
     if page is None:
         raise unknown_cursor(after)
-    shown = [Written(written_later(_shown, state, job)) for job in page.records]
+    shown = [WrittenJson(written_later(_shown, state, job)) for job in page.records]
     return await _listed(state, caller, shown, page.has_more)
 
 
@@ -201,7 +201,7 @@ async def list_events(
     page = await state.store.jobs.events(job.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
-    shown = [Written(written_later(_event, event)) for event in page.records]
+    shown = [WrittenJson(written_later(_event, event)) for event in page.records]
     return await _listed(state, caller, shown, page.has_more)
 
 
@@ -220,12 +220,12 @@ async def list_checkpoints(
     if page is None:
         raise unknown_cursor(after)
     ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    shown = [Written(written_later(_checkpoint, checkpoint)) for checkpoint in page.records]
+    shown = [WrittenJson(written_later(_checkpoint, checkpoint)) for checkpoint in page.records]
     return await _listed(state, caller, shown, page.has_more, first_id=ends[0], last_id=ends[1])
 
 
 async def _listed(
-    state: State, caller: Tenant, data: list[Written], has_more: bool, **more: str | None
+    state: State, caller: Tenant, data: list[WrittenJson], has_more: bool, **more: str | None
 ) -> Response:
     """A page of a list."""
     told = {"object": "list", "data": data, **more, "has_more": has_more}

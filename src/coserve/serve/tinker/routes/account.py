@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, and_, func, or_
 from coserve.serve.errors import ApiError
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.http.json_replies import Written, json_reply, written_later
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.state import Shared
 from coserve.serve.store.records import TinkerCheckpoint, TinkerRun, TinkerSampler, TinkerSession
 from coserve.serve.tinker.described import told_metadata, told_session, told_time
@@ -44,7 +44,7 @@ async def search_sessions(body: SearchSessionsRequest, caller: Caller, state: Sh
     of_session = defaultdict[str, list[TinkerCheckpoint]](list)
     for one in checkpoints:
         of_session[one.run.partition(":")[0]].append(one)
-    told = [Written(written_later(told_session, row, of_session[row.id])) for row in rows]
+    told = [WrittenJson(written_later(told_session, row, of_session[row.id])) for row in rows]
     cursor = None
     if total > len(rows):
         cursor = {"last_created_at": told_time(rows[-1].created), "last_session_id": rows[-1].id}

@@ -12,7 +12,7 @@ from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.http.json_replies import Written, json_reply, written_later
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.state import Shared, State
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSession
 from coserve.serve.store.tinker import SCHEME
@@ -60,7 +60,7 @@ async def list_checkpoints(run: str, caller: Caller, state: Shared) -> Response:
     """A run's checkpoints, the newest first."""
     await _run(state, caller, run)
     rows, _ = await state.store.tinker_checkpoints.page(caller.id, time.time(), run)
-    told = [Written(written_later(told_checkpoint, row)) for row in rows]
+    told = [WrittenJson(written_later(told_checkpoint, row)) for row in rows]
     return await json_reply(state.bodies, caller.id, {"checkpoints": told})
 
 
@@ -73,7 +73,7 @@ async def list_user_checkpoints(
         caller.id, time.time(), offset=offset, limit=limit
     )
     cursor = {"offset": offset, "limit": limit, "total_count": total}
-    told = [Written(written_later(told_checkpoint, row)) for row in rows]
+    told = [WrittenJson(written_later(told_checkpoint, row)) for row in rows]
     return await json_reply(state.bodies, caller.id, {"checkpoints": told, "cursor": cursor})
 
 
