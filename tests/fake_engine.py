@@ -45,6 +45,7 @@ from coserve.wire.messages import (
     Submit,
     Token,
 )
+from coserve.wire.scores import NONE, Scores
 
 SPEAK_SECONDS = 1.0  # between two reports, at most
 Script = Callable[[Submit, int], int]  # the token at a place of an answer
@@ -104,6 +105,7 @@ class FakeEngine:
         self.collapses = 0
         self._falling: asyncio.Task[None] | None = None
         self.crash = ""  # how the engine before it brought itself down, as it says
+        self._scored: dict[tuple[int, int], Scores] = {}  # by token and alternatives
         self._generations = count(1)
         self._generation = ""
         self._server: asyncio.Server | None = None
@@ -214,11 +216,11 @@ class FakeEngine:
     def _advance(self, request: Submit) -> Token:
         sampling, place = request.sampling, self.places[request.id]
         first = place == len(request.continued)
-        scored = () if sampling.prompt_logprobs is None or not first else self._scores(request)
+        scored = NONE if sampling.prompt_logprobs is None or not first else self._scores(request)
         if sampling.max_tokens == 0:
             self._drop(request.id)
             chosen = self.chooses(request)
-            return Token(request.id, None, None, scored, FinishReason.LENGTH, alternative=chosen)
+            return Token(request.id, None, NONE, scored, FinishReason.LENGTH, alternative=chosen)
         token = self.script(request, place)
         self.places[request.id] = place + 1
         finish = None
@@ -228,7 +230,7 @@ class FakeEngine:
             finish = FinishReason.LENGTH
         if finish is not None:
             self._drop(request.id)
-        logprobs = None if sampling.logprobs is None else self._score(token, sampling.logprobs)
+        logprobs = NONE if sampling.logprobs is None else self._score(token, sampling.logprobs)
         return Token(
             request.id, token, logprobs, scored, finish, cached=self._cached(request) if first else 0,
             alternative=self.chooses(request),
@@ -239,13 +241,15 @@ class FakeEngine:
         self.cached.add((request.scope, request.prompt))
         return len(request.prompt) - 1 if known and self.caches else 0
 
-    def _scores(self, request: Submit) -> tuple[TokenLogprobs, ...]:
+    def _scores(self, request: Submit) -> Scores:
         most = request.sampling.prompt_logprobs or 0
-        return tuple(self._score(token, most) for token in request.prompt[1:])
+        return Scores.joined([self._score(token, most) for token in request.prompt[1:]])
 
-    def _score(self, token: int, alternatives: int) -> TokenLogprobs:
-        others = tuple(((token + i) % self.vocabulary, -0.5 - i) for i in range(alternatives))
-        return TokenLogprobs(-0.5, others)
+    def _score(self, token: int, alternatives: int) -> Scores:
+        if (known := self._scored.get((token, alternatives))) is None:
+            others = tuple(((token + i) % self.vocabulary, -0.5 - i) for i in range(alternatives))
+            known = self._scored[token, alternatives] = Scores.of((TokenLogprobs(-0.5, others),))
+        return known
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, self.deaf_to):

@@ -328,7 +328,7 @@ INVALID: list[tuple[str | None, dict[str, Any]]] = [
     ("service_tier", {"service_tier": "first class"}),
     ("temperatur", {"temperatur": 1}),
     ("top_k", {"top_k": 2**64}),
-    ("prompt", {"max_tokens": 2**64}),
+    ("max_tokens", {"max_tokens": 2**64}),
     ("min_tokens", {"min_tokens": 2**64}),
     ("seed", {"seed": 2**64}),
     ("stop_token_ids", {"stop_token_ids": [2**64]}),

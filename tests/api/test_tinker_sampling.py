@@ -8,6 +8,7 @@ import tinker
 from starlette.responses import Response
 from tinker import types
 
+from coserve.serve.offload import Offload
 from coserve.serve.tinker.futures import Payload
 from coserve.serve.tinker.routes import futures
 from serving import Play, World
@@ -113,9 +114,9 @@ def test_large_results_are_announced_before_they_are_sent(
     announced = []
     sent = futures._sent
 
-    def watched(payload: Payload, may_announce: bool, takes_proto: bool) -> Response:
+    async def watched(bodies: Offload, payload: Payload, may_announce: bool, *rest: Any) -> Response:
         announced.append(may_announce)
-        return sent(payload, may_announce, takes_proto)
+        return await sent(bodies, payload, may_announce, *rest)
 
     monkeypatch.setattr(futures, "_sent", watched)
 
@@ -140,12 +141,6 @@ def test_wrong_samples_fail_alone(play: Play) -> None:
                 (prompt(4000), few, {}, "not one of the model's"),
                 (prompt(*[5] * 2048), few, {}, "2048 tokens at most"),
                 (prompt(5), types.SamplingParams(max_tokens=1, temperature=3.0), {}, "temperature"),
-                (
-                    prompt(5, 6),
-                    few,
-                    {"include_prompt_logprobs": True, "topk_prompt_logprobs": 30},
-                    "At most 20",
-                ),
                 (prompt(5, 6), few, {"topk_prompt_logprobs": 3}, "prompt_logprobs"),
             ]
             for text, params, named, says in wrong:
@@ -154,6 +149,11 @@ def test_wrong_samples_fail_alone(play: Play) -> None:
                 assert failed.value.category is types.RequestErrorCategory.User
             with pytest.raises(tinker.BadRequestError, match="not supported"):
                 await client.call(sampler.sample, prompt(5, 6), 1, few, prompt_alt_tokens_k=2)
+            many: Any = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 30}
+            with pytest.raises(tinker.BadRequestError, match="less than or equal to 20"):
+                await client.call(sampler.sample, prompt(5, 6), 1, few, **many)
+            with pytest.raises(tinker.BadRequestError, match=r"257 samples; at most 256 .*max_queue_tenant"):
+                await client.call(sampler.sample, prompt(5, 6), 257, few)
             with pytest.raises(tinker.NotFoundError, match="does not exist"):
                 await client.call(service.create_sampling_client, base_model="none")
             assert len((await client.call(sampler.sample, prompt(5), 40, few)).sequences) == 40

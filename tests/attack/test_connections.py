@@ -4,8 +4,10 @@ import asyncio
 import json
 import random
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -285,5 +287,34 @@ def test_long_boundaries_are_refused(play: Play, path: str, length: int) -> None
         headers = {"content-type": f"multipart/form-data; boundary={edge}"}
         answer = await world.http.post(path, content=body.encode(), headers=headers)
         assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+    play(story)
+
+
+def test_a_client_that_has_gone_is_no_line_in_the_log_for_each_write(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An application writes on until the loop has got to say that the connection is lost."""
+
+    async def story(world: World) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            sent.set()
+            await gone.wait()
+            for _ in range(20):
+                await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+            ended.set()
+
+        sent, gone, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        world.app = app
+        async with listening(world) as address:
+            client = socket.create_connection(address)
+            client.sendall(get())
+            await sent.wait()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.set()  # the application runs next, and the loop looks at its sockets after that
+            client.close()  # with a reset
+            await ended.wait()
+        assert "socket.send() raised exception" not in caplog.text
 
     play(story)

@@ -325,10 +325,10 @@ class StepResult:
     what was read of a streamed base's weights meanwhile.
     `swap_failed` are copies that could not be written, or were not as they had been when they were read: they
     are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
-    that writing and reading copies took. `lost` are offloaded sequences whose keys and values could not be
-    written or read, and `offload_reads` what was read of all of them. `outputs` are those of micro-batches
-    that report and have ended, by key. `beside` are the results of each base but the first, which this one
-    has in it but for what was read.
+    that writing and reading copies took. `lost` are sequences that end with an error: offloaded ones whose
+    keys and values could not be written or read, and those that have no next token; `offload_reads` what was
+    read of all of them. `outputs` are those of micro-batches that report and have ended, by key. `beside` are
+    the results of each base but the first, which this one has in it but for what was read.
     """
 
     seconds: float

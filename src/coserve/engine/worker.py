@@ -55,6 +55,7 @@ from coserve.wire.messages import (
     Token,
     WeighJob,
 )
+from coserve.wire.scores import NONE, Scores
 
 _CHECKS = 8  # jobs that are checked at once; a server asks for one of each tenant
 _STATS_EVERY = 1.0  # seconds
@@ -334,8 +335,8 @@ class Worker:
                 Token(
                     name,
                     event.token,
-                    event.logprobs,
-                    event.prompt_logprobs,
+                    NONE if event.logprobs is None else Scores.of((event.logprobs,)),
+                    Scores.of(event.prompt_logprobs),
                     event.finish_reason,
                     cached=event.cached,
                     alternative=alternative,

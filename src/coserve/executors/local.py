@@ -222,7 +222,8 @@ class LocalExecutor(Executor):
             self._read - read,
             copies_failed,
             moving,
-            {} if self._offloaded is None else self._offloaded.take_lost(),
+            self.fused.sampler.take_failed()
+            | ({} if self._offloaded is None else self._offloaded.take_lost()),
             OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
             outputs,
         )

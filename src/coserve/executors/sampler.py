@@ -10,12 +10,17 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
+from coserve.errors import CoserveError, RequestError
 from coserve.executors.inference import PassedRows, adapter_ranges, outside_layers
 from coserve.executors.sequence_table import SequenceTable
 from coserve.model.base import Base
-from coserve.model.sample import sample, token_logprobs
+from coserve.model.sample import NO_TOKEN, sample, token_logprobs
 
 _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
+_NO_TOKEN_LEFT = (
+    "no token can come next: the grammar, logit_bias and min_tokens together leave none, or the model's or "
+    "the adapter's weights give numbers that are not finite"
+)
 
 
 class Sampler:
@@ -23,6 +28,12 @@ class Sampler:
 
     def __init__(self, base: Base, loaded: LoadedAdapters, table: SequenceTable) -> None:
         self.base, self.loaded, self.table = base, loaded, table
+        self._failed: dict[int, CoserveError] = {}  # sequences without a next token, since `take_failed`
+
+    def take_failed(self) -> dict[int, CoserveError]:
+        """Returns, once, the errors of sequences that have no next token; what they got is none."""
+        failed, self._failed = self._failed, {}
+        return failed
 
     def sample(self, batch: PassedRows) -> dict[int, Sampled]:
         """Samples and scores the rows of a pass; returns results by sequence key."""
@@ -45,8 +56,11 @@ class Sampler:
         rows = self.table.rows(segments)
         tokens = self._choose(logits, rows, self.table.lengths(keys))
         wanted = [self.table[key].start.sampling.logprobs for key in keys]
-        logprobs = self._logprobs(logits, tokens, wanted)
+        logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
         drawn = self.table.sampled(keys, rows, tokens)
+        if NO_TOKEN in drawn:
+            failed = [key for key, token in zip(keys, drawn, strict=True) if token == NO_TOKEN]
+            self._failed |= dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT))
         of_each = zip(keys, drawn, logprobs, strict=True)
         return {key: Sampled(token, of_token) for key, token, of_token in of_each}
 

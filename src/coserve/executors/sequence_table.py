@@ -138,12 +138,14 @@ class SequenceTable:
         )
 
     def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
-        """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them."""
+        """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them. A sequence that has
+        none (`NO_TOKEN`) goes on with token 0 until the scheduler has ended it."""
+        drawn: list[int] = tokens.tolist()
+        tokens = tokens.clamp(min=0)
         self._last_token[rows] = tokens
         self.sampling.record(rows, tokens)
-        drawn: list[int] = tokens.tolist()
         for key, token in zip(keys, drawn, strict=True):
-            self._states[key].tokens.append(token)
+            self._states[key].tokens.append(max(token, 0))
         return drawn
 
     def lengths(self, keys: Sequence[int]) -> Tensor:

@@ -24,28 +24,37 @@ from coserve.kernels.native import ops as native
 from coserve.model.noise import gumbel
 from coserve.model.sampling_table import SamplingTable
 
-__all__ = ["Logprobs", "SamplingTable", "narrowed", "sample", "token_logprobs"]
+__all__ = ["NO_TOKEN", "Logprobs", "SamplingTable", "narrowed", "sample", "token_logprobs"]
 
+NO_TOKEN = -1  # in place of a token, where there is none to choose
 ROWS_AT_ONCE = 32  # rows drawn together; bounds the temporaries, about 24 bytes per row and vocabulary entry
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTable) -> Tensor:
-    """The next token of every row, [B] int64.
+    """The next token of every row, [B] int64; `NO_TOKEN` where all are suppressed, or where the logits are
+    not numbers.
 
     `logits` [B, V] are the model's own and stay untouched; `slots` [B] are the rows' slots in `table`, and
     `positions` [B] those of the sampled tokens in their sequences (prompt and answer).
     """
     if table.is_plain and not table.drawing and native.takes(logits):
-        return native.argmax(logits)
+        return _possible(native.argmax(logits), logits)
     if not table.is_plain:
         logits = table.adjusted(logits.float(), slots, positions)
     if not native_draw.takes(logits):
-        return _sample(logits.float(), slots, positions, table)
+        return _possible(_sample(logits.float(), slots, positions, table), logits)
     tokens = native_draw.draw(logits, slots, positions, table.columns)
     left = (tokens == native_draw.UNDECIDED).nonzero().squeeze(1)
     if len(left):
         tokens[left] = _sample(logits[left].float(), slots[left], positions[left], table)
-    return tokens
+    return _possible(tokens, logits)
+
+
+def _possible(tokens: Tensor, logits: Tensor) -> Tensor:
+    """`tokens` [B] with `NO_TOKEN` for those whose own logit is not finite: a token is only chosen with such
+    a one where no other has a finite one, or where the largest is no number."""
+    chosen = logits.gather(1, tokens[:, None])[:, 0]
+    return tokens.masked_fill(~chosen.isfinite(), NO_TOKEN)
 
 
 def _sample(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTable) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Final
 from coserve.core.events import Event, JobFailed, PassDone, StepDone, TrainingProgress
 from coserve.core.plan import Plan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction, Position
+from coserve.errors import OffloadFailed
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
@@ -382,7 +383,7 @@ class Scheduler:
         self.stats.swap_failures += len(result.swap_failed)
         reads = [part.offload_reads for part in (result, *result.beside.values())]
         self.stats.offloaded_read_bytes += sum(each.nbytes for each in reads)
-        self.stats.offload_failures += len(result.lost)
+        self.stats.offload_failures += sum(isinstance(error, OffloadFailed) for error in result.lost.values())
         self._offload_turns.read(sum(each.seconds for each in reads), now)
 
     def _rewind(self, launched: "Launched", result: StepResult) -> None:

@@ -30,12 +30,16 @@ STREAMED = ("/v1/chat/completions", "/v1/completions")  # requests for text
 def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     """The application over a running `state`. `clock` (seconds) is used for rate limits."""
     summary = "OpenAI's API for answers and fine-tuning."
-    # FastAPI's own pages run scripts from elsewhere; `routes/docs.py` has none.
-    app = FastAPI(title="coserve", version=_version(), summary=summary, docs_url=None, redoc_url=None)
+    # FastAPI's own pages run scripts from elsewhere, and its document is made in the loop: see
+    # `routes/docs.py`.
+    app = FastAPI(
+        title="coserve", version=_version(), summary=summary, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.coserve, settings = state, state.settings
     errors.install(app)
     for room in (chat, completions, models, adapters, transfers, files, jobs, health, docs):
         app.include_router(room.router)
+    app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     app.state.tinker = Dialect(state, clock)
     for router in tinker.ROUTERS:
         app.include_router(router)

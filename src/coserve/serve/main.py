@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 CHECKPOINT_SECONDS = (
     45.0  # for the engine to write checkpoints once all answers have ended; then it ends anyway
 )
+# That a thread may hold the interpreter while the event loop waits for it: large bodies and replies are read
+# and written on threads, and each round of the loop waits once.
+SWITCH_SECONDS = 0.001
 RECONNECT_SECONDS = 1.0  # for an API that has just started to find the engine that is there
 _OTHER_FILES = 512  # beside connections: the database, uploads, the engine's socket
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -125,6 +128,7 @@ def main(pipes: SupervisorPipes) -> None:
     """Runs the process; deliberate errors become a `failed` status and exit status 1."""
     try:
         start = pipes.start_line(ApiStart)
+        sys.setswitchinterval(SWITCH_SECONDS)
         logging.basicConfig(level=start.settings.log_level.upper(), format=_FORMAT, stream=sys.stderr)
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:
             runner.run(serve(start, pipes))

@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from coserve.metrics import Metrics
 from coserve.serve.adapter_registry.catalog import Catalog
 from coserve.serve.answering.fair import FairQueue
+from coserve.serve.answering.logprobs import LogprobWriter
 from coserve.serve.offload import Offload, Turns
 from coserve.serve.training.watch import TrainingWatch
 
@@ -32,18 +33,21 @@ class State:
     job_controller: "JobController"
     supervisor_silence: Callable[[], float] = lambda: 0.0  # seconds since the supervisor was heard
     metrics: Metrics = field(default_factory=Metrics)
-    bodies: Offload = field(default_factory=lambda: Offload(1, "bodies"))  # work that holds the interpreter
+    # Work that holds the interpreter: bodies that are parsed, and replies that are written.
+    bodies: Offload = field(default_factory=lambda: Offload(1, "bodies"))
     prompts: Offload = field(default_factory=lambda: Offload(2, "prompts"))  # work that mostly does not
     chats: Offload = field(default_factory=lambda: Offload(4, "chats"))  # short ones: a millisecond each
     # Checks of uploaded training data, each of which is in a process of its own.
     data: Offload = field(default_factory=lambda: Offload(8, "data"))
     checks: Turns = field(default_factory=Turns)  # of jobs, by the engine
+    logprobs: LogprobWriter = field(init=False)
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)
     watch: TrainingWatch = field(init=False)
     draining: bool = field(default=False, init=False)  # new work is refused
 
     def __post_init__(self) -> None:
+        self.logprobs = LogprobWriter(self.text)
         self.queue = FairQueue(self.settings.max_queue, self.settings.max_queue_tenant)
         self.catalog = Catalog(self.settings.base_name, int(time()), self.store, self.settings.bases)
         self.watch = TrainingWatch(self.metrics, self.queue, self.store)

@@ -213,16 +213,16 @@ def _learned_spans(
 def _encode_plain(
     turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer, encode: Encode
 ) -> tuple[list[int], list[bool]]:
-    tokens, mask = _masked(plain_chat(turns, False), _plain_spans(turns, learned, tokenizer), tokenizer, encode)
+    tokens, mask = _masked(
+        plain_chat(turns, False), _plain_spans(turns, learned, tokenizer), tokenizer, encode
+    )
     first = first_tokens(tokenizer)
     # Only the end of the chat is an end of text; earlier turns end with their line.
     last = last_tokens(tokenizer) if turns[-1]["role"] == "assistant" else []
     return [*first, *tokens, *last], [*[False] * len(first), *mask, *[learned[-1]] * len(last)]
 
 
-def _plain_spans(
-    turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer
-) -> Iterator[tuple[int, int]]:
+def _plain_spans(turns: Turns, learned: Sequence[bool], tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
     """Spans in `plain_chat` of the assistant's turns that are learned."""
     start = 0
     for turn, wanted in zip(turns, learned, strict=True):

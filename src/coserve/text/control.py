@@ -113,8 +113,7 @@ class ControlTokens:
         if any(token.lstrip or token.rstrip or token.single_word for token in self._special.values()):
             return []
         return [
-            Anchor(match.start(), match.end(), index)
-            for match, (index, _) in zip(found, places, strict=True)
+            Anchor(match.start(), match.end(), index) for match, (index, _) in zip(found, places, strict=True)
         ]
 
     def prepare(self) -> None:

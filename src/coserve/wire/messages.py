@@ -12,10 +12,11 @@ from typing import Any, Self
 import msgspec
 
 from coserve.core.job_status import JobStatus
-from coserve.core.plan import TokenLogprobs, Updated
+from coserve.core.plan import Updated
 from coserve.core.request import BASE, SLO, FinishReason, SamplingParams
 from coserve.core.training import AdamParams, Datum, PassOutput
 from coserve.errors import CoserveError
+from coserve.wire.scores import NONE, Scores
 
 MethodFields = dict[str, Any] | list[dict[str, Any]]
 Options = dict[str, float | int | str | list[float] | None]  # fields of TrainingConfig
@@ -307,8 +308,8 @@ class Token(WireMessage, frozen=True):
 
     id: str
     token: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Scores = NONE  # of the token: one row, or none
+    prompt_logprobs: Scores = NONE
     finish: FinishReason | None = None
     fault: Fault | None = None  # the request was refused; nothing follows
     cached: int = 0

@@ -1,5 +1,6 @@
 """Requests with different options in one step, and the engine's state after they end."""
 
+import math
 import random
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.core.row_buckets import EXACT, ONEDNN
+from coserve.errors import RequestError
 from coserve.kernels.cpu import row_buckets
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
@@ -83,3 +85,20 @@ def test_an_adapter_in_another_type_is_served_in_the_base_s() -> None:
     engine.adapters.add(fresh_adapter(engine.base, "mine", PrefixTuningConfig(tokens=3), 0))
     greedy = SamplingParams(max_tokens=3, ignore_eos=True)
     assert len(engine.generate([1, 2, 3], "mine", greedy).result().tokens) == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_for_which_no_token_is_left_fails_alone(engine: Engine, temperature: float) -> None:
+    fine = SamplingParams(max_tokens=12, ignore_eos=True)
+    alone = engine.generate([5, 6, 7], sampling=fine).result().tokens
+    none_left = dict.fromkeys(range(engine.base.vocabulary), -math.inf)
+    sampling = SamplingParams(
+        max_tokens=12, temperature=temperature, logit_bias=none_left, logprobs=1, seed=1
+    )
+    wrong = engine.generate([5, 6, 7], sampling=sampling)
+    beside = engine.generate([5, 6, 7], sampling=fine)
+    engine.run()
+    assert beside.result().tokens == alone
+    with pytest.raises(RequestError, match="no token can come next: the grammar, logit_bias"):
+        wrong.result()
+    assert engine.generate([5, 6, 7], sampling=fine).result().tokens == alone

@@ -23,7 +23,7 @@ from coserve.errors import ConfigError
 from coserve.kernels.native.build import torch_only
 from coserve.model import sample as sampler
 from coserve.model.noise import gumbel, splitmix64
-from coserve.model.sample import SamplingTable, narrowed, sample, token_logprobs
+from coserve.model.sample import NO_TOKEN, SamplingTable, narrowed, sample, token_logprobs
 
 VOCAB = 97
 LONG = torch.long
@@ -344,3 +344,22 @@ def test_the_border_of_top_p_is_dropped_and_the_likeliest_token_never() -> None:
     logits[0, 2] = 1.0
     least = table_of(SamplingParams(temperature=1.0, top_p=1e-9), vocab=4)
     assert (kept(logits, least) > -torch.inf).nonzero()[:, 1].tolist() == [2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_a_row_without_a_finite_logit_has_no_token_and_others_have_theirs(
+    temperature: float, dtype: torch.dtype, top_k: int
+) -> None:
+    table = SamplingTable(4, 64)
+    for slot in range(4):
+        params = SamplingParams(temperature=temperature, top_k=top_k, logit_bias={0: -1.0} if top_k else {})
+        table.set(slot, params, slot, [1])
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    slots, positions = torch.arange(4), torch.full((4,), 9)
+    whole = sample(logits, slots, positions, table)
+    broken = logits.clone()
+    broken[1], broken[2, 7] = -torch.inf, torch.nan
+    found = sample(broken, slots, positions, table).tolist()
+    assert found == [whole[0], NO_TOKEN, NO_TOKEN, whole[3]]

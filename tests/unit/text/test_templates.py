@@ -158,6 +158,8 @@ def test_the_time_of_a_chat_of_many_turns(monkeypatch: pytest.MonkeyPatch) -> No
     turns = (Message("user", "Hi"), Message("assistant", "Hello")) * 20_000
     monkeypatch.setattr(rendering, "SECONDS", 0.5)
     began = time.monotonic()
-    with pytest.raises(DataError, match="cannot render this chat of 40000 messages: it takes more than 0.5 s"):
+    with pytest.raises(
+        DataError, match="cannot render this chat of 40000 messages: it takes more than 0.5 s"
+    ):
         encode_chat(turns, tokenizer_with(PLAIN))
     assert time.monotonic() - began < 30

@@ -7,29 +7,16 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
-from coserve.serve.answering.cost import ANSWER_TOKEN
 from coserve.serve.answering.fair import Ticket
 from coserve.serve.answering.request_builder import GenerationRequest
 from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
 from coserve.wire.messages import Token
+from coserve.wire.scores import NONE, Scores
 
 _CHANGE: Final = " > "  # between the chains of one answer
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A token with its log-probabilities, and its offset in the answer's text, in characters.
-
-    Tokens that share a character have the same offset. The first token of a text has no log-probabilities.
-    """
-
-    token: int
-    scores: TokenLogprobs | None
-    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +24,20 @@ class AnswerPiece:
     """New piece of answer `index`. Only the last piece has a `finish`.
 
     `tokens` are all tokens, including final ones outside of the text. If log-probabilities are requested,
-    `scores` has those of `tokens`, `scored` those of the text, and `prompt_scores` those of the prompt after
-    its first token. The last piece has the number of `cached` prompt tokens and the `chain` that answered,
-    or those that did, in order.
+    `scores` has those of `tokens`, and `prompt_scores` those of the prompt after its first token; `starts`
+    are offsets in the answer's text, in characters, of the tokens that belong to it, which come first. Tokens
+    that share a character have the same offset. The last piece has the number of `cached` prompt tokens and
+    the `chain` that answered, or those that did, in order.
     """
 
     index: int
     text: str
     tokens: tuple[int, ...]
-    scored: tuple[Scored, ...] = ()
-    prompt_scores: tuple[TokenLogprobs, ...] = ()
+    starts: tuple[int, ...] = ()
+    prompt_scores: Scores = NONE
     finish: FinishReason | None = None
     cached: int = 0
-    scores: tuple[TokenLogprobs, ...] = ()
+    scores: Scores = NONE
     chain: str = ""
 
 
@@ -62,7 +50,7 @@ async def answer(state: State, generation: GenerationRequest) -> PieceStream:
     Raises, before the first piece, ApiError 429 where the queue is full and ApiError 404 for a model that has
     just been unloaded; at any time the engine's errors, or EngineLost.
     """
-    costs = [float(len(generation.prompt(index))) for index in range(len(generation))]
+    costs = [generation.cost.prompts[index // generation.choices] for index in range(len(generation))]
     with (
         state.catalog.use(generation.model),
         state.queue.enter(generation.tenant, costs, generation.tier) as tickets,
@@ -117,7 +105,7 @@ async def _one(state: State, generation: GenerationRequest, index: int, ticket: 
                     raise EngineLost("the engine gave this answer up")
                 if token.token is not None:
                     timing.token(time.monotonic())
-                    ticket.served(ANSWER_TOKEN)
+                    ticket.served(generation.cost.token)
                 piece = writer.take(token)
                 if piece is not None:
                     if piece.finish is not None:
@@ -144,28 +132,26 @@ class Writer:
         )
         self._eager = generation.tells_tokens  # each token is then a piece of its own, even without text
         self._tokens: list[int] = []
-        self._scores: list[TokenLogprobs] = []
-        self._scored: list[Scored] = []
-        self._prompt_scores: list[TokenLogprobs] = []
+        self._scores: list[Scores] = []
+        self._starts: list[int] = []
+        self._prompt_scores: list[Scores] = []
         self._given = 0  # characters
         self._cached = 0
         self._chains = dict[str, None]()  # that answered, in order
 
     def take(self, token: Token) -> AnswerPiece | None:
         """The piece completed by this token, None if there is none."""
-        self._prompt_scores += token.prompt_logprobs
+        self._prompt_scores.append(token.prompt_logprobs)
         self._cached += token.cached  # only one token has it
         self._chains[self._chain_of(token.alternative)] = None
         text = ""
         if token.token is not None:
             self._tokens.append(token.token)
-            if token.logprobs is not None:
-                self._scores.append(token.logprobs)
+            self._scores.append(token.logprobs)
             if token.finish is not FinishReason.STOP:  # the token that ends an answer is not part of its text
-                start = self._stream.length
+                if token.logprobs:
+                    self._starts.append(self._stream.length)
                 text = self._stream.push(token.token)
-                if token.logprobs is not None:
-                    self._scored.append(Scored(token.token, token.logprobs, start))
         finish = FinishReason.STOP if self._stream.stopped else token.finish
         if finish is not None:
             text += self._stream.finish()
@@ -177,13 +163,13 @@ class Writer:
     def _piece(self, text: str, finish: FinishReason | None) -> AnswerPiece:
         self._given += len(text)
         self.has_finished = finish is not None
-        scored = self._scored
+        starts = self._starts
         if self._stream.stopped:  # without the tokens of the stop string
-            scored = [one for one in scored if one.start < self._given]
+            starts = [start for start in starts if start < self._given]
         piece = AnswerPiece(
-            self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish,
-            self._cached if finish is not None else 0, tuple(self._scores),
+            self._index, text, tuple(self._tokens), tuple(starts), Scores.joined(self._prompt_scores), finish,
+            self._cached if finish is not None else 0, Scores.joined(self._scores),
             _CHANGE.join(self._chains) if finish is not None else "",
         )  # fmt: skip
-        self._tokens, self._scores, self._scored, self._prompt_scores = [], [], [], []
+        self._tokens, self._scores, self._starts, self._prompt_scores = [], [], [], []
         return piece

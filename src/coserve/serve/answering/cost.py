@@ -1,8 +1,9 @@
 """Costs and limits of requests.
 
-The unit is one prompt token through the model. A generated token counts twice, as it takes a step of its own;
-log-probabilities, grammar masks and biases count in proportion to their work. The cost is an upper bound
-known before queueing; fair shares are charged with the work really done.
+The unit is one prompt token through the model: 85 us of the embedded model on one core, and of larger ones on
+larger machines. A generated token counts twice, as it takes a step of its own; log-probabilities, grammar
+masks and biases count in proportion to their work. The cost is an upper bound known before queueing; fair
+shares are charged with the work really done.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,15 @@ from coserve.serve.errors import ApiError
 
 PROMPT_TOKEN = 1.0
 ANSWER_TOKEN = 2.0
-ALTERNATIVE = 0.01  # for each likely token reported beside a chosen or scored one
+SCORED_TOKEN = 0.3  # for each token with its log-probability: its row passes the head, 25 us
+ALTERNATIVE = 0.03  # for each likely token beside it: found and packed 1.3 us, written as JSON 1.3 us
 MASKED_TOKEN = 0.5  # for each token of an answer with a grammar
 GRAMMAR_BYTE = 0.02  # for each byte of a grammar that is compiled
 BIAS = 0.1
 
 MOST_COST = 4_000_000.0
 MOST_PROMPTS = 128
+MOST_CHOICES = 4096  # of one prompt, whatever the settings: max_n bounds them, in Tinker's dialect max_queue
 MOST_MESSAGES = 2048
 MOST_PARTS = 256  # of one message
 MOST_FIELDS = 64  # of any object with named fields
@@ -57,7 +60,7 @@ class RequestSize:
     choices: int = 1
     max_tokens: int | None = None
     max_tokens_name: str = "max_tokens"
-    alternatives: int = 0
+    alternatives: int | None = None  # beside each log-probability; None for none of either
     scores_prompt: bool = False
     stops: Sequence[str] = ()
     biases: int = 0
@@ -66,49 +69,52 @@ class RequestSize:
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """The whole request's cost `total`, and the `max_tokens` of an answer to each prompt."""
+    """The whole request's cost `total`; the `max_tokens` of an answer to each prompt; and what is charged as
+    the work is done: for each of the `prompts`, and for each `token` of an answer."""
 
     total: float
     max_tokens: tuple[int, ...]
+    prompts: tuple[float, ...]
+    token: float
 
 
 def request_cost(size: RequestSize, limits: RequestLimits) -> RequestCost:
     """Cost of a request. Raises ApiError 400, naming the parameter, for one that exceeds limits."""
     check_counts(size, limits)
     most = tuple(_most_tokens(length, size, limits) for length in size.prompts)
-    each = (_sequence_cost(length, tokens, size) for length, tokens in zip(size.prompts, most, strict=True))
-    total = size.choices * (sum(each) + BIAS * size.biases) + GRAMMAR_BYTE * size.grammar_bytes
+    scored = 0.0 if size.alternatives is None else SCORED_TOKEN + ALTERNATIVE * size.alternatives
+    read = PROMPT_TOKEN + (scored if size.scores_prompt else 0.0)
+    token = ANSWER_TOKEN + scored + (MASKED_TOKEN if size.grammar_bytes else 0.0)
+    prompts = tuple(length * read for length in size.prompts)
+    each = (sum(prompts) + sum(most) * token) + len(prompts) * BIAS * size.biases
+    total = size.choices * each + GRAMMAR_BYTE * size.grammar_bytes
     if total > MOST_COST:
         message = (
             f"The request would cost {total:.0f} tokens' work and one may cost {MOST_COST:.0f}; split it."
         )
         raise ApiError(400, message, code="request_too_large")
-    return RequestCost(total, most)
-
-
-def _sequence_cost(length: int, tokens: int, size: RequestSize) -> float:
-    reported = 1.0 + ALTERNATIVE * size.alternatives
-    prompt = length * PROMPT_TOKEN * (reported if size.scores_prompt else 1.0)
-    answer = tokens * (ANSWER_TOKEN * reported + (MASKED_TOKEN if size.grammar_bytes else 0.0))
-    return prompt + answer
+    return RequestCost(total, most, prompts, token)
 
 
 def check_counts(size: RequestSize, limits: RequestLimits) -> None:
     """Raises ApiError 400 for counts beyond the limits of one request."""
     sequences = len(size.prompts) * size.choices
-    _at_most("prompt", "prompts", len(size.prompts), MOST_PROMPTS)
-    _at_most("n", "choices", size.choices, limits.choices)
-    _at_most("n", "choices of all prompts", sequences, limits.sequences)
-    _at_most("logprobs", "alternatives", size.alternatives, MOST_ALTERNATIVES)
-    _at_most("stop", "stop strings", len(size.stops), MOST_STOPS)
-    _at_most("stop", "characters in a stop string", max(map(len, size.stops), default=0), LONGEST_STOP)
-    _at_most("logit_bias", "biases", size.biases, MOST_BIASES)
-    _at_most("response_format", "bytes of schema", size.grammar_bytes, MOST_GRAMMAR_BYTES)
+    at_most("prompt", "prompts", len(size.prompts), MOST_PROMPTS)
+    at_most("n", "choices", size.choices, limits.choices, "max_n")
+    at_most("n", "choices of all prompts", sequences, limits.sequences, "max_queue_tenant")
+    at_most("logprobs", "alternatives", size.alternatives or 0, MOST_ALTERNATIVES)
+    at_most("stop", "stop strings", len(size.stops), MOST_STOPS)
+    at_most("stop", "characters in a stop string", max(map(len, size.stops), default=0), LONGEST_STOP)
+    at_most("logit_bias", "biases", size.biases, MOST_BIASES)
+    at_most("response_format", "bytes of schema", size.grammar_bytes, MOST_GRAMMAR_BYTES)
 
 
-def _at_most(param: str, what: str, given: int, most: int) -> None:
+def at_most(param: str, what: str, given: int, most: int, setting: str = "") -> None:
+    """Raises ApiError 400, naming the parameter and the server's setting if there is one, for a count of
+    things beyond a bound."""
     if given > most:
-        message = f"Invalid value for '{param}': {given} {what}; at most {most} are allowed."
+        of = f" (the server's {setting})" if setting else ""
+        message = f"Invalid value for '{param}': {given} {what}; at most {most} are allowed{of}."
         raise ApiError(400, message, param=param, code="invalid_value")
 
 

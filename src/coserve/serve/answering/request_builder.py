@@ -25,10 +25,10 @@ from coserve.serve.answering.cost import (
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.errors import ApiError
+from coserve.serve.offload import Offload
 from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from coserve.serve.schema.common import MOST_TOKEN_ID, Generation, JsonObject, Tier
 from coserve.serve.schema.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from coserve.serve.offload import Offload
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
 from coserve.wire.messages import Hello
@@ -163,12 +163,13 @@ class RequestBuilder:
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 self._check_length(len(prompt))
+        length = sum(map(len, body.prompts))  # many short ones take as long as a long one
         for prompt in body.prompts:
             tokens = (
                 tuple(prompt)
                 if isinstance(prompt, list)
                 else await self._tokens(
-                    self.state.text.encode, prompt, self.state.prompts if len(prompt) >= _LONG else None
+                    self.state.text.encode, prompt, self.state.prompts if length >= _LONG else None
                 )
             )
             request_cost(replace(size, prompts=(len(tokens),)), limits)
@@ -188,7 +189,7 @@ class RequestBuilder:
         size = replace(
             size,
             choices=body.n or 1,
-            alternatives=sampling.logprobs or 0,
+            alternatives=sampling.prompt_logprobs if sampling.logprobs is None else sampling.logprobs,
             stops=body.stops,
             biases=len(sampling.logit_bias),
         )

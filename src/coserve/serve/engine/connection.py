@@ -88,5 +88,5 @@ class EngineConnection:
 
     def _flush(self) -> None:
         commands, self._outbox = self._outbox, []
-        if self._is_open:
+        if self._is_open and not self.writer.is_closing():
             write_frame(self.writer, encode_commands(commands))

@@ -91,7 +91,7 @@ class LiveRequest:
         if self.repeated and token.prompt_logprobs:
             known = min(self.repeated, len(token.prompt_logprobs))
             self.repeated -= known
-            token = structs.replace(token, prompt_logprobs=token.prompt_logprobs[known:])
+            token = structs.replace(token, prompt_logprobs=token.prompt_logprobs.rows(known))
         self.scored += len(token.prompt_logprobs)
         if token.token is not None:
             self.tokens.append(token.token)

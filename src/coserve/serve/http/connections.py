@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -148,6 +148,7 @@ class HttpConnection(H11Protocol):
         return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport = cast(asyncio.Transport, _OpenTransport(transport))
         self.transport = transport
         peer = transport.get_extra_info("peername")
         if self._all.enter(self, peer[0] if isinstance(peer, tuple) else None):
@@ -243,6 +244,21 @@ class HttpConnection(H11Protocol):
         if has_asked and not has_begun:
             self.transport.write(_written(ApiError(status, message)))
         self.transport.close()
+
+
+class _OpenTransport:
+    """A transport that drops what is written once it is closing. asyncio's own logs a line for each write to
+    a client that has gone, until the loop has got to say so."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
 
 def _written(error: ApiError) -> bytes:

@@ -4,6 +4,7 @@ FastAPI decodes and validates bodies in the loop: for 7.9 MB of small objects 0.
 streams stalled.
 """
 
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -20,6 +21,20 @@ from coserve.serve.state import state_of
 
 _SMALL: Final = 8 * 1024  # bytes that are handled in the loop: 3 ms at most
 _BOM: Final = b"\xef\xbb\xbf"
+_MOST_DIGITS: Final = 40  # one after the other, of a number: 4,300 of them take 0.7 ms to read
+_ANY_DIGIT: Final = bytes.maketrans(b"123456789", b"000000000")
+_TOO_LONG: Final = b"0" * (_MOST_DIGITS + 1)
+
+
+def _float(text: str) -> float:
+    """A number of JSON. msgspec takes 50 us for `1e308`, which a body may hold a million times, and holds the
+    interpreter meanwhile; a function of Python's takes 0.4 us, and lets go of it in between."""
+    if math.isinf(value := float(text)):
+        raise msgspec.DecodeError("a number is out of range")
+    return value
+
+
+_decoder: Final = msgspec.json.Decoder(float_hook=_float)
 
 
 class JsonRoute(APIRoute):
@@ -75,8 +90,11 @@ def parse(kind: type[BaseModel], body: bytes) -> BaseModel:
         if found > most:
             message = f"The body holds more than {most} {what}; split the request."
             raise ApiError(400, message, code="request_too_large")
+    if _has_long_number(body):
+        message = f"The body holds a number with more than {_MOST_DIGITS} digits in a row."
+        raise ApiError(400, message, code="invalid_value")
     try:
-        value = msgspec.json.decode(body.removeprefix(_BOM))
+        value = _decoder.decode(body.removeprefix(_BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         told = {"type": "json_invalid", "loc": ("body",), "msg": "", "input": {}, "ctx": {"error": reason}}
@@ -98,13 +116,29 @@ def count(body: bytes) -> tuple[int, int]:
     numbers = body.count(b",") + 1
     if values <= MOST_JSON_VALUES and numbers <= MOST_JSON_NUMBERS:
         return values, numbers
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    strings = bare.count(b'"') // 2
+    strings = _without_escapes(body).count(b'"') // 2
     if strings > MOST_JSON_VALUES:
         return strings, numbers
-    outside = b"".join(bare.split(b'"')[::2])
+    outside = b"".join(_outside_strings(body))
     values = strings + outside.count(b"{") + outside.count(b"[")
     return values, max(outside.count(b",") + 1 - values, 0)
+
+
+def _has_long_number(body: bytes) -> bool:
+    """Tells whether a number has too many digits, by a few passes over the bytes."""
+    if _TOO_LONG not in body.translate(_ANY_DIGIT):
+        return False
+    return any(_TOO_LONG in part.translate(_ANY_DIGIT) for part in _outside_strings(body))
+
+
+def _outside_strings(body: bytes) -> list[bytes]:
+    """The parts of JSON between its strings, of which there are few enough."""
+    return _without_escapes(body).split(b'"')[::2]
+
+
+def _without_escapes(body: bytes) -> bytes:
+    """JSON without escaped quotes, and without backslashes that could be mistaken for their escapes."""
+    return body.replace(b"\\\\", b"").replace(b'\\"', b"")
 
 
 def _is_json(content_type: str) -> bool:

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+_TURN_SECONDS: Final = 0.005
 
 
 class ClientGone(Exception):
@@ -59,12 +61,27 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class Pause:
+    """Lets the rest of the loop run once its caller has had a turn of some milliseconds: a coroutine whose
+    data is there does not wait, and so would not."""
+
+    def __init__(self, seconds: float = _TURN_SECONDS) -> None:
+        self._seconds, self._since = seconds, monotonic()
+
+    async def __call__(self) -> None:
+        if monotonic() - self._since > self._seconds:
+            await asyncio.sleep(0)
+            self._since = monotonic()
+
+
 def event(data: bytes | str) -> bytes:
     """One server-sent event."""
-    return b"data: " + (data.encode() if isinstance(data, str) else data) + b"\n\n"
+    return EVENT_BEGIN + (data.encode() if isinstance(data, str) else data) + EVENT_END
 
 
-DONE = event("[DONE]")
+EVENT_BEGIN: Final = b"data: "
+EVENT_END: Final = b"\n\n"
+DONE: Final = event("[DONE]")
 
 
 async def _departure(receive: Receive) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from coserve.errors import DataError, QuotaExceeded
@@ -16,6 +16,7 @@ from coserve.jobs.limits import limits_of
 from coserve.sandbox.pool import Cancellation
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.http.streams import ClientGone, unless_gone
 from coserve.serve.http.uploads import Upload
 from coserve.serve.schema.files import UPLOAD, FileDeleted, FileList, FileObject, Purpose
@@ -52,7 +53,7 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
     return _shown(file)
 
 
-@router.get("/v1/files", responses=error_responses(), summary="List files")
+@router.get("/v1/files", response_model=FileList, responses=error_responses(), summary="List files")
 async def list_files(
     caller: Caller,
     state: Shared,
@@ -60,14 +61,15 @@ async def list_files(
     limit: Annotated[int, Query(ge=1, le=_MOST)] = _MOST,
     order: Literal["asc", "desc"] = "desc",
     purpose: Purpose | None = None,
-) -> FileList:
+) -> Response:
     """The caller's files, the newest first unless `order` says otherwise."""
     page = await state.store.files.page(caller.id, after, limit, order == "asc", purpose)
     if page is None:
         raise unknown_cursor(after)
-    shown = [_shown(file) for file in page.records]
-    ends = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return FileList(data=shown, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
+    ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
+    shown = [WrittenJson(written_later(_shown, file)) for file in page.records]
+    told = {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1]}
+    return await json_reply(state.bodies, caller.id, {**told, "has_more": page.has_more})
 
 
 @router.get("/v1/files/{file_id}", responses=error_responses(404), summary="Retrieve a file")

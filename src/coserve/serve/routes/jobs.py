@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from coserve.core.job_status import JobStatus
 from coserve.errors import AdapterError, ConfigError, DataError, ValidationDataError
@@ -15,6 +15,7 @@ from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.routes.files import find_file, unknown_cursor
 from coserve.serve.schema.common import MOST_METADATA
 from coserve.serve.schema.jobs import (
@@ -149,16 +150,17 @@ def _naming_peft() -> Iterator[None]:
         raise ApiError(400, str(error), param="peft", code="invalid_value") from error
 
 
-@router.get("", responses=error_responses(), summary="List fine-tuning jobs")
+@router.get("", response_model=JobList, responses=error_responses(), summary="List fine-tuning jobs")
 async def list_jobs(
     request: Request, caller: Caller, state: Shared, after: After = None, limit: Limit = 20
-) -> JobList:
+) -> Response:
     """The caller's jobs, the newest first; `metadata[key]=value` keeps those that carry this pair, and
     `metadata=null` those without any."""
     page = await state.store.jobs.page(caller.id, after, limit, _metadata(request))
     if page is None:
         raise unknown_cursor(after)
-    return JobList(data=[_shown(state, job) for job in page.records], has_more=page.has_more)
+    shown = [WrittenJson(written_later(_shown, state, job)) for job in page.records]
+    return await _listed(state, caller, shown, page.has_more)
 
 
 @router.get("/{job_id}", responses=error_responses(404), summary="Retrieve a fine-tuning job")
@@ -185,31 +187,50 @@ async def resume_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     return _shown(state, await state.job_controller.resume(await _find(state, caller, job_id)))
 
 
-@router.get("/{job_id}/events", responses=error_responses(404), summary="List a job's events")
+@router.get(
+    "/{job_id}/events",
+    response_model=EventList,
+    responses=error_responses(404),
+    summary="List a job's events",
+)
 async def list_events(
     job_id: str, caller: Caller, state: Shared, after: After = None, limit: Limit = 20
-) -> EventList:
+) -> Response:
     """Lists what happened to a job, the newest first. Events of type `metrics` hold an optimizer step's
     figures."""
     job = await _find(state, caller, job_id)
     page = await state.store.jobs.events(job.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
-    return EventList(data=[_event(event) for event in page.records], has_more=page.has_more)
+    shown = [WrittenJson(written_later(_event, event)) for event in page.records]
+    return await _listed(state, caller, shown, page.has_more)
 
 
-@router.get("/{job_id}/checkpoints", responses=error_responses(404), summary="List a job's checkpoints")
+@router.get(
+    "/{job_id}/checkpoints",
+    response_model=CheckpointList,
+    responses=error_responses(404),
+    summary="List a job's checkpoints",
+)
 async def list_checkpoints(
     job_id: str, caller: Caller, state: Shared, after: After = None, limit: Limit = 10
-) -> CheckpointList:
+) -> Response:
     """A job's adapter at several steps, the newest first. Each can be sampled while the job runs."""
     job = await _find(state, caller, job_id)
     page = await state.store.jobs.checkpoints(job.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
-    shown = [_checkpoint(checkpoint) for checkpoint in page.records]
-    ends = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return CheckpointList(data=shown, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
+    ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
+    shown = [WrittenJson(written_later(_checkpoint, checkpoint)) for checkpoint in page.records]
+    return await _listed(state, caller, shown, page.has_more, first_id=ends[0], last_id=ends[1])
+
+
+async def _listed(
+    state: State, caller: Tenant, data: list[WrittenJson], has_more: bool, **more: str | None
+) -> Response:
+    """A page of a list."""
+    told = {"object": "list", "data": data, **more, "has_more": has_more}
+    return await json_reply(state.bodies, caller.id, told)
 
 
 async def _find(state: State, tenant: Tenant, id: str) -> JobRecord:

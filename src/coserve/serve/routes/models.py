@@ -2,23 +2,25 @@
 
 import asyncio
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.adapter_registry.registry import base_warning, remove_adapter
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.schema.models import ModelCard, ModelDeleted, ModelList
 from coserve.serve.state import Shared, State
 
 router = APIRouter(tags=["Models"])
 
 
-@router.get("/v1/models", responses=error_responses(), summary="List models")
-async def list_models(caller: Caller, state: Shared) -> ModelList:
+@router.get("/v1/models", response_model=ModelList, responses=error_responses(), summary="List models")
+async def list_models(caller: Caller, state: Shared) -> Response:
     """The base models, mostly one, and the adapters that the caller may use: its own, and the shared ones."""
     models = await state.catalog.list(caller)
-    return ModelList(data=await asyncio.to_thread(lambda: [_described(state, model) for model in models]))
+    shown = [WrittenJson(written_later(_described, state, model)) for model in models]
+    return await json_reply(state.bodies, caller.id, {"object": "list", "data": shown})
 
 
 @router.get("/v1/models/{model:path}", responses=error_responses(404), summary="Retrieve a model")

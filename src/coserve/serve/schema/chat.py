@@ -7,12 +7,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from coserve.serve.answering.cost import MOST_MESSAGES, MOST_PARTS
 from coserve.serve.schema.common import (
     CHAIN,
+    MOST_TOKEN_ID,
     Alternatives,
     FinishName,
     Generation,
-    JsonObject,
+    Ignored,
     Metadata,
     RequestBody,
+    Schema,
     Tier,
     Usage,
     Words,
@@ -62,7 +64,7 @@ class JsonSchema(RequestBody):
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")
     description: str | None = Field(None, max_length=4096)
-    schema_: JsonObject | None = Field(None, alias="schema")
+    schema_: Schema | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="Answers always match; there is no lax way.")
 
 
@@ -88,18 +90,22 @@ class ChatRequest(Generation):
     model_config = ConfigDict(json_schema_extra={"examples": [_HELLO]})
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: int | None = Field(None, ge=1, description="Most tokens of the answer; the room there is.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens.")
+    max_tokens: int | None = Field(
+        None, ge=1, le=MOST_TOKEN_ID, description="Most tokens of the answer; the room there is."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MOST_TOKEN_ID, description="The newer name of max_tokens."
+    )
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     response_format: ResponseFormat | None = None
     metadata: Metadata | None = Field(None, description="Accepted, not used.")
     store: bool | None = Field(None, description="Accepted; nothing is kept.")
     parallel_tool_calls: bool | None = Field(None, description="Accepted; there are no tools.")
-    prediction: JsonObject | None = Field(None, description="Accepted, not used: it changes no answer.")
+    prediction: Ignored | None = Field(None, description="Accepted, not used: it changes no answer.")
     prompt_cache_key: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     prompt_cache_retention: str | None = Field(None, max_length=64, description="Accepted, not used.")
-    prompt_cache_options: JsonObject | None = Field(None, description="Accepted, not used.")
+    prompt_cache_options: Ignored | None = Field(None, description="Accepted, not used.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
 
     @model_validator(mode="before")

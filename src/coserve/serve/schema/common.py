@@ -3,7 +3,17 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+import msgspec
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from coserve.serve.answering.cost import (
     LONGEST_NAME,
@@ -11,31 +21,78 @@ from coserve.serve.answering.cost import (
     MOST_ALTERNATIVES,
     MOST_BIASES,
     MOST_BODY_BYTES,
+    MOST_CHOICES,
     MOST_FIELDS,
+    MOST_GRAMMAR_BYTES,
     MOST_STOPS,
 )
 
 MOST_TOKEN_ID = 2**31 - 1
 MOST_METADATA = 16
+DEEPEST = 64  # levels of a value of any form: encoders give up at 200 or more
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]
 # pydantic looks only into strings with a bound: others may hold half a surrogate pair, which is no text.
 Words = Annotated[str, Field(max_length=MOST_BODY_BYTES)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
 FinishName = Literal["stop", "length"]
 Tier = Literal["default", "flex", "priority"]
 
 
 def at_most(most: int) -> Callable[[Any], Any]:
-    """Refuses an object with more entries before they are validated."""
+    """Refuses an object with more entries, or with a long name, before they are validated."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"an object with {len(value)} entries; at most {most} are allowed")
+        if isinstance(value, dict):
+            if len(value) > most:
+                raise ValueError(f"an object with {len(value)} entries; at most {most} are allowed")
+            if (longest := max(map(len, value), default=0)) > LONGEST_NAME:
+                raise ValueError(f"a name of {longest} characters; at most {LONGEST_NAME} are allowed")
         return value
 
     return check
+
+
+class MostBytes:
+    """Bound of a value of any form, which is kept or passed on: bytes of its JSON. Its place in the OpenAPI
+    document has it as `x-most-bytes`."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), "x-most-bytes": self.most}
+
+    def _check(self, value: Any) -> Any:
+        try:
+            written = len(msgspec.json.encode(value))
+        except (ValueError, RecursionError, OverflowError) as error:
+            raise ValueError("it holds a value that cannot be kept, or is nested too deeply") from error
+        if written > self.most:
+            raise ValueError(f"it has {written} bytes; at most {self.most} are allowed")
+        if _is_deep(value):
+            raise ValueError(f"it is nested too deeply; at most {DEEPEST} levels are allowed")
+        return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Tells whether lists and objects lie in each other more than `DEEPEST` times."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return bool(level)
 
 
 class RequestBody(BaseModel):
@@ -73,7 +130,7 @@ class Generation(RequestBody):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Biases | None = Field(None, description="What is added to the logits of tokens, by token id.")
-    n: int | None = Field(None, ge=1, description="How many answers to each prompt.")
+    n: Choices | None = Field(None, description="How many answers to each prompt.")
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="The same seed, the same answer.")
     stop: StopString | StopStrings | None = Field(
         None, description=f"Up to {MOST_STOPS} texts that end the answer and are not part of it."
@@ -163,3 +220,5 @@ Metadata = Annotated[
     BeforeValidator(at_most(MOST_METADATA)),
 ]
 JsonObject = dict[str, Any]
+Schema = Annotated[JsonObject, MostBytes(MOST_GRAMMAR_BYTES)]
+Ignored = Annotated[JsonObject, MostBytes(MOST_BODY_BYTES)]  # an object that is accepted and not used

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from coserve.serve.answering.cost import MOST_PROMPT_TOKENS, MOST_PROMPTS
 from coserve.serve.schema.common import (
     CHAIN,
+    MOST_TOKEN_ID,
     Alternatives,
     FinishName,
     Generation,
@@ -36,7 +37,10 @@ class CompletionRequest(Generation):
     echo: bool | None = Field(None, description="The prompt comes back before the answer.")
     logprobs: Alternatives | None = Field(None, description="Of how many of the likeliest tokens.")
     max_tokens: int | None = Field(
-        None, ge=0, description=f"{DEFAULT_MAX_TOKENS} unless given; 0 only with echo, to score a prompt."
+        None,
+        ge=0,
+        le=MOST_TOKEN_ID,
+        description=f"{DEFAULT_MAX_TOKENS} unless given; 0 only with echo, to score a prompt.",
     )
 
     @model_validator(mode="before")

@@ -9,12 +9,12 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.cost import LONGEST_NAME
-from coserve.serve.schema.common import Metadata, RequestBody
+from coserve.serve.schema.common import Metadata, MostBytes, RequestBody
 from coserve.train.objectives import MOST_TOP_K
 
 MOST_SEED: Final = 2**31 - 1
 LONGEST_ID: Final = 64
-MOST_SETTINGS_BYTES: Final = 1 << 16  # of one adapter method
+MOST_SETTINGS_BYTES: Final = 1 << 16  # of one adapter method, and of all those of one adapter
 MOST_PARTS: Final = 8  # methods of one adapter
 HIGHEST_RANK: Final = 512
 LARGEST: Final = 4096  # of other whole numbers: sizes, virtual tokens; memory grows with each
@@ -127,12 +127,10 @@ class ReinforcementHyperparameters(Hyperparameters):
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
     """Refuses values that msgpack or JSON cannot represent, and values too large for any machine."""
     try:
-        written = msgspec.msgpack.encode(value)
+        msgspec.msgpack.encode(value)
         json.dumps(value, allow_nan=False)
     except (ValueError, OverflowError, RecursionError) as error:
         raise PydanticCustomError("not_plain", "Settings hold a value that no field takes.") from error
-    if len(written) > MOST_SETTINGS_BYTES:
-        raise PydanticCustomError("too_long", f"Settings may have {MOST_SETTINGS_BYTES} bytes.")
     for name, number in value.items():
         most = HIGHEST_RANK if name in ("r", "rank") else LARGEST
         if isinstance(number, int) and number > most:
@@ -143,7 +141,12 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
 
 
 # The engine knows which fields there are: each adapter method is one file of its own.
-Settings = Annotated[dict[str, Any], AfterValidator(_plain)]
+Settings = Annotated[dict[str, Any], AfterValidator(_plain), MostBytes(MOST_SETTINGS_BYTES)]
+
+
+Methods = Annotated[
+    list[Settings], Field(min_length=1, max_length=MOST_PARTS), MostBytes(MOST_SETTINGS_BYTES)
+]
 
 
 class ReinforcementMethod(Named):
@@ -264,8 +267,8 @@ class JobRequest(Named):
     )
     method: FineTuneMethod | None = None
     metadata: Metadata | None = None
-    integrations: Annotated[list[Any], Field(max_length=0, description="None is there.")] | None = None
-    peft: Settings | Annotated[list[Settings], Field(min_length=1, max_length=MOST_PARTS)] | None = Field(
+    integrations: Annotated[list[None], Field(max_length=0, description="None is there.")] | None = None
+    peft: Settings | Methods | None = Field(
         default=None,
         description="The adapter, in PEFT's words or in ours: `peft_type`, `r`, `target_modules` and so on; "
         "LoRA where no type is given. A list of methods is one adapter.",

@@ -60,4 +60,6 @@ class LoadAdapterRequest(RequestBody):
 
 class UnloadAdapterRequest(RequestBody):
     lora_name: str = Field(min_length=1, max_length=LONGEST_NAME)
-    lora_int_id: int | None = Field(None, description="Accepted, not used: names are enough.")
+    lora_int_id: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="Accepted, not used: names are enough."
+    )

@@ -172,28 +172,40 @@ class Futures:
         self._bytes[future.tenant] += future.size
         future.drop_at = self._clock() + self.limits.seconds
         future.done.set()
-        while self._bytes[future.tenant] > self.limits.bytes_tenant and self._drop_oldest(future.tenant):
-            pass
-        while sum(self._bytes.values()) > self.limits.bytes_all:
-            if not self._drop_oldest(max(self._bytes, key=lambda tenant: self._bytes[tenant])):
+        self._shrink(future.tenant, self.limits.bytes_tenant)
+        while (beyond := sum(self._bytes.values()) - self.limits.bytes_all) > 0:
+            largest = max(self._bytes, key=lambda tenant: self._bytes[tenant])
+            if not self._shrink(largest, self._bytes[largest] - beyond):
                 break
 
     def _make_room(self, tenant: str) -> None:
         own, now = self._of.get(tenant, {}), self._clock()
         for old in [future for future in own.values() if future.drop_at <= now]:
             self._drop(old)
-        while len(own) >= self.limits.most_tenant:
-            if not self._drop_oldest(tenant):
+        if len(own) >= self.limits.most_tenant:
+            ended = self._ended(tenant)
+            if not ended:
                 message = f"You have {len(own)} requests under way; wait until some have ended."
                 raise ApiError(429, message, code="rate_limit_exceeded")
+            self._drop(ended[0])
 
-    def _drop_oldest(self, tenant: str) -> bool:
-        """Drops the tenant's result that ended first, one that was read before others."""
+    def _shrink(self, tenant: str, most: int) -> bool:
+        """Drops results of a tenant until it has `most` bytes, as far as there are some; False if there is
+        none."""
+        beyond = self._bytes[tenant] - most
+        ended = self._ended(tenant) if beyond > 0 else []
+        for future in ended:
+            if beyond <= 0:
+                break
+            beyond -= future.size
+            self._drop(future)
+        return bool(ended)
+
+    def _ended(self, tenant: str) -> list[TinkerFuture]:
+        """The tenant's results in the order in which they are dropped: those that were read, then by their
+        ends. One sort for all that are dropped: a large result may have thousands of small ones go."""
         ended = [future for future in self._of[tenant].values() if future.outcome is not None]
-        if not ended:
-            return False
-        self._drop(min(ended, key=lambda future: future.drop_at))
-        return True
+        return sorted(ended, key=lambda future: future.drop_at)
 
     def _drop(self, future: TinkerFuture) -> None:
         own = self._of[future.tenant]

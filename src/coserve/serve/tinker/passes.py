@@ -10,10 +10,11 @@ import zstandard
 
 from coserve.core.training import Datum, PassOutput
 from coserve.errors import DataError
-from coserve.serve.answering.cost import MOST_BODY_BYTES
+from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_FIELDS
 from coserve.serve.tinker.futures import Payload
 from coserve.serve.tinker.protocol import message_class, parse
-from coserve.serve.tinker.sampled import packed, unpacked
+from coserve.serve.tinker.schema import LARGEST
+from coserve.wire.scores import little, numbers
 
 MOST_DATA: Final = 4096  # of one pass; clients send at most `fwdbwd_max_chunk_len` of them
 _MOST_PARTS: Final = 80 * MOST_DATA  # of a body: 0.5 s to count
@@ -85,7 +86,15 @@ def _settings(message: Any) -> dict[str, float]:
         if value.WhichOneof("value") != "number":
             raise DataError(f"the setting {name!r} of a loss is a number")
         settings[name] = value.number
-    return settings or dict(message.loss_fn_config)
+    settings = settings or dict(message.loss_fn_config)
+    if len(settings) > MOST_FIELDS:
+        raise DataError(f"a loss takes {MOST_FIELDS} settings at most, not {len(settings)}")
+    for name, number in settings.items():
+        if not abs(number) <= LARGEST:
+            raise DataError(
+                f"the setting {name!r} of a loss is a number of at most {LARGEST:g}, not {number:g}"
+            )
+    return settings
 
 
 def _datum(number: int, message: Any) -> Datum:
@@ -131,7 +140,7 @@ def _tensor(number: int, name: str, message: Any) -> Sequence[float]:
 
 def _numbers(number: int, name: str, code: str, data: bytes) -> list[Any]:
     try:
-        return unpacked(code, data)
+        return numbers(code, data).tolist()
     except ValueError:
         raise DataError(f"datum {number}: the {len(data)} bytes of {name} are not whole numbers") from None
 
@@ -144,8 +153,8 @@ def pass_payload(output: PassOutput) -> Payload:
     table, offsets = record.fields["logprobs"], [0]
     for one in output.logprobs:
         offsets.append(offsets[-1] + 4 * len(one))
-    table.data = packed("f", (value for one in output.logprobs for value in one))
-    table.offsets = packed("q", offsets)
+    table.data = little("f", (value for one in output.logprobs for value in one))
+    table.offsets = little("q", offsets)
     table.dtype = _FLOAT32
     for name, value in {"loss:sum": output.loss, **output.metrics}.items():
         message.metrics[name if ":" in name else f"{name}:sum"] = value
@@ -159,7 +168,7 @@ def pass_json(body: bytes) -> dict[str, Any]:
     outputs = []
     for record in message.loss_fn_outputs:
         table = record.fields["logprobs"]
-        values, offsets = unpacked("f", table.data), unpacked("q", table.offsets)
+        values, offsets = numbers("f", table.data).tolist(), numbers("q", table.offsets)
         for start, end in pairwise(offsets):
             of_one = values[start // 4 : end // 4]
             outputs.append({"logprobs": {"data": of_one, "dtype": "float32", "shape": [len(of_one)]}})

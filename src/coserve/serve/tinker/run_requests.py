@@ -50,7 +50,7 @@ class RunRequests:
             tokens = sum(len(datum.tokens) for datum in request.data)
             price = _FORWARD_TOKEN if request.forward_only else TRAINED_TOKEN
             self._state.queue.charge(tenant, price * tokens)
-            return pass_payload(output)
+            return await self._state.bodies.run(tenant.id, pass_payload, output)
 
         kind = "Forward" if request.forward_only else "ForwardBackward"
         return self._in_turn(tenant, request.model_id, request.seq_id, kind, pass_through)

@@ -1,15 +1,17 @@
 """Sampling: a request of a sampling session is checked, and answered like any request for text."""
 
 import asyncio
-from contextlib import aclosing
 from typing import Any, Final
 
-from coserve.serve.answering.answers import AnswerPiece, answer
-from coserve.serve.answering.cost import MOST_ALTERNATIVES
-from coserve.serve.answering.replies import join
+from pydantic import ValidationError
+
+from coserve.serve.answering.answers import answer
+from coserve.serve.answering.cost import at_most
+from coserve.serve.answering.replies import whole_answers
 from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.completions import CompletionRequest
+from coserve.serve.state import State
 from coserve.serve.store.records import Tenant, TinkerSampler
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.sampled import PromptScores, sample_payload
@@ -23,6 +25,7 @@ _RETRY_SECONDS: Final = 0.2  # between two attempts to enter a queue that is ful
 async def submit_sample(sessions: ClientSessions, tenant: Tenant, body: SampleRequest) -> TinkerFuture:
     """The future of a sample. Raises ApiError 404 for an unknown sampling session, and 429 while the tenant
     has as much waiting as the queue takes."""
+    at_most("num_samples", "samples", body.num_samples, _most_samples(sessions.state), "max_queue_tenant")
     sampler = await sessions.sampler(tenant, body.sampling_session_id)
     await sessions.open_session(tenant, sampler.session)
     id = f"{sampler.id}:{body.seq_id}"
@@ -44,59 +47,53 @@ async def _sample(
     future: TinkerFuture,
 ) -> Payload:
     state = sessions.state
-    most = min(state.settings.max_queue, state.settings.max_queue_tenant)
-    builder = await RequestBuilder.of(state, tenant, sampler.model, most)
+    builder = await RequestBuilder.of(state, tenant, sampler.model, _most_samples(state))
     generation = await builder.completion(_completion(body, builder))
     future.why = lambda: _why(sessions, generation, future)
     while True:
         try:
-            parts = await _answers(sessions, generation)
+            answers = await whole_answers(answer(state, generation), len(generation))
             break
         except ApiError as refusal:
             if refusal.status != 429:
                 raise
         await asyncio.sleep(_RETRY_SECONDS)
-    answers = [join(of_one) for of_one in parts]
     prompt = None
     if body.prompt_logprobs:
         prompt = PromptScores(
             answers[0].prompt_scores, body.topk_prompt_logprobs, body.prompt_logprobs_last_n
         )
-    return sample_payload(answers, body.topk_sample_logprobs, prompt)
+    return await state.bodies.run(tenant.id, sample_payload, answers, body.topk_sample_logprobs, prompt)
 
 
-async def _answers(sessions: ClientSessions, generation: GenerationRequest) -> list[list[AnswerPiece]]:
-    parts: list[list[AnswerPiece]] = [[] for _ in range(len(generation))]
-    async with aclosing(answer(sessions.state, generation)) as pieces:
-        async for piece in pieces:
-            parts[piece.index].append(piece)
-    return parts
+def _most_samples(state: State) -> int:
+    return min(state.settings.max_queue, state.settings.max_queue_tenant)
 
 
 def _completion(body: SampleRequest, builder: RequestBuilder) -> CompletionRequest:
     """A sample as a plain completion. Raises ApiError 400 for what only one of the two has."""
-    asked, tokens = body.sampling_params, body.prompt.tokens
+    asked, length = body.sampling_params, body.prompt.length
     if asked.temperature > 2:
         raise ApiError(400, "Invalid value for 'temperature': at most 2 is allowed.", param="temperature")
-    if not tokens:
+    if not length:
         raise ApiError(400, "A prompt needs at least one token.", param="prompt")
     most = builder.hello.positions
-    if len(tokens) >= most:
-        message = f"This model takes {most} tokens at most; the prompt has {len(tokens)}."
+    if length >= most:
+        message = f"This model takes {most} tokens at most; the prompt has {length}."
         raise ApiError(400, message, param="prompt", code="context_length_exceeded")
     scores_prompt = bool(body.prompt_logprobs)
     if (body.topk_prompt_logprobs or body.prompt_logprobs_last_n) and not scores_prompt:
         raise ApiError(
             400, "Log-probabilities of the prompt need 'prompt_logprobs'.", param="prompt_logprobs"
         )
-    if (body.prompt_logprobs_last_n or 0) >= len(tokens) > 1:
-        message = f"The prompt has {len(tokens)} tokens, of which {len(tokens) - 1} have log-probabilities."
+    if (body.prompt_logprobs_last_n or 0) >= length > 1:
+        message = f"The prompt has {length} tokens, of which {length - 1} have log-probabilities."
         raise ApiError(400, message, param="prompt_logprobs_last_n")
     stop = [asked.stop] if isinstance(asked.stop, str) else (asked.stop or [])
-    room = min(most, builder.hello.cache_tokens) - len(tokens)
+    room = min(most, builder.hello.cache_tokens) - length
     fields: dict[str, Any] = {
         "model": builder.model.name,
-        "prompt": tokens,
+        "prompt": body.prompt.tokens,
         "max_tokens": asked.max_tokens or max(room, 1),
         "n": body.num_samples,
         "seed": asked.seed,
@@ -106,18 +103,15 @@ def _completion(body: SampleRequest, builder: RequestBuilder) -> CompletionReque
         "stop": [one for one in stop if isinstance(one, str)] or None,
         "stop_token_ids": [one for one in stop if isinstance(one, int)],
         "ignore_eos": asked.stop == [],
-        "logprobs": _alternatives(body),
+        "logprobs": max(body.topk_prompt_logprobs, body.topk_sample_logprobs),
         "echo": scores_prompt,
     }
-    return CompletionRequest.model_validate(fields)
-
-
-def _alternatives(body: SampleRequest) -> int:
-    most = max(body.topk_prompt_logprobs, body.topk_sample_logprobs)
-    if most > MOST_ALTERNATIVES:
-        message = f"At most {MOST_ALTERNATIVES} likely tokens can be told of each place, not {most}."
-        raise ApiError(400, message, param="topk_sample_logprobs")
-    return most
+    try:
+        return CompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        (told, *_) = error.errors(include_url=False)
+        param = ".".join(map(str, told["loc"][:1]))
+        raise ApiError(400, f"Invalid value for '{param}': {told['msg']}", param=param) from error
 
 
 def _why(sessions: ClientSessions, generation: GenerationRequest, future: TinkerFuture) -> Waiting:

@@ -5,13 +5,36 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from coserve.serve.answering.cost import LONGEST_NAME, MOST_FIELDS, MOST_PROMPT_TOKENS, MOST_STOPS
-from coserve.serve.schema.common import MOST_TOKEN_ID, RequestBody, StopString, TokenId, at_most
+from coserve.serve.answering.cost import (
+    LONGEST_NAME,
+    MOST_ALTERNATIVES,
+    MOST_FIELDS,
+    MOST_PROMPT_TOKENS,
+    MOST_STOPS,
+)
+from coserve.serve.schema.common import (
+    MOST_TOKEN_ID,
+    Choices,
+    MostBytes,
+    RequestBody,
+    StopString,
+    TokenId,
+    at_most,
+)
+from coserve.serve.schema.jobs import HIGHEST_RANK
 
 LONGEST_TTL = 10 * 366 * 86400  # seconds
 Id = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 Number = Annotated[int, Field(ge=0, lt=2**62)]
-Metadata = Annotated[dict[Annotated[str, Field(max_length=256)], Any], BeforeValidator(at_most(MOST_FIELDS))]
+MOST_METADATA_BYTES = 16 * 1024  # of one session, run or checkpoint
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=256)], Any],
+    BeforeValidator(at_most(MOST_FIELDS)),
+    MostBytes(MOST_METADATA_BYTES),
+]
+Some = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
+LARGEST = 1e9  # of numbers that a loss or an optimizer computes with: float32 has room for their products
+Factor = Annotated[float, Field(ge=0, le=LARGEST)]
 SavedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
 Seconds = Annotated[int, Field(ge=3600, le=LONGEST_TTL)]
 ModelName = Annotated[str, Field(min_length=1, max_length=2 * LONGEST_NAME)]
@@ -74,6 +97,11 @@ class ModelInput(RequestBody):
     chunks: Annotated[list[EncodedTextChunk], Field(fail_fast=True, max_length=4096)]
 
     @property
+    def length(self) -> int:
+        """Its tokens, before a list is made of them."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
     def tokens(self) -> list[int]:
         return [token for chunk in self.chunks for token in chunk.tokens]
 
@@ -97,13 +125,13 @@ class TinkerSampling(RequestBody):
 class SampleRequest(TinkerBody):
     sampling_session_id: Id
     seq_id: Number
-    num_samples: int = Field(1, ge=1)
+    num_samples: Choices = 1
     prompt: ModelInput
     sampling_params: TinkerSampling
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = Field(0, ge=0)
-    topk_sample_logprobs: int = Field(0, ge=0)
-    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    topk_prompt_logprobs: Some = 0
+    topk_sample_logprobs: Some = 0
+    prompt_logprobs_last_n: int | None = Field(None, ge=1, le=MOST_PROMPT_TOKENS)
     target_prompt_logprobs: None = Field(None, description="Not supported.")
     prompt_alt_tokens_k: Literal[0] = Field(0, description="Not supported.")
     record_stability_info: bool | None = None
@@ -126,7 +154,7 @@ class SampleRequest(TinkerBody):
 
 
 class LoraConfig(RequestBody):
-    rank: int = Field(ge=1)
+    rank: int = Field(ge=1, le=HIGHEST_RANK)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     train_unembed: bool = True
     train_mlp: bool = True
@@ -156,12 +184,12 @@ class OrderedBody(ModelBody):
 
 
 class TinkerAdam(RequestBody):
-    learning_rate: float = Field(0.0001, ge=0, allow_inf_nan=False)
+    learning_rate: Factor = 0.0001
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
+    eps: Factor = 1e-12
+    weight_decay: Factor = 0.0
+    grad_clip_norm: Factor = 0.0
 
 
 class OptimStepRequest(OrderedBody):
@@ -257,7 +285,7 @@ class SearchSessionsRequest(TinkerBody):
     project_ids: list[Id] | None = Field(None, max_length=MOST_FIELDS)
     user_metadata: Metadata = Field(default_factory=dict)
     display_name: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
-    owner: Any = None
+    owner: Annotated[Any, MostBytes(LONGEST_NAME)] = None
     statuses: list[Status] | None = Field(None, min_length=1, max_length=16)
     limit: int = Field(50, ge=1, le=200)
     cursor: SearchCursor | None = None

@@ -25,6 +25,19 @@ def test_the_price_grows_with_everything_that_makes_work() -> None:
     )
 
 
+def test_log_probabilities_are_charged_as_they_are_reported() -> None:
+    asked = RequestSize((100, 200), 2, 50, scores_prompt=True, alternatives=20)
+    plain, scored = (
+        request_cost(replace(asked, scores_prompt=False, alternatives=None), LIMITS),
+        0.3 + 20 * 0.03,
+    )
+    cost = request_cost(asked, LIMITS)
+    assert (plain.prompts, plain.token) == ((100.0, 200.0), 2.0)
+    assert cost.prompts == pytest.approx((100 * (1 + scored), 200 * (1 + scored)))
+    assert cost.token == pytest.approx(2 + scored)
+    assert cost.total == pytest.approx(2 * (sum(cost.prompts) + 2 * 50 * cost.token))
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
     [

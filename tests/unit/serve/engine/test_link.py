@@ -26,6 +26,7 @@ from coserve.wire.messages import (
     Submit,
     Token,
 )
+from coserve.wire.scores import Scores
 from fake_engine import FakeEngine, expected
 from waiting import until
 
@@ -136,7 +137,7 @@ def test_prompt_scores_that_an_engine_died_among_come_once(tmp_path: Path) -> No
             first = asyncio.ensure_future(anext(tokens))
             await until(lambda: bool(fake.running))
             fake.step_seconds = 0.0  # of the next engine
-            fake.tell_tokens(Token("r", prompt_logprobs=(TokenLogprobs(-1.0),) * 5))
+            fake.tell_tokens(Token("r", prompt_logprobs=Scores.of((TokenLogprobs(-1.0),) * 5)))
             assert len((await first).prompt_logprobs) == 5
             await fake.die()
             await fake.start()

@@ -72,9 +72,9 @@ def test_a_name_that_is_no_text_is_unknown() -> None:
 
 @pytest.mark.parametrize("value", [10**30, float("inf"), float("nan"), "\udfff", ["x" * MANY] * 4])
 def test_settings_can_be_passed_on(value: Any) -> None:
-    with pytest.raises(ValidationError, match="Settings"):
+    with pytest.raises(ValidationError, match=r"Settings|it has"):
         JobRequest.model_validate({**JOB, "peft": {"r": value}})
-    with pytest.raises(ValidationError, match="Settings"):
+    with pytest.raises(ValidationError, match=r"Settings|it has"):
         JobRequest.model_validate({**JOB, "peft": [{}, {"x": {"y": [value]}}]})
 
 

@@ -18,6 +18,7 @@ from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.tinker import protocol
 from coserve.serve.tinker.passes import pass_json, pass_payload, read_pass
 from coserve.serve.tinker.sampled import PromptScores, sample_json, sample_payload
+from coserve.wire.scores import Scores
 
 
 @pytest.mark.parametrize("name", ["SampleResponse", "ForwardBackwardRequest", "ForwardBackwardOutput"])
@@ -77,7 +78,7 @@ def test_replies_are_read_by_the_client_as_they_were_meant() -> None:
 def test_samples_are_read_by_the_client_as_they_were_meant(
     last: int | None, known: list[float | None]
 ) -> None:
-    scores = (TokenLogprobs(-1.0, ((4, -0.5), (5, -1.0))), TokenLogprobs(-2.0, ((6, -2.0),)))
+    scores = Scores.of((TokenLogprobs(-1.0, ((4, -0.5), (5, -1.0))), TokenLogprobs(-2.0, ((6, -2.0),))))
     answer = AnswerPiece(0, "ab", (7, 8), finish=FinishReason.STOP, cached=2, scores=scores)
     payload = sample_payload([answer], 2, PromptScores(scores, 1, last))
     got = deserialize_sample_response(payload.body)

@@ -1,6 +1,7 @@
 """Sessions as lists, and what a tenant uses."""
 
 import time
+from collections import defaultdict
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -9,9 +10,10 @@ from sqlalchemy import ColumnElement, Text, and_, cast, func, or_, select
 from coserve.serve.errors import ApiError
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.state import Shared
-from coserve.serve.store.records import TinkerRun, TinkerSampler, TinkerSession
-from coserve.serve.tinker.described import told_metadata, told_session
+from coserve.serve.store.records import TinkerCheckpoint, TinkerRun, TinkerSampler, TinkerSession
+from coserve.serve.tinker.described import told_metadata, told_session, told_time
 from coserve.serve.tinker.dialect import Tinker
 from coserve.serve.tinker.routes.checkpoints import Limit, Offset
 from coserve.serve.tinker.schema import (
@@ -32,12 +34,11 @@ async def list_sessions(
     caller: Caller, state: Shared, limit: Limit = 20, offset: Offset = 0
 ) -> dict[str, Any]:
     """The caller's sessions, the newest first."""
-    rows, _ = await state.store.tinker_sessions.page(TinkerSession, caller.id, offset, limit)
-    return {"sessions": [row.id for row in rows]}
+    return {"sessions": await state.store.tinker_sessions.ids(TinkerSession, caller.id, offset, limit)}
 
 
 @router.post("/sessions/search")
-async def search_sessions(body: SearchSessionsRequest, caller: Caller, state: Shared) -> dict[str, Any]:
+async def search_sessions(body: SearchSessionsRequest, caller: Caller, state: Shared) -> Response:
     """The caller's sessions that match, the newest first, a page at a time."""
     wanted = _wanted(body)
     if body.cursor is not None:
@@ -47,27 +48,29 @@ async def search_sessions(body: SearchSessionsRequest, caller: Caller, state: Sh
         wanted.append(TinkerSession.number < last.number)
     rows, total = await state.store.tinker_sessions.page(TinkerSession, caller.id, 0, body.limit, *wanted)
     checkpoints, _ = await state.store.tinker_checkpoints.page(caller.id, time.time())
-    told = [
-        told_session(row, [one for one in checkpoints if one.run.startswith(f"{row.id}:")]) for row in rows
-    ]
+    of_session = defaultdict[str, list[TinkerCheckpoint]](list)
+    for one in checkpoints:
+        of_session[one.run.partition(":")[0]].append(one)
+    told = [WrittenJson(written_later(told_session, row, of_session[row.id])) for row in rows]
     cursor = None
     if total > len(rows):
-        cursor = {"last_created_at": told[-1]["created_at"], "last_session_id": rows[-1].id}
-    return {"sessions": told, "next_cursor": cursor}
+        cursor = {"last_created_at": told_time(rows[-1].created), "last_session_id": rows[-1].id}
+    return await json_reply(state.bodies, caller.id, {"sessions": told, "next_cursor": cursor})
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, caller: Caller, state: Shared, tinker: Tinker) -> dict[str, Any]:
+async def get_session(session_id: str, caller: Caller, state: Shared, tinker: Tinker) -> Response:
     """A session's training runs and samplers."""
     row, store = await tinker.sessions.session(caller, session_id), state.store.tinker_sessions
-    runs, _ = await store.page(TinkerRun, caller.id, 0, _ALL, TinkerRun.session == row.id)
-    samplers, _ = await store.page(TinkerSampler, caller.id, 0, _ALL, TinkerSampler.session == row.id)
-    return {
-        "training_run_ids": [run.id for run in reversed(runs)],
-        "sampler_ids": [sampler.id for sampler in reversed(samplers)],
+    runs = await store.ids(TinkerRun, caller.id, 0, _ALL, TinkerRun.session == row.id)
+    samplers = await store.ids(TinkerSampler, caller.id, 0, _ALL, TinkerSampler.session == row.id)
+    told = {
+        "training_run_ids": runs[::-1],
+        "sampler_ids": samplers[::-1],
         "user_metadata": told_metadata(row.user_metadata),
         "display_name": row.display_name,
     }
+    return await json_reply(state.bodies, caller.id, told)
 
 
 @router.put("/sessions/{session_id}/project")

@@ -12,6 +12,7 @@ from coserve.adapters.folder import CONFIG, WEIGHTS
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.state import Shared, State
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSession
 from coserve.serve.store.tinker import SCHEME
@@ -36,7 +37,7 @@ async def list_runs(
     limit: Limit = 20,
     offset: Offset = 0,
     project_id: str | None = None,
-) -> dict[str, Any]:
+) -> Response:
     """The caller's training runs, the newest first."""
     wanted = []
     if project_id is not None:
@@ -44,7 +45,8 @@ async def list_runs(
         wanted.append(TinkerSession.project == project_id)
     rows, total = await state.store.tinker_sessions.page(TinkerRun, caller.id, offset, limit, *wanted)
     runs = [await _told_run(tinker, caller, row) for row in rows]
-    return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
+    cursor = {"offset": offset, "limit": limit, "total_count": total}
+    return await json_reply(state.bodies, caller.id, {"training_runs": runs, "cursor": cursor})
 
 
 @router.get("/training_runs/{run}")
@@ -54,23 +56,25 @@ async def get_run(run: str, caller: Caller, state: Shared, tinker: Tinker) -> di
 
 
 @router.get("/training_runs/{run}/checkpoints")
-async def list_checkpoints(run: str, caller: Caller, state: Shared) -> dict[str, Any]:
+async def list_checkpoints(run: str, caller: Caller, state: Shared) -> Response:
     """A run's checkpoints, the newest first."""
     await _run(state, caller, run)
     rows, _ = await state.store.tinker_checkpoints.page(caller.id, time.time(), run)
-    return {"checkpoints": [told_checkpoint(row) for row in rows]}
+    told = [WrittenJson(written_later(told_checkpoint, row)) for row in rows]
+    return await json_reply(state.bodies, caller.id, {"checkpoints": told})
 
 
 @router.get("/checkpoints")
 async def list_user_checkpoints(
     caller: Caller, state: Shared, limit: Limit = 100, offset: Offset = 0
-) -> dict[str, Any]:
+) -> Response:
     """Checkpoints of all the caller's runs, the newest first."""
     rows, total = await state.store.tinker_checkpoints.page(
         caller.id, time.time(), offset=offset, limit=limit
     )
     cursor = {"offset": offset, "limit": limit, "total_count": total}
-    return {"checkpoints": [told_checkpoint(row) for row in rows], "cursor": cursor}
+    told = [WrittenJson(written_later(told_checkpoint, row)) for row in rows]
+    return await json_reply(state.bodies, caller.id, {"checkpoints": told, "cursor": cursor})
 
 
 @router.post("/weights_info")

@@ -1,6 +1,5 @@
 """Submitting samples, and coming back for results."""
 
-import json
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -9,7 +8,9 @@ from fastapi.responses import JSONResponse
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
+from coserve.serve.http.json_replies import PIECE, cut, pieced, written_later
 from coserve.serve.http.streams import ClientGone, unless_gone
+from coserve.serve.offload import Offload
 from coserve.serve.store.records import Tenant
 from coserve.serve.tinker.dialect import Dialect, Tinker
 from coserve.serve.tinker.futures import Failure, Payload, TinkerFuture
@@ -48,7 +49,8 @@ async def retrieve_future(
         return JSONResponse({**told, "queue_state_reason": waiting.reason}, 408)
     if isinstance(outcome, Failure):
         return JSONResponse({"error": outcome.message, "category": outcome.category})
-    return _sent(outcome, body.allow_metadata_only, _PROTOBUF in request.headers.get("accept", ""))
+    takes_proto = _PROTOBUF in request.headers.get("accept", "")
+    return await _sent(tinker.state.bodies, outcome, body.allow_metadata_only, takes_proto, caller.id)
 
 
 @router.post("/cancel_future")
@@ -76,12 +78,16 @@ async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
     )
 
 
-def _sent(payload: Payload, may_announce: bool, takes_proto: bool) -> Response:
+async def _sent(
+    bodies: Offload, payload: Payload, may_announce: bool, takes_proto: bool, tenant: str
+) -> Response:
     if may_announce and len(payload.body) > _INLINE:
         size = len(payload.body)
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
-    if payload.as_json is None:
-        return Response(payload.body, media_type="application/json")
-    if takes_proto:
-        return Response(payload.body, media_type=_PROTOBUF)
-    return Response(json.dumps(payload.as_json(payload.body)), media_type="application/json")
+    if payload.as_json is not None and not takes_proto:
+        told = written_later(payload.as_json, payload.body)
+        return await pieced(bodies, tenant, told, "application/json")
+    media_type = "application/json" if payload.as_json is None else _PROTOBUF
+    if len(payload.body) <= PIECE:
+        return Response(payload.body, media_type=media_type)
+    return await pieced(bodies, tenant, cut(payload.body), media_type)
