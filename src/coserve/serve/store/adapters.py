@@ -103,7 +103,8 @@ class AdapterStore:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _count_bytes(self, session: Session) -> None:
-        for kind in (Adapter, CheckpointRecord):
+        kinds: tuple[type[Adapter] | type[CheckpointRecord], ...] = (Adapter, CheckpointRecord)
+        for kind in kinds:
             for row in session.scalars(select(kind).where(kind.bytes == 0)):
                 row.bytes = bytes_in(self._folder / row.path, RESUMING)
 
