@@ -103,10 +103,10 @@ class AdapterStore:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _count_bytes(self, session: Session) -> None:
-        kinds: tuple[type[Adapter] | type[CheckpointRecord], ...] = (Adapter, CheckpointRecord)
-        for kind in kinds:
-            for row in session.scalars(select(kind).where(kind.bytes == 0)):
-                row.bytes = bytes_in(self._folder / row.path, RESUMING)
+        for adapter in session.scalars(select(Adapter).where(Adapter.bytes == 0)):
+            adapter.bytes = bytes_in(self._folder / adapter.path, RESUMING)
+        for checkpoint in session.scalars(select(CheckpointRecord).where(CheckpointRecord.bytes == 0)):
+            checkpoint.bytes = bytes_in(self._folder / checkpoint.path, RESUMING)
 
     async def remove(self, tenant: str, name: str) -> Adapter | None:
         """Removes the tenant's own adapter `name` and returns it; None if there is none.
