@@ -67,7 +67,7 @@ def test_samples_are_counted_before_anything_is_made_of_them(play: Play, samples
     play(story)
 
 
-NUMBERS = [b"1e308", b"-1.7976931348623157e308", b"2.2250738585072011e-308", b"9" * 4300, b"0." + b"1" * 4000]
+NUMBERS = [b"1e308", b"9" * 4300]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=len)

@@ -176,7 +176,7 @@ def attack(app: Any, folder: Path, count: int, size: int) -> tuple[Campaign, str
                 httpx2.AsyncClient(base_url=url, timeout=None) as http,
             ):
                 campaign = Campaign(http, clock)
-                known = await settled(campaign)
+                known = await settled(campaign, size)
                 began = time.monotonic()
                 for asked, patience in largest(size, known["model_id"][0], known["sampler_id"][0], draw):
                     await campaign.send(asked, patience)
@@ -202,7 +202,7 @@ def attack(app: Any, folder: Path, count: int, size: int) -> tuple[Campaign, str
     return campaign, (folder / "log").read_text(errors="replace")
 
 
-async def settled(campaign: Campaign) -> dict[str, list[Any]]:
+async def settled(campaign: Campaign, size: int) -> dict[str, list[Any]]:
     """Makes something of each kind that requests can name; values by the names of parameters."""
 
     async def post(path: str, **fields: Any) -> Any:
@@ -218,7 +218,7 @@ async def settled(campaign: Campaign) -> dict[str, list[Any]]:
     metadata = {f"key-{number}": "x" * 240 for number in range(60)}
     sessions = [
         (await post(f"{TINKER}/create_session", tags=[], user_metadata=metadata))["session_id"]
-        for _ in range(100)
+        for _ in range(8 + size)
     ]
     one = sessions[0]
     sampler = (
@@ -242,7 +242,7 @@ async def settled(campaign: Campaign) -> dict[str, list[Any]]:
 
 
 def test_no_request_stops_the_loop(play: Play, tmp_path: Path) -> None:
-    check(play, tmp_path, 150, 6, is_quiet=False)
+    check(play, tmp_path, 120, 4, is_quiet=False)
 
 
 @pytest.mark.slow
