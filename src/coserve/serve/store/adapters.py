@@ -103,9 +103,10 @@ class AdapterStore:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _count_bytes(self, session: Session) -> None:
-        for kind in (Adapter, CheckpointRecord):
-            for row in session.scalars(select(kind).where(kind.bytes == 0)):
-                row.bytes = bytes_in(self._folder / row.path, RESUMING)
+        adapters = session.scalars(select(Adapter).where(Adapter.bytes == 0))
+        checkpoints = session.scalars(select(CheckpointRecord).where(CheckpointRecord.bytes == 0))
+        for row in (*adapters, *checkpoints):
+            row.bytes = bytes_in(self._folder / row.path, RESUMING)
 
     async def remove(self, tenant: str, name: str) -> Adapter | None:
         """Removes the tenant's own adapter `name` and returns it; None if there is none.
