@@ -7,9 +7,9 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from coserve.adapters.decodable import decodable
 from coserve.adapters.method import Method
 from coserve.adapters.methods import method_in_file, method_named
-from coserve.core.decodable import decodable
 from coserve.errors import ConfigError
 
 _T = TypeVar("_T")

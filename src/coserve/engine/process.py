@@ -36,8 +36,8 @@ from coserve.core.request import BASE
 from coserve.core.size import show_size
 from coserve.engine.background import Background
 from coserve.engine.engine import Engine
+from coserve.engine.intake import Intake
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Item, Link, Received
-from coserve.engine.pace import Pace
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.worker import Worker
 from coserve.errors import ConfigError, CoserveError, WeightsUnreadable
@@ -106,16 +106,16 @@ class Loop:
     """Runs commands, a step and a report in turn until a drain is over. `beat` is called once a turn, after
     each command, and twice a second while idle.
 
-    Commands and finished work are taken in their order, as many before each step as `pace` lets: the others
+    Commands and finished work are taken in their order, as many before each step as `intake` lets: the others
     wait for the next turn. While weights of a streamed base cannot be read, all work waits: the step is tried
     again four times a second, and commands take effect after it. A drain then ends at once, without
     checkpoints: jobs resume from the last ones.
     """
 
     def __init__(
-        self, worker: Worker, inbox: Inbox, beat: Callable[[], object], pace: Pace | None = None
+        self, worker: Worker, inbox: Inbox, beat: Callable[[], object], intake: Intake | None = None
     ) -> None:
-        self._worker, self._inbox, self._beat, self._pace = worker, inbox, beat, pace or Pace()
+        self._worker, self._inbox, self._beat, self._intake = worker, inbox, beat, intake or Intake()
         self._server: Connection | None = None
         self._leaving = False  # as soon as no server is connected
         # What is to be taken: commands with their connections, and finished work.
@@ -156,7 +156,7 @@ class Loop:
     def _take_in(self) -> None:
         """Takes what has come, as far as a step may wait; without work waits for an item until the next
         beat."""
-        self._pace.begin()
+        self._intake.begin()
         wait = not (self._waiting or self._worker.has_work or self._worker.is_drained)
         while self._take_waiting() and (item := self._next(wait)) is not None:
             self._sort(item)
@@ -167,10 +167,10 @@ class Loop:
         while self._waiting and not self._worker.unreadable:
             first = self._waiting[0]
             kind = first.what if isinstance(first, Done) else type(first[1]).__name__
-            if not self._pace.takes(kind):
+            if not self._intake.takes(kind):
                 return False
             self._waiting.popleft()
-            with self._pace.measured(kind):
+            with self._intake.measured(kind):
                 self._take(first)
             self._beat()
         return True

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.decodable import decodable
 from coserve.adapters.files import PackedAdapter, pack_adapter, unpack_adapter
 from coserve.adapters.sites import Frame
-from coserve.core.decodable import decodable
 from coserve.errors import CoserveError, error_named
 from coserve.executors import executor
 from coserve.executors.executor import Command

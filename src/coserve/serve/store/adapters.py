@@ -103,10 +103,10 @@ class AdapterStore:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _count_bytes(self, session: Session) -> None:
-        for adapter in session.scalars(select(Adapter).where(Adapter.bytes == 0)):
-            adapter.bytes = bytes_in(self._folder / adapter.path, RESUMING)
-        for checkpoint in session.scalars(select(CheckpointRecord).where(CheckpointRecord.bytes == 0)):
-            checkpoint.bytes = bytes_in(self._folder / checkpoint.path, RESUMING)
+        adapters = session.scalars(select(Adapter).where(Adapter.bytes == 0))
+        checkpoints = session.scalars(select(CheckpointRecord).where(CheckpointRecord.bytes == 0))
+        for row in (*adapters, *checkpoints):
+            row.bytes = bytes_in(self._folder / row.path, RESUMING)
 
     async def remove(self, tenant: str, name: str) -> Adapter | None:
         """Removes the tenant's own adapter `name` and returns it; None if there is none.

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.records import Adapter, File, JobRecord, Kept
+from coserve.serve.store.records import Adapter, File, JobRecord, TenantRows
 
 _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."
 
@@ -21,7 +21,7 @@ class Quotas:
     exceed them together.
 
     Bytes and rows are those of all tables that a tenant's requests add to, with the files of their rows:
-    triggers of the database count them (`Kept`), whatever adds, changes or deletes a row. Raises
+    triggers of the database count them (`TenantRows`), whatever adds, changes or deletes a row. Raises
     QuotaExceeded. The server's own additions, such as a job's adapter, events and results, are counted and
     never refused.
     """
@@ -47,8 +47,10 @@ class Quotas:
         """Raises QuotaExceeded where the tenant may not keep `size` bytes and `number` rows beside what this
         transaction has written."""
         session.flush()
-        found = select(func.coalesce(func.sum(Kept.rows), 0), func.coalesce(func.sum(Kept.bytes), 0))
-        rows, stored = session.execute(found.where(Kept.tenant == tenant)).one()
+        found = select(
+            func.coalesce(func.sum(TenantRows.rows), 0), func.coalesce(func.sum(TenantRows.bytes), 0)
+        )
+        rows, stored = session.execute(found.where(TenantRows.tenant == tenant)).one()
         if stored + size > self.bytes:
             raise QuotaExceeded(
                 "Your files, adapters, checkpoints and records have "

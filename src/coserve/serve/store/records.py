@@ -319,8 +319,8 @@ class TinkerCheckpoint(Record):
         return f"tinker://{self.run}/{self.checkpoint_id}"
 
 
-class Kept(TableRow):
-    """What the server keeps of a tenant: rows of one table, and the bytes of these with their files. Triggers
+class TenantRows(TableRow):
+    """Rows of one table that the server keeps of a tenant, and the bytes of these with their files. Triggers
     of the database change it, and nothing else."""
 
     __tablename__ = "kept"

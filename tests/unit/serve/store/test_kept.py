@@ -1,4 +1,4 @@
-"""What the database counts of each tenant, against a count of all that is there."""
+"""Rows and bytes that the database counts of each tenant, against a count of all that is there."""
 
 import asyncio
 import random
@@ -17,9 +17,9 @@ from coserve.serve.store.records import (
     Event,
     File,
     JobRecord,
-    Kept,
     QuarantineRecord,
     TableRow,
+    TenantRows,
     TinkerCheckpoint,
     TinkerRun,
     TinkerSampler,
@@ -43,7 +43,7 @@ async def tenants(store: Store) -> list[str]:
 
 
 async def counted(store: Store) -> dict[tuple[str, str], tuple[int, int]]:
-    rows = await store._database.read(lambda session: list(session.scalars(select(Kept))))
+    rows = await store._database.read(lambda session: list(session.scalars(select(TenantRows))))
     return {(row.tenant, row.kind): (row.rows, row.bytes) for row in rows if row.rows or row.bytes}
 
 

@@ -12,7 +12,7 @@ _UNSEEN: Final = 0.005  # seconds that a kind of work is expected to take which 
 _NEWEST: Final = 0.25  # weight of the newest measurement in a kind's mean
 
 
-class Pace:
+class Intake:
     """Tells how much work fits between two steps, by what each kind of it has taken. One piece always
     does."""
 
