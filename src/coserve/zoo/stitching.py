@@ -159,8 +159,11 @@ def stored_block(zoo: Zoo, alternative: StoredAlternative) -> tuple[list[Point],
         raise ZooError(
             f"{alternative.name} does not connect {made.first} and {made.second}: its weights do not fit"
         )
-    trained = {point.layers for point in made.points}
-    return [point for point in stitch_points(one.layers, other.layers) if point.layers in trained], tensors
+    there = {(point.layers, point.enters): point for point in stitch_points(one.layers, other.layers)}
+    points = [there.get((point.layers, point.enters)) for point in made.points]
+    if None in points:
+        raise ZooError(f"{alternative.name} has a stitch where {made.first} and {made.second} have none")
+    return [point for point in there.values() if point in points], tensors
 
 
 @contextmanager

@@ -118,6 +118,7 @@ def surrogate_of(
     kept = {_place(label): units for label, units in made.kept.items()}
     with loaded(zoo, made.model, dtype) as own:
         whole = LayeredModel(own)
+        _check_units(alternative, dict(enumerate(whole.layers)))
         layers = pruned_layers(whole, kept)
         stored, there = read_tensors(zoo, alternative.tensors), cut_tensors(whole, layers, kept)
         if {n: t.shape for n, t in stored.items()} != {n: t.shape for n, t in there.items()}:
@@ -136,6 +137,8 @@ def served_linears(
     made = alternative.made
     assert isinstance(made, Pruning)
     layers = list(decoder_layers(skeleton_of(zoo, application)).items())
+    _check_units(alternative, {number: layer for number, (_, layer) in enumerate(layers)})
+    numbers = {str(number) for number in range(len(layers))}
     kept = dict[str, dict[str, list[int]]]()
     for label, chosen in made.kept.items():
         number, kind = _place(label)
@@ -147,8 +150,27 @@ def served_linears(
     keys = dict[str, str]()
     for name, key in alternative.tensors.items():
         layer_number, _, tail = name.partition(".")
-        keys[f"{layers[int(layer_number)][0]}.{tail}"] = key
+        path = f"{layers[int(layer_number)][0]}.{tail}" if layer_number in numbers else ""
+        if path.rpartition(".")[0] not in kept:
+            raise ZooError(
+                f"{alternative.name} has the tensor {name[:80]!r}, of no linear that it makes smaller"
+            )
+        keys[path] = key
     return keys, kept
+
+
+def _check_units(alternative: StoredAlternative, layers: Mapping[int, nn.Module]) -> None:
+    """Raises ZooError where a surrogate keeps units that the model, with these layers, does not have, and
+    UnsupportedModel."""
+    made = alternative.made
+    assert isinstance(made, Pruning)
+    for label, chosen in made.kept.items():
+        number, kind = _place(label)
+        count = len(units_of(layers[number], kind)) if number in layers else 0
+        if chosen[-1] >= count:  # they are in order
+            raise ZooError(
+                f"{alternative.name} keeps unit {chosen[-1]} of {label}, where {made.model} has {count}"
+            )
 
 
 def choose_units(
