@@ -15,7 +15,7 @@ from coserve.model.base import Base
 from coserve.model.load import load_base, load_model
 from coserve.zoo.chain import parent_of
 from coserve.zoo.components import CONFIG, Architecture, bounded, check_config
-from coserve.zoo.disk import remove_folder, sync_folder, write_file
+from coserve.zoo.disk import read_file, remove_folder, sync_folder, write_file
 from coserve.zoo.manifest import Application
 from coserve.zoo.store import Zoo
 from coserve.zoo.weight_file import parse_header
@@ -57,9 +57,20 @@ def exported(zoo: Zoo, name: str) -> Iterator[Path]:
 def loaded(zoo: Zoo, name: str, dtype: torch.dtype | str = "auto") -> Iterator[PreTrainedModel]:
     """A model of the zoo in memory, of files that are there within the context. Raises ZooError and
     ModelError."""
-    _checked_configuration(zoo, zoo.application(name))
+    application = zoo.application(name)
+    own = architecture_of(zoo, application)
+    shape = (len(application.chain), application.width, application.vocabulary)
+    if (own.places, own.width, own.vocabulary) != shape:
+        raise ZooError(f"{name} is damaged: its {CONFIG} is of a model of another shape")
     with exported(zoo, name) as folder:
-        yield load_model(folder, dtype).eval()
+        yield load_exported(folder, dtype).eval()
+
+
+def load_exported(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """The model in an exported folder. Raises ZooError and ModelError."""
+    Architecture.of(folder.name, read_file(folder / CONFIG))  # refuses what would take long
+    with bounded(folder.name):
+        return load_model(folder, dtype)
 
 
 def without_weights(zoo: Zoo, application: Application) -> Base:
