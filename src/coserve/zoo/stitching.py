@@ -110,20 +110,15 @@ def stitch(
     windows = windows_of(zoo, one, text, settings.window)
     check_unlocked(zoo)
     with _both(zoo, one, other) as (head, tail):
-        started, steps = time.perf_counter(), 0
+        started = time.perf_counter()
         stitched = Stitched(head, tail, StitchingBlock(one.width, other.width))
         fit_states(stitched, points, windows.trained, settings.batch_size)
         teacher = head if is_larger(one, other) else tail
         weaker = tail if teacher is head else head
 
-        def count(step: int, all_: int, loss: float) -> None:
-            nonlocal steps
-            steps = step
-            on_step(step, all_, loss)
-
         stages = [stitched.at(point) for point in points]
         trained = list(stitched.block.parameters())
-        distil(stages, teacher.logits, trained, windows.trained, settings, count)
+        steps = distil(stages, teacher.logits, trained, windows.trained, settings, on_step)
         seconds = time.perf_counter() - started
         judged = tuple(
             StitchPoint(p.layers, p.enters, fidelity(stitched.at(p), teacher.logits, windows.held_out))

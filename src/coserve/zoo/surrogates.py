@@ -80,7 +80,7 @@ def make_surrogate(
         kept = choose_units(whole, range(start, stop), share, criterion, windows.trained)
         layers = pruned_layers(whole, kept)
         before = fidelity(with_layers(whole, layers), whole.logits, windows.held_out)
-        recover(whole, layers, kept, rank, windows.trained, settings, on_step)
+        steps = recover(whole, layers, kept, rank, windows.trained, settings, on_step)
         for linear in _cut_linears(whole, layers, kept).values():
             linear.to(dtype).float()  # what is judged is what is stored
         timed = min(TOKENS, settings.window)
@@ -93,6 +93,7 @@ def make_surrogate(
             nbytes=(_nbytes(whole.layers, kept, dtype), _nbytes(layers, kept, dtype)),
             seconds=(_seconds(whole, {}, start, stop, timed), _seconds(whole, layers, start, stop, timed)),
             machine=str(machine),
+            steps=steps,
         )  # fmt: skip
         tensors = {name: tensor.to(dtype) for name, tensor in cut_tensors(whole, layers, kept).items()}
     with zoo.writing(waits=True):
@@ -212,9 +213,9 @@ def recover(
     windows: Tensor,
     settings: DistillationSettings,
     on_step: OnStep = lambda step, steps, loss: None,
-) -> None:
-    """Trains low-rank factors beside the linears that became smaller, and merges them. Raises
-    LossNotFinite."""
+) -> int:
+    """Trains low-rank factors beside the linears that became smaller, and merges them; returns the number of
+    steps. Raises LossNotFinite."""
     generator = torch.Generator().manual_seed(settings.seed)
     linears = list(_cut_linears(whole, layers, kept).values())
     trained = list[nn.Parameter]()
@@ -222,10 +223,11 @@ def recover(
         factors = LowRank(linear.weight, rank, generator)
         parametrize.register_parametrization(linear, "weight", factors)
         trained += factors.parameters()
-    distil([with_layers(whole, layers)], whole.logits, trained, windows, settings, on_step)
+    steps = distil([with_layers(whole, layers)], whole.logits, trained, windows, settings, on_step)
     for linear in linears:
         parametrize.remove_parametrizations(linear, "weight")
         linear.requires_grad_(False)
+    return steps
 
 
 def similarity_behind(
