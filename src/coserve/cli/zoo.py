@@ -229,10 +229,13 @@ def verify(zoo: Folder = DEFAULT) -> None:
 
 @app.command()
 def gc(zoo: Folder = DEFAULT) -> None:
-    """Frees what no application needs any more."""
+    """Frees what no application needs any more; beside a damaged manifest, whose needs are not known, it
+    leaves what that may need, and says so."""
     from coserve.core.size import show_size
 
     freed = open_zoo(zoo).gc()
+    for sentence in freed.left:
+        print(sentence, file=sys.stderr)
     print(f"removed {freed.files} files, {show_size(freed.nbytes)}")
 
 

@@ -57,7 +57,7 @@ class AlternativeOptions:
     learning_rate: Annotated[float, typer.Option("--learning-rate", help="Of AdamW, at the start.")] = 1e-3
     window: Window = 64
     max_steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps at most, of an epoch at a point.")
+        int | None, typer.Option(min=1, help="Optimizer steps at most, of all epochs and points together.")
     ] = None
     seed: Annotated[int, typer.Option(help="The same seed, the same result.")] = 0
     zoo: Folder = DEFAULT
@@ -204,7 +204,10 @@ def prune(
         "surrogate", "speedup",
     )  # fmt: skip
     print_table(columns, [row], "")
-    print(f"{found.name}: cosine similarities with {model} on held-out text, on {made.machine}")
+    print(
+        f"{found.name}: {made.steps} steps; cosine similarities with {model} on held-out text, on "
+        f"{made.machine}"
+    )
 
 
 def approximate(

@@ -20,7 +20,7 @@ from coserve.engine.engine import Engine
 from coserve.errors import ValidationDataError
 from coserve.train.example import IGNORED, Example
 from coserve.train.losses import LOSSES
-from coserve.train.objectives import KTO, Preferences
+from coserve.train.objectives import KTO, ORPO, Preferences
 from coserve.train.preferences import estimated_kl, kto_settings, labelled_metrics, reward_metrics
 
 _UNDER_WAY: Final = 2
@@ -203,9 +203,17 @@ class PairScoring(Scoring):
             numbers = gained = [one.logprob / one.labels for one in scored]
         if isinstance(objective, KTO):
             return self._labelled(objective, numbers[::2], gained)
-        logprobs, places = torch.tensor(numbers, dtype=torch.float64), torch.arange(len(numbers))
-        loss = LOSSES[objective.name].value(logprobs, places, inputs, {"beta": objective.beta})
-        return Validation(float(loss) / (len(numbers) // 2), reward_metrics(objective.beta, gained))
+        settings, places, pairs = {"beta": objective.beta}, [*range(len(numbers))], len(numbers) // 2
+        if isinstance(objective, ORPO):
+            inputs["answers"] = torch.ones(len(numbers), dtype=torch.float64)
+            if objective.nll_on == "all":  # of the prompts, and of what an answer has beyond its mean
+                rest = [one.whole - mean for one, mean in zip(scored[::2], numbers[::2], strict=True)]
+                numbers, places = numbers + rest, places + places[::2]
+                inputs["answers"] = torch.cat([inputs["answers"], torch.zeros(pairs, dtype=torch.float64)])
+                settings["nll_weight"] = pairs / sum(one.tokens for one in scored[::2])
+        logprobs = torch.tensor(numbers, dtype=torch.float64)
+        loss = LOSSES[objective.name].value(logprobs, torch.tensor(places), inputs, settings)
+        return Validation(float(loss) / pairs, reward_metrics(objective.beta, gained))
 
     def _labelled(self, objective: KTO, numbers: Sequence[float], gained: Sequence[float]) -> Validation:
         kl = estimated_kl(gained[1::2])
@@ -227,10 +235,13 @@ class PairScoring(Scoring):
 
 
 class _Score(NamedTuple):
-    """One example's summed log-probability of its labels, and their number."""
+    """One example's summed log-probability of its labels, and their number; `whole` is that of all its tokens
+    but the first, of which there are `tokens`."""
 
     logprob: float
     labels: int
+    whole: float
+    tokens: int
 
 
 class _Scores:
@@ -259,4 +270,5 @@ class _Scores:
         """The log-probability of token i + 1 is that of the label of row i."""
         pairs = zip(example.labels[:-1], completion.prompt_logprobs, strict=True)
         found = [logprobs.chosen for label, logprobs in pairs if label != IGNORED]
-        return _Score(sum(found), len(found))
+        every = [logprobs.chosen for logprobs in completion.prompt_logprobs]
+        return _Score(sum(found), len(found), sum(every), len(every))

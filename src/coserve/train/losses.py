@@ -113,16 +113,21 @@ def _dpo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings
 
 def _orpo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
     """Odds ratio preference optimisation (Hong et al. 2024, equations 4 to 7). Example 2k is preferred to
-    2k + 1; an answer's probability is the geometric mean of its tokens'."""
-    pairs = int(examples.max()) // 2 + 1
+    2k + 1; an answer's probability is the geometric mean of its tokens', those whose `answers` is one.
+
+    The likelihood of preferred examples is the sum over all their targets, the prompt's too, times
+    `nll_weight`; if that is 0, the mean over each answer's own."""
+    pairs, answers = int(examples.max()) // 2 + 1, inputs["answers"]
     sums = logprobs.new_zeros(2, 2 * pairs)
-    sums = sums.index_add(1, examples, torch.stack([logprobs, torch.ones_like(logprobs)]))
+    sums = sums.index_add(1, examples, torch.stack([answers * logprobs, answers]))
     means = sums[0] / sums[1].clamp_min(1.0)
     # The odds of a probability of one are infinite: beyond 1 - 1e-6 they count as constant.
     bounded = means.clamp_max(-1e-6)
     log_odds = bounded - torch.log(-torch.expm1(bounded))
     ratio = F.logsigmoid(log_odds[0::2] - log_odds[1::2])
-    return -(means[0::2] + settings["beta"] * ratio).sum()
+    weight = settings["nll_weight"]
+    likelihood = weight * logprobs[examples % 2 == 0].sum() if weight else means[0::2].sum()
+    return -(likelihood + settings["beta"] * ratio.sum())
 
 
 def _kto(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
@@ -162,7 +167,14 @@ LOSSES: Final[Mapping[str, Loss]] = {
         _gspo, (*_SAMPLED, "sequence_ratio_mask"), _CLIP, couples=True, defaults={"sequence_ratio_mask": 1.0}
     ),
     "dpo": Loss(_dpo, inputs=("reference",), settings={"beta": 0.1}, couples=True, group=2),
-    "orpo": Loss(_orpo, settings={"beta": 0.1}, couples=True, group=2),
+    "orpo": Loss(
+        _orpo,
+        inputs=("answers",),
+        settings={"beta": 0.1, "nll_weight": 0.0},
+        couples=True,
+        group=2,
+        defaults={"answers": 1.0},
+    ),
     "kto": Loss(
         _kto,
         inputs=("reference", "desirable"),

@@ -8,7 +8,7 @@ fine-tuning methods where it is one of them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal, get_args
 
 from coserve.errors import ConfigError
 from coserve.train.grading.graders import GRADERS, Grader, grader_from
@@ -17,6 +17,9 @@ from coserve.train.grading.multi import MultiGrader
 from coserve.train.grading.similarity import TextSimilarityGrader
 
 MOST_TOP_K: Final = 64  # tokens of a teacher's distribution: every one of a row passes through plans
+NllOn = Literal["all", "answer"]
+ScaleRewards = Literal["group", "batch", "none"]
+PolicyLoss = Literal["dapo", "bnpo", "grpo", "dr_grpo", "cispo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +70,23 @@ class DPO:
 
 @dataclass(frozen=True, slots=True)
 class ORPO:
-    """Odds ratio preference optimisation (Hong et al. 2024, equation 6), the mean over pairs: cross-entropy
-    of the preferred answer, and `beta` times the loss of the odds ratio. It needs no reference."""
+    """Odds ratio preference optimisation (Hong et al. 2024, equation 6): cross-entropy of the preferred
+    answers, and `beta` times the loss of the odds ratio, the mean over pairs. It needs no reference.
+
+    `nll_on` says what the cross-entropy is on: "all" is the mean over all tokens of a step's preferred
+    answers and of their prompts, as TRL has it; "answer" the mean over each answer's own tokens, and then
+    over pairs, as the paper has it.
+    """
 
     name: ClassVar[str] = "orpo"
     group: ClassVar[int] = 2
     has_reference: ClassVar[bool] = False
     beta: float = 0.1
+    nll_on: NllOn = "all"
 
     def __post_init__(self) -> None:
         _check_beta(self.name, self.beta)
+        _check_choice(self.name, "nll_on", self.nll_on, NllOn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +110,20 @@ class KTO:
 
 @dataclass(frozen=True, slots=True)
 class Reinforcement:
-    """Group relative policy optimisation (GRPO; Shao et al. 2024): of the `group_size` answers to a prompt
-    each has the advantage (reward - mean) / std within its group, and all tokens of a step count alike
-    (DAPO, Yu et al. 2025, equation 8). Answers of at most `max_tokens` tokens are sampled at `temperature`.
+    """Group relative policy optimisation (GRPO; Shao et al. 2024) with the settings and defaults of TRL. Of
+    the `group_size` answers to a prompt, of at most `max_tokens` tokens sampled at `temperature`, each has
+    the advantage (reward - mean) / (std + 1e-4). The mean is that of its group. The std is the sample's
+    (over n - 1): with `scale_rewards` "group" of its group, with "batch" of the whole step; with "none" the
+    advantage is not divided.
 
-    The loss is the policy gradient corrected by the ratio to the policy that sampled; with `clip` that of
-    PPO, whose ratio is held between 1 - clip and 1 + clip. There is no KL term.
+    `loss_type` says how tokens are summed: "dapo" (Yu et al. 2025, equation 8) and "bnpo" over the number of
+    all tokens of the step's answers; "grpo" over each answer's own, and then over answers; "dr_grpo" (Liu et
+    al. 2025) over the number of answers times `max_tokens`; "cispo" (MiniMax-M1, equation 4) as "dapo", with
+    the ratio as a constant weight of at most `clip_high`.
+
+    The loss is PPO's, whose ratio to the policy that sampled is held between 1 - clip and 1 + clip_high,
+    where `clip_high` is `clip` if it is not given; with `clip` None it is the policy gradient corrected by
+    that ratio. There is no KL term.
     """
 
     name: ClassVar[str] = "reinforcement"
@@ -115,14 +133,34 @@ class Reinforcement:
     group_size: int = 8
     max_tokens: int = 256
     temperature: float = 1.0
-    clip: float | None = None
+    clip: float | None = 0.2
+    clip_high: float | None = None
+    loss_type: PolicyLoss = "dapo"
+    scale_rewards: ScaleRewards = "group"
 
     def __post_init__(self) -> None:
+        _check_choice(self.name, "loss_type", self.loss_type, PolicyLoss)
+        _check_choice(self.name, "scale_rewards", self.scale_rewards, ScaleRewards)
+        if self.clip_high is not None:
+            _check_range(self.name, "clip_high", self.clip_high, float, 0.01, 100.0)
         _check_range(self.name, "group_size", self.group_size, int, 2, 128)
         _check_range(self.name, "max_tokens", self.max_tokens, int, 1, 1 << 20)
         _check_range(self.name, "temperature", self.temperature, float, 0.01, 5.0)
         if self.clip is not None:
             _check_range(self.name, "clip", self.clip, float, 0.01, 0.99)
+        elif self.clip_high is None and self.loss_type == "cispo":
+            raise ConfigError(f"{self.name}.clip_high is needed where the loss_type is 'cispo' and clip None")
+
+    @property
+    def loss(self) -> tuple[str, dict[str, float]]:
+        """The loss of tokens, and its settings."""
+        high = self.clip if self.clip_high is None else self.clip_high
+        if self.loss_type == "cispo":
+            assert high is not None, "it is checked"
+            return "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": high}
+        if self.clip is None or high is None:
+            return "importance_sampling", {}
+        return "ppo", {"clip_low_threshold": 1.0 - self.clip, "clip_high_threshold": 1.0 + high}
 
 
 Preferences = DPO | ORPO
@@ -162,6 +200,20 @@ def _check_beta(name: str, beta: float) -> None:
     _check_range(name, "beta", beta, float, 1e-6, 1000.0)
 
 
+def _check_choice(name: str, field: str, value: object, choices: object) -> None:
+    """Raises ConfigError for a setting that is none of a Literal's values."""
+    if value not in (known := get_args(choices)):
+        raise ConfigError(f"{name}.{field} must be {' or '.join(known)}, not {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """A value in an error."""
+    try:
+        return repr(value)[:80]
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
 def _check_range(
     name: str, field: str, value: object, kind: type[int] | type[float], least: float, most: float
 ) -> None:
@@ -169,4 +221,4 @@ def _check_range(
     kinds = int if kind is int else int | float
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
         what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{name}.{field} must be {what} from {least:g} to {most:g}, not {value!r}")
+        raise ConfigError(f"{name}.{field} must be {what} from {least:g} to {most:g}, not {_shown(value)}")

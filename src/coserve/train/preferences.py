@@ -19,7 +19,7 @@ from coserve.core.training import Datum, PassOutput
 from coserve.train.client_pass import ClientPass, DataLimits
 from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example
-from coserve.train.objectives import KTO, Preferences
+from coserve.train.objectives import KTO, ORPO, Preferences
 from coserve.train.packing import Packing
 from coserve.train.steps import JobSteps, StepWork
 
@@ -81,8 +81,13 @@ class PreferenceSteps(JobSteps):
 
     def _next_pass(self) -> ClientPass:
         """The next pass of the adapter in training."""
-        data = [self._with_reference(i) for i in self._chosen]
         settings = {"beta": self._objective.beta}
+        if isinstance(self._objective, ORPO) and self._objective.nll_on == "all":
+            data = [self._with_prompt(i) for i in self._chosen]
+            tokens = sum(label != IGNORED for datum in data[::2] for label in datum.targets)
+            settings["nll_weight"] = len(self._under_way) / tokens
+        else:
+            data = [self._with_reference(i) for i in self._chosen]
         return ClientPass(data, self._objective.name, settings, True, _UNLIMITED)
 
     def _take(self, found: PassOutput) -> None:
@@ -118,6 +123,13 @@ class PreferenceSteps(JobSteps):
     def _datum(self, index: int) -> Datum:
         example = self.examples[index]
         return Datum(example.tokens, example.labels)
+
+    def _with_prompt(self, index: int) -> Datum:
+        """An example of which, where it is preferred, all tokens have labels; `answers` marks its own."""
+        example = self.examples[index]
+        answers = tuple(float(label != IGNORED) for label in example.labels)
+        labels = whole_labels(example) if index % 2 == 0 else example.labels
+        return Datum(example.tokens, labels, {"answers": answers})
 
     def _with_reference(self, index: int) -> Datum:
         datum = self._datum(index)
@@ -194,6 +206,12 @@ class LabelledSteps(PreferenceSteps):
         gained = [self._gained(i, own) for i, own in zip(self._chosen[::2], scores, strict=True)]
         desirable = [self._desirable[i] for i in self._under_way]
         return labelled_metrics(self._kto.beta, self._kl, gained, desirable)
+
+
+def whole_labels(example: Example) -> tuple[int, ...]:
+    """Labels of all tokens of an example, the prompt's too: each row has its own, or the next token."""
+    following = zip(example.labels, (*example.tokens[1:], IGNORED), strict=True)
+    return tuple(token if label == IGNORED else label for label, token in following)
 
 
 def estimated_kl(gained: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Final
 
 from coserve.core.plan import MicroBatchOutput, Updated
@@ -17,12 +17,12 @@ from coserve.core.training import Datum
 from coserve.train.client_pass import ClientPass, DataLimits
 from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example, epochs
-from coserve.train.objectives import Reinforcement
+from coserve.train.objectives import Reinforcement, ScaleRewards
 from coserve.train.packing import Packing
 from coserve.train.steps import JobSteps, StepWork
 
 _UNLIMITED: Final = DataLimits(sys.maxsize, sys.maxsize, 0, sys.maxsize)  # prompts were checked when read
-_SAME: Final = 1e-9  # a standard deviation of rewards below which a group teaches nothing
+_ADDED: Final = 1e-4  # to the deviation that advantages are divided by, as TRL adds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,22 @@ class AnswerGroup:
         return [answer.reward for answer in self.answers]
 
     @property
-    def advantages(self) -> list[float]:
-        """(reward - mean) / std of each answer, all 0 where every answer has the same reward."""
-        rewards = self.rewards
-        mean, deviation = fmean(rewards), pstdev(rewards)
-        return [(reward - mean) / deviation if deviation > _SAME else 0.0 for reward in rewards]
+    def teaches(self) -> bool:
+        """Tells whether rewards differ: else all advantages are 0."""
+        return len({*self.rewards}) > 1
+
+
+def advantages_of(groups: Sequence[AnswerGroup], scale: ScaleRewards = "group") -> list[list[float]]:
+    """Advantages of the answers of a step's groups, as `Reinforcement` has them."""
+    every = [reward for group in groups for reward in group.rewards]
+    found = []
+    for group in groups:
+        rewards = group.rewards
+        mean, deviation = fmean(rewards), 1.0
+        if scale != "none":
+            deviation = stdev(rewards if scale == "group" else every) + _ADDED
+        found.append([(reward - mean) / deviation if group.teaches else 0.0 for reward in rewards])
+    return found
 
 
 class ReinforcedSteps(JobSteps):
@@ -108,7 +119,7 @@ class ReinforcedSteps(JobSteps):
     def ended(self, updated: Updated) -> Updated:
         """See `JobSteps`."""
         assert self._loss is not None and self._pass is not None, "the step's answers have passed"
-        self.loss = self._loss / self._pass.labels
+        self.loss = self._loss / self._tokens
         metrics, self._pass = self._metrics, None
         return replace(super().ended(updated), loss=self.loss, metrics=metrics)
 
@@ -116,17 +127,13 @@ class ReinforcedSteps(JobSteps):
         if self._loss is not None:
             return StepWork((), self.optim_step)
         self._passes += 1
-        clip, seed = self._objective.clip, self.config.seed
-        settings = (
-            {} if clip is None else {"clip_low_threshold": 1.0 - clip, "clip_high_threshold": 1.0 + clip}
-        )
-        loss = "importance_sampling" if clip is None else "ppo"
+        (loss, settings), seed = self._objective.loss, self.config.seed
         self._pass = ClientPass(self._data(), loss, settings, True, _UNLIMITED)
         made = self._pass.micro_batches(
             self._packing, self.adapter, self.config.rows, keys, self._passes, seed
         )
         for index, batch in enumerate(made):
-            batch.step_labels = self._pass.labels
+            batch.step_labels = self._tokens
             batch.dropout_seed = f"{seed}/{self.step}/{index}"
         return StepWork(made, None)
 
@@ -136,14 +143,29 @@ class ReinforcedSteps(JobSteps):
 
     def _data(self) -> list[Datum]:
         """The answers of groups that teach something; of a step without any, one answer, whose gradient is
-        zero."""
-        data = [
-            _datum(group.prompt, answer, advantage)
-            for group in self._groups
-            for answer, advantage in zip(group.answers, group.advantages, strict=True)
-            if advantage
-        ]
+        zero. The loss is divided by all tokens of the step, so advantages have what their `loss_type` divides
+        by in place of these as a factor."""
+        count = sum(len(group.answers) for group in self._groups)
+        data = []
+        for group, advantages in zip(
+            self._groups, advantages_of(self._groups, self._objective.scale_rewards), strict=True
+        ):
+            for answer, advantage in zip(group.answers, advantages, strict=True):
+                match self._objective.loss_type:
+                    case "grpo":
+                        factor = self._tokens / (count * max(len(answer.tokens), 1))
+                    case "dr_grpo":
+                        factor = self._tokens / (count * self._objective.max_tokens)
+                    case _:
+                        factor = 1.0
+                if advantage:
+                    data.append(_datum(group.prompt, answer, factor * advantage))
         return data or [_datum(self._groups[0].prompt, self._groups[0].answers[0], 0.0)]
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of all answers of the step, at least one."""
+        return max(1, sum(len(answer.tokens) for group in self._groups for answer in group.answers))
 
     @property
     def _metrics(self) -> dict[str, float]:
@@ -151,8 +173,8 @@ class ReinforcedSteps(JobSteps):
         answers = [answer for group in self._groups for answer in group.answers]
         return {
             "reward": fmean(answer.reward for answer in answers),
-            "reward_std": fmean(pstdev(group.rewards) for group in self._groups),
-            "frac_reward_zero_std": fmean(not any(group.advantages) for group in self._groups),
+            "reward_std": fmean(stdev(group.rewards) for group in self._groups),
+            "frac_reward_zero_std": fmean(not group.teaches for group in self._groups),
             "completions/mean_length": fmean(len(answer.tokens) for answer in answers),
         }
 

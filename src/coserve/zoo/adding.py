@@ -9,18 +9,18 @@ from typing import Any, Final
 from coserve.adapters.files import CONFIG, WEIGHTS, read_outline
 from coserve.errors import ZooError
 from coserve.zoo.chain import check_connects, model_of
+from coserve.zoo.components import CONFIG as MODEL_CONFIG
 from coserve.zoo.components import Architecture
+from coserve.zoo.disk import check_no_link, folder_entries, read_file
 from coserve.zoo.export import architecture_of, without_weights
-from coserve.zoo.manifest import Application, Component, WeightsEntry, check_name
+from coserve.zoo.manifest import Application, Component, WeightsEntry, check_file_names, check_name
 from coserve.zoo.store import Zoo
-from coserve.zoo.weight_file import WeightFileContent, open_weight_file
+from coserve.zoo.weight_file import MOST_TENSORS, WeightFileContent, open_weight_file
 
-_MODEL_CONFIG: Final = "config.json"
 _TOKENIZER: Final = "tokenizer.json"
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _KEPT: Final = (".json", ".jinja", ".txt", ".model")  # endings of a model's other files
-_MOST_BYTES: Final = 256 << 20  # of one of those
 OnTensor = Callable[[int, int], object]  # told of tensors stored, of how many
 
 
@@ -39,8 +39,9 @@ def add(
 ) -> Application:
     """Adds the model or adapter in `folder` as `name`. `parent` is the model that a full fine-tune was made
     of, or an adapter belongs to; an adapter's is found where its file names it or where there is one
-    foundation. With `waits` another process that changes the zoo is waited for. Raises ZooError,
-    AdapterError and UnsupportedModel; the zoo is as it was then."""
+    foundation. With `waits` another process that changes the zoo is waited for. Symbolic links in the folder
+    are refused, but for those of the hub's cache, which lead to its blobs. Raises ZooError, AdapterError and
+    UnsupportedModel; the zoo is as it was then."""
     check_name(name)
     if not folder.is_dir():
         raise ZooError(f"there is no folder {folder}")
@@ -77,12 +78,14 @@ def _add_model(
     on_tensor: OnTensor,
 ) -> Application:
     files = _other_files(folder)
-    architecture = Architecture.of(folder)
+    architecture = Architecture.of(name, files[MODEL_CONFIG])
     tokenizer = tokenizer_digest(files[_TOKENIZER]) if _TOKENIZER in files else ""
     origin = None if parent is None else _model_named(parent, there)
     if origin is not None:
         _check_fine_tune(name, tokenizer, architecture, origin)
-    contents = {file: open_weight_file(folder / file) for file in _weight_files(folder)}
+    weight_files = _weight_files(folder)
+    check_file_names([*files, *weight_files])
+    contents = {file: open_weight_file(_own(folder, file)) for file in weight_files}
     parents = {} if origin is None else {n: k for e in origin.weights.values() for n, k in e.tensors.items()}
     weights = _store(zoo, contents, parents, on_tensor)
     application = Application(
@@ -108,15 +111,15 @@ def _add_adapter(
     there: Mapping[str, Application],
     on_tensor: OnTensor,
 ) -> Application:
-    config = _read(folder / CONFIG)
+    config, weights_file = _read(folder, CONFIG), _own(folder, WEIGHTS)
     fields = _fields(folder / CONFIG, config)
     origin = _foundation(fields, parent, there)
     tokenizer = folder / _TOKENIZER
-    if tokenizer.is_file() and tokenizer_digest(_read(tokenizer)) != origin.tokenizer:
+    if tokenizer.is_file() and tokenizer_digest(_read(folder, _TOKENIZER)) != origin.tokenizer:
         raise ZooError(f"{name} comes with another tokenizer than {origin.name}: mixed tokenizers")
+    contents = {WEIGHTS: open_weight_file(weights_file)}
     base = without_weights(zoo, origin)
     read_outline(folder, name, base, base.dtype)  # refuses what does not fit
-    contents = {WEIGHTS: open_weight_file(folder / WEIGHTS)}
     weights = _store(zoo, contents, {}, on_tensor)
     application = Application(
         name=name,
@@ -143,6 +146,8 @@ def _store(
     """Stores files of weights; `parents` are ids of tensors that those of the same name may be differences
     from."""
     count, done, found = sum(len(content.tensors) for content in contents.values()), 0, {}
+    if count > MOST_TENSORS:
+        raise ZooError(f"there are {count:,} tensors, and {MOST_TENSORS:,} are possible")
     for file, content in contents.items():
         tensors = {}
         for name, tensor in content.tensors.items():
@@ -168,7 +173,7 @@ def _whole(folder: Path, chain: tuple[Component, ...]) -> tuple[Component, ...]:
 def _weight_files(folder: Path) -> list[str]:
     """Names of a model's files of weights. Raises ZooError."""
     if (folder / _INDEX).is_file():
-        where = _fields(folder / _INDEX, _read(folder / _INDEX)).get("weight_map")
+        where = _fields(folder / _INDEX, _read(folder, _INDEX)).get("weight_map")
         if not isinstance(where, dict) or not all(
             isinstance(file, str) and Path(file).name == file for file in where.values()
         ):
@@ -181,19 +186,31 @@ def _weight_files(folder: Path) -> list[str]:
 
 def _other_files(folder: Path) -> dict[str, bytes]:
     """A model's files beside its weights. Raises ZooError where the configuration is missing."""
-    if not (folder / _MODEL_CONFIG).is_file():
-        raise ZooError(f"{folder} holds neither a model ({_MODEL_CONFIG}) nor an adapter ({CONFIG})")
-    found = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix in _KEPT)
-    return {file.name: _read(file) for file in found if not file.name.startswith(".")}
+    if not (folder / MODEL_CONFIG).is_file():
+        raise ZooError(f"{folder} holds neither a model ({MODEL_CONFIG}) nor an adapter ({CONFIG})")
+    names = [
+        entry.name
+        for entry in folder_entries(folder)
+        if (entry.is_symlink() or entry.is_file()) and not entry.name.startswith(".")
+    ]
+    return {name: _read(folder, name) for name in names if Path(name).suffix in _KEPT}
 
 
-def _read(path: Path) -> bytes:
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ZooError(f"{path} is larger than {_MOST_BYTES:,} bytes")
-        return path.read_bytes()
-    except OSError as error:
-        raise ZooError(f"{path} cannot be read: {error.strerror}") from error
+def _own(folder: Path, file: str) -> Path:
+    """The path of a file in a folder. A snapshot in the hub's cache consists of symbolic links to the blobs
+    beside it: there it is the blob's. Raises ZooError for any other link."""
+    path = folder / file
+    whole = folder.resolve()
+    if path.is_symlink() and whole.parent.name == "snapshots":
+        blob = path.resolve()
+        if blob.parent == whole.parent.parent / "blobs" and blob.is_file():
+            return blob
+    check_no_link(path)
+    return path
+
+
+def _read(folder: Path, file: str) -> bytes:
+    return read_file(_own(folder, file))
 
 
 def _fields(path: Path, data: bytes) -> Mapping[str, Any]:

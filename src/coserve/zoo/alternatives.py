@@ -4,19 +4,37 @@ An alternative belongs to models by their contents, and has tensors of its own i
 It is there once its manifest is; it is no application, and nothing exact is ever made of it.
 """
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from coserve.errors import ZooError
 from coserve.zoo.disk import make_folder, remove_file, sync_folder
-from coserve.zoo.manifest import Application, check_name, read_manifest, write_manifest
+from coserve.zoo.manifest import (
+    MOST_LAYERS,
+    MOST_PLACES,
+    SUFFIX,
+    Application,
+    Count,
+    Key,
+    Layer,
+    Place,
+    Plain,
+    TensorKeys,
+    check_name,
+    names_in,
+    read_manifest,
+    write_manifest,
+)
 
 LEAST: Final = 0.9  # similarity with its model that an approximate chain needs to be served
-_SUFFIX: Final = ".json"
+MOST_CHAINS: Final = 64  # of a ladder
+_MOST_UNITS: Final = 1 << 20  # heads or neurons of a sublayer
+_ChainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][\w.:~-]{0,139}\Z")]
 
 
 class Criterion(StrEnum):
@@ -36,13 +54,17 @@ class Fidelity(msgspec.Struct, frozen=True):
     accuracy: float
     loss: float
 
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, msgspec.structs.astuple(self))):
+            raise ZooError("a model's distribution is not finite on the text, and nothing compares with it")
+
 
 class StitchPoint(msgspec.Struct, frozen=True):
     """A place where a chain goes from one model over to another: behind `layers` decoder layers of the first,
     in front of the second's layer `enters`, from 0, and as near as that model as `fidelity` has it."""
 
-    layers: int
-    enters: int
+    layers: Layer
+    enters: Layer
     fidelity: Fidelity
 
 
@@ -53,39 +75,69 @@ class Stitching(msgspec.Struct, frozen=True, tag="stitching block"):
     first: str
     second: str
     teacher: str
-    tokens: int
-    steps: int
+    tokens: Count
+    steps: Count
     seconds: float
-    points: tuple[StitchPoint, ...]
+    points: Annotated[tuple[StitchPoint, ...], msgspec.Meta(min_length=1, max_length=MOST_LAYERS)]
     alone: Fidelity
+
+    @property
+    def models(self) -> set[str]:
+        """Names of the models that it belongs to."""
+        return {self.first, self.second}
+
+    def __post_init__(self) -> None:
+        if self.teacher not in self.models or len(self.models) < 2:
+            raise ZooError("a stitching block is of two models, one of them its teacher")
 
 
 class Pruning(msgspec.Struct, frozen=True, tag="surrogate"):
     """A surrogate of the components `start` to `stop` of `model`: units (heads, or neurons) that are kept, by
     sublayer. `before` is how near the model it is when pruned, `after` when recovered; `similarity` that of
     the vocabulary distributions behind the block itself. Bytes and seconds are of the block and of the
-    surrogate; the latter were measured on `machine` with one sequence."""
+    surrogate; the latter were measured on `machine` with one sequence. Recovered in `steps` steps, 0 where a
+    manifest of before does not tell."""
 
     model: str
-    start: int
-    stop: int
+    start: Place
+    stop: Place
     criterion: Criterion
-    kept: dict[str, tuple[int, ...]]
+    kept: Annotated[
+        dict[
+            Annotated[str, msgspec.Meta(pattern=r"\A[AF][1-9][0-9]{0,3}\Z")],
+            Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=_MOST_UNITS)],
+        ],
+        msgspec.Meta(min_length=1, max_length=MOST_PLACES),
+    ]
     before: Fidelity
     after: Fidelity
     similarity: float
-    nbytes: tuple[int, int]
+    nbytes: tuple[Count, Count]
     seconds: tuple[float, float]
-    machine: str
+    machine: Plain
+    steps: Count = 0
+
+    @property
+    def models(self) -> set[str]:
+        """Names of the models that it belongs to."""
+        return {self.model}
+
+    def __post_init__(self) -> None:
+        places = {2 * int(label[1:]) - (label[0] == "A") for label in self.kept}
+        if places != {*range(self.start, self.stop)}:
+            raise ZooError("a surrogate has the units of other components than its own")
+        for label, units in self.kept.items():
+            if [*units] != sorted({*units}):
+                raise ZooError(f"the units of {label} that a surrogate keeps are not in order")
 
 
 class ApproximateChain(msgspec.Struct, frozen=True):
     """The chain of a full fine-tune with its foundation's components at `places`. `nbytes` are those of the
     weights that are left of its own, `fidelity` is of the whole chain, the full fine-tune as its teacher."""
 
-    name: str
-    places: tuple[int, ...]
-    nbytes: int
+    name: _ChainName
+    places: Annotated[tuple[Place, ...], msgspec.Meta(min_length=1, max_length=MOST_PLACES)]
+    nbytes: Count
     fidelity: Fidelity
 
 
@@ -98,21 +150,33 @@ class Ladder(msgspec.Struct, frozen=True, tag="ladder of chains"):
     foundation: str
     threshold: float
     least: float
-    tokens: int
-    nbytes: int
+    tokens: Count
+    nbytes: Count
     own: Fidelity
-    chains: tuple[ApproximateChain, ...]
+    chains: Annotated[tuple[ApproximateChain, ...], msgspec.Meta(max_length=MOST_CHAINS)]
+
+    @property
+    def models(self) -> set[str]:
+        """Names of the models that it belongs to."""
+        return {self.model, self.foundation}
 
 
 class StoredAlternative(msgspec.Struct, frozen=True):
     """A manifest: `models` are digests of what it belongs to, by name; `tensors` ids by name; `text` the
-    SHA-256 of what it was trained or judged on."""
+    SHA-256 of what it was trained or judged on. Raises ZooError for what can be no alternative."""
 
     name: str
-    models: dict[str, str]
-    tensors: dict[str, str]
-    text: str
+    models: dict[str, Key]
+    tensors: TensorKeys
+    text: Key
     made: Stitching | Pruning | Ladder
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if {*self.models} != self.made.models:
+            raise ZooError(f"{self.name} belongs to other models than it was made of")
+        for model in self.models:
+            check_name(model)
 
     @property
     def kind(self) -> str:
@@ -128,8 +192,7 @@ class AlternativeFolder:
 
     def names(self) -> list[str]:
         """Names of all alternatives, in order."""
-        files = self._folder.glob(f"*{_SUFFIX}")
-        return sorted(file.name.removesuffix(_SUFFIX) for file in files if not file.name.startswith("."))
+        return names_in(self._folder)
 
     def all(self) -> dict[str, StoredAlternative]:
         """All alternatives by name, in order. Raises ZooError for a damaged manifest."""
@@ -166,7 +229,7 @@ class AlternativeFolder:
         sync_folder(self._folder)
 
     def _file(self, name: str) -> Path:
-        return self._folder / f"{name}{_SUFFIX}"
+        return self._folder / f"{name}{SUFFIX}"
 
 
 def check_fits(alternative: StoredAlternative, applications: Mapping[str, Application]) -> None:

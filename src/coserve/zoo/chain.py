@@ -1,6 +1,6 @@
 """Chains: the components that an application runs through, in order."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from coserve.errors import ZooError
 from coserve.zoo.manifest import Application, Component, ComponentKind
@@ -14,14 +14,8 @@ def model_of(application: Application) -> Application:
 
 
 def check_connects(application: Application, parent: Application | None) -> None:
-    """Raises ZooError where a chain does not connect: components out of order, or a parent of another width,
-    vocabulary, tokenizer or number of components."""
-    kinds = [component.kind for component in application.chain]
-    if kinds != list(_kinds(len(kinds))):
-        raise ZooError(
-            f"the chain of {application.name} does not connect: {', '.join(kinds)} is no embedding, layers "
-            "and head in this order"
-        )
+    """Raises ZooError where a chain does not connect: a parent of another width, vocabulary, tokenizer or
+    number of components."""
     if parent is None:
         return
     for what, own, theirs in (
@@ -71,8 +65,16 @@ def label(chain: Sequence[Component], place: int) -> str:
     return f"{'A' if kind is ComponentKind.ATTENTION else 'F'}{(place + 1) // 2}"
 
 
-def _kinds(count: int) -> Iterator[ComponentKind]:
-    yield ComponentKind.EMBEDDING
-    for _ in range((count - 2) // 2):
-        yield from (ComponentKind.ATTENTION, ComponentKind.FEED_FORWARD)
-    yield ComponentKind.HEAD
+def check_ancestry(applications: Mapping[str, Application]) -> None:
+    """Raises ZooError for an application that is its own ancestor."""
+    known = set[str]()
+    for name in applications:
+        line = dict[str, None]()  # from `name` upwards
+        while name in applications and name not in known:
+            if name in line:
+                circle = [*line][[*line].index(name) :]
+                others = ", ".join(circle[1:6]) or name
+                raise ZooError(f"{name} is its own ancestor, by way of {others}: remove one of them")
+            line[name] = None
+            name = applications[name].parent
+        known |= {*line}

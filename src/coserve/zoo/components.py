@@ -3,22 +3,31 @@
 Nothing is loaded: the model is built without weights, and names in files are compared with its modules'.
 """
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import get_ident
 from typing import Any, Final
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coserve.adapters.saved import PREFIX
 from coserve.adapters.sites import Kind, decoder_layers, sublayers
 from coserve.errors import CoserveError, UnsupportedModel, ZooError
-from coserve.zoo.manifest import Component, ComponentKind
+from coserve.zoo.manifest import MOST_LAYERS, Component, ComponentKind
 
+CONFIG: Final = "config.json"
+_REFUSED: Final = "{} has no configuration of a causal language model"
+_MOST_NUMBER: Final = (1 << 63) - 1  # in a configuration
+_LAYERS: Final = re.compile(r"layers$|\bn_layer$")  # fields that count layers, or have places of some
+_MOST_MODULES: Final = 1 << 17  # of a model; one with 256 experts in each of 61 layers has 63,000
 # Modules behind the layers that some models register in front of them (OPT).
 _BEHIND: Final = re.compile(r"final|project_out|lm_head|head")
 _BEFORE_EMBEDDED: Final = ("PROMPT_TUNING", "P_TUNING")
@@ -46,17 +55,19 @@ class Architecture:
     _in_front: frozenset[str]
 
     @staticmethod
-    def of(folder: Path) -> "Architecture":
-        """The architecture of the model in a folder. Raises ZooError and UnsupportedModel."""
-        try:
-            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    def of(name: str, configuration: bytes) -> "Architecture":
+        """The architecture of a model, which errors call `name`, of its `config.json`. Raises ZooError and
+        UnsupportedModel."""
+        check_config(name, configuration)
+        with (
+            bounded(name),
+            TemporaryDirectory(prefix="coserve-zoo-") as folder,
+            torch.device("meta"),
+        ):
+            (Path(folder) / CONFIG).write_bytes(configuration)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             return Architecture.of_model(model)
-        except CoserveError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-            raise ZooError(f"{folder} has no configuration of a causal language model: {error}") from error
 
     @staticmethod
     def of_model(model: PreTrainedModel) -> "Architecture":
@@ -132,6 +143,55 @@ class Architecture:
         for place, inside, key in tensors:
             found[place][inside] = key
         return tuple(Component(self.kind(place), own) for place, own in enumerate(found))
+
+
+def check_config(name: str, data: bytes) -> bytes:
+    """A configuration as it is. Raises ZooError for one whose numbers no model has: transformers counts up to
+    them, even where it makes no tensor."""
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ZooError(f"{_REFUSED.format(name)}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ZooError(f"{_REFUSED.format(name)}: {CONFIG} holds no object")
+    waiting: list[tuple[str, Any]] = [("", fields)]
+    while waiting:
+        field, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += ((field, inner) for inner in value)
+        elif isinstance(value, int):
+            most = MOST_LAYERS if _LAYERS.search(field) else _MOST_NUMBER
+            if not -_MOST_NUMBER <= value <= most:
+                raise ZooError(
+                    f"{_REFUSED.format(name)}: {field[:80]!r} is {value!s:.20}, and {most} is the most"
+                )
+    return data
+
+
+@contextmanager
+def bounded(name: str) -> Iterator[None]:
+    """Context in which a model is made of a configuration, without tensors. Raises ZooError where that fails
+    or makes more modules than any model has."""
+    made, thread = 0, get_ident()
+
+    def count(*_: object) -> None:
+        nonlocal made
+        made += get_ident() == thread
+        if made > _MOST_MODULES:
+            raise ZooError(f"{_REFUSED.format(name)}: it would have more than {_MOST_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    except CoserveError:
+        raise
+    except Exception as error:  # whatever transformers and torch raise for numbers that do not fit together
+        told = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        raise ZooError(f"{_REFUSED.format(name)}: {told}") from error
+    finally:
+        hook.remove()
 
 
 def _layer(path: str, layer: nn.Module) -> _LayerModules:

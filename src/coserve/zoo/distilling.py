@@ -8,6 +8,7 @@ on its own losses. So this is a plain loop of torch, as that of full fine-tuning
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import torch
@@ -29,8 +30,8 @@ _HELD_OUT: Final = 5  # one window of so many is held out, at least one
 
 @dataclass(frozen=True, slots=True)
 class DistillationSettings:
-    """Settings of such training; batch sizes are windows of `window` tokens. With `max_steps` it ends earlier
-    at each stage. Raises ConfigError."""
+    """Settings of such training; batch sizes are windows of `window` tokens. `max_steps` bounds the optimizer
+    steps of all epochs and stages together. Raises ConfigError."""
 
     epochs: int = 2
     batch_size: int = 8
@@ -88,19 +89,21 @@ def distil(
     windows: Tensor,
     settings: DistillationSettings,
     on_step: OnStep = lambda step, steps, loss: None,
-) -> None:
-    """Trains parameters in place such that students' vocabulary distributions become the teacher's: AdamW on
+) -> int:
+    """Trains parameters in place such that students' vocabulary distributions become the teacher's, and
+    returns the number of steps: AdamW on
     the Kullback-Leibler divergence, with a rate that falls to zero along half a cosine. Each epoch goes
-    through the stages in order. Raises LossNotFinite."""
+    through the stages in order. With `max_steps` all stages of all epochs have equal shares of these, one
+    more or less, so that none is left out as long as there are enough. Raises LossNotFinite."""
     optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, weight_decay=0.0)
-    own = min(settings.max_steps or 1 << 62, steps_per_epoch(len(windows), settings.batch_size))
-    steps = settings.epochs * len(stages) * own
+    shares = _shares(settings, len(stages), steps_per_epoch(len(windows), settings.batch_size))
+    steps = sum(shares)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     done = 0
     for epoch in range(settings.epochs):
-        for student in stages:
+        for number, student in enumerate(stages):
             batches = epochs(len(windows), settings.batch_size, 1, settings.seed + epoch)
-            for batch, _ in zip(batches, range(own), strict=False):
+            for batch in islice(batches, shares[epoch * len(stages) + number]):
                 tokens = windows[list(batch)]
                 with torch.no_grad():
                     wanted = teacher(tokens).log_softmax(-1)
@@ -116,6 +119,14 @@ def distil(
                 optimizer.step()
                 schedule.step()
                 on_step(done, steps, value)
+    return done
+
+
+def _shares(settings: DistillationSettings, stages: int, longest: int) -> list[int]:
+    """Optimizer steps of each stage of each epoch, at most `longest` each and `max_steps` together."""
+    count = settings.epochs * stages
+    most = count * longest if settings.max_steps is None else min(settings.max_steps, count * longest)
+    return [most * (place + 1) // count - most * place // count for place in range(count)]
 
 
 @torch.no_grad()

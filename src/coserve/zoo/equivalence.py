@@ -7,7 +7,7 @@ It makes alternatives, and merges nothing.
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import torch
@@ -18,7 +18,18 @@ from coserve.text.tokenizer import load_tokenizer, token_ids
 from coserve.zoo.chain import model_of
 from coserve.zoo.disk import sync_folder
 from coserve.zoo.export import exported, loaded
-from coserve.zoo.manifest import Application, read_manifest, write_manifest
+from coserve.zoo.manifest import (
+    MOST_LAYERS,
+    MOST_PLACES,
+    SUFFIX,
+    Application,
+    Count,
+    Key,
+    Place,
+    names_in,
+    read_manifest,
+    write_manifest,
+)
 from coserve.zoo.outputs import component_states, directions
 from coserve.zoo.partition import Comparison, PlaceGroup
 from coserve.zoo.store import Zoo
@@ -29,16 +40,21 @@ _MOST_TOKENS: Final = 4096  # of a text that are looked at
 _BYTES: Final = 512 << 20  # of probabilities at once
 
 
+_Row = Annotated[tuple[float, ...], msgspec.Meta(max_length=MOST_LAYERS)]
+
+
 class Measurement(msgspec.Struct, frozen=True):
     """The similarities of two models. `digests` are their contents, `groups` the places of components that
     correspond, as (start, stop) in either, with their similarity; `layers` are similarities of each layer
     of the one with each of the other (figure 3)."""
 
-    digests: tuple[str, str]
-    text: str
-    tokens: int
-    groups: tuple[tuple[int, int, int, int, float], ...]
-    layers: tuple[tuple[float, ...], ...]
+    digests: tuple[Key, Key]
+    text: Key
+    tokens: Count
+    groups: Annotated[
+        tuple[tuple[Place, Place, Place, Place, float], ...], msgspec.Meta(max_length=MOST_PLACES)
+    ]
+    layers: Annotated[tuple[_Row, ...], msgspec.Meta(max_length=MOST_LAYERS)]
 
 
 def evaluate(zoo: Zoo, one: str, other: str, text: str = TEXT) -> Measurement:
@@ -103,8 +119,7 @@ def corresponding(one: int, other: int) -> list[tuple[tuple[int, int], tuple[int
 def measurements(zoo: Zoo, applications: Mapping[str, Application]) -> list[Measurement]:
     """All measurements of models that are in the zoo. Raises ZooError for a damaged measurement."""
     digests = {one.digest for one in applications.values()}
-    found = (file for file in _files(zoo) if set(file.stem.split("-")) <= digests)
-    return [read_manifest(file, Measurement) for file in found]
+    return [_read(file) for file in _files(zoo) if set(file.stem.split("-")) <= digests]
 
 
 def damaged_measurements(zoo: Zoo) -> list[str]:
@@ -112,7 +127,7 @@ def damaged_measurements(zoo: Zoo) -> list[str]:
     problems = []
     for file in _files(zoo):
         try:
-            read_manifest(file, Measurement)
+            _read(file)
         except ZooError as error:
             problems.append(str(error))
     return problems
@@ -134,7 +149,16 @@ def comparisons(zoo: Zoo, applications: Mapping[str, Application]) -> list[Compa
 
 def _files(zoo: Zoo) -> list[Path]:
     """Files named by two digests; those named by one are profiles."""
-    return sorted(file for file in zoo.measured.glob("*-*.json") if not file.name.startswith("."))
+    return [zoo.measured / f"{name}{SUFFIX}" for name in names_in(zoo.measured) if "-" in name]
+
+
+def _read(file: Path) -> Measurement:
+    """The measurement in a file. Raises ZooError for a damaged one, and for one of other models than the
+    file is named by."""
+    found = read_manifest(file, Measurement)
+    if "-".join(found.digests) != file.stem:
+        raise ZooError(f"{file} is damaged: it is the measurement of other models")
+    return found
 
 
 def _windows(zoo: Zoo, name: str, text: str, vocabulary: int, longest: int) -> list[list[int]]:

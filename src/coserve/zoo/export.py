@@ -1,7 +1,6 @@
 """Applications as they were: folders byte for byte, and models in memory."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,8 @@ from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base, load_model
 from coserve.zoo.chain import parent_of
-from coserve.zoo.components import Architecture
-from coserve.zoo.disk import sync_folder, write_file
+from coserve.zoo.components import CONFIG, Architecture, bounded, check_config
+from coserve.zoo.disk import read_file, remove_folder, sync_folder, write_file
 from coserve.zoo.manifest import Application
 from coserve.zoo.store import Zoo
 from coserve.zoo.weight_file import parse_header
@@ -32,16 +31,17 @@ def export(zoo: Zoo, name: str, folder: Path) -> Application:
     if not folder.absolute().parent.is_dir():
         raise ZooError(f"there is no folder {folder.parent} to export to")
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir()
-        _write(zoo, application, partial)
-        os.replace(partial, folder)
+        remove_folder(partial)
+        try:
+            partial.mkdir()
+            _write(zoo, application, partial)
+            os.replace(partial, folder)
+        finally:
+            remove_folder(partial)
         sync_folder(folder.absolute().parent)
     except OSError as error:
         raise ZooError(f"{name} cannot be exported to {folder}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return application
 
 
@@ -57,13 +57,25 @@ def exported(zoo: Zoo, name: str) -> Iterator[Path]:
 def loaded(zoo: Zoo, name: str, dtype: torch.dtype | str = "auto") -> Iterator[PreTrainedModel]:
     """A model of the zoo in memory, of files that are there within the context. Raises ZooError and
     ModelError."""
+    application = zoo.application(name)
+    own = architecture_of(zoo, application)
+    shape = (len(application.chain), application.width, application.vocabulary)
+    if (own.places, own.width, own.vocabulary) != shape:
+        raise ZooError(f"{name} is damaged: its {CONFIG} is of a model of another shape")
     with exported(zoo, name) as folder:
-        yield load_model(folder, dtype).eval()
+        yield load_exported(folder, dtype).eval()
+
+
+def load_exported(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """The model in an exported folder. Raises ZooError and ModelError."""
+    Architecture.of(folder.name, read_file(folder / CONFIG))  # refuses what would take long
+    with bounded(folder.name):
+        return load_model(folder, dtype)
 
 
 def without_weights(zoo: Zoo, application: Application) -> Base:
     """The base of a model, without data, to check adapters against."""
-    with _configuration(zoo, application) as folder, fake_tensors():
+    with _configuration(zoo, application) as folder, bounded(application.name), fake_tensors():
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
         shapes = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -72,7 +84,7 @@ def without_weights(zoo: Zoo, application: Application) -> Base:
 
 def skeleton_of(zoo: Zoo, application: Application) -> PreTrainedModel:
     """A model of the zoo without weights, as transformers makes it."""
-    with _configuration(zoo, application) as folder, torch.device("meta"):
+    with _configuration(zoo, application) as folder, bounded(application.name), torch.device("meta"):
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return made
@@ -80,19 +92,23 @@ def skeleton_of(zoo: Zoo, application: Application) -> PreTrainedModel:
 
 def architecture_of(zoo: Zoo, application: Application) -> Architecture:
     """The architecture of a model in the zoo."""
-    with _configuration(zoo, application) as folder:
-        return Architecture.of(folder)
+    return Architecture.of(application.name, _checked_configuration(zoo, application))
 
 
 @contextmanager
 def _configuration(zoo: Zoo, application: Application) -> Iterator[Path]:
     """A folder with a model's configuration alone."""
+    config = _checked_configuration(zoo, application)
     with TemporaryDirectory(prefix="coserve-zoo-") as folder:
-        key = application.files.get("config.json")
-        if key is None:
-            raise ZooError(f"{application.name} has no config.json")
-        (Path(folder) / "config.json").write_bytes(zoo.files.read(key))
+        (Path(folder) / CONFIG).write_bytes(config)
         yield Path(folder)
+
+
+def _checked_configuration(zoo: Zoo, application: Application) -> bytes:
+    """A model's configuration. Raises ZooError where it is missing, or says what no model can have."""
+    if (key := application.files.get(CONFIG)) is None:
+        raise ZooError(f"{application.name} has no {CONFIG}")
+    return check_config(application.name, zoo.files.read(key))
 
 
 def _write(zoo: Zoo, application: Application, folder: Path) -> None:

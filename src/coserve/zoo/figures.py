@@ -3,8 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from coserve.zoo.chain import keys_of, label, parent_of
 from coserve.zoo.equivalence import comparisons
 from coserve.zoo.manifest import Application
@@ -45,8 +43,8 @@ def storage(zoo: Zoo, applications: Mapping[str, Application], threshold: float 
     separate = sum(_separate_bytes(zoo, one, applications) for one in applications.values())
     exact = zoo.nbytes(applications)
     measured = comparisons(zoo, applications)
-    kept = {name: _without(one, equivalents(one, measured, threshold)) for name, one in applications.items()}
-    needed = zoo.reachable(applications) - zoo.reachable(kept)
+    kept = [_without(one, equivalents(one, measured, threshold)) for one in applications.values()]
+    needed = zoo.reachable(applications) - zoo.with_roots(set().union(*kept))
     saved = sum(map(zoo.tensors.nbytes, needed))
     return Storage(separate, exact, exact - saved)
 
@@ -78,11 +76,6 @@ def _separate_bytes(zoo: Zoo, one: Application, others: Mapping[str, Application
     return own + (0 if parent is None else _separate_bytes(zoo, parent, others))
 
 
-def _without(one: Application, places: Collection[int]) -> Application:
-    """The application without the weights of components at these places."""
-    kept = {key for place, own in enumerate(one.chain) if place not in places for key in own.tensors.values()}
-    weights = {
-        file: msgspec.structs.replace(entry, tensors={n: k for n, k in entry.tensors.items() if k in kept})
-        for file, entry in one.weights.items()
-    }
-    return msgspec.structs.replace(one, weights=weights)
+def _without(one: Application, places: Collection[int]) -> set[str]:
+    """Ids of an application's tensors, but for those of components at these places."""
+    return {key for place, own in enumerate(one.chain) if place not in places for key in own.tensors.values()}

@@ -19,13 +19,12 @@ from transformers import PreTrainedModel
 
 from coserve.errors import ConfigError, LossNotFinite
 from coserve.jobs.datasets import read
-from coserve.model.load import load_model
 from coserve.text.tokenizer import load_tokenizer
 from coserve.train.example import IGNORED, Example, check_fit, epochs, prepare, steps_per_epoch
 from coserve.zoo.adding import add
 from coserve.zoo.chain import model_of
 from coserve.zoo.components import Architecture
-from coserve.zoo.export import exported
+from coserve.zoo.export import exported, load_exported
 from coserve.zoo.manifest import Application
 from coserve.zoo.store import Zoo, check_unlocked
 
@@ -68,7 +67,7 @@ def finetune(
     check_unlocked(zoo)
     model_of(zoo.application(parent))
     with exported(zoo, parent) as folder, TemporaryDirectory(prefix="coserve-zoo-") as work:
-        model = load_model(folder, "auto")
+        model = load_exported(folder)
         dtype = model.dtype
         examples = _examples(folder, data, model, settings)
         trained = choose(model, settings.components)

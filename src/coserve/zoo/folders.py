@@ -1,11 +1,22 @@
 """Folders of files that are named by the SHA-256 of their contents."""
 
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from coserve.errors import ZooError
-from coserve.zoo.disk import make_folder, read_file, sync_folder, write_file
+from coserve.zoo.disk import (
+    check_no_link,
+    folder_entries,
+    make_folder,
+    read_file,
+    sync_folder,
+    write_file,
+)
+
+KEY: Final = re.compile(r"[0-9a-f]{64}")  # a SHA-256
 
 
 class ObjectFolder:
@@ -16,11 +27,14 @@ class ObjectFolder:
         self._unsynced: set[Path] = set()
 
     def path(self, key: str) -> Path:
-        """The file of a key."""
-        return self._folder / key[:2] / f"{key}{self._suffix}"
+        """The file of a key. Raises ZooError where it or its folder is a symbolic link."""
+        path = self._folder / key[:2] / f"{key}{self._suffix}"
+        check_no_link(path.parent)
+        check_no_link(path)
+        return path
 
     def place(self, key: str) -> Path:
-        """The file of a key that is about to be written, in a folder that is there."""
+        """The file of a key that is about to be written, in a folder that is there. Raises ZooError."""
         path = self.path(key)
         make_folder(path.parent)
         self._unsynced.add(path.parent)
@@ -28,9 +42,9 @@ class ObjectFolder:
 
     def reuse(self, key: str) -> bool:
         """Tells whether a key is there. Its name may be younger than the last sync of a process that was
-        killed, so it is synced again."""
+        killed, so it is synced again. Raises ZooError."""
         path = self.path(key)
-        if not path.exists():
+        if not path.is_file():
             return False
         self._unsynced.add(path.parent)
         return True
@@ -48,15 +62,32 @@ class ObjectFolder:
         except OSError as error:
             raise ZooError(f"the zoo lacks {self.path(key)}") from error
 
+    def all_files(self) -> Iterator[tuple[str, Path]]:
+        """All complete files with their keys."""
+        for file in self._entries():
+            if not file.name.startswith("."):
+                yield file.name.removesuffix(self._suffix), file
+
     def all_keys(self) -> Iterator[str]:
         """Keys of all complete files."""
-        for file in sorted(self._folder.glob("??/*")):
-            if not file.name.startswith("."):
-                yield file.name.removesuffix(self._suffix)
+        return (key for key, _ in self.all_files())
 
     def leftovers(self) -> Iterator[Path]:
         """Files that a killed process did not complete."""
-        return iter(sorted(self._folder.glob("??/.*")))
+        return (file for file in self._entries() if file.name.startswith("."))
+
+    def links(self) -> Iterator[Path]:
+        """Symbolic links in the place of files and of their folders."""
+        for folder in folder_entries(self._folder):
+            inner = [folder] if folder.is_symlink() else folder_entries(self._folder, folder.name)
+            yield from (Path(entry.path) for entry in inner if entry.is_symlink())
+
+    def _entries(self) -> Iterator[Path]:
+        """All regular files of folders that are none of a link."""
+        for folder in folder_entries(self._folder):
+            for entry in folder_entries(self._folder, folder.name) if len(folder.name) == 2 else ():
+                if entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path)
 
 
 class FileObjects:

@@ -16,7 +16,14 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from coserve.errors import ConfigError, ZooError
-from coserve.zoo.alternatives import LEAST, ApproximateChain, Fidelity, Ladder, StoredAlternative
+from coserve.zoo.alternatives import (
+    LEAST,
+    MOST_CHAINS,
+    ApproximateChain,
+    Fidelity,
+    Ladder,
+    StoredAlternative,
+)
 from coserve.zoo.chain import model_of, parent_of
 from coserve.zoo.components import Architecture
 from coserve.zoo.distilling import Student, fidelity, windows_of
@@ -203,8 +210,8 @@ def _own_bytes(
 
 
 def _check_settings(most: int, least: float, threshold: float, window: int) -> None:
-    if most < 1:
-        raise ConfigError(f"a ladder has at least one chain, not {most}")
+    if not 1 <= most <= MOST_CHAINS:
+        raise ConfigError(f"a ladder has 1 to {MOST_CHAINS} chains, not {most}")
     for name, value in (("least similarity of a chain", least), ("threshold", threshold)):
         if not 0 < value <= 1:
             raise ConfigError(f"the {name} must be above 0 and at most 1, not {value}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import torch
@@ -20,14 +20,26 @@ from transformers import PreTrainedModel
 from coserve.adapters.sites import decoder_layers
 from coserve.errors import ConfigError, ZooError
 from coserve.zoo.chain import model_of
-from coserve.zoo.disk import sync_folder
+from coserve.zoo.disk import open_file, sync_folder
 from coserve.zoo.export import loaded
-from coserve.zoo.manifest import Application, Component, read_manifest, write_manifest
+from coserve.zoo.manifest import (
+    MOST_PLACES,
+    SUFFIX,
+    Application,
+    Component,
+    Count,
+    Key,
+    Plain,
+    names_in,
+    read_manifest,
+    write_manifest,
+)
 from coserve.zoo.outputs import feed_forward_of
 from coserve.zoo.store import Zoo, check_unlocked
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32)  # sequences of one pass
 TOKENS: Final = 32  # of each sequence
+_MOST_BATCHES: Final = 64  # batch sizes of a profile
 _ROUNDS: Final = 5  # of which the least counts, behind one that warms up
 _OnBatch = Callable[[int], object]  # told of the batch size that is measured next
 
@@ -35,9 +47,9 @@ _OnBatch = Callable[[int], object]  # told of the batch size that is measured ne
 class Machine(msgspec.Struct, frozen=True):
     """Whatever seconds depend on besides the model: the device's name, torch's threads and its version."""
 
-    device: str
-    threads: int
-    torch: str
+    device: Plain
+    threads: Count
+    torch: Plain
 
     @staticmethod
     def of(device: str) -> "Machine":
@@ -52,20 +64,24 @@ class ComponentProfile(msgspec.Struct, frozen=True):
     """Of one component, by its key: bytes of its tensors, seconds to read these from the zoo's files into
     memory, and seconds of its part of a pass, for each batch size."""
 
-    key: str
-    nbytes: int
+    key: Annotated[str, msgspec.Meta(max_length=64)]
+    nbytes: Count
     load_seconds: float
-    seconds: tuple[float, ...]
+    seconds: Annotated[tuple[float, ...], msgspec.Meta(max_length=_MOST_BATCHES)]
 
 
 class Profile(msgspec.Struct, frozen=True):
     """A model's profile. A pass has `batches[n]` sequences of `tokens` tokens each, without a cache."""
 
-    digest: str
+    digest: Key
     machine: Machine
-    tokens: int
-    batches: tuple[int, ...]
-    components: tuple[ComponentProfile, ...]
+    tokens: Count
+    batches: Annotated[tuple[Count, ...], msgspec.Meta(max_length=_MOST_BATCHES)]
+    components: Annotated[tuple[ComponentProfile, ...], msgspec.Meta(max_length=MOST_PLACES)]
+
+    def __post_init__(self) -> None:
+        if any(len(component.seconds) != len(self.batches) for component in self.components):
+            raise ZooError("a component has not one time for each batch size")
 
 
 class BlockProfile(msgspec.Struct, frozen=True):
@@ -88,8 +104,10 @@ def profile(
     parent's components, and while another process changes the zoo; ConfigError for sizes below 1 and for
     more tokens than the model has positions."""
     sizes = tuple(sorted(set(batches)))
-    if not sizes or sizes[0] < 1 or tokens < 1:
-        raise ConfigError("batch sizes and tokens of a profile must be at least 1")
+    if not 1 <= len(sizes) <= _MOST_BATCHES or sizes[0] < 1 or tokens < 1:
+        raise ConfigError(
+            f"batch sizes and tokens of a profile must be at least 1, and there may be {_MOST_BATCHES} sizes"
+        )
     application = model_of(zoo.application(name))
     check_unlocked(zoo)
     loads = [load_seconds(zoo, component) for component in application.chain]
@@ -116,7 +134,7 @@ def read_profile(zoo: Zoo, application: Application, machine: Machine) -> Profil
     """The stored profile of a model; None where there is none. Raises ZooError for one that is damaged, or
     stale: of other contents, or of another machine."""
     file = _file(zoo, application)
-    if not file.exists():
+    if not os.path.lexists(file):
         return None
     again = f"`coserve zoo profile {application.name}` measures it again"
     try:
@@ -151,10 +169,10 @@ def profiles(
 def damaged_profiles(zoo: Zoo) -> list[str]:
     """Problems of profiles, whose models may be gone; `profile` makes them again."""
     problems = []
-    for file in sorted(zoo.measured.glob("*.json")):
-        if "-" not in file.stem and not file.name.startswith("."):
+    for name in names_in(zoo.measured):
+        if "-" not in name:
             try:
-                read_manifest(file, Profile)
+                read_manifest(zoo.measured / f"{name}{SUFFIX}", Profile)
             except ZooError as error:
                 problems.append(str(error))
     return problems
@@ -248,7 +266,7 @@ def nbytes_of(zoo: Zoo, component: Component) -> int:
 def _forget(file: Path) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
-    handle = os.open(file, os.O_RDONLY)
+    handle = open_file(file)
     try:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:

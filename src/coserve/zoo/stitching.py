@@ -110,20 +110,15 @@ def stitch(
     windows = windows_of(zoo, one, text, settings.window)
     check_unlocked(zoo)
     with _both(zoo, one, other) as (head, tail):
-        started, steps = time.perf_counter(), 0
+        started = time.perf_counter()
         stitched = Stitched(head, tail, StitchingBlock(one.width, other.width))
         fit_states(stitched, points, windows.trained, settings.batch_size)
         teacher = head if is_larger(one, other) else tail
         weaker = tail if teacher is head else head
 
-        def count(step: int, all_: int, loss: float) -> None:
-            nonlocal steps
-            steps = step
-            on_step(step, all_, loss)
-
         stages = [stitched.at(point) for point in points]
         trained = list(stitched.block.parameters())
-        distil(stages, teacher.logits, trained, windows.trained, settings, count)
+        steps = distil(stages, teacher.logits, trained, windows.trained, settings, on_step)
         seconds = time.perf_counter() - started
         judged = tuple(
             StitchPoint(p.layers, p.enters, fidelity(stitched.at(p), teacher.logits, windows.held_out))
@@ -159,8 +154,11 @@ def stored_block(zoo: Zoo, alternative: StoredAlternative) -> tuple[list[Point],
         raise ZooError(
             f"{alternative.name} does not connect {made.first} and {made.second}: its weights do not fit"
         )
-    trained = {point.layers for point in made.points}
-    return [point for point in stitch_points(one.layers, other.layers) if point.layers in trained], tensors
+    there = {(point.layers, point.enters): point for point in stitch_points(one.layers, other.layers)}
+    points = [there.get((point.layers, point.enters)) for point in made.points]
+    if None in points:
+        raise ZooError(f"{alternative.name} has a stitch where {made.first} and {made.second} have none")
+    return [point for point in there.values() if point in points], tensors
 
 
 @contextmanager

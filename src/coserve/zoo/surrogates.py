@@ -80,7 +80,7 @@ def make_surrogate(
         kept = choose_units(whole, range(start, stop), share, criterion, windows.trained)
         layers = pruned_layers(whole, kept)
         before = fidelity(with_layers(whole, layers), whole.logits, windows.held_out)
-        recover(whole, layers, kept, rank, windows.trained, settings, on_step)
+        steps = recover(whole, layers, kept, rank, windows.trained, settings, on_step)
         for linear in _cut_linears(whole, layers, kept).values():
             linear.to(dtype).float()  # what is judged is what is stored
         timed = min(TOKENS, settings.window)
@@ -93,6 +93,7 @@ def make_surrogate(
             nbytes=(_nbytes(whole.layers, kept, dtype), _nbytes(layers, kept, dtype)),
             seconds=(_seconds(whole, {}, start, stop, timed), _seconds(whole, layers, start, stop, timed)),
             machine=str(machine),
+            steps=steps,
         )  # fmt: skip
         tensors = {name: tensor.to(dtype) for name, tensor in cut_tensors(whole, layers, kept).items()}
     with zoo.writing(waits=True):
@@ -118,6 +119,7 @@ def surrogate_of(
     kept = {_place(label): units for label, units in made.kept.items()}
     with loaded(zoo, made.model, dtype) as own:
         whole = LayeredModel(own)
+        _check_units(alternative, dict(enumerate(whole.layers)))
         layers = pruned_layers(whole, kept)
         stored, there = read_tensors(zoo, alternative.tensors), cut_tensors(whole, layers, kept)
         if {n: t.shape for n, t in stored.items()} != {n: t.shape for n, t in there.items()}:
@@ -136,6 +138,8 @@ def served_linears(
     made = alternative.made
     assert isinstance(made, Pruning)
     layers = list(decoder_layers(skeleton_of(zoo, application)).items())
+    _check_units(alternative, {number: layer for number, (_, layer) in enumerate(layers)})
+    numbers = {str(number) for number in range(len(layers))}
     kept = dict[str, dict[str, list[int]]]()
     for label, chosen in made.kept.items():
         number, kind = _place(label)
@@ -147,8 +151,27 @@ def served_linears(
     keys = dict[str, str]()
     for name, key in alternative.tensors.items():
         layer_number, _, tail = name.partition(".")
-        keys[f"{layers[int(layer_number)][0]}.{tail}"] = key
+        path = f"{layers[int(layer_number)][0]}.{tail}" if layer_number in numbers else ""
+        if path.rpartition(".")[0] not in kept:
+            raise ZooError(
+                f"{alternative.name} has the tensor {name[:80]!r}, of no linear that it makes smaller"
+            )
+        keys[path] = key
     return keys, kept
+
+
+def _check_units(alternative: StoredAlternative, layers: Mapping[int, nn.Module]) -> None:
+    """Raises ZooError where a surrogate keeps units that the model, with these layers, does not have, and
+    UnsupportedModel."""
+    made = alternative.made
+    assert isinstance(made, Pruning)
+    for label, chosen in made.kept.items():
+        number, kind = _place(label)
+        count = len(units_of(layers[number], kind)) if number in layers else 0
+        if chosen[-1] >= count:  # they are in order
+            raise ZooError(
+                f"{alternative.name} keeps unit {chosen[-1]} of {label}, where {made.model} has {count}"
+            )
 
 
 def choose_units(
@@ -190,9 +213,9 @@ def recover(
     windows: Tensor,
     settings: DistillationSettings,
     on_step: OnStep = lambda step, steps, loss: None,
-) -> None:
-    """Trains low-rank factors beside the linears that became smaller, and merges them. Raises
-    LossNotFinite."""
+) -> int:
+    """Trains low-rank factors beside the linears that became smaller, and merges them; returns the number of
+    steps. Raises LossNotFinite."""
     generator = torch.Generator().manual_seed(settings.seed)
     linears = list(_cut_linears(whole, layers, kept).values())
     trained = list[nn.Parameter]()
@@ -200,10 +223,11 @@ def recover(
         factors = LowRank(linear.weight, rank, generator)
         parametrize.register_parametrization(linear, "weight", factors)
         trained += factors.parameters()
-    distil([with_layers(whole, layers)], whole.logits, trained, windows, settings, on_step)
+    steps = distil([with_layers(whole, layers)], whole.logits, trained, windows, settings, on_step)
     for linear in linears:
         parametrize.remove_parametrizations(linear, "weight")
         linear.requires_grad_(False)
+    return steps
 
 
 def similarity_behind(

@@ -14,7 +14,7 @@ from typing import Final
 from coserve.errors import ZooError
 from coserve.zoo.delta import compress_delta, restore_delta
 from coserve.zoo.disk import write_file
-from coserve.zoo.folders import ObjectFolder
+from coserve.zoo.folders import KEY, ObjectFolder
 from coserve.zoo.weight_file import (
     ITEM_BYTES,
     StoredTensor,
@@ -39,20 +39,20 @@ class TensorStore:
     """The folder of all tensors."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = ObjectFolder(folder, _SUFFIX)
+        self.folder = ObjectFolder(folder, _SUFFIX)
 
     def add(self, tensor: StoredTensor, parent: str | None = None) -> str:
         """Stores a tensor unless it is there, and returns its id. Where its difference from the tensor
         `parent` (of which that one's own parent is taken) is smaller than itself, that is stored. The name is
         on disk after `sync`."""
         key = tensor_id(tensor)
-        if self._folder.reuse(key):
+        if self.folder.reuse(key):
             return key
         dense = {_DENSE: tensor}
         whole = header_of(dense, {})
         smaller = None if parent is None else self._delta(tensor, self.root_of(parent), len(whole))
         pieces: list[bytes | memoryview] = [whole, tensor.data] if smaller is None else smaller
-        write_file(self._folder.place(key), pieces)
+        write_file(self.folder.place(key), pieces)
         return key
 
     def read(self, key: str) -> StoredTensor:
@@ -60,44 +60,48 @@ class TensorStore:
         content = self._open(key)
         if _DENSE in content.tensors:
             return content.tensors[_DENSE]
+        parent = self._open(self.root_of(key)).tensors.get(_DENSE)
+        if parent is None:
+            raise ZooError(f"{self.folder.path(key)} is damaged: it is a difference from no dense tensor")
         try:
-            parent = self._open(content.metadata["parent"]).tensors[_DENSE]
             data = restore_delta(content.tensors[_DELTA].data, parent.data, ITEM_BYTES[parent.dtype])
-        except (KeyError, ValueError) as error:
-            raise ZooError(f"{self._folder.path(key)} is damaged: {error}") from error
+        except ValueError as error:
+            raise ZooError(f"{self.folder.path(key)} is damaged: {error}") from error
         return StoredTensor(parent.dtype, parent.shape, data)
 
     def root_of(self, key: str) -> str:
         """The dense tensor that a tensor is stored as a difference from; itself if it is dense. Raises
         ZooError."""
-        return self._open(key).metadata.get("parent", key)
+        content = self._open(key)
+        if _DENSE in content.tensors:
+            return key
+        root = content.metadata.get("parent", "")
+        if not KEY.fullmatch(root):
+            raise ZooError(f"{self.folder.path(key)} is damaged: {root[:80]!r} is no id of a tensor")
+        return root
 
     def path(self, key: str) -> Path:
-        """The file of a tensor."""
-        return self._folder.path(key)
+        """The file of a tensor. Raises ZooError where it is a symbolic link."""
+        return self.folder.path(key)
 
     def nbytes(self, key: str) -> int:
         """Bytes of a tensor's file. Raises ZooError."""
-        return self._folder.nbytes(key)
+        return self.folder.nbytes(key)
 
     def checked(self, key: str) -> StoredTensor:
         """A tensor as `read` gives it, compared with its id. Raises ZooError where it is another."""
         tensor = self.read(key)
         if tensor_id(tensor) != key:
-            raise ZooError(f"{self._folder.path(key)} is damaged: its contents are not those of its name")
+            raise ZooError(f"{self.folder.path(key)} is damaged: its contents are not those of its name")
         return tensor
 
     def all_keys(self) -> Iterator[str]:
         """Ids of all tensors that are there."""
-        return self._folder.all_keys()
+        return self.folder.all_keys()
 
     def sync(self) -> None:
         """Waits until the names of all tensors added so far are on disk."""
-        self._folder.sync()
-
-    def leftovers(self) -> Iterator[Path]:
-        """Files that a killed process did not complete."""
-        return self._folder.leftovers()
+        self.folder.sync()
 
     def _delta(self, tensor: StoredTensor, root: str, header: int) -> list[bytes | memoryview] | None:
         """The file of a tensor's difference from `root`; None where that is not possible, or no smaller than
@@ -113,7 +117,7 @@ class TensorStore:
         return [delta_header, packed]
 
     def _open(self, key: str) -> WeightFileContent:
-        path = self._folder.path(key)
+        path = self.folder.path(key)
         if not path.exists():
             raise ZooError(f"the zoo lacks the tensor {key}")
         content = open_weight_file(path)

@@ -11,7 +11,6 @@ the layers of two foundations with a stitching block in between.
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -34,7 +33,7 @@ from coserve.model.stitched import WEIGHTS as STITCHING
 from coserve.text.tokenizer import load_tokenizer, reads_alike
 from coserve.zoo.alternatives import LEAST, Ladder, Pruning, Stitching, StoredAlternative, check_fits
 from coserve.zoo.chain import model_of
-from coserve.zoo.disk import Pieces, make_folder, sync_folder, write_file
+from coserve.zoo.disk import Pieces, folder_entries, make_folder, remove_folder, sync_folder, write_file
 from coserve.zoo.export import architecture_of, export, without_weights
 from coserve.zoo.manifest import Application
 from coserve.zoo.stitching import Point, stored_block
@@ -128,7 +127,7 @@ def serve_from(zoo: Zoo, name: str | None = None, least: float = LEAST) -> Serve
                     left_out |= inexact
             else:
                 of = stored.made.model
-                if of not in adapters and (of not in models or isinstance(stored.made, Ladder)):
+                if of not in owns if isinstance(stored.made, Ladder) else of not in {*models, *owns}:
                     continue
                 check_fits(stored, applications)
                 application = applications[of]
@@ -273,7 +272,7 @@ def _check_together(first: Application, folder: Path, other: Application, its: P
 def _view(zoo: Zoo, application: Application) -> Path:
     """The folder of an application, exported unless it is there."""
     folder = _folder(zoo, application.digest)
-    if not folder.is_dir():
+    if not _is_made(folder):
         export(zoo, application.name, folder)
     return folder
 
@@ -300,7 +299,7 @@ def _write_view(
     folder = _folder(
         zoo, ".".join(part for part in (application.digest, base.digest[:16], kind[:16]) if part)
     )
-    if folder.is_dir():
+    if _is_made(folder):
         return folder
     tensors = {name: zoo.tensors.checked(key) for name, key in keys().items()}
     modules = sorted({name.rpartition(".")[0] for name in tensors})
@@ -323,7 +322,7 @@ def _stitch_view(zoo: Zoo, stored: StoredAlternative, point: Point, tensors: Map
     place = {"layers": point.layers, "enters": point.enters, "position": point.position}
     kind = hashlib.sha256(repr((place, sorted(stored.tensors.items()))).encode()).hexdigest()
     folder = _folder(zoo, f"stitch.{kind[:32]}")
-    if folder.is_dir():
+    if _is_made(folder):
         return folder
     weights = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     return _written(folder, {PLACE: [json.dumps(place).encode()], STITCHING: [weights]})
@@ -333,17 +332,32 @@ def _written(folder: Path, files: Mapping[str, Pieces]) -> Path:
     """A view's folder, once all its files are there. Raises ZooError."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        for name, parts in files.items():
-            write_file(partial / name, parts)
-        os.replace(partial, folder)
+        remove_folder(partial)
+        try:
+            partial.mkdir()
+            for name, parts in files.items():
+                write_file(partial / name, parts)
+            os.replace(partial, folder)
+        finally:
+            remove_folder(partial)
         sync_folder(folder.parent)
     except OSError as error:
         raise ZooError(f"the view {folder} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _is_made(folder: Path) -> bool:
+    """Tells whether a view is there. One that has, or is, a symbolic link is removed and made again. Raises
+    ZooError."""
+    if not folder.is_symlink() and all(
+        entry.is_file(follow_symlinks=False) for entry in folder_entries(folder)
+    ):
+        return folder.is_dir()
+    try:
+        remove_folder(folder)
+    except OSError as error:
+        raise ZooError(f"the view {folder} cannot be removed: {error.strerror}") from error
+    return False
 
 
 def own_weights(zoo: Zoo, application: Application, base: Application) -> FineTunedWeights:

@@ -115,8 +115,9 @@ def test_alternatives_are_made_shown_and_drawn(zoo: str, made: Path, tmp_path: P
         assert word in printed, printed
     told = json.loads(run("stitch", "wide", "base", "--name", "back", "--max-steps", "1", *how, "--json"))
     assert told["made"]["type"] == "stitching block" and told["made"]["teacher"] == "wide"
-    printed = run("prune", "base", "L1", "--max-steps", "1", "--epochs", "1", *how)
-    for word in ("behind it", "speedup", "base.L1: cosine similarities"):
+    assert told["made"]["steps"] == 1, "--max-steps is of all epochs and points"
+    printed = run("prune", "base", "L1", "--max-steps", "1", "--epochs", "2", *how)
+    for word in ("step 1/1  loss", "behind it", "speedup", "base.L1: 1 steps; cosine similarities"):
         assert word in printed, printed
     assert "stitching block" in (listed := run("list", "--zoo", zoo)) and "surrogate" in listed
     kinds = [one["made"]["type"] for one in json.loads(run("list", "--zoo", zoo, "--json"))["alternatives"]]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ from coserve.core.plan import Plan
 from coserve.engine.finetuning import Keeping
 from coserve.errors import JobError
 from coserve.train.grading.graders import PythonGrader
-from coserve.train.objectives import Reinforcement
+from coserve.train.objectives import Reinforcement, ScaleRewards
 from coserve.train.prompts import TokenPrompt
-from coserve.train.reinforced import AnswerGroup, ReinforcedSteps, SampledAnswer
+from coserve.train.reinforced import AnswerGroup, ReinforcedSteps, SampledAnswer, advantages_of
 from coserve.train.state import TrainingState
 from coserve.train.steps import StepWork
 from models import letter_tokenizer, tiny
@@ -173,7 +173,15 @@ def groups(*rewards: Sequence[float]) -> list[AnswerGroup]:
 
 def test_advantages_are_relative_to_the_group() -> None:
     (group, same) = groups((0.0, 1.0, 1.0, 0.0), (0.5, 0.5))
-    assert group.advantages == [-1.0, 1.0, 1.0, -1.0] and same.advantages == [0.0, 0.0]
+    both, signs = [0.0, 1.0, 1.0, 0.0, 0.5, 0.5], (-1, 1, 1, -1)
+    forms: tuple[tuple[ScaleRewards, float], ...] = (
+        ("group", stdev(both[:4]) + 1e-4),
+        ("batch", stdev(both) + 1e-4),
+        ("none", 1.0),
+    )
+    for scale, deviation in forms:
+        apart, equal = advantages_of([group, same], scale)
+        assert apart == pytest.approx([0.5 * sign / deviation for sign in signs]) and equal == [0.0, 0.0]
 
 
 def test_a_step_without_differences_moves_nothing_and_counts() -> None:

@@ -14,7 +14,7 @@ import torch
 from coserve.errors import ZooError
 from coserve.zoo import adding
 from coserve.zoo.adding import add
-from coserve.zoo.alternatives import Fidelity, Stitching, StoredAlternative
+from coserve.zoo.alternatives import Criterion, Fidelity, Pruning, StoredAlternative
 from coserve.zoo.components import Architecture
 from coserve.zoo.store import Zoo
 from coserve.zoo.tensor_values import store_tensors
@@ -102,9 +102,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     make_lora(folder / "lora", base, ["q_proj"])
     make_fine_tune(folder / "head", base, {"model.norm": 0.5})
     with pytest.MonkeyPatch.context() as patch:
-        found = Architecture.of(base)
+        found = Architecture.of("base", (base / "config.json").read_bytes())
         patch.setattr(os, "fsync", lambda handle: None)
-        patch.setattr(adding, "Architecture", SimpleNamespace(of=lambda folder: found))
+        patch.setattr(adding, "Architecture", SimpleNamespace(of=lambda *_: found))
         patch.setattr(adding, "architecture_of", lambda zoo, origin: found)
         patch.setattr(adding, "without_weights", lambda zoo, origin: SimpleNamespace(dtype=None))
         patch.setattr(adding, "read_outline", lambda *_: None)
@@ -130,12 +130,13 @@ def test_adding_an_adapter(small: Path, tmp_path: Path) -> None:
 
 def test_adding_an_alternative(small: Path, tmp_path: Path) -> None:
     digest = Zoo(small / "zoo").application("base").digest
-    made = Stitching("base", "base", "base", 1, 1, 1.0, (), Fidelity(1.0, 1.0, 1.0, 1.0))
+    alike, kept = Fidelity(1.0, 1.0, 1.0, 1.0), {"A1": (0,)}
+    made = Pruning("base", 1, 2, Criterion.TAYLOR, kept, alike, alike, 1.0, (1, 1), (1.0, 1.0), "none")
 
     def publish(zoo: Zoo) -> None:
         with zoo.writing():
             tensors = store_tensors(zoo, {"weight": torch.ones(3, 2)})
-            zoo.publish(StoredAlternative("block", {"base": digest}, tensors, "", made))
+            zoo.publish(StoredAlternative("block", {"base": digest}, tensors, digest, made))
 
     assert killed_everywhere(small / "zoo", tmp_path, publish, [["base"], ["base", "block"]]) > 12
 

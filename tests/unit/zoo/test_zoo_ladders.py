@@ -160,7 +160,8 @@ def test_what_has_no_ladder_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     with pytest.raises(ZooError, match="near enough: the nearest has a similarity of 0"):
         make_ladder(zoo, "tuned", TEXT, threshold=0.5, least=1.0, window=16)
     for settings, why in (
-        ({"most": 0}, "at least one chain"),
+        ({"most": 0}, "has 1 to 64 chains"),
+        ({"most": 10**12}, "has 1 to 64 chains"),
         ({"least": 0.0}, "least similarity"),
         ({"least": float("nan")}, "least similarity"),
         ({"threshold": 1.1}, "threshold"),

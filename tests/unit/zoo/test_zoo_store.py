@@ -92,17 +92,28 @@ def test_a_damaged_file_is_named(zoo: Zoo, tmp_path: Path) -> None:
         export(zoo, "base", tmp_path / "out")
 
 
-def test_a_damaged_manifest_is_named_and_nothing_is_collected(zoo: Zoo) -> None:
+def test_beside_a_damaged_manifest_what_it_may_need_stays(zoo: Zoo) -> None:
+    zoo.remove("lora")
+    (zoo.folder / "tensors" / "00").mkdir(exist_ok=True)
+    leftover = zoo.folder / "tensors" / "00" / ".x.partial"
+    leftover.write_text("half")
     manifest = zoo.folder / "applications" / "tuned.json"
     text = manifest.read_text()
     manifest.write_text(text.replace('"width":64', '"width":65'))
     assert any("tuned.json is damaged" in one for one in zoo.verify())
-    with pytest.raises(ZooError, match="damaged"):
-        zoo.gc()
+    collected = zoo.gc()
+    assert collected.files == 1 and not leftover.exists() and "tuned.json is damaged" in collected.left[0]
     with pytest.raises(ZooError, match="damaged"):
         zoo.application("tuned")
+    with pytest.raises(ZooError, match="damaged"):
+        zoo.applications()
     manifest.write_text(text)
     assert zoo.verify() == []
+    freed = zoo.gc()
+    assert freed.files > 1 and not freed.left and zoo.verify() == []
+    manifest.write_text("{")
+    zoo.remove("tuned")
+    assert zoo.names() == ["base"]
 
 
 def test_a_manifest_under_another_name_is_damage(zoo: Zoo) -> None:

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.schema.common import Metadata, MostBytes, RequestBody
-from coserve.train.objectives import MOST_TOP_K
+from coserve.train.objectives import MOST_TOP_K, NllOn, PolicyLoss, ScaleRewards
 
 MOST_SEED: Final = 2**31 - 1
 LONGEST_ID: Final = 64
@@ -78,6 +78,17 @@ class PreferenceMethod(Named):
     hyperparameters: PreferenceHyperparameters | None = None
 
 
+class OddsRatioHyperparameters(PreferenceHyperparameters):
+    nll_on: Auto | NllOn = Field(
+        default="auto",
+        description="Tokens of the likelihood: of prompts and preferred answers, or of answers; auto is all.",
+    )
+
+
+class OddsRatioMethod(Named):
+    hyperparameters: OddsRatioHyperparameters | None = None
+
+
 class LabelledHyperparameters(PreferenceHyperparameters):
     desirable_weight: Auto | Annotated[float, Field(ge=0, le=1000)] = Field(
         default="auto", description="Of the loss of desirable answers; auto is 1."
@@ -119,8 +130,18 @@ class ReinforcementHyperparameters(Hyperparameters):
     temperature: Auto | Annotated[float, Field(ge=0.01, le=5)] = Field(
         default="auto", description="At which answers are sampled; auto is 1."
     )
-    clip: Annotated[float, Field(ge=0.01, le=0.99)] | None = Field(
-        default=None, description="PPO's; null is the policy gradient with importance sampling."
+    clip: Auto | Annotated[float, Field(ge=0.01, le=0.99)] | None = Field(
+        default="auto",
+        description="PPO's, TRL's epsilon; auto is 0.2, null the policy gradient with importance sampling.",
+    )
+    clip_high: Auto | Annotated[float, Field(ge=0.01, le=100)] = Field(
+        default="auto", description="Above one, TRL's epsilon_high, of cispo the most; auto is `clip`."
+    )
+    loss_type: Auto | PolicyLoss = Field(
+        default="auto", description="How the loss sums tokens, as in TRL; auto is dapo."
+    )
+    scale_rewards: Auto | ScaleRewards = Field(
+        default="auto", description="Whose deviation advantages are divided by, as in TRL; auto is group."
     )
 
 
@@ -163,7 +184,7 @@ class FineTuneMethod(Named):
     supervised: SupervisedMethod | None = None
     distillation: DistillationMethod | None = None
     dpo: PreferenceMethod | None = None
-    orpo: PreferenceMethod | None = None
+    orpo: OddsRatioMethod | None = None
     kto: LabelledMethod | None = None
     reinforcement: ReinforcementMethod | None = None
 
@@ -194,7 +215,12 @@ class FineTuneMethod(Named):
 
 
 MethodSettings = (
-    SupervisedMethod | DistillationMethod | PreferenceMethod | LabelledMethod | ReinforcementMethod
+    SupervisedMethod
+    | DistillationMethod
+    | PreferenceMethod
+    | OddsRatioMethod
+    | LabelledMethod
+    | ReinforcementMethod
 )
 
 

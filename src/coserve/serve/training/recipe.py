@@ -206,7 +206,7 @@ def _objective(request: JobRequest) -> dict[str, Any] | None:
     objective: dict[str, Any] = {"type": method.type}
     if (settings := method.settings) is not None and settings.hyperparameters is not None:
         common = set(Hyperparameters.model_fields)
-        own = settings.hyperparameters.model_dump(exclude=common, exclude_none=True)
+        own = settings.hyperparameters.model_dump(exclude=common, exclude_unset=True)  # null is a value
         objective |= {name: value for name, value in own.items() if value != "auto"}
     if isinstance(settings, ReinforcementMethod):
         objective["grader"] = settings.grader
