@@ -1,4 +1,4 @@
-"""Training files of which one thing is repeated, for each container and format: their time must grow with it."""
+"""Training files of which one thing is repeated, for each container and format."""
 
 import gzip
 import io
@@ -21,7 +21,10 @@ RECORDS: Final[Mapping[str, Record]] = {
     "arguments": lambda n: {
         "messages": [
             USER,
-            {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": {str(i): i for i in range(n)}}}]},
+            {
+                **ANSWER,
+                "tool_calls": [{"function": {"name": "f", "arguments": {str(i): i for i in range(n)}}}],
+            },
         ]
     },
     "unknown fields": lambda n: {"messages": [{**USER, **{f"x{i}": None for i in range(n)}}, ANSWER]},
@@ -70,7 +73,10 @@ TEXTS: Final[Mapping[str, tuple[str, Callable[[int], bytes]]]] = {
     "lines of a paragraph": ("txt", lambda n: b"one\n" * n),
     "no text": ("txt", lambda n: b" \n" * n),
     "one line": ("txt", lambda n: b"a " * n),
-    "columns": ("csv", lambda n: b"text," + b",".join(b"%d" % i for i in range(n)) + b"\n" + b"," * n + b"\n"),
+    "columns": (
+        "csv",
+        lambda n: b"text," + b",".join(b"%d" % i for i in range(n)) + b"\n" + b"," * n + b"\n",
+    ),
     "equal columns": ("csv", lambda n: b",".join([b"text"] * n) + b"\n"),
     "blank columns": ("csv", lambda n: b"text" + b"," * n + b"\n"),
     "rows": ("csv", lambda n: b"text\n" + b"one\n" * n),

@@ -17,8 +17,8 @@ import pytest
 from broken_data import MAKERS, bomb
 from coserve.errors import DataError
 from coserve.jobs import datasets
-from coserve.jobs.datasets import count, read_any, read_rows
 from coserve.jobs.containers import values
+from coserve.jobs.datasets import count, read_any, read_rows
 from coserve.jobs.limits import LIMITS, Limits
 from serving import Play, World
 from training import upload

@@ -79,7 +79,7 @@ def test_small_files_that_would_take_long_are_refused_at_once(tmp_path: Path) ->
         "turns": (
             "jsonl",
             json.dumps({"messages": [turn for user in turns for turn in (user, ANSWER)]}).encode(),
-            r'^a, line 1: expected at most 2048 messages in "messages"; found 40000: .* engine.max_chat_turns$',
+            r'^a, line 1: expected at most 2048 messages in "messages"; found 40000: .*max_chat_turns$',
         ),
         "columns": (
             "csv",
@@ -87,7 +87,11 @@ def test_small_files_that_would_take_long_are_refused_at_once(tmp_path: Path) ->
             "^a, line 1: expected at most 1000 columns; found 40000$",
         ),
         "newlines": ("jsonl.gz", gzip.compress(b"\n" * 2**24, mtime=0), "expected at most 1163.. lines$"),
-        "rows": ("parquet", parquet(equal_rows(4_000_000)) if find_spec("pyarrow") else b"", r"^a: expected at most .* rows; found 40"),
+        "rows": (
+            "parquet",
+            parquet(equal_rows(4_000_000)) if find_spec("pyarrow") else b"",
+            r"^a: expected at most .* rows; found 40",
+        ),
     }
     for name, (suffix, data, said) in cases.items():
         if not data:

@@ -21,7 +21,7 @@ Item = tuple[Place, int, bytes]
 def read(
     what: str, path: str, name: str, most: int | None, limits: dict[str, Any]
 ) -> Iterator[list[Item]] | int:
-    """What is wanted of a file or folder: "rows" for the rows of columns, "count" for the number of its
+    """Reads what is wanted of a file or folder: "rows" for the rows of columns, "count" for the number of its
     records of any format, or the name of a set in `formats.SETS` for the first `most` records of these
     formats."""
     file, bounds = Path(path), Limits(**limits)

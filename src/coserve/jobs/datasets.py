@@ -107,9 +107,7 @@ def read_any(source: Source, name: str | None = None, limits: Limits = LIMITS) -
     return _records(source, name, "any", None, limits)
 
 
-def count(
-    path: Path, name: str, limits: Limits = LIMITS, cancellation: Cancellation | None = None
-) -> int:
+def count(path: Path, name: str, limits: Limits = LIMITS, cancellation: Cancellation | None = None) -> int:
     """The number of records in a file, all of which are checked. Raises DataError; `cancellation` ends the
     work, which raises it too."""
     with _reader(path, name) as sandbox, (cancellation or Cancellation()).of(sandbox):

@@ -46,7 +46,9 @@ class Limits:
 
 
 LIMITS: Final = Limits()
-_LEAST_CHARACTERS: Final = 2**20  # texts that are cut to `max_length` tokens may be longer than the model takes
+_LEAST_CHARACTERS: Final = (
+    2**20
+)  # texts that are cut to `max_length` tokens may be longer than the model takes
 _OF_TOKEN: Final = 128  # characters of the longest token
 
 

@@ -301,7 +301,11 @@ def test_a_record_has_bounds() -> None:
     for key, record in cases.items():
         with pytest.raises(DataError, match=f'at most 3 messages in "{key}"; found 4: .*max_chat_turns'):
             list(read([record], limits=Limits(turns=3)))
-    pair = {"input": {"messages": turns * 2}, "preferred_output": turns[1:], "non_preferred_output": turns[1:]}
+    pair = {
+        "input": {"messages": turns * 2},
+        "preferred_output": turns[1:],
+        "non_preferred_output": turns[1:],
+    }
     with pytest.raises(DataError, match=r'at most 3 messages in "messages"; found 4'):
         list(read_preferences([pair], limits=Limits(turns=3)))
     assert len(list(read([{"messages": turns}], limits=Limits(turns=2, values=8, characters=20)))) == 1

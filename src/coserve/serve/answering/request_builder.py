@@ -25,10 +25,10 @@ from coserve.serve.answering.cost import (
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.errors import ApiError
+from coserve.serve.offload import Offload
 from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from coserve.serve.schema.common import MOST_TOKEN_ID, Generation, JsonObject, Tier
 from coserve.serve.schema.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from coserve.serve.offload import Offload
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
 from coserve.wire.messages import Hello
