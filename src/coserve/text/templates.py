@@ -32,8 +32,8 @@ def render(
     tools: list[dict[str, Any]] | None,
     *more: Any,
 ) -> Rendered:
-    """Renders a chat to its text, and some spans (start, end) of it in characters. `special` has the tokenizer's
-    special tokens by name; `what` is
+    """Renders a chat to its text, and some spans (start, end) of it in characters. `special` has the
+    tokenizer's special tokens by name; `what` is
 
     - "request": the chat with the generation prompt, no spans;
     - "marked": the chat with the spans that the template marks;
