@@ -1,4 +1,4 @@
-"""Training files of which one thing is repeated, for each container and format: their time must grow with it."""
+"""Training files of which one thing is repeated, for each container and format."""
 
 import gzip
 import io

@@ -19,7 +19,7 @@ from coserve.errors import DataError
 from coserve.jobs import datasets
 from coserve.jobs.containers import values
 from coserve.jobs.datasets import count, read_any, read_rows
-from coserve.jobs.limits import LIMITS, Limits
+from coserve.jobs.limits import LIMITS, ReadLimits
 from serving import Play, World
 from training import upload
 
@@ -62,7 +62,7 @@ def test_a_bomb_takes_no_memory_and_little_time(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     with pytest.raises(DataError, match="expected to unpack to at most 16777216 bytes"):
-        count(path, path.name, Limits(seconds=8.0))
+        count(path, path.name, ReadLimits(seconds=8.0))
     path.write_bytes(bomb(0)[:20] + b"\x00" * 100)
     with pytest.raises(DataError, match="whole gzip file"):
         list(read_any(path))
@@ -92,7 +92,7 @@ def test_columns_that_expand_beyond_all_bounds(tmp_path: Path, monkeypatch: pyte
     path.write_bytes(file.getvalue())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match=r"row \d+: expected to unpack to at most"):
-        for _ in read_rows(path, "a", Limits(unpacked=2**26)):
+        for _ in read_rows(path, "a", ReadLimits(unpacked=2**26)):
             pass
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 2**10
     monkeypatch.setattr(datasets, "_MEMORY", 600 * 2**20)

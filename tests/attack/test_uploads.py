@@ -22,7 +22,7 @@ import pytest
 
 from coserve.errors import DataError
 from coserve.jobs import child, datasets
-from coserve.jobs.limits import LIMITS, Limits
+from coserve.jobs.limits import LIMITS, ReadLimits
 from growing_data import ANSWER, USER, columns, equal_rows, files, parquet
 from serving import Play, World, listening
 from training import upload
@@ -30,12 +30,12 @@ from training import upload
 HOW_MANY = int(os.environ.get("COSERVE_ATTACK_GROWTH", "40000"))
 FEW = 1000
 # Nothing but the time bounds these.
-UNBOUND = Limits(rows=10**9, few_rows=10**9, columns=10**9, values=10**9, turns=10**9)
+UNBOUND = ReadLimits(rows=10**9, few_rows=10**9, columns=10**9, values=10**9, turns=10**9)
 NOTICED = 0.02  # seconds: what takes less is not looked at
 STEEPEST = 1.5  # of an exponent; the clock of a busy machine adds 0.2 to one
 
 
-def seconds(path: Path, data: bytes, limits: Limits = UNBOUND) -> float:
+def seconds(path: Path, data: bytes, limits: ReadLimits = UNBOUND) -> float:
     """Processor time of reading a file where its sandbox would."""
     path.write_bytes(data)
     began = time.process_time()
@@ -79,7 +79,7 @@ def test_small_files_that_would_take_long_are_refused_at_once(tmp_path: Path) ->
         "turns": (
             "jsonl",
             json.dumps({"messages": [turn for user in turns for turn in (user, ANSWER)]}).encode(),
-            r'^a, line 1: expected at most 2048 messages in "messages"; found 40000: .* engine.max_chat_turns$',
+            r'^a, line 1: expected at most 2048 messages in "messages"; found 40000: .*max_chat_turns$',
         ),
         "columns": (
             "csv",

@@ -8,7 +8,7 @@ from typing import Any, cast
 from coserve.errors import ConfigError
 from coserve.jobs import datasets
 from coserve.jobs.formats import LabelledRecord, PreferenceRecord, PromptRecord
-from coserve.jobs.limits import LIMITS, Limits
+from coserve.jobs.limits import LIMITS, ReadLimits
 from coserve.text import Text
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared, prepare, prepare_examples
@@ -28,7 +28,7 @@ def read_data(
     objective: Objective,
     text: Text | None,
     most: int | None = None,
-    limits: Limits = LIMITS,
+    limits: ReadLimits = LIMITS,
 ) -> Prepared:
     """Reads and tokenizes a file or records in memory; with `most` the beginning alone (`datasets.read`).
     Raises DataError, and ConfigError where there is text and no tokenizer."""

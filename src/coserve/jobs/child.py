@@ -10,7 +10,7 @@ import msgspec
 from coserve.errors import DataError
 from coserve.jobs.containers import Place, values
 from coserve.jobs.formats import KINDS, SETS, Record, expected
-from coserve.jobs.limits import Limits
+from coserve.jobs.limits import ReadLimits
 from coserve.jobs.placed import placed
 
 _TOGETHER: Final = 2**18  # bytes of items that are sent at once
@@ -21,10 +21,10 @@ Item = tuple[Place, int, bytes]
 def read(
     what: str, path: str, name: str, most: int | None, limits: dict[str, Any]
 ) -> Iterator[list[Item]] | int:
-    """What is wanted of a file or folder: "rows" for the rows of columns, "count" for the number of its
+    """Reads what is wanted of a file or folder: "rows" for the rows of columns, "count" for the number of its
     records of any format, or the name of a set in `formats.SETS` for the first `most` records of these
     formats."""
-    file, bounds = Path(path), Limits(**limits)
+    file, bounds = Path(path), ReadLimits(**limits)
     if what == "rows":
         return _batches(((place, -1, row) for place, row in values(file, name, "", bounds)), name)
     if what == "count":
@@ -33,7 +33,7 @@ def read(
     return _batches(((place, KINDS.index(type(record)), record) for place, record in records), name)
 
 
-def _records(path: Path, name: str, what: str, limits: Limits) -> Iterator[tuple[Place, Record]]:
+def _records(path: Path, name: str, what: str, limits: ReadLimits) -> Iterator[tuple[Place, Record]]:
     formats = SETS[what]
     return placed(values(path, name, expected(formats), limits), name, formats, limits)
 

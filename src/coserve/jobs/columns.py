@@ -12,13 +12,13 @@ from typing import Any, Final
 import msgspec
 
 from coserve.errors import DataError
-from coserve.jobs.limits import Limits
+from coserve.jobs.limits import ReadLimits
 
 _ROWS: Final = 64  # decoded at once
 _MOST_SAID: Final = 1000  # characters of a library's error
 
 
-def column_rows(path: Path, name: str, limits: Limits) -> Iterator[tuple[str, Any]]:
+def column_rows(path: Path, name: str, limits: ReadLimits) -> Iterator[tuple[str, Any]]:
     """(place, row by column) of each row. Columns without a value in a row are left out, and other values are
     those that JSON has. Raises DataError for a file that cannot be read or exceeds a limit."""
     try:
@@ -38,7 +38,7 @@ def column_rows(path: Path, name: str, limits: Limits) -> Iterator[tuple[str, An
         raise DataError(f"{name}: cannot be read: {said}") from None
 
 
-def _bounded(path: Path, name: str, limits: Limits) -> Iterator[tuple[str, Any]]:
+def _bounded(path: Path, name: str, limits: ReadLimits) -> Iterator[tuple[str, Any]]:
     size = size_of(path)
     most, most_rows, total = limits.most_bytes(size), limits.most_rows(size), 0
     number = 0
@@ -67,7 +67,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("**/*.arrow")))
 
 
-def _parquet(path: Path, limits: Limits, most_rows: int) -> Iterator[Any]:
+def _parquet(path: Path, limits: ReadLimits, most_rows: int) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(path, memory_map=False, pre_buffer=False)
@@ -77,7 +77,7 @@ def _parquet(path: Path, limits: Limits, most_rows: int) -> Iterator[Any]:
     yield from file.iter_batches(batch_size=_ROWS, use_threads=False)
 
 
-def _saved(folder: Path, limits: Limits) -> Iterator[Any]:
+def _saved(folder: Path, limits: ReadLimits) -> Iterator[Any]:
     """Batches of a folder that `datasets` saved: those of its files, in the order of state.json."""
     from pyarrow import ipc
 
@@ -112,7 +112,7 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check(schema: Any, limits: Limits) -> None:
+def _check(schema: Any, limits: ReadLimits) -> None:
     if len(schema.names) > limits.columns:
         raise DataError(f"expected at most {limits.columns} columns; found {len(schema.names)}")
     if len(set(schema.names)) < len(schema.names):

@@ -24,7 +24,7 @@ import msgspec
 
 from coserve.errors import DataError
 from coserve.jobs.columns import column_rows
-from coserve.jobs.limits import Limits
+from coserve.jobs.limits import ReadLimits
 
 Place = str
 """A value's place in its source: "line 7"."""
@@ -50,7 +50,7 @@ def has_columns(path: Path) -> bool:
     return path.is_dir() or suffix_of(path.name) == ".parquet"
 
 
-def values(path: Path, name: str, expected: str, limits: Limits) -> Values:
+def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
     """The values of a file or folder, in order. `name` is the source's name in errors, and `expected`
     describes an object of a wanted format. Raises DataError where the rest cannot be read."""
     if has_columns(path):
@@ -79,7 +79,7 @@ def _opened(path: Path, stack: ExitStack) -> BinaryIO:
     return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file)))
 
 
-def _lines(file: BinaryIO, path: Path, name: str, limits: Limits) -> Iterator[tuple[int, str]]:
+def _lines(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its end) of every line."""
     longest, size, total = limits.longest, path.stat().st_size, 0
     most = limits.most_bytes(size) if path.suffix.lower() == ".gz" else None
@@ -158,7 +158,7 @@ class _BoundedRow:
         return f"line {first}"
 
 
-def _rows(lines: Iterator[tuple[int, str]], name: str, limits: Limits) -> Values:
+def _rows(lines: Iterator[tuple[int, str]], name: str, limits: ReadLimits) -> Values:
     """Rows of a table, by the columns that its first row names."""
     source = _BoundedRow(lines, name, limits.longest)
     reader = csv.reader(source, strict=True)

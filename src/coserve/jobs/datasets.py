@@ -32,7 +32,7 @@ from coserve.jobs.formats import (
     SupervisedRecord,
     detect,
 )
-from coserve.jobs.limits import LIMITS, Limits
+from coserve.jobs.limits import LIMITS, ReadLimits
 from coserve.jobs.placed import placed
 from coserve.sandbox.pool import Cancellation, SandboxPool
 from coserve.sandbox.process import Sandbox
@@ -70,7 +70,7 @@ def place_of(records: Iterable[object], number: int) -> str:
 
 
 def read(
-    source: Source, name: str | None = None, most: int | None = None, limits: Limits = LIMITS
+    source: Source, name: str | None = None, most: int | None = None, limits: ReadLimits = LIMITS
 ) -> Records[SupervisedRecord]:
     """The records for supervised training of a file, or of dicts in the form of its lines. With `most` only
     the beginning is read: so many records, or those that were read within five seconds, 16 at least.
@@ -82,32 +82,34 @@ def read(
 
 
 def read_preferences(
-    source: Source, name: str | None = None, most: int | None = None, limits: Limits = LIMITS
+    source: Source, name: str | None = None, most: int | None = None, limits: ReadLimits = LIMITS
 ) -> Records[PreferenceRecord]:
     """Preference pairs of a source, as `read` reads examples."""
     return cast(Records[PreferenceRecord], _records(source, name, "preferences", most, limits))
 
 
 def read_labelled(
-    source: Source, name: str | None = None, most: int | None = None, limits: Limits = LIMITS
+    source: Source, name: str | None = None, most: int | None = None, limits: ReadLimits = LIMITS
 ) -> Records[LabelledRecord]:
     """Labelled completions of a source, as `read` reads examples."""
     return cast(Records[LabelledRecord], _records(source, name, "labelled", most, limits))
 
 
 def read_prompts(
-    source: Source, name: str | None = None, most: int | None = None, limits: Limits = LIMITS
+    source: Source, name: str | None = None, most: int | None = None, limits: ReadLimits = LIMITS
 ) -> Records[PromptRecord]:
     """Prompts with references of a source, as `read` reads examples."""
     return cast(Records[PromptRecord], _records(source, name, "prompts", most, limits))
 
 
-def read_any(source: Source, name: str | None = None, limits: Limits = LIMITS) -> Records[Record]:
+def read_any(source: Source, name: str | None = None, limits: ReadLimits = LIMITS) -> Records[Record]:
     """Records of whichever kind the source has, as `read` reads examples."""
     return _records(source, name, "any", None, limits)
 
 
-def count(path: Path, name: str, limits: Limits = LIMITS, cancellation: Cancellation | None = None) -> int:
+def count(
+    path: Path, name: str, limits: ReadLimits = LIMITS, cancellation: Cancellation | None = None
+) -> int:
     """The number of records in a file, all of which are checked. Raises DataError; `cancellation` ends the
     work, which raises it too."""
     with _reader(path, name) as sandbox, (cancellation or Cancellation()).of(sandbox):
@@ -115,7 +117,7 @@ def count(path: Path, name: str, limits: Limits = LIMITS, cancellation: Cancella
         return int(sandbox.call(*arguments, seconds=limits.most_seconds(size_of(path))))
 
 
-def read_rows(path: Path, name: str, limits: Limits = LIMITS) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, name: str, limits: ReadLimits = LIMITS) -> Iterator[dict[str, Any]]:
     """Rows of a file or folder of columns, by column, whatever they hold. Raises DataError."""
     for _, _, data in _streamed("rows", path, name, None, limits):
         yield msgspec.msgpack.decode(data)
@@ -129,7 +131,7 @@ def parse(value: object, formats: tuple[Format, ...] = SUPERVISED) -> Record:
 
 
 def _records(
-    source: Source, name: str | None, what: str, most: int | None, limits: Limits
+    source: Source, name: str | None, what: str, most: int | None, limits: ReadLimits
 ) -> Records[Record]:
     if isinstance(source, str | Path):
         path = Path(source)
@@ -152,7 +154,7 @@ def _timely(records: Iterator[tuple[Place, Record]]) -> Iterator[tuple[Place, Re
 
 
 def _decoded(
-    path: Path, name: str, what: str, most: int | None, limits: Limits
+    path: Path, name: str, what: str, most: int | None, limits: ReadLimits
 ) -> Iterator[tuple[Place, Record]]:
     """Records that a sandbox reads."""
     decoders = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
@@ -160,7 +162,7 @@ def _decoded(
         yield place, decoders[kind].decode(data)
 
 
-def _streamed(what: str, path: Path, name: str, most: int | None, limits: Limits) -> Iterator["Item"]:
+def _streamed(what: str, path: Path, name: str, most: int | None, limits: ReadLimits) -> Iterator["Item"]:
     with _reader(path, name) as sandbox:
         arguments = what, str(path), name, most, asdict(limits)
         for batch in sandbox.stream(*arguments, seconds=limits.most_seconds(size_of(path))):

@@ -15,7 +15,7 @@ _CHATS: Final = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReadLimits:
     """Most of everything that reading data takes time or memory for."""
 
     longest: int = 16 * 2**20  # bytes of a line or row, characters of a paragraph or of a row of a table
@@ -45,22 +45,22 @@ class Limits:
         return self.seconds + self.seconds_per_mib * size / 2**20
 
 
-LIMITS: Final = Limits()
+LIMITS: Final = ReadLimits()
 _LEAST_CHARACTERS: Final = (
     2**20
 )  # texts that are cut to `max_length` tokens may be longer than the model takes
 _OF_TOKEN: Final = 128  # characters of the longest token
 
 
-def limits_of(config: EngineConfig, positions: int = 0) -> Limits:
+def limits_of(config: EngineConfig, positions: int = 0) -> ReadLimits:
     """The limits of an engine's settings, for a model of so many positions; 0 where that is not known."""
     most = config.max_text_characters
     if most is None and positions:
         most = max(_LEAST_CHARACTERS, _OF_TOKEN * positions)
-    return Limits(turns=config.max_chat_turns, characters=most)
+    return ReadLimits(turns=config.max_chat_turns, characters=most)
 
 
-def check_size(record: object, limits: Limits) -> None:
+def check_size(record: object, limits: ReadLimits) -> None:
     """Raises DataError for a record with more turns, values or characters than allowed, before any of its
     fields are looked at."""
     if isinstance(record, Mapping):

@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 from coserve.errors import DataError
 from coserve.jobs.containers import Place, Values
 from coserve.jobs.formats import Format, Record, detect
-from coserve.jobs.limits import Limits, check_size
+from coserve.jobs.limits import ReadLimits, check_size
 
 _MOST_ERRORS: Final = 3
 _LOOKED_AT: Final = 1000  # records after the first error that are searched for further ones
@@ -43,7 +43,7 @@ class _Errors:
 
 
 def placed(
-    values: Values, name: str, formats: tuple[Format, ...], limits: Limits
+    values: Values, name: str, formats: tuple[Format, ...], limits: ReadLimits
 ) -> Iterator[tuple[Place, Record]]:
     """Records of one of the formats, the first record's. Raises DataError, which lists the first invalid
     records, at most three, once the first of them is reached."""

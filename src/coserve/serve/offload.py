@@ -13,7 +13,7 @@ T = TypeVar("T")
 Given = TypeVarTuple("Given")
 
 
-class Turns:
+class TenantTurns:
     """One turn of each tenant at a time, so that nobody's work waits for a tenant with much of it. For one
     event loop."""
 
@@ -31,7 +31,7 @@ class Offload:
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, name)
-        self._turns = Turns()
+        self._turns = TenantTurns()
 
     async def run(
         self,

@@ -11,7 +11,7 @@ from coserve.metrics import Metrics
 from coserve.serve.adapter_registry.catalog import Catalog
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.answering.logprobs import LogprobWriter
-from coserve.serve.offload import Offload, Turns
+from coserve.serve.offload import Offload, TenantTurns
 from coserve.serve.training.watch import TrainingWatch
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class State:
     chats: Offload = field(default_factory=lambda: Offload(4, "chats"))  # short ones: a millisecond each
     # Checks of uploaded training data, each of which is in a process of its own.
     data: Offload = field(default_factory=lambda: Offload(8, "data"))
-    checks: Turns = field(default_factory=Turns)  # of jobs, by the engine
+    checks: TenantTurns = field(default_factory=TenantTurns)  # of jobs, by the engine
     logprobs: LogprobWriter = field(init=False)
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)

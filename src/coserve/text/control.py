@@ -34,12 +34,13 @@ def _secret() -> str:
 
 
 class Anchor(NamedTuple):
-    """A control token in a text, from character `start` to `end`, which is token `index` of it. Tokenizers
-    cut a text at control tokens, so from there on it has the same tokens with or without what is before."""
+    """A control token in a text, from character `start` to `end`, which is number `place` of its tokens.
+    Tokenizers cut a text at control tokens, so from there on it has the same tokens with or without what is
+    before."""
 
     start: int
     end: int
-    index: int
+    place: int
 
 
 class ControlTokens:

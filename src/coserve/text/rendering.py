@@ -1,5 +1,5 @@
-"""Chats as text by the tokenizer's template, which runs in a sandbox: it is a program from the model's folder,
-whose time may grow as it likes with a tenant's chat."""
+"""Chats as text by the tokenizer's template, which runs in a sandbox: it is a program from the model's
+folder, whose time may grow as it likes with a tenant's chat."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -51,8 +51,8 @@ def _render(what: str, tokenizer: Tokenizer, turns: Turns, tools: Tools, *more: 
         )
     except LimitExceeded as error:
         raise DataError(
-            f"the chat template cannot render this chat of {len(turns)} messages: {error}; split the chat, or "
-            "mark what is learned with {% generation %} in the template"
+            f"the chat template cannot render this chat of {len(turns)} messages: {error}; split the chat, "
+            "or mark what is learned with {% generation %} in the template"
         ) from error
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"the chat template cannot be given this chat: {error}") from error

@@ -10,7 +10,7 @@ import pytest
 from coserve.errors import DataError
 from coserve.jobs import datasets
 from coserve.jobs.datasets import read, read_rows
-from coserve.jobs.limits import Limits
+from coserve.jobs.limits import ReadLimits
 from coserve.sandbox import process
 
 # A module in pyarrow's place, so that the child does what a hostile file could make a parser do.
@@ -78,7 +78,7 @@ def test_a_reader_that_fails_is_an_error_of_the_file(
 ) -> None:
     monkeypatch.setattr(datasets, "_MEMORY", 200 * 2**20)
     monkeypatch.chdir(parser)
-    limits = Limits(seconds=1.0)
+    limits = ReadLimits(seconds=1.0)
     with pytest.raises(DataError) as caught:
         list(read_rows(does(parser, code), "a", limits))
     assert str(caught.value).startswith("a") and said in str(caught.value)
@@ -88,16 +88,16 @@ def test_a_reader_that_fails_is_an_error_of_the_file(
 def test_rows_and_files_have_bounds(parser: Path) -> None:
     one = does(parser, "yield Batch([{'text': 'x' * 1000}])")
     with pytest.raises(DataError, match=r"^a, row 71: expected at most 1000 bytes$"):
-        list(read_rows(one, "a", Limits(longest=1000)))
+        list(read_rows(one, "a", ReadLimits(longest=1000)))
     endless = does(parser, "while True: yield Batch([{'text': 'x' * 100}])")
     with pytest.raises(DataError, match=r"^a, row \d+: expected to unpack to at most 5000 bytes$"):
-        list(read_rows(endless, "a", Limits(unpacked=5000)))
+        list(read_rows(endless, "a", ReadLimits(unpacked=5000)))
     with pytest.raises(DataError, match=r"^a, row 1005: expected at most 1004 rows$"):
-        list(read_rows(endless, "a", Limits(few_rows=1000)))
+        list(read_rows(endless, "a", ReadLimits(few_rows=1000)))
     with pytest.raises(DataError, match=r"^a: expected at most 24 rows; found 71$"):
-        list(read_rows(one, "a", Limits(few_rows=20)))
+        list(read_rows(one, "a", ReadLimits(few_rows=20)))
     with pytest.raises(DataError, match=r"^a: expected at most 0 columns; found 1$"):
-        list(read_rows(one, "a", Limits(columns=0)))
+        list(read_rows(one, "a", ReadLimits(columns=0)))
 
 
 def test_a_reader_ends_with_its_caller_and_knows_no_keys(
@@ -119,7 +119,7 @@ def test_a_reader_that_never_ends_is_ended(parser: Path, monkeypatch: pytest.Mon
     start = time.monotonic()
     path = does(parser, "time.sleep(100)")
     with pytest.raises(DataError, match=r"it takes more than 0\.01 s"):
-        list(read_rows(path, "a", Limits(seconds=0.01)))
+        list(read_rows(path, "a", ReadLimits(seconds=0.01)))
     assert time.monotonic() - start < 30
 
 

@@ -11,7 +11,7 @@ from coserve.errors import DataError
 from coserve.jobs.containers import suffix_of, values
 from coserve.jobs.datasets import read, read_preferences
 from coserve.jobs.formats import ChatRecord, CompletionRecord, TextRecord
-from coserve.jobs.limits import LIMITS, Limits
+from coserve.jobs.limits import LIMITS, ReadLimits
 from coserve.jobs.messages import Message
 
 LINES = b'{"text": "one"}\n\n{"text": "two"}\n'
@@ -80,16 +80,16 @@ def test_what_unpacks_without_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=rf"^a, line {most // 16 + 1}: expected to unpack to at most {most} bytes$"
     ):
-        list(values(path, "a", "x", Limits(always=1000)))
+        list(values(path, "a", "x", ReadLimits(always=1000)))
     with pytest.raises(DataError, match=r"^a, line 51: expected to unpack to at most 800 bytes$"):
-        list(values(path, "a", "x", Limits(unpacked=800)))
+        list(values(path, "a", "x", ReadLimits(unpacked=800)))
 
 
 def test_lines_and_columns_have_bounds(tmp_path: Path) -> None:
     path = put(tmp_path, "a.jsonl", LINES)
-    assert len(list(read(path, limits=Limits(rows=3)))) == 2
+    assert len(list(read(path, limits=ReadLimits(rows=3)))) == 2
     with pytest.raises(DataError, match=r"^a.jsonl, line 3: expected at most 2 lines$"):
-        list(read(path, limits=Limits(rows=2)))
+        list(read(path, limits=ReadLimits(rows=2)))
     newlines = put(tmp_path, "b.txt.gz", gzip.compress(b"\n" * 2**24, mtime=0))  # 16 KiB
     most = 100_000 + newlines.stat().st_size
     with pytest.raises(DataError, match=rf"^b.txt.gz, line {most + 1}: expected at most {most} lines$"):
@@ -145,6 +145,6 @@ def test_a_row_of_endless_lines_is_refused(tmp_path: Path) -> None:
     row = b",".join([b'"' + b"a\n" * 100 + b'"'] * 5)
     path = put(tmp_path, "a.csv", b"a,b,c,d,e\n" + row + b"\n")
     with pytest.raises(DataError, match=r"^a.csv, line \d+: expected a row of at most 1000 characters$"):
-        list(read(path, limits=Limits(longest=1000)))
+        list(read(path, limits=ReadLimits(longest=1000)))
     many: Any = b"text\n" + b"one\n" * 5000  # of rows there may be any number
     assert len(list(read(put(tmp_path, "b.csv", many)))) == 5000

@@ -19,7 +19,7 @@ from coserve.jobs.formats import (
     Record,
     TextRecord,
 )
-from coserve.jobs.limits import Limits
+from coserve.jobs.limits import ReadLimits
 from coserve.jobs.messages import Message
 
 Write = Callable[..., Path]
@@ -287,8 +287,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 def test_nothing_is_read_as_a_whole(tmp_path: Path, name: str, data: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=said):
-        list(read(tmp_path / name, limits=Limits(longest=50)))
-    assert len(list(read(tmp_path / name, limits=Limits(longest=200)))) == 2
+        list(read(tmp_path / name, limits=ReadLimits(longest=50)))
+    assert len(list(read(tmp_path / name, limits=ReadLimits(longest=200)))) == 2
 
 
 def test_a_record_has_bounds() -> None:
@@ -300,19 +300,19 @@ def test_a_record_has_bounds() -> None:
     }
     for key, record in cases.items():
         with pytest.raises(DataError, match=f'at most 3 messages in "{key}"; found 4: .*max_chat_turns'):
-            list(read([record], limits=Limits(turns=3)))
+            list(read([record], limits=ReadLimits(turns=3)))
     pair = {
         "input": {"messages": turns * 2},
         "preferred_output": turns[1:],
         "non_preferred_output": turns[1:],
     }
     with pytest.raises(DataError, match=r'at most 3 messages in "messages"; found 4'):
-        list(read_preferences([pair], limits=Limits(turns=3)))
-    assert len(list(read([{"messages": turns}], limits=Limits(turns=2, values=8, characters=20)))) == 1
+        list(read_preferences([pair], limits=ReadLimits(turns=3)))
+    assert len(list(read([{"messages": turns}], limits=ReadLimits(turns=2, values=8, characters=20)))) == 1
     with pytest.raises(DataError, match="at most 7 values in a record"):
-        list(read([{"messages": turns}], limits=Limits(values=7)))
+        list(read([{"messages": turns}], limits=ReadLimits(values=7)))
     with pytest.raises(DataError, match=r"at most 19 characters in a record; found 20: .*max_text_char"):
-        list(read([{"messages": turns}], limits=Limits(characters=19)))
+        list(read([{"messages": turns}], limits=ReadLimits(characters=19)))
 
 
 def test_a_beginning_is_read_for_some_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,14 @@ TEMPLATES = {
     "date": "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}",
     "control flow": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
     "{% if m.role == 'tool' %}{% continue %}{% endif %}{{ loop.last }}{{ m.content | trim }}\n{% endfor %}",
-    "variables": "{% set ns = namespace(seen=0, self='x') %}{% for m in messages %}{% set ns.seen = ns.seen + 1 %}"
-    "{{ ns.seen }}{{ dict(a=ns.seen) | tojson(indent=2) }}{{ dict.fromkeys(['x'], 1) }}{% endfor %}{{ ns.self }}",
+    "variables": "{% set ns = namespace(seen=0, self='x') %}{% for m in messages %}"
+    "{% set ns.seen = ns.seen + 1 %}{{ ns.seen }}{{ dict(a=ns.seen) | tojson(indent=2) }}"
+    "{{ dict.fromkeys(['x'], 1) }}{% endfor %}{{ ns.self }}",
     "macros": "{% macro show(m) -%}\n  <{{ m.role }}>\n{%- endmacro %}\n   {% for m in messages %}\n"
     "   {{ show(m) }}{{ m['content'][:3] ~ '…' }}{{ m.content | length }}\n   {% endfor %}\n",
-    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.content }}{% endfor %}",
-    "undefined": "{{ messages[0].none }}{{ tools is defined }}{{ tools is none }}{{ documents }}{{ eos_token }}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.role }}{% endfor %}",
+    "undefined": "{{ messages[0].none }}{{ tools is defined }}{{ tools is none }}{{ documents }}"
+    "{{ eos_token }}",
     "json": "{{ messages | tojson }}{{ messages[-1] | tojson(sort_keys=true, separators=(',', ':')) }}",
     "refuses": "{% if messages | length > 1 %}{{ raise_exception('one message <|at most|>') }}{% endif %}ok",
     "breaks": "{{ 1 / 0 }}",
@@ -159,7 +161,7 @@ def test_the_time_of_a_chat_of_many_turns(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rendering, "SECONDS", 0.5)
     began = time.monotonic()
     with pytest.raises(
-        DataError, match="cannot render this chat of 40000 messages: it takes more than 0.5 s"
+        DataError, match=r"cannot render this chat of 40000 messages: it takes more than 0\.5 s"
     ):
         encode_chat(turns, tokenizer_with(PLAIN))
     assert time.monotonic() - began < 30

@@ -1,5 +1,5 @@
-"""The parts of graders that are a tenant's programs, regular expressions and JSON schemas; called in a sandbox
-(`judging.py`). Both are matched in C and Rust that hold the interpreter's lock."""
+"""The parts of graders that are a tenant's programs, regular expressions and JSON schemas; called in a
+sandbox (`judging.py`). Both are matched in C and Rust that hold the interpreter's lock."""
 
 import json
 from functools import lru_cache
@@ -16,7 +16,7 @@ _REMEMBERED: Final = 16  # programs
 
 
 def judge(kind: str, program: str, text: str | None) -> bool:
-    """Whether a text is one that the program accepts: "regex" matches all of it, "json_schema" accepts it as
+    """Tells whether the program accepts a text: "regex" matches all of it, "json_schema" accepts it as
     JSON. None only compiles the program. Raises ConfigError for a program that cannot be used."""
     if kind == "regex":
         pattern = _pattern(program)

@@ -21,7 +21,7 @@ def check_program(kind: str, program: str) -> None:
 
 
 def accepts(kind: str, program: str, text: str) -> bool:
-    """What `judge.judge` says of a text. Raises JobError where that takes too long."""
+    """Tells whether the program accepts a text (`judge.judge`). Raises JobError where that takes too long."""
     try:
         return bool(_judges(os.getpid()).call(kind, program, text, seconds=SECONDS))
     except LimitExceeded as error:
