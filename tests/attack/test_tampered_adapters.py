@@ -318,8 +318,8 @@ def test_valid_files_are_loaded_and_equal_peft(
 
 
 PARTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "some layers": ("some layers", {}, "layers.2.self_attn.v_proj.lora_B.weight"),
-    "lookahead": ("lookahead", {}, "layers.0.self_attn.o_proj.lora_A.weight"),
+    "some layers": ("some layers", {}, "layers.2.self_attn.v_proj."),
+    "lookahead": ("lookahead", {}, "layers.0.self_attn.o_proj."),
     "excluded": ("lora", {"exclude_modules": ["layers.1.self_attn.q_proj"]}, None),
     "one norm of seven": ("whole", {}, "layers.2.input_layernorm.weight"),
     "nothing named": ("lora", {"target_modules": "nothing"}, None),
@@ -335,8 +335,7 @@ def test_every_way_of_loading_refuses_a_part(
     folder = Path(shutil.copytree(originals[name], tmp_path / "a"))
     edit_config(folder, **changes)
     if missing is not None:
-        tensors = load_file(folder / WEIGHTS)
-        del tensors[f"base_model.model.model.{missing}"]
+        tensors = {n: t for n, t in load_file(folder / WEIGHTS).items() if missing not in n}
         save_file(tensors, folder / WEIGHTS)
     base = engine.base
     ways: dict[str, Callable[[], object]] = {
