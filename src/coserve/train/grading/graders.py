@@ -6,15 +6,14 @@ A grader is settings, checked when they are made, and `grade(answer, item)`, whi
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final, Protocol
 
 import jsonschema_rs
 
 from coserve.adapters.patterns import check_patterns, full_matches
+from coserve.core.ranges import shown
 from coserve.errors import AdapterError, ConfigError, JobError
 from coserve.train.grading.template import ANSWER, Template
 
@@ -22,6 +21,7 @@ _OPERATIONS: Final = ("eq", "ne", "like", "ilike")
 _MOST_SCHEMA: Final = 1 << 16  # characters
 _DEEPEST: Final = 64  # levels of a schema
 _PROGRAM: Final = 1 << 18  # bytes of a pattern's program in a schema
+MOST_REWARD: Final = 1e6  # in size: advantages and their gradients stay within float32
 MOST_NESTED: Final = 16  # graders of a grader
 _MOST_PATTERNS: Final = 32  # of a schema: they are compiled under the interpreter's lock
 _REFERENCES: Final = frozenset({"$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id"})
@@ -185,14 +185,12 @@ class PythonGrader:
 
 
 def checked_reward(value: object, what: str) -> float:
-    """The reward as a number. Raises JobError for anything else."""
-    if isinstance(value, bool | int | float):
-        with suppress(OverflowError):  # of a whole number beyond all floats, whose digits are not shown
-            if math.isfinite(value):
-                return float(value)
-            raise JobError(f"{what} must give a finite number, not {value}")
-        raise JobError(f"{what} must give a finite number, not one beyond 1e308")
-    raise JobError(f"{what} must give a finite number, not {str(value)[:80]!r}")
+    """The reward as a number, at most MOST_REWARD in size. Raises JobError for anything else."""
+    if isinstance(value, bool | int | float) and -MOST_REWARD <= value <= MOST_REWARD:
+        return float(value)
+    raise JobError(
+        f"{what} must give a finite number from {-MOST_REWARD:g} to {MOST_REWARD:g}, not {shown(value)}"
+    )
 
 
 def grader_from(
