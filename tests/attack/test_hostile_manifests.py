@@ -26,7 +26,7 @@ from coserve.zoo.store import Zoo
 from zoo_made import make_fine_tune, make_lora, make_model
 
 TRIED = int(os.environ.get("COSERVE_ATTACK_MANIFESTS", "12"))
-LONGEST = 1.0  # CPU seconds of a refusal, and of any command that computes nothing
+LONGEST = 1.0  # CPU seconds of a refusal
 SECRET = "the operator's own secret"
 TEXT = "The council met on Tuesday to decide about the old bridge. " * 30
 LIGHT: tuple[tuple[str, ...], ...] = (
@@ -383,10 +383,8 @@ def attack(number: int, case: Case, sources: Path, monkeypatch: pytest.MonkeyPat
     for command in commands:
         try:
             said, seconds = run(command, case.zoo, case.out, sources)
-            if said or command in LIGHT:
-                assert seconds < LONGEST, f"{seconds:.2f} s: {said}"
-            if said:
-                assert SECRET not in said
+            assert seconds < (LONGEST if said else 10 * LONGEST), f"{seconds:.2f} s: {said}"
+            assert SECRET not in said
             case.check()
         except BaseException as error:
             error.add_note(f"case {number}: {' '.join(command)}; {done}")

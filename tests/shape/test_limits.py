@@ -18,12 +18,12 @@ BOUND = re.compile(r"_?(MOST|LONGEST|LARGEST|DEEPEST|MAX)(_[A-Z_]+)?")
 SETTING = re.compile(r"max_\w+|\w+_(seconds|days|steps)")
 # Constants with such names that bound nothing of a request: of caches, errors' words and the processes' own.
 OWN = {
-    "serve.http.connections._MOST_OWNERS", "serve.processes.process.LONGEST_LINE",
+    "serve.processes.process.LONGEST_LINE",
     "serve.processes.process.LARGEST_LOG", "serve.processes.watchdog._MOST_DOUBLINGS",
     "serve.adapter_registry.imports._LONGEST_BASE", "serve.errors._LONGEST",
     "serve.reporting.mlflow._LONGEST",
     "serve.settings.LONGEST_SOCKET_PATH", "serve.adapter_registry.catalog._MOST_REMOVED",
-    "jobs.messages._MOST_QUOTED", "jobs.datasets._MOST_ERRORS", "jobs.columns_child._MOST_WRITTEN",
+    "jobs.messages._MOST_QUOTED", "jobs.placed._MOST_ERRORS", "split.address._LONGEST",
     "jobs.columns._MOST_SAID", "split.spans.MOST_SPANS", "split.clients._MOST_SEEN",
     "split.batching.MOST_AT_ONCE", "split.batching.MOST_JOINED", "split.connection._MOST_SENT",
     "split.connection._MOST_BYTES", "split.queues.MOST_PRODUCTS", "split.privacy.field._MOST_TERMS",

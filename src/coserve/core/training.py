@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from coserve.core.ranges import BELOW_ONE, LARGEST, MOST_DECAY, SMALLEST, check_range
 from coserve.errors import RequestError
 
 
@@ -31,18 +32,14 @@ class AdamParams:
 
     def check(self) -> None:
         """Raises RequestError for a setting out of its range."""
-        clip = self.grad_clip_norm
-        checks = {
-            "learning_rate": 0.0 <= self.learning_rate < math.inf,
-            "beta1": 0.0 <= self.beta1 < 1.0,
-            "beta2": 0.0 <= self.beta2 < 1.0,
-            "eps": 0.0 < self.eps < math.inf,
-            "weight_decay": 0.0 <= self.weight_decay < math.inf,
-            "grad_clip_norm": clip is None or clip > 0.0,
-        }
-        for name, holds in checks.items():
-            if not holds:
-                raise RequestError(f"the optimizer's {name} is out of its range: {getattr(self, name)}")
+        what = "the optimizer's "
+        check_range(f"{what}learning_rate", self.learning_rate, 0.0, LARGEST, error=RequestError)
+        check_range(f"{what}eps", self.eps, SMALLEST, LARGEST, error=RequestError)
+        check_range(f"{what}weight_decay", self.weight_decay, 0.0, MOST_DECAY, error=RequestError)
+        for name in ("beta1", "beta2"):
+            check_range(f"{what}{name}", getattr(self, name), 0.0, BELOW_ONE, error=RequestError)
+        if self.grad_clip_norm is not None:
+            check_range(f"{what}grad_clip_norm", self.grad_clip_norm, SMALLEST, math.inf, error=RequestError)
 
 
 @dataclass(frozen=True, slots=True)

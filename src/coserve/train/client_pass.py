@@ -3,14 +3,19 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from coserve.core.plan import MicroBatchOutput
+from coserve.core.ranges import check_range
 from coserve.core.sequence import MicroBatch
 from coserve.core.training import Datum, PassOutput
 from coserve.errors import RequestError
 from coserve.train.example import IGNORED, Example
 from coserve.train.losses import LOSSES, loss_spec
 from coserve.train.packing import Packing
+
+MOST_SETTING: Final = 1e9  # of a loss, in size: beyond it float32 loses what it is added to or multiplied by
+_MOST_INPUT: Final = 1e30  # of a loss's inputs; float32 ends at 3.4e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +43,9 @@ class ClientPass:
         """Raises RequestError for data that no pass can take, ConfigError for an unknown loss or setting."""
         self._loss, self._settings, self._backward = loss, dict(settings), backward
         for name, value in settings.items():
-            if not math.isfinite(value):
-                raise RequestError(f"the setting {name!r} of the loss is not finite: {value}")
+            check_range(
+                f"the setting {name!r} of the loss", value, -MOST_SETTING, MOST_SETTING, error=RequestError
+            )
         loss_spec(loss, {name: () for name in LOSSES[loss].inputs} if loss in LOSSES else {}, **settings)
         group = LOSSES[loss].group
         if not data or len(data) % group:
@@ -134,9 +140,19 @@ class ClientPass:
                 raise RequestError(
                     f"datum {number} has {length} tokens and {len(inputs[name])} numbers as {name}"
                 )
-            if not all(map(math.isfinite, inputs[name])):
-                raise RequestError(f"datum {number} has a number in {name} that is not finite")
+            if not _are_numbers(inputs[name]):
+                raise RequestError(
+                    f"datum {number} has a number in {name} that is not finite, or beyond {_MOST_INPUT:g}"
+                )
         return Datum(tuple(datum.tokens), tuple(datum.targets), inputs)
+
+
+def _are_numbers(values: Sequence[float]) -> bool:
+    """Tells whether all are finite numbers that float32 holds."""
+    try:
+        return all(map(math.isfinite, values)) and max(map(abs, values)) <= _MOST_INPUT
+    except (TypeError, OverflowError):  # no number, or a whole one beyond all floats
+        return False
 
 
 def _not_among(tokens: Sequence[int], vocabulary: int) -> object:

@@ -4,6 +4,16 @@ import math
 from dataclasses import dataclass
 from typing import get_args
 
+from coserve.core.ranges import (
+    BELOW_ONE,
+    LARGEST,
+    MOST_COUNT,
+    MOST_DECAY,
+    SMALLEST,
+    check_choice,
+    check_range,
+    shown,
+)
 from coserve.errors import ConfigError
 from coserve.train.example import LossOn
 from coserve.train.rates import Schedule
@@ -37,26 +47,22 @@ class TrainingConfig:
     weight: float = 1.0  # share among jobs that train at the same time
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "rows", "learning_rate", "weight"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"training.{name} must be positive, not {getattr(self, name)}")
-        for name in ("batch_size", "epochs", "rows", "seed"):
-            if type(getattr(self, name)) is not int:
-                raise ConfigError(f"training.{name} must be an integer, not {getattr(self, name)!r}")
-        if self.max_steps is not None and (type(self.max_steps) is not int or self.max_steps < 1):
-            raise ConfigError(f"training.max_steps must be at least 1, not {self.max_steps}")
-        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
-            raise ConfigError(f"training.warmup_steps must be at least 0, not {self.warmup_steps!r}")
-        checks = {
-            "warmup_ratio": 0.0 <= self.warmup_ratio <= 1.0,
-            "learning_rate": math.isfinite(self.learning_rate),
-            "weight_decay": 0.0 <= self.weight_decay < math.inf,
-            "betas": len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas),
-            "epsilon": 0.0 < self.epsilon < math.inf,
-            "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
-            "loss_on": self.loss_on in get_args(LossOn),
-        }
-        for name, holds in checks.items():
-            if not holds:
-                raise ConfigError(f"training.{name} is out of its range: {getattr(self, name)}")
+        for name in ("batch_size", "epochs", "rows", "max_steps", "max_length"):
+            if (value := getattr(self, name)) is not None or name in ("batch_size", "epochs", "rows"):
+                check_range(f"training.{name}", value, 2 if name == "max_length" else 1, MOST_COUNT, int)
+        check_range("training.warmup_steps", self.warmup_steps, 0, MOST_COUNT, int)
+        check_range("training.seed", self.seed, -MOST_COUNT, MOST_COUNT, int)
+        check_range("training.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
+        check_range("training.weight", self.weight, 1e-6, 1e6)
+        check_range("training.learning_rate", self.learning_rate, SMALLEST, LARGEST)
+        check_range("training.epsilon", self.epsilon, SMALLEST, LARGEST)
+        check_range("training.weight_decay", self.weight_decay, 0.0, MOST_DECAY)
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise ConfigError(f"training.betas must be two numbers, not {shown(self.betas)}")
+        for beta in self.betas:
+            check_range("training.betas", beta, 0.0, BELOW_ONE)
+        if self.max_grad_norm is not None:
+            check_range("training.max_grad_norm", self.max_grad_norm, SMALLEST, math.inf)
+        check_choice("training.schedule", self.schedule, get_args(Schedule))
+        check_choice("training.loss_on", self.loss_on, get_args(LossOn))
         object.__setattr__(self, "keep", save_policy(self.keep))  # a name stands for the setting

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Literal, get_args
 
+from coserve.core.ranges import check_choice, check_range, shown
 from coserve.errors import ConfigError
 from coserve.train.grading.graders import GRADERS, Grader, grader_from
 from coserve.train.grading.http import HttpGrader
@@ -49,9 +50,11 @@ class Distillation:
 
     def __post_init__(self) -> None:
         if self.teacher is not None and not isinstance(self.teacher, str):
-            raise ConfigError(f"{self.name}.teacher must be the name of an adapter, not {self.teacher!r}")
-        _check_range(self.name, "top_k", self.top_k, int, 1, MOST_TOP_K)
-        _check_range(self.name, "temperature", self.temperature, float, 0.1, 100.0)
+            raise ConfigError(
+                f"{self.name}.teacher must be the name of an adapter, not {shown(self.teacher)}"
+            )
+        check_range(f"{self.name}.top_k", self.top_k, 1, MOST_TOP_K, int)
+        check_range(f"{self.name}.temperature", self.temperature, 0.1, 100.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class ORPO:
 
     def __post_init__(self) -> None:
         _check_beta(self.name, self.beta)
-        _check_choice(self.name, "nll_on", self.nll_on, NllOn)
+        check_choice(f"{self.name}.nll_on", self.nll_on, get_args(NllOn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class KTO:
     def __post_init__(self) -> None:
         _check_beta(self.name, self.beta)
         for field in ("desirable_weight", "undesirable_weight"):
-            _check_range(self.name, field, getattr(self, field), float, 0.0, 1000.0)
+            check_range(f"{self.name}.{field}", getattr(self, field), 0.0, 1000.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +142,15 @@ class Reinforcement:
     scale_rewards: ScaleRewards = "group"
 
     def __post_init__(self) -> None:
-        _check_choice(self.name, "loss_type", self.loss_type, PolicyLoss)
-        _check_choice(self.name, "scale_rewards", self.scale_rewards, ScaleRewards)
+        check_choice(f"{self.name}.loss_type", self.loss_type, get_args(PolicyLoss))
+        check_choice(f"{self.name}.scale_rewards", self.scale_rewards, get_args(ScaleRewards))
         if self.clip_high is not None:
-            _check_range(self.name, "clip_high", self.clip_high, float, 0.01, 100.0)
-        _check_range(self.name, "group_size", self.group_size, int, 2, 128)
-        _check_range(self.name, "max_tokens", self.max_tokens, int, 1, 1 << 20)
-        _check_range(self.name, "temperature", self.temperature, float, 0.01, 5.0)
+            check_range(f"{self.name}.clip_high", self.clip_high, 0.01, 100.0)
+        check_range(f"{self.name}.group_size", self.group_size, 2, 128, int)
+        check_range(f"{self.name}.max_tokens", self.max_tokens, 1, 1 << 20, int)
+        check_range(f"{self.name}.temperature", self.temperature, 0.01, 5.0)
         if self.clip is not None:
-            _check_range(self.name, "clip", self.clip, float, 0.01, 0.99)
+            check_range(f"{self.name}.clip", self.clip, 0.01, 0.99)
         elif self.clip_high is None and self.loss_type == "cispo":
             raise ConfigError(f"{self.name}.clip_high is needed where the loss_type is 'cispo' and clip None")
 
@@ -197,28 +200,4 @@ def objective_of(
 
 
 def _check_beta(name: str, beta: float) -> None:
-    _check_range(name, "beta", beta, float, 1e-6, 1000.0)
-
-
-def _check_choice(name: str, field: str, value: object, choices: object) -> None:
-    """Raises ConfigError for a setting that is none of a Literal's values."""
-    if value not in (known := get_args(choices)):
-        raise ConfigError(f"{name}.{field} must be {' or '.join(known)}, not {_shown(value)}")
-
-
-def _shown(value: object) -> str:
-    """A value in an error."""
-    try:
-        return repr(value)[:80]
-    except ValueError:  # Python writes no whole number of more than 4,300 digits
-        return "a number of thousands of digits"
-
-
-def _check_range(
-    name: str, field: str, value: object, kind: type[int] | type[float], least: float, most: float
-) -> None:
-    """Raises ConfigError for a setting that is no number of this kind between these."""
-    kinds = int if kind is int else int | float
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{name}.{field} must be {what} from {least:g} to {most:g}, not {_shown(value)}")
+    check_range(f"{name}.beta", beta, 1e-6, 1000.0)

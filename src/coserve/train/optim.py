@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import hypot
 
 import torch
 from torch import Tensor
@@ -202,7 +202,7 @@ def norms(tensors: Sequence[Sequence[Tensor]]) -> list[float]:
     """The Euclidean norm of each job's tensors taken together."""
     every = [tensor for own in tensors for tensor in own]
     found = iter(torch.stack(torch._foreach_norm(every)).cpu() if every else ())  # one device transfer
-    return [sqrt(sum(float(next(found)) ** 2 for _ in own)) for own in tensors]
+    return [hypot(*(float(next(found)) for _ in own)) for own in tensors]  # a square may be beyond all floats
 
 
 def step(due: Sequence[tuple[Optimizer, AdamW, float]]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from coserve.core.ranges import MOST_COUNT, shown
 from coserve.errors import ConfigError
 
 
@@ -66,9 +67,9 @@ def save_policy(value: object) -> SavePolicySetting:
     """A setting from a file or a command line: a name, or bytes. Raises ConfigError."""
     if isinstance(value, SavePolicy):
         return value
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNT:
         return value
     names = [keep.value for keep in SavePolicy]
     if isinstance(value, str) and value in names:
         return SavePolicy(value)
-    raise ConfigError(f"training.keep is {', '.join(names)} or a number of bytes, not {value!r}")
+    raise ConfigError(f"training.keep is {', '.join(names)} or a number of bytes, not {shown(value)}")

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coserve.errors import ConfigError, LossNotFinite, ZooError
+from coserve.core.ranges import BELOW_ONE, MOST_COUNT, SMALLEST, check_range
+from coserve.errors import LossNotFinite, ZooError
 from coserve.text.tokenizer import load_tokenizer, token_ids
 from coserve.train.example import epochs, steps_per_epoch
 from coserve.zoo.alternatives import Fidelity
@@ -25,6 +26,8 @@ from coserve.zoo.store import Zoo
 
 Student = Callable[[Tensor], Tensor]  # token ids [batch, tokens] to logits [batch · tokens, vocabulary]
 OnStep = Callable[[int, int, float], object]  # told of the step, of how many, and its loss
+MOST_EPOCHS: Final = 10_000
+MOST_WINDOW: Final = 1 << 20  # tokens
 _HELD_OUT: Final = 5  # one window of so many is held out, at least one
 
 
@@ -41,11 +44,13 @@ class DistillationSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "window", "max_steps"):
-            if (value := getattr(self, name)) is not None and value < (2 if name == "window" else 1):
-                raise ConfigError(f"{name} must be at least {2 if name == 'window' else 1}, not {value}")
-        if not 0 < self.learning_rate < 1:
-            raise ConfigError(f"learning_rate must be between 0 and 1, not {self.learning_rate}")
+        check_range("epochs", self.epochs, 1, MOST_EPOCHS, int)
+        check_range("batch_size", self.batch_size, 1, MOST_COUNT, int)
+        if self.max_steps is not None:
+            check_range("max_steps", self.max_steps, 1, MOST_COUNT, int)
+        check_range("learning_rate", self.learning_rate, SMALLEST, BELOW_ONE)
+        check_range("seed", self.seed, -MOST_COUNT, MOST_COUNT, int)
+        check_range("window", self.window, 2, MOST_WINDOW, int)
 
 
 @dataclass(frozen=True, slots=True)

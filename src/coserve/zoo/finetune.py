@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from coserve.core.ranges import BELOW_ONE, MOST_COUNT, SMALLEST, check_range
 from coserve.errors import ConfigError, LossNotFinite
 from coserve.jobs.datasets import read
 from coserve.text.tokenizer import load_tokenizer
@@ -46,11 +47,14 @@ class FullFineTuning:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "max_steps"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
-        if not 0 < self.learning_rate < 1:
-            raise ConfigError(f"learning_rate must be between 0 and 1, not {self.learning_rate}")
+        check_range("epochs", self.epochs, 1, 10_000, int)
+        check_range("batch_size", self.batch_size, 1, MOST_COUNT, int)
+        if self.max_steps is not None:
+            check_range("max_steps", self.max_steps, 1, MOST_COUNT, int)
+        check_range("learning_rate", self.learning_rate, SMALLEST, BELOW_ONE)
+        check_range("seed", self.seed, -MOST_COUNT, MOST_COUNT, int)
+        if self.max_length is not None:
+            check_range("max_length", self.max_length, 2, MOST_COUNT, int)
 
 
 def finetune(

@@ -146,19 +146,14 @@ def test_each_epoch_goes_from_shallow_to_deep() -> None:
     distil([stage(1), stage(2)], teacher, [weight], tokens, DistillationSettings(2, 2, 0.1, 3))
     assert order == [1, 1, 2, 2, 1, 1, 2, 2]
     order.clear()
-    for most, wanted in (
-        (1, [2]),
-        (2, [2, 2]),
-        (3, [2, 1, 2]),
-        (5, [1, 2, 1, 2, 2]),
-        (100, [1, 1, 2, 2] * 2),
-    ):
+    shares = ((1, [2]), (2, [2, 2]), (3, [2, 1, 2]), (5, [1, 2, 1, 2, 2]), (100, [1, 1, 2, 2] * 2))
+    told = list[tuple[int, int]]()
+    for most, wanted in shares:
         order.clear()
-        told, settings = list[tuple[int, int]](), DistillationSettings(2, 2, 0.1, 3, max_steps=most)
+        told.clear()
+        settings, both = DistillationSettings(2, 2, 0.1, 3, max_steps=most), [stage(1), stage(2)]
         with counted_steps() as steps:
-            made = distil(
-                [stage(1), stage(2)], teacher, [weight], tokens, settings, lambda *one: told.append(one[:2])
-            )
+            made = distil(both, teacher, [weight], tokens, settings, lambda *one: told.append(one[:2]))
         assert order == wanted and made == len(steps) == len(wanted), order
         assert told == [(step, made) for step in range(1, made + 1)]
     order.clear()

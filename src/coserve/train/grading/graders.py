@@ -6,12 +6,11 @@ A grader is settings, checked when they are made, and `grade(answer, item)`, whi
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final, Protocol
 
+from coserve.core.ranges import shown
 from coserve.errors import ConfigError, JobError
 from coserve.train.grading.judging import accepts, check_program
 from coserve.train.grading.template import ANSWER, Template
@@ -19,6 +18,7 @@ from coserve.train.grading.template import ANSWER, Template
 _OPERATIONS: Final = ("eq", "ne", "like", "ilike")
 _MOST_SCHEMA: Final = 1 << 16  # characters
 _DEEPEST: Final = 64  # levels of a schema
+MOST_REWARD: Final = 1e6  # in size: advantages and their gradients stay within float32
 MOST_NESTED: Final = 16  # graders of a grader
 _MOST_PATTERNS: Final = 32  # of a schema
 _REFERENCES: Final = frozenset({"$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id"})
@@ -172,14 +172,12 @@ class PythonGrader:
 
 
 def checked_reward(value: object, what: str) -> float:
-    """The reward as a number. Raises JobError for anything else."""
-    if isinstance(value, bool | int | float):
-        with suppress(OverflowError):  # of a whole number beyond all floats, whose digits are not shown
-            if math.isfinite(value):
-                return float(value)
-            raise JobError(f"{what} must give a finite number, not {value}")
-        raise JobError(f"{what} must give a finite number, not one beyond 1e308")
-    raise JobError(f"{what} must give a finite number, not {str(value)[:80]!r}")
+    """The reward as a number, at most MOST_REWARD in size. Raises JobError for anything else."""
+    if isinstance(value, bool | int | float) and -MOST_REWARD <= value <= MOST_REWARD:
+        return float(value)
+    raise JobError(
+        f"{what} must give a finite number from {-MOST_REWARD:g} to {MOST_REWARD:g}, not {shown(value)}"
+    )
 
 
 def grader_from(

@@ -90,7 +90,7 @@ def test_whose_fault_it_is_is_told() -> None:
     fails = MultiGrader({"a": PythonGrader(lambda answer, item: math.nan)}, "a")
     with pytest.raises(JobError, match=r"^a: the grader must give a finite number"):
         fails.grade("", {})
-    infinite = MultiGrader({"a": PythonGrader(lambda answer, item: 1e308)}, "a * 10")
+    infinite = MultiGrader({"a": PythonGrader(lambda answer, item: 1e6)}, "a * 1e308")
     with pytest.raises(JobError, match="calculate_output must give a finite number"):
         infinite.grade("", {})
 
