@@ -21,7 +21,6 @@ from coserve.attention.backend import CacheShape
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu import row_buckets
-from coserve.memory.fake_tensors import is_fake
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
 from coserve.model.block import Block, Call, Ends, ModelPart, Resident, WeightReader
 from coserve.model.chain import Chain
@@ -84,11 +83,6 @@ class Base:
     def depth(self) -> int:
         """Number of decoder layers."""
         return len(self.chain)
-
-    @property
-    def is_fake(self) -> bool:
-        """Tells whether its parameters are without data."""
-        return all(map(is_fake, self.model.parameters()))
 
     @property
     def hands_on(self) -> bool:

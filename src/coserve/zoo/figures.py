@@ -44,7 +44,7 @@ def storage(zoo: Zoo, applications: Mapping[str, Application], threshold: float 
     exact = zoo.nbytes(applications)
     measured = comparisons(zoo, applications)
     kept = [_without(one, equivalents(one, measured, threshold)) for one in applications.values()]
-    needed = zoo.reachable(applications) - zoo.with_roots(set().union(*kept))
+    needed = zoo.reachable(applications) - zoo.tensors.with_roots(set().union(*kept))
     saved = sum(map(zoo.tensors.nbytes, needed))
     return Storage(separate, exact, exact - saved)
 

@@ -205,11 +205,7 @@ class Zoo:
     def reachable(self, applications: Mapping[str, Application]) -> set[str]:
         """Ids of the tensors that applications need, those included that others are differences from. Raises
         ZooError for a missing one."""
-        return self.with_roots({key for one in applications.values() for key in one.tensor_keys()})
-
-    def with_roots(self, keys: set[str]) -> set[str]:
-        """Ids of tensors with those that they are differences from. Raises ZooError for a missing one."""
-        return keys | {self.tensors.root_of(key) for key in keys}
+        return self.tensors.with_roots({key for one in applications.values() for key in one.tensor_keys()})
 
     def nbytes(self, applications: Mapping[str, Application]) -> int:
         """Bytes of all files that these applications need: weights, others and manifests."""
