@@ -51,7 +51,7 @@ def import_adapter(
 
     for part in (CONFIG, WEIGHTS):
         if not (path / part).is_file():
-            raise unreadable(path / part, f"it is not in {path}, which has to be a PEFT adapter's folder")
+            raise unreadable(path / part, f"there is no {part}; a PEFT adapter's folder is needed")
     with connect(context, url, api_key) as client:
         fields = {"name": name or path.resolve().name}
         found = client.upload("/v1/adapters", fields, {"config": path / CONFIG, "weights": path / WEIGHTS})
