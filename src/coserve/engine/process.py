@@ -224,7 +224,8 @@ def _load(start: EngineStart) -> Engine:
     if start.threads is not None:
         torch.set_num_threads(start.threads)
     scheduler = {**start.config.scheduler, "interruptible": True}  # by messages to the inbox
-    engine = Engine(start.model, replace(start.config, calibrate=False, scheduler=scheduler))
+    own = replace(start.config, calibrate=False, scheduler=scheduler)
+    engine = Engine(start.model, own, counts_libraries=True)
     for base, model in start.bases.items():
         try:
             added = engine.add_base(base, model)
