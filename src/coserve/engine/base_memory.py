@@ -78,8 +78,9 @@ class BaseNeeds:
         return self.fixed.pages + self.fixed.workspace + self.adapters + self.libraries
 
     def room(self, free: int, taken: int = 0) -> int | None:
-        """Bytes that limit the base's weights in an engine that has `free` ones, beside those `taken` by other
-        bases; None where it fits as a whole. Raises ConfigError, with the smallest budget that is enough, where no part of it fits."""
+        """Bytes that limit the base's weights in an engine that has `free` ones beside those `taken` by other
+        bases; None where it fits as a whole. Raises ConfigError, with the smallest budget that is enough,
+        where not even a part of it fits."""
         whole = self.whole + _LOADING * (self.libraries > 0)
         enough = read_size(show_size(min(self.least, whole) + self.beside, up=True))
         if free < enough:

@@ -53,7 +53,7 @@ class EngineMemory:
         device cannot be used."""
         self.base_id = base_id
         self._config = config
-        self._counts_libraries = counts_libraries if beside is None else beside._counts_libraries
+        self._counts_libraries: bool = counts_libraries if beside is None else beside._counts_libraries
         device = usable_device(config.device)
         bound_compiled_shapes()
         self._all: list[EngineMemory] = [] if beside is None else beside._all  # of all bases that are loaded

@@ -114,7 +114,7 @@ def _fields_of(model: str | Path, file: Path) -> dict[str, Any]:
     try:
         if (size := file.stat().st_size) > LARGEST_CONFIG:
             raise ModelError(f"{str(model)!r} is refused: its config.json has {size} bytes")
-        fields = json.loads(file.read_bytes())
+        fields: dict[str, Any] = json.loads(file.read_bytes())
     except OSError as error:
         raise ModelNotFound(f"{str(model)!r} is no folder of a model: it has no config.json") from error
     except (ValueError, RecursionError) as error:
