@@ -197,8 +197,9 @@ def gain_of(norm: nn.Module) -> Tensor:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The module that has the layers and what is before them. ModernBERT's `decoder` is its head."""
     found: nn.Module = model.get_decoder()
-    own: nn.Module = model.base_model
-    return own if found is model.get_output_embeddings() else found
+    if found is model.get_output_embeddings():
+        found = model.base_model
+    return found
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -24,6 +24,7 @@ from coserve.engine.adapters import EngineAdapters
 from coserve.engine.admission import Admission
 from coserve.engine.approximations import Approximations, ChainOfBases, Version, for_version
 from coserve.engine.arrivals import Arrivals
+from coserve.engine.base_memory import scheduler_config
 from coserve.engine.bases import Bases
 from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.chain_changes import ChainChanges
@@ -86,18 +87,24 @@ class Engine:
         beside: "Engine | None" = None,
         base_id: str = BASE,
         opened: Opened | None = None,
+        counts_libraries: bool = False,
     ) -> None:
-        """`beside`, `base_id` and `opened` are for `add_base`: the engine of the first base, the id of this
-        one, and its executor where that is not to be opened for a model."""
+        """`counts_libraries` is for a process of the engine's own, which is to call `memory.count_process`.
+        `beside`, `base_id` and `opened` are for `add_base`: the engine of the first base, the id of this one,
+        and its executor where that is not to be opened for a model."""
         self.config, self.clock, self.base_id = config, clock, base_id
         policy = make_policy(config.policy, **config.policy_options)  # refused before the model loads
         if beside is None:
             set_threads(config.threads)
-        self.memory: EngineMemory = EngineMemory(config, None if beside is None else beside.memory, base_id)
+        self.memory: EngineMemory = EngineMemory(
+            config, None if beside is None else beside.memory, base_id, counts_libraries
+        )
         special = config.allow_special_tokens
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
         if opened is None:
-            opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
+            room = self.memory.base_memory(model)
+            placed = config if room is None else replace(config, base_memory=room)
+            opened = open_executor(model, placed, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.streaming = self.executor.spec.streaming
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
@@ -106,7 +113,7 @@ class Engine:
         self._halves: tuple[str, str] | None = None  # ids of its bases, if this is a chain of two
         self._random = random.Random(config.seed)
         self._requests = 0
-        settings = self._scheduler_config()
+        settings = scheduler_config(config, self.base, self.executor.spec.eos_ids)
         self._pages, self.cost = PagePool(config.pages, config.page_size), CostModel()
         if beside is None:
             self.bases: Bases[Engine] = Bases(self.executor)
@@ -186,8 +193,6 @@ class Engine:
             if isinstance(model, StitchedChain):
                 added = first._stitched(base, model, config)
             else:
-                if config.memory != "auto" and config.base_memory == "auto":
-                    config = replace(config, memory=max(self.memory.ledger.free, 1))  # of more it is streamed
                 added = Engine(model, config, tokenizer, self.clock, beside=first, base_id=base)
             if self.config.calibrate:
                 added.calibrate()
@@ -524,22 +529,6 @@ class Engine:
         """Limits of a job's work under way at once."""
         window = settings.training_window or settings.reserved_rows
         return Steps(settings.micro_batches_in_flight, None if policy.whole else window, self.config.offload)
-
-    def _scheduler_config(self) -> SchedulerConfig:
-        """Settings of the scheduler, with this base's limits. Raises ConfigError."""
-        config = self.config
-        try:
-            return SchedulerConfig(
-                layers=self.base.depth,
-                max_positions=self.base.max_positions,
-                eos_token_ids=self.executor.spec.eos_ids,
-                max_running=config.max_running,
-                prefix_sharing=config.prefix_sharing,
-                row_buckets=self.base.row_buckets,
-                **config.scheduler_settings,
-            )
-        except TypeError as error:
-            raise ConfigError(f"engine.scheduler: {error}") from error
 
     def _cache(self, settings: SchedulerConfig, tier: SwapTier) -> BaseCache:
         """The cache of this base's keys and values, also of those in the second tier."""

@@ -5,16 +5,18 @@ stored adapters have a set limit, or the rest. Bases of one engine share the led
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import torch
+from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.paging.cache import AdapterCache
-from coserve.attention.offloaded import WORKSPACE as OFFLOAD_WORKSPACE
 from coserve.config import EngineConfig
 from coserve.core.request import BASE
 from coserve.core.size import read_memory, show_size
+from coserve.engine.base_memory import Fixed, base_memory
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.executors.executor import DeviceMemory, Executor, ReadMemory
 from coserve.memory.budget import Capacity, budget_of, process_capacity
@@ -25,7 +27,6 @@ from coserve.memory.measured import Meter, make_meter
 from coserve.model.base import Base
 from coserve.model.load import usable_device
 from coserve.schedule.config import SchedulerConfig
-from coserve.train.needs import step_bytes
 
 _FIXED: Final = ("base", "pages", "steps")
 _ADAPTERS: Final = "adapters"
@@ -41,11 +42,18 @@ class EngineMemory:
     one). All methods run between two steps."""
 
     def __init__(
-        self, config: EngineConfig, beside: "EngineMemory | None" = None, base_id: str = BASE
+        self,
+        config: EngineConfig,
+        beside: "EngineMemory | None" = None,
+        base_id: str = BASE,
+        counts_libraries: bool = False,
     ) -> None:
         """That of an engine's first base must be made before the model is loaded: the bytes free then are the
-        capacity. Raises ConfigError where the device cannot be used."""
+        capacity. Where it `counts_libraries`, `count_process` is called later. Raises ConfigError where the
+        device cannot be used."""
         self.base_id = base_id
+        self._config = config
+        self._counts_libraries: bool = counts_libraries if beside is None else beside._counts_libraries
         device = usable_device(config.device)
         bound_compiled_shapes()
         self._all: list[EngineMemory] = [] if beside is None else beside._all  # of all bases that are loaded
@@ -58,11 +66,18 @@ class EngineMemory:
         self._limit = _limit_of(config, self.ledger.budget)
         self._returned = 0  # resident bytes after freed memory was last returned
 
+    def base_memory(self, model: str | Path | PreTrainedModel) -> int | None:
+        """Bytes that limit the weights of the base to be loaded; None where it is loaded as a whole. Raises
+        ConfigError where not even a part of it fits."""
+        limit = (self._limit or 0) if self.base_id == BASE else 0
+        libraries = built_bytes() if self._counts_libraries else 0
+        return base_memory(model, self._config, self.ledger, limit, libraries)
+
     def open(self, executor: Executor, base: Base, cache: AdapterCache, config: SchedulerConfig) -> None:
         """Enters the base, the pages and the workspace. Raises ConfigError where they exceed the budget."""
         self._executor, self._base, self._cache = executor, base, cache
-        weights, pages = self.held().base, executor.spec.cache_nbytes
-        workspace = step_bytes(base, config, pages) + OFFLOAD_WORKSPACE * (executor.spec.offload_pages > 0)
+        weights, own = self.held().base, Fixed.of(executor, base, config)
+        pages, workspace = own.pages, own.workspace
         fixed: dict[str, Bytes] = {
             base_owner("base", self.base_id): {Account.BASE: weights},
             base_owner("pages", self.base_id): {Account.PAGES: pages},
@@ -73,7 +88,7 @@ class EngineMemory:
                 f"engine.memory: {show_size(self.ledger.budget)} are {show_size(missing)} too few for "
                 f"{'the' if self.base_id == BASE else 'one more'} "
                 f"model ({show_size(weights)}), the cache ({show_size(pages)}; engine.cache_tokens) and a "
-                f"step ({show_size(workspace)})"
+                f"step ({show_size(workspace)}): set it to {show_size(self.ledger.budget + missing, up=True)}"
             )
         self.ledger.reserve(fixed)
         self._all.append(self)
@@ -101,7 +116,8 @@ class EngineMemory:
         if missing := self.ledger.missing(wanted):
             raise ConfigError(
                 f"engine.memory: {show_size(self.ledger.budget)} are {show_size(missing)} too few beside "
-                f"model, cache and a step for what libraries take in this process ({show_size(nbytes)})"
+                f"model, cache and a step for what libraries take in this process ({show_size(nbytes)}): set "
+                f"it to {show_size(self.ledger.budget + missing, up=True)}"
             )
         self.ledger.reserve(wanted)
 

@@ -240,7 +240,8 @@ def _load(start: EngineStart) -> Engine:
     loaded, with its id; a chain of two that cannot be opened is left out, as an approximation that nobody
     has to be given."""
     scheduler = {**start.config.scheduler, "interruptible": True}  # by messages to the inbox
-    engine = Engine(start.model, replace(start.config, calibrate=False, scheduler=scheduler))
+    own = replace(start.config, calibrate=False, scheduler=scheduler)
+    engine = Engine(start.model, own, counts_libraries=True)
     for base, model in start.bases.items():
         try:
             added = engine.add_base(base, model)

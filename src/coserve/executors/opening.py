@@ -38,7 +38,6 @@ from coserve.split.access import BaseAccess
 from coserve.split.credentials import EXECUTOR_KEY, Credentials
 from coserve.split.load import load_remote
 from coserve.streamed.load import load_streamed
-from coserve.streamed.model_files import saved_bytes
 from coserve.streamed.planner import Streaming
 from coserve.streamed.shapes import stream_shapes
 from coserve.train.optimizer_offload import offload_for
@@ -76,7 +75,7 @@ def open_local(
         keep_freed_memory()
     before, private = resident_bytes(), private_bytes()
     base, streaming = _load(model, config)
-    if not config.base:  # which is proved as it is loaded
+    if not (config.base or base.is_fake):  # one is proved as it is loaded, the other has nothing to compare
         prove_training(base)
     return_freed_memory()
     # A base that stays may lie in pages of its files, one that is streamed does not.
@@ -158,7 +157,7 @@ def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
     """The base; with how it is streamed, where it does not fit or its memory is limited."""
     if config.base:
         return load_remote(model, _access(config), dtype_of(config), config.device, prove_training), None
-    room = base_room(config, lambda: saved_bytes(model, config.quantize))
+    room = base_room(config)
     if room is None:
         return load_base(model, dtype_of(config), config.device, config.quantize), None
     if isinstance(model, PreTrainedModel):
@@ -185,15 +184,12 @@ def _access(config: EngineConfig) -> BaseAccess:
     return BaseAccess(config.base, credentials, config.base_patience, config.base_privacy)
 
 
-def base_room(config: EngineConfig, saved: Callable[[], int]) -> int | None:
-    """Bytes that limit the weights of a base, which has `saved` bytes; None where it is loaded as a whole."""
+def base_room(config: EngineConfig) -> int | None:
+    """Bytes that limit the weights of a base; None where it is loaded as a whole."""
     asked = read_memory(config.base_memory, "base_memory")
-    if asked is None and (config.device != "cpu" or config.memory == "auto"):
-        return None
-    budget = budget_of(config.memory, process_capacity())
-    if asked is None:
-        return budget // 2 if saved() > budget else None
-    return asked if isinstance(asked, int) else int(asked * budget)
+    if asked is None or isinstance(asked, int):
+        return asked
+    return int(asked * budget_of(config.memory, process_capacity()))
 
 
 def _make(

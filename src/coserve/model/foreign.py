@@ -8,12 +8,15 @@ meta device.
 
 import json
 import logging
+import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
@@ -26,6 +29,10 @@ LARGEST_CONFIG: Final = 16 << 20  # bytes of config.json; that of a model with 6
 LARGEST_HEADER: Final = 32 << 20  # bytes of a safetensors header: some 300,000 tensors
 MOST_POSITIONS: Final = 1 << 26  # transformers' models have 10 million at most
 _USUAL: Final = 256  # numbers up to this cost little, whatever they count
+# Floating-point types as safetensors calls them.
+_TYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
 _LAYERS: Final = re.compile(r"(n|num|encoder|decoder|num_hidden|num_decoder|num_encoder)_layers?")
 _NO_SIZE: Final = re.compile(r".*(_ids?|token_index|theta|window|chunk_size|seed)")
 _POSITIONS: Final = re.compile(r".*position.*|n_ctx|.*max_length|max_seq_len|seq_length")
@@ -42,7 +49,7 @@ _log = logging.getLogger(__name__)
 def read_config(model: str | Path) -> PreTrainedConfig:
     """The configuration of a causal language model, in a folder or on the hub. Raises ModelNotFound where
     there is none, UnsupportedModel where it cannot be served, and ModelError where it asks for too much."""
-    folder = _folder_of(model)
+    folder = folder_of(model)
     fields = _fields_of(model, folder / "config.json")
     refuse_kind(fields["model_type"])
     refuse_quantized(fields, _made_of(folder))
@@ -66,7 +73,8 @@ def read_config(model: str | Path) -> PreTrainedConfig:
 def examine(model: str | Path, folder: Path, fields: dict[str, Any]) -> None:
     """Raises ModelError for a configuration of far more than the folder's files have, or that takes more than
     30 seconds or 8 GiB to make a model of."""
-    tensors, widths = _sizes_in(model, folder)
+    shapes = [shape for _, shape in saved_tensors(folder)]
+    tensors, widths = len(shapes), {width for shape in shapes for width in shape}
     is_usual = tensors > 0
     for name, number in _numbers(fields):
         if _LAYERS.fullmatch(name) and number > (tensors or _MOST_LAYERS):
@@ -91,7 +99,7 @@ def examine(model: str | Path, folder: Path, fields: dict[str, Any]) -> None:
             _log.debug("%s in the sandbox: %s", model, error)  # loading says it better
 
 
-def _folder_of(model: str | Path) -> Path:
+def folder_of(model: str | Path) -> Path:
     """The folder of a model, where it is on the hub after its configuration has been fetched."""
     if Path(model).exists():
         return Path(model)
@@ -130,23 +138,31 @@ def _made_of(folder: Path) -> str:
     return found[1] if found else ""
 
 
-def _sizes_in(model: str | Path, folder: Path) -> tuple[int, set[int]]:
-    """The number of tensors in a folder's safetensors files, and all their dimensions."""
-    tensors, widths = 0, set[int]()
+def saved_tensors(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Type, as safetensors names it, and shape of each tensor in a folder's files. Raises ModelError for
+    other files."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as stream:
                 start = stream.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if length > LARGEST_HEADER:
-                raise ModelError(f"{str(model)!r} is refused: the header of {file.name} has {length} bytes")
-            with safe_open(file, "numpy") as opened:
+            if LARGEST_HEADER < length <= file.stat().st_size:
+                raise ModelError(f"{file} is refused: its header has {length} bytes")
+            with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    tensors += 1
-                    widths.update(opened.get_slice(name).get_shape())
+                    tensor = opened.get_slice(name)
+                    yield tensor.get_dtype(), tensor.get_shape()
         except (OSError, SafetensorError) as error:
-            raise ModelNotFound(f"{file.name} of {str(model)!r} is no file of safetensors") from error
-    return tensors, widths
+            raise ModelNotFound(f"{file} is no safetensors file") from error
+
+
+def saved_type(folder: Path | None) -> torch.dtype | None:
+    """Type of most of a folder's saved numbers; None where there are none."""
+    counts: Counter[str] = Counter()
+    for name, shape in () if folder is None else saved_tensors(folder):
+        counts[name] += math.prod(shape)
+    known = [name for name, _ in counts.most_common() if name in _TYPES]
+    return _TYPES[known[0]] if known else None
 
 
 def _numbers(fields: Any, name: str = "") -> Iterator[tuple[str, int]]:

@@ -6,6 +6,7 @@ model that differs or fails in any way is refused with the reason.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +30,7 @@ from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
 from coserve.model.contents import ModelContents
-from coserve.model.foreign import read_config
+from coserve.model.foreign import folder_of, read_config, saved_type
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
@@ -186,6 +187,16 @@ def load_class(kind: Any, model: str | Path, config: PreTrainedConfig, dtype: to
             f"{str(model)!r} lacks {len(missing)} of the model's tensors, such as {missing[0]!r}"
         )
     return loaded
+
+
+def model_of_shapes(model: str | Path, config: PreTrainedConfig, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The model of a folder or hub name in the type that it would be loaded in, its weights not read. To be
+    called among tensors without data."""
+    if dtype == "auto":
+        dtype = config.dtype or saved_type(folder_of(model)) or torch.float32
+    own = deepcopy(config)  # a model writes into its configuration
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_config(own, dtype=dtype, trust_remote_code=False)
+    return loaded.eval()
 
 
 OwnLoader = Callable[..., tuple[Any, Any]]  # transformers' step that fills a model with weights

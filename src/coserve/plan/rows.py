@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from coserve.config import EngineConfig
 from coserve.errors import PromptTooLong
 from coserve.memory.compiled import built_bytes
 from coserve.memory.fake_tensors import fake_tensors
@@ -112,7 +113,10 @@ def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: Non
         base = load_base(subject.build())
         check_length(subject, base, request.length)
         if request.device is None:
-            streamed = plan_streaming(subject, base, request.memory, request.base_memory)
+            config = EngineConfig(
+                memory=request.memory, base_memory=request.base_memory, cache_tokens=request.cache_tokens
+            )
+            streamed = plan_streaming(subject, base, config)
     programs = list(request.programs())
     rows = list(plan_rows(subject, programs, request.budget, request.device, tell, streamed))
     return {

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from coserve.config import EngineConfig
+from coserve.engine.base_memory import BaseNeeds
 from coserve.errors import ConfigError
 from coserve.executors.opening import base_room
+from coserve.memory.budget import budget_of, process_capacity
+from coserve.memory.compiled import built_bytes
 from coserve.model.base import Base
 from coserve.plan.subject import Subject
-from coserve.streamed.model_files import saved_bytes
 from coserve.streamed.planner import Streaming
 from coserve.streamed.shapes import ASSUMED_RATE, least_streamed, stream_shapes
 from coserve.streamed.trial import model_rate
@@ -48,20 +50,25 @@ class StreamedBase:
         }
 
 
-def plan_streaming(
-    subject: Subject, base: Base, memory: str | int | float, base_memory: str | int | float = "auto"
-) -> StreamedBase | None:
+def plan_streaming(subject: Subject, base: Base, config: EngineConfig) -> StreamedBase | None:
     """The way in which an engine on a CPU with these settings streams the subject's base; None where it is in
     memory as a whole. `base` is the subject's on tensors without data, among which this has to be called; it
     counts as streamed afterwards. Reads some of the subject's files, to measure. Raises ConfigError for
     settings that are wrong."""
-    saved = 0 if subject.folder is None else saved_bytes(subject.folder, "none")
-    config = EngineConfig(memory=memory, base_memory=base_memory)
-    whole = base.nbytes
-    room = base_room(config, lambda: saved or whole)
+    room = base_room(config)
     if room is None:
-        return None
-    least, measured = least_streamed(base), subject.folder and model_rate(subject.folder)
+        if config.memory == "auto":
+            return None
+        needs = BaseNeeds.of(subject.build(), subject.folder, config, 0, built_bytes())
+        free = budget_of(config.memory, process_capacity())
+        try:
+            room = needs.room(free)
+        except ConfigError:
+            room = max(free - needs.beside, 0)
+        if room is None:
+            return None
+    whole, least = base.nbytes, least_streamed(base)
+    measured = subject.folder and model_rate(subject.folder)
     try:
         streaming = stream_shapes(base, room, measured or ASSUMED_RATE)
     except ConfigError:

@@ -1,9 +1,6 @@
 """Models of plans: configuration and number type, without the weights."""
 
 import json
-import struct
-from collections import Counter
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from coserve.errors import ConfigError, ModelNotFound, UnsupportedModel
+from coserve.model.foreign import saved_type
 
-# Floating-point types as safetensors calls them.
-_TYPES: Final[Mapping[str, torch.dtype]] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-}  # fmt: skip
 _WANTED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
-_LONGEST_HEADER: Final = 100 << 20  # bytes; safetensors itself accepts no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +59,7 @@ def subject_of(name: str, config: Any, dtype: str = "auto", folder: Path | None 
     """
     if dtype == "auto":
         own = getattr(config, "dtype", None)
-        found = own if isinstance(own, torch.dtype) else _saved_type(folder)
+        found = own if isinstance(own, torch.dtype) else saved_type(folder)
         return Subject(name, config, found or torch.float32, folder)
     if dtype not in _WANTED:
         raise ConfigError(f"--dtype must be auto, {', '.join(sorted(_WANTED))}, not {dtype!r}")
@@ -94,30 +87,3 @@ def subject_from_fields(name: str, fields: Any, dtype: str = "auto", folder: Pat
         reason = str(error).partition(". ")[0]
         raise ModelNotFound(f"{name} is no configuration of a transformers model: {reason}") from error
     return subject_of(name, config, dtype, folder)
-
-
-def _saved_type(folder: Path | None) -> torch.dtype | None:
-    """Type of most of the folder's saved numbers; None where there are none."""
-    counts: Counter[str] = Counter()
-    for file in [] if folder is None else sorted(folder.glob("*.safetensors")):
-        for tensor in _header(file).values():
-            size = 1
-            for count in tensor.get("shape", ()):
-                size *= count
-            counts[tensor.get("dtype", "")] += size
-    known = [name for name, _ in counts.most_common() if name in _TYPES]
-    return _TYPES[known[0]] if known else None
-
-
-def _header(file: Path) -> Mapping[str, Any]:
-    """Tensor descriptions in a safetensors file's header. Raises ModelNotFound for another kind of file."""
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < length <= _LONGEST_HEADER:
-            raise ModelNotFound(f"{file} is no safetensors file")
-        try:
-            found = json.loads(stream.read(length))
-        except ValueError as error:
-            raise ModelNotFound(f"{file} is no safetensors file: its header is no JSON") from error
-    return {name: tensor for name, tensor in found.items() if name != "__metadata__"}

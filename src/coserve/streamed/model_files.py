@@ -5,7 +5,8 @@ converts them while it loads. So its own loader runs here too, for the layers' s
 each layer's tensors alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,6 +110,21 @@ class ModelFiles:
         """The path of the layer that has the tensor of this name: files may leave out or rename what is
         before and after "layers.7"."""
         return next((path for path, tail in self._tails.items() if f".{tail}." in f".{name}"), None)
+
+
+def stored_bytes(folder: Path, paths: Iterable[str]) -> dict[str, int]:
+    """Bytes of the ranges of a folder's files that hold the layers at these paths, by path."""
+    tails = {".".join(path.split(".")[-2:]): path for path in paths}
+    found = dict.fromkeys(tails.values(), 0)
+    for file in folder.glob("*.safetensors"):
+        own: dict[str, list[FileTensor]] = {}
+        for name, tensor in read_header(file).items():
+            parts = name.split(".")
+            if tail := next((t for t in map(".".join, pairwise(parts)) if t in tails), None):
+                own.setdefault(tails[tail], []).append(tensor)
+        for path, tensors in own.items():
+            found[path] += sum(end - start for start, end in ranges(tensors))
+    return found
 
 
 def saved_bytes(model: object, quantize: str) -> int:

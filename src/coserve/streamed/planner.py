@@ -72,7 +72,7 @@ def refuse_too_little(
     if budget < ends + least_bytes(blocks):
         least = ends + least_bytes(blocks if stored is None else stored)
         raise ConfigError(
-            f"{show_size(budget)} of memory are too few for this base, of which embeddings, head "
+            f"engine.base_memory: {show_size(budget)} are too few for this base, of which embeddings, head "
             f"and final norm ({show_size(ends)}) stay and two blocks of up to {show_size(max(blocks))} "
             f"pass through: at least {show_size(least, up=True)} are needed"
         )

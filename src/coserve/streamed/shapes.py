@@ -1,5 +1,6 @@
 """Memory and reads of streaming a base, known from shapes alone."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from coserve.model.block import Residence
 from coserve.model.parameters import held_bytes
 from coserve.streamed.files import PAGE
 from coserve.streamed.planner import RING, Streaming, least_bytes, plan_residence, refuse_too_little
+from coserve.streamed.stored import ALIGNED
 
 ASSUMED_RATE: Final = 1e9  # bytes a second: disks gave 0.7 to 1.5 GB/s
 
@@ -45,6 +47,16 @@ def least_streamed(base: Base) -> int:
     """The smallest budget with which a base can be streamed."""
     sizes, ends = _sizes(base)
     return ends + least_bytes(sizes, RING)
+
+
+def enough_to_stream(base: Base, stored: Mapping[str, int]) -> int:
+    """A budget with which a base can be streamed whose blocks take the `stored` bytes of files, by path."""
+    sizes, ends = _sizes(base)
+    most = []
+    for block, size in zip(base.chain, sizes, strict=True):
+        count = sum(len(own.tensors) for own in block.parameters().values())
+        most.append(max(size + -(-count * ALIGNED // PAGE) * PAGE, stored.get(block.path, 0)) + PAGE)
+    return ends + least_bytes(most, RING)
 
 
 def _sizes(base: Base) -> tuple[list[int], int]:

@@ -15,7 +15,7 @@ from coserve.streamed.files import PAGE, WeightFile
 from coserve.streamed.packed import PackedForm
 from coserve.streamed.scratch import ScratchFile, nbytes_of
 
-_ALIGNED: Final = 64  # bytes, for vector instructions
+ALIGNED: Final = 64  # bytes, for vector instructions
 _FEW: Final = 1 / 64  # share of a block's bytes that no file has, such as masks and tables: they stay
 
 
@@ -139,7 +139,7 @@ def store(block: Block, buffer: ReadBuffer, reads: Sequence[Read], scratch: Scra
         if not tensor.is_mkldnn and not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
         placed.append((tensor, end))
-        end += -(-nbytes_of(tensor) // _ALIGNED) * _ALIGNED
+        end += -(-nbytes_of(tensor) // ALIGNED) * ALIGNED
     end = aligned_bytes(tensors)
     start = scratch.write(placed, end)
     return StoredBlock(block, [Read(scratch.file, start, 0, end)], placed)
@@ -147,7 +147,7 @@ def store(block: Block, buffer: ReadBuffer, reads: Sequence[Read], scratch: Scra
 
 def aligned_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors in a scratch file."""
-    end = sum(-(-nbytes_of(tensor) // _ALIGNED) * _ALIGNED for tensor in tensors)
+    end = sum(-(-nbytes_of(tensor) // ALIGNED) * ALIGNED for tensor in tensors)
     return -(-end // PAGE) * PAGE
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
 from coserve.core.size import read_size
+from coserve.engine.base_memory import BaseNeeds, Fixed
 from coserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel, WeightsUnreadable
 from coserve.executors.executor import ReadMemory
 from coserve.executors.opening import base_room, open_local
@@ -19,7 +20,6 @@ from coserve.model.block import Resident
 from coserve.model.load import load_base
 from coserve.streamed.files import WeightFile, read_header
 from coserve.streamed.load import load_streamed
-from coserve.streamed.model_files import saved_bytes
 from mixed import TRAINING, make_examples, trained
 from models import save, tiny
 
@@ -153,23 +153,58 @@ def test_a_lacking_tensor_is_refused(folder: Path) -> None:
         load_streamed(folder, 1 << 20)
 
 
-def test_a_memory_smaller_than_the_folder_streams_by_itself(folder: Path) -> None:
-    """Half of it is the base's; with more nothing is streamed."""
-    fields = {**FIELDS, "cache_tokens": 64}
-    whole = load_base(folder).nbytes
-    with pytest.raises(ConfigError, match="too few for this base"):
-        Engine(folder, EngineConfig(memory=whole // 4, **fields))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_budget_is_enough_from_the_smallest_that_a_refusal_names_on(seed: int, tmp_path: Path) -> None:
+    """There is no band of budgets between those that stream and those for all of it, and the bytes that the
+    ledger counts are within each budget."""
+    draws = random.Random(seed)
+    sizes = {
+        "num_hidden_layers": draws.randint(2, 6), "intermediate_size": 64 * draws.randint(2, 12),
+        "vocab_size": 64 * draws.randint(1, 6), "tie_word_embeddings": draws.random() < 0.3,
+        "num_key_value_heads": 4,
+    }  # fmt: skip
+    dtype, quantize = draws.choice(["float32", "bfloat16"]), draws.choice(["none", "none", "8bit"])
+    folder = save(tiny("llama", getattr(torch, dtype), **sizes), tmp_path)
+    fields = {**FIELDS, "cache_tokens": 64 * draws.randint(1, 8), "scheduler": {"max_prefill_rows": 32}}
+    fields |= {"swap_space": 0, "quantize": quantize}
 
-    def room(config: EngineConfig) -> int | None:
-        return base_room(config, lambda: saved_bytes(folder, config.quantize))
+    def serve(budget: int) -> str:
+        """Why a budget is refused; empty for one that serves."""
+        try:
+            engine = Engine(folder, EngineConfig(memory=budget, **fields))
+        except ConfigError as error:
+            return str(error)
+        asked = [engine.generate([1 + n, 5, 9, 2], sampling=SAMPLING) for n in range(3)]
+        assert all(len(answer.result().tokens) == 6 for answer in asked)
+        engine.memory.audit()
+        assert engine.memory.ledger.used <= budget
+        return ""
 
-    saved = sum(tensor.nbytes for tensor in read_header(folder / "model.safetensors").values())
-    config = EngineConfig(memory=saved - 1, **fields)
-    assert room(config) == (saved - 1) // 2
-    assert room(EngineConfig(memory=saved, **fields)) is None
-    assert room(EngineConfig(memory=saved - 1, quantize="8bit", **fields)) is None
-    assert room(EngineConfig(**fields)) is None
-    assert room(EngineConfig(memory=whole, base_memory=0.5, **fields)) == whole // 2
+    refusal = serve(1)
+    assert "for the base, streamed" in refusal and "engine.cache_tokens" in refusal
+    least = read_size(refusal.split("set it to ")[1].split(" or more")[0])
+    whole = load_base(folder, quantize=quantize).nbytes
+    budgets = {int(least + share * whole) for share in (0.01, 0.1, 0.3, 0.5, 0.9, 1.0, 1.2, 2.0)}
+    for budget in (least, *draws.sample(sorted(budgets), 4)):
+        assert serve(budget) == "", budget
+    for budget in (least - 1, int(draws.uniform(0.3, 0.99) * least)):
+        assert f"set it to {refusal.split('set it to ')[1].split(' or')[0]} or more" in serve(budget)
+
+
+def test_a_base_is_streamed_where_it_does_not_fit_beside_all_else(folder: Path) -> None:
+    """It then has half of the memory, or what is left, and never less than it takes."""
+    mib = 1 << 20
+    needs = BaseNeeds(1000 * mib, 100 * mib, Fixed(200 * mib, 50 * mib), adapters=0, libraries=0)
+    rooms = [needs.room(free * mib) for free in (1250, 1249, 600, 400, 350)]
+    assert rooms == [None, 1249 * mib // 2, 300 * mib, 150 * mib, 100 * mib]
+    with pytest.raises(ConfigError, match="349 MiB are too few for this model: set it to 350 MiB or more"):
+        needs.room(349 * mib)
+    own = replace(needs, libraries=128 * mib)
+    assert own.room((128 + 1250) * mib) == 689 * mib, "loading takes memory, too"
+    assert own.room((224 + 1250) * mib) is None
+    config = EngineConfig(memory="1MiB", base_memory=0.5)
+    assert base_room(config) == 1 << 19 and base_room(EngineConfig(memory="1MiB")) is None
 
 
 def start(folder: Path, budget: int | str = "auto") -> tuple[Engine, list[Any]]:
