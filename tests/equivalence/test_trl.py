@@ -41,7 +41,7 @@ SEED = random.SystemRandom().randrange(1 << 30)  # fresh inputs in each run; a f
 
 
 class Trainer:
-    """What a trainer's methods read; whatever is not given is None."""
+    """An object with the attributes that a trainer's methods read; whatever is not given is None."""
 
     def __init__(self, **given: Any) -> None:
         same: Callable[[Any], Any] = lambda value: value  # noqa: E731
