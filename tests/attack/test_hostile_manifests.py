@@ -88,7 +88,7 @@ def whole(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: tuple[str, ...], zoo: Path, out: Path, sources: Path) -> tuple[str, float]:
-    """The sentence that refuses a command, empty where it worked, and the seconds of CPU that it took."""
+    """The error that refused a command, empty where it worked, and the seconds of CPU that it took."""
     filled = {"OUT": str(out / command[1]) if len(command) > 1 else "", "TEXT": str(sources / "text.txt"),
               "DATA": str(sources / "data.jsonl"), "BASE": str(sources / "base"),
               "LORA": str(sources / "lora")}  # fmt: skip

@@ -41,7 +41,7 @@ SEED = random.SystemRandom().randrange(1 << 30)  # fresh inputs in each run; a f
 
 
 class Trainer:
-    """The attributes that a trainer's methods read; those that are not given are None."""
+    """An object with the attributes that a trainer's methods read; whatever is not given is None."""
 
     def __init__(self, **given: Any) -> None:
         same: Callable[[Any], Any] = lambda value: value  # noqa: E731

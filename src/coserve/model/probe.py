@@ -24,7 +24,7 @@ from coserve.attention.batched import BatchedBackend
 from coserve.attention.paged import make_batched
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
-from coserve.memory.fake_tensors import is_fake
+from coserve.memory.fake_tensors import holds_no_data
 from coserve.model.base import Base
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.model.lockstep import in_lockstep
@@ -75,7 +75,7 @@ def own_forward(base: Base) -> Own:
     """Runs the model's own forward, before any module is replaced; passes all blocks once. Without data one
     prompt shows what there is to see."""
     outputs = _Outputs()
-    prompts = draw(base, *(_LENGTHS[:1] if _has_no_data(base) else _LENGTHS))
+    prompts = draw(base, *(_LENGTHS[:1] if holds_no_data(base.model) else _LENGTHS))
 
     @torch.no_grad()
     def run(ids: Tensor) -> tuple[list[Any], Tensor, list[Tensor]]:
@@ -139,7 +139,7 @@ def prove(base: Base, own: Own, masks: Masks, shorten: Callable[[], None] = lamb
     """Raises UnsupportedModel for a base that does not give what its own forward gives, with modules alone
     and with the shortcuts that the pass `shorten` puts into its blocks. All proofs pass the blocks once,
     together. Without data nothing is compared."""
-    if _has_no_data(base):  # there is nothing to compare
+    if holds_no_data(base.model):  # there is nothing to compare
         return shorten()
     far = [_Far(base, masks, place) for place in _far_positions(base, masks)]
     passes = [*_near(base, own), *(run for one in far for run in (one.own, one.driven))]
@@ -285,8 +285,3 @@ def _expect(base: Base, got: Tensor, want: Tensor, allowed: Tensor, positions: T
             f"of {what} are not its own forward's, at position {int(positions[worst])} by "
             f"{float(errors[worst]) / norm:.1e} of its norm (allowed {float(allowed[worst]) / norm:.0e})"
         )
-
-
-def _has_no_data(base: Base) -> bool:
-    """Tells whether a base's parameters are shapes alone."""
-    return all(map(is_fake, base.model.parameters()))

@@ -43,8 +43,9 @@ def storage(zoo: Zoo, applications: Mapping[str, Application], threshold: float 
     separate = sum(_separate_bytes(zoo, one, applications) for one in applications.values())
     exact = zoo.nbytes(applications)
     measured = comparisons(zoo, applications)
+    every = [set(one.tensor_keys()) for one in applications.values()]
     kept = [_without(one, equivalents(one, measured, threshold)) for one in applications.values()]
-    needed = zoo.reachable(applications) - zoo.tensors.with_roots(set().union(*kept))
+    needed = zoo.with_roots(set().union(*every)) - zoo.with_roots(set().union(*kept))
     saved = sum(map(zoo.tensors.nbytes, needed))
     return Storage(separate, exact, exact - saved)
 

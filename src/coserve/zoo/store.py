@@ -202,16 +202,16 @@ class Zoo:
             left += [f"{link} is a symbolic link, which is left as it is" for link in links]
             return Collected(count, nbytes, tuple(left))
 
-    def reachable(self, applications: Mapping[str, Application]) -> set[str]:
-        """Ids of the tensors that applications need, those included that others are differences from. Raises
-        ZooError for a missing one."""
-        return self.tensors.with_roots({key for one in applications.values() for key in one.tensor_keys()})
+    def with_roots(self, keys: set[str]) -> set[str]:
+        """Ids of tensors with those that they are differences from. Raises ZooError for a missing one."""
+        return keys | {self.tensors.root_of(key) for key in keys}
 
     def nbytes(self, applications: Mapping[str, Application]) -> int:
         """Bytes of all files that these applications need: weights, others and manifests."""
+        tensors = {key for one in applications.values() for key in one.tensor_keys()}
         files = {key for one in applications.values() for key in one.file_keys()}
         return (
-            sum(map(self.tensors.nbytes, self.reachable(applications)))
+            sum(map(self.tensors.nbytes, self.with_roots(tensors)))
             + sum(map(self.files.folder.nbytes, files))
             + sum(self._manifest(name).lstat().st_size for name in applications)
         )

@@ -69,10 +69,6 @@ class TensorStore:
             raise ZooError(f"{self.folder.path(key)} is damaged: {error}") from error
         return StoredTensor(parent.dtype, parent.shape, data)
 
-    def with_roots(self, keys: set[str]) -> set[str]:
-        """Ids of tensors with those that they are differences from. Raises ZooError for a missing one."""
-        return keys | {self.root_of(key) for key in keys}
-
     def root_of(self, key: str) -> str:
         """The dense tensor that a tensor is stored as a difference from; itself if it is dense. Raises
         ZooError."""

@@ -154,7 +154,11 @@ def test_pairs_of_dpo_stay_together() -> None:
         ({"loss": "dpo"}, RequestError, "groups of 2"),
         ({"loss": "mse"}, ConfigError, "no loss 'mse'"),
         ({"loss_config": {"beta": 0.1}}, ConfigError, "no setting beta"),
-        ({"loss": "ppo", "loss_config": {"clip_low_threshold": float("inf")}}, RequestError, "not finite"),
+        (
+            {"loss": "ppo", "loss_config": {"clip_low_threshold": float("inf")}},
+            RequestError,
+            "clip_low_threshold",
+        ),
     ],
 )
 def test_what_no_pass_can_take_is_refused_at_once(
@@ -241,7 +245,7 @@ def test_an_optimizer_step_that_leaves_the_numbers_returns_to_the_last_version()
     engine, session = _opened("mine")
     before = trained(engine, session, batch(12))
     session.forward_backward(batch(12))
-    assert isinstance(failure(session.optim_step(AdamParams(1e39))), LossNotFinite)
+    assert isinstance(failure(session.optim_step(AdamParams(1e20))), LossNotFinite)
     assert torch.equal(weights(engine), before) and session.version == "mine@1"
     assert isinstance(failure(session.optim_step()), RequestError)
     after = trained(engine, session, batch(12))

@@ -45,10 +45,10 @@ def finished(desk: Desk, scoring: Scoring) -> dict[str, float]:
     raise AssertionError("it does not end")
 
 
-def sums(model: Any) -> list[list[float]]:
+def sums(model: Any, examples: Sequence[Example] = PAIRS) -> list[list[float]]:
     """Log-probabilities of the labels of each example."""
     found = []
-    for example in PAIRS:
+    for example in examples:
         logprobs = logits_of(model, example.tokens).log_softmax(-1)
         found.append([float(logprobs[i, label]) for i, label in enumerate(example.labels) if label >= 0])
     return found
@@ -93,8 +93,14 @@ def test_pairs_are_measured_as_transformers_does(desk: Desk, tmp_path: Path, ref
         first, second = (mean - math.log1p(-math.exp(mean)) for mean in (one, other))
         return -one - 0.3 * math.log(sigmoid(first - second))
 
+    answer = pair_figures(means, 0.3, odds)
+    scoring = PairScoring(engine, version, PAIRS, ORPO(0.3, "answer"), None, [])
+    assert finished(desk, scoring) == pytest.approx(answer, rel=1e-4, abs=1e-5)
+    chosen = [Example(one.tokens, (*one.tokens[1:], -100)) for one in PAIRS[::2]]
+    likely = [one for row in sums(with_lora(tiny("llama"), 1), chosen) for one in row]
+    loss = answer["loss"] + sum(means[::2]) / 3 - sum(likely) / len(likely)
     scoring = PairScoring(engine, version, PAIRS, ORPO(0.3), None, [])
-    assert finished(desk, scoring) == pytest.approx(pair_figures(means, 0.3, odds), rel=1e-4, abs=1e-5)
+    assert finished(desk, scoring) == pytest.approx({**answer, "loss": loss}, rel=1e-4, abs=1e-5)
 
 
 def test_labelled_answers_are_measured_as_transformers_does(desk: Desk, tmp_path: Path) -> None:
