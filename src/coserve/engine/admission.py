@@ -13,7 +13,7 @@ from coserve.adapters.replace import expect_exact
 from coserve.core.size import show_size
 from coserve.engine.memory import EngineMemory, base_owner, job_owner
 from coserve.errors import OutOfMemory
-from coserve.executors.executor import Executor, SetLimits
+from coserve.executors.executor import Executor, ReadMemory, SetLimits
 from coserve.memory.ledger import Account, Bytes
 from coserve.memory.malloc import return_freed_memory
 from coserve.model.base import Base
@@ -176,7 +176,7 @@ class Admission:
     def _wanted(self, name: str) -> dict[str, Bytes]:
         """Bytes of a job, with those that any training needs: weights laid out for backward, and the rows of
         one backward pass."""
-        needs, held = self._needs[name], self._memory.held()
+        needs, held = self._needs[name], self._executor.call(ReadMemory())
         return {
             job_owner(name): needs.own,
             self._backward_owner: {

@@ -76,7 +76,7 @@ class EngineMemory:
     def open(self, executor: Executor, base: Base, cache: AdapterCache, config: SchedulerConfig) -> None:
         """Enters the base, the pages and the workspace. Raises ConfigError where they exceed the budget."""
         self._executor, self._base, self._cache = executor, base, cache
-        weights, own = self.held().base, Fixed.of(executor, base, config)
+        weights, own = self._held().base, Fixed.of(executor, base, config)
         pages, workspace = own.pages, own.workspace
         fixed: dict[str, Bytes] = {
             base_owner("base", self.base_id): {Account.BASE: weights},
@@ -160,7 +160,7 @@ class EngineMemory:
         """Charges the bytes that the device holds, of all bases; returns bytes by account."""
         self.count_adapters()
         for one in self._all:
-            held = one.held()
+            held = one._held()
             self.ledger.charge(base_owner("base", one.base_id), Account.BASE, held.base)
             for job, accounts in held.sessions.items():
                 for account, nbytes in accounts.items():
@@ -187,17 +187,17 @@ class EngineMemory:
         """Bytes available to a job that runs alone with no adapter loaded."""
         owners = {base_owner(name, one.base_id) for one in self._all for name in _FIXED}
         owners -= {base_owner("base", self.base_id)}  # as it is now, and once a job trains
-        fixed, held = sum(map(self.ledger.of, (*owners, _LIBRARIES))), self.held()
+        fixed, held = sum(map(self.ledger.of, (*owners, _LIBRARIES))), self._held()
         return self.ledger.budget - fixed - (self._limit or 0) - held.base - held.base_to_train
 
-    def held(self) -> DeviceMemory:
+    def _held(self) -> DeviceMemory:
         """Bytes that the device really holds."""
         return self._executor.call(ReadMemory())
 
     def count_adapters(self) -> None:
         """Counts versions outside of jobs' reservations: loaded ones, finished ones, and those that answers
         hold, of all bases."""
-        held = [one.held() for one in self._all]
+        held = [one._held() for one in self._all]
         nbytes = self._cache.nbytes(sum(each.slots for each in held))
         own = sum(accounts[Account.ADAPTERS] for each in held for accounts in each.sessions.values())
         self.ledger.charge(_STORED, Account.ADAPTERS, nbytes.paged)

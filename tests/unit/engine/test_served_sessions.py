@@ -15,6 +15,7 @@ from coserve.core.request import SamplingParams
 from coserve.core.training import AdamParams, Datum, PassOutput
 from coserve.engine.served_sessions import LARGE
 from coserve.errors import error_named
+from coserve.executors.executor import ReadMemory
 from coserve.serve.engine.journal import Change, Journal
 from coserve.train.client_pass import ClientPass, DataLimits
 from coserve.wire.codec import decode_commands, encode_commands, pack_command
@@ -138,7 +139,7 @@ def test_a_session_that_ends_frees_all_it_has(how: str) -> None:
         desk.step()
     assert (
         not engine.sessions.clients
-        and not engine.memory.held().sessions
+        and not engine.executor.call(ReadMemory()).sessions
         and "mine" not in engine.adapters.bank
     )
     engine.memory.audit()
@@ -214,7 +215,7 @@ def test_a_session_may_end_at_any_moment_of_its_optimizer_step() -> None:
             client.desk.step()
     assert "mine" not in client.desk.engine.adapters.bank
     client.desk.engine.memory.audit()
-    assert client.desk.engine.memory.held().adapters == 0
+    assert client.desk.engine.executor.call(ReadMemory()).adapters == 0
 
 
 HUGE = (Datum(tuple(range(50)), tuple(range(1, 51))),) * (LARGE // 100 + 1)

@@ -23,6 +23,7 @@ from coserve.errors import (
     OutOfMemory,
     RequestError,
 )
+from coserve.executors.executor import ReadMemory
 from coserve.train.example import Example
 from coserve.train.tail import Tail
 from models import tiny
@@ -315,7 +316,7 @@ def test_a_session_waits_for_memory_and_frees_it() -> None:
         first.forward(batch(3))
     second.close()
     engine.run()
-    assert engine.memory.held().sessions == {} and not engine.sessions.clients
+    assert engine.executor.call(ReadMemory()).sessions == {} and not engine.sessions.clients
     engine.memory.audit()
     engine.adapters.unload("mine"), engine.adapters.unload("other")
     engine.memory.audit()
@@ -340,7 +341,7 @@ def test_a_version_of_an_adapter_that_has_gone_is_dropped() -> None:
     session.close()
     engine.adapters.bank.remove("mine")
     engine.adapters.publish([updated])
-    assert "mine" not in engine.adapters.bank and engine.memory.held().adapters == 0
+    assert "mine" not in engine.adapters.bank and engine.executor.call(ReadMemory()).adapters == 0
 
 
 def test_a_pass_is_checked_and_packed_without_the_engine_s_lock() -> None:
