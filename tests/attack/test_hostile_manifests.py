@@ -134,6 +134,7 @@ class Case:
     def check(self) -> None:
         """Fails where anything outside the zoo and the target has changed, or has come into them."""
         assert self._outside() == self.before
+        assert {one.name for one in self.out.iterdir()} <= {"base", "tuned", "lora"}
         for folder in (self.zoo, self.out):
             for path, _, files in os.walk(folder):
                 for file in (Path(path, name) for name in files):
