@@ -184,10 +184,10 @@ def test_training_methods_reach_the_engine_and_are_shown(play: Play) -> None:
         header, line = (await world.client().files.content(result)).text.splitlines()
         assert header.endswith("seconds,rewards/accuracies,rewards/margins") and line.endswith(",1.0,0.25")
 
-        orpo = {"type": "orpo", "orpo": {"hyperparameters": {"beta": "auto"}}}
+        orpo = {"type": "orpo", "orpo": {"hyperparameters": {"beta": "auto", "nll_on": "answer"}}}
         job = await create(world, training_file=file, extra_body={"method": orpo})
         await world.until(lambda: len(started(world)) == 2)
-        assert started(world)[1].objective == {"type": "orpo"}
+        assert started(world)[1].objective == {"type": "orpo", "nll_on": "answer"}
 
         kto = {"type": "kto", "kto": {"hyperparameters": {"beta": 0.2, "undesirable_weight": 1.5}}}
         job = await create(world, training_file=file, extra_body={"method": kto})
@@ -196,9 +196,10 @@ def test_training_methods_reach_the_engine_and_are_shown(play: Play) -> None:
         assert job.method.kto["hyperparameters"]["undesirable_weight"] == 1.5
 
         grader = {"type": "string_check", "reference": "{{item.answer}}", "operation": "eq"}
-        asked = {"group_size": 4, "max_tokens": 16, "clip": 0.2, "batch_size": 2}
+        own = {"group_size": 4, "max_tokens": 16, "clip": None, "loss_type": "dr_grpo"}
+        asked = {**own, "scale_rewards": "auto", "batch_size": 2}
         job = await create(world, training_file=file, method=reinforcement(asked, **grader))
-        wanted = {"type": "reinforcement", "grader": grader, "group_size": 4, "max_tokens": 16, "clip": 0.2}
+        wanted = {"type": "reinforcement", "grader": grader, **own}
         await world.until(lambda: len(started(world)) == 4)
         assert started(world)[3].objective == wanted and started(world)[3].options["batch_size"] == 2
         assert job.method.reinforcement.grader.type == "string_check"

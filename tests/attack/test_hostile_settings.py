@@ -25,7 +25,7 @@ from coserve.zoo.distilling import DistillationSettings
 from coserve.zoo.finetune import FullFineTuning
 from models import tiny
 
-TRIED = int(os.environ.get("COSERVE_ATTACK_SETTINGS", "120"))
+TRIED = int(os.environ.get("COSERVE_ATTACK_SETTINGS", "60"))
 EXTREME: tuple[Any, ...] = (
     0, -1, 1, 2**31, 2**63, -(2**70), 10**400, 10**5000, 0.0, -0.0, 0.5, 1e-320, -1e-320, 1e-30, 1e9, 1e30,
     1e38, 1e39, 1e308, -1e308, math.nan, math.inf, -math.inf, True, False, "1", None, [], 1.0 - 2.0**-53, 1.0,
