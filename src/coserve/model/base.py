@@ -84,11 +84,6 @@ class Base:
         return len(self.chain)
 
     @property
-    def is_fake(self) -> bool:
-        """Tells whether its parameters are without data."""
-        return all(map(is_fake, self.model.parameters()))
-
-    @property
     def hands_on(self) -> bool:
         """Tells whether some layers attend to other layers' keys and values."""
         return any(cache.reads is not None for cache in self.caches)
@@ -273,6 +268,11 @@ class Base:
             finally:
                 for block in self.chain:
                     block.answer_with(None)
+
+
+def is_without_data(base: Base) -> bool:
+    """Tells whether a base's parameters are fake tensors."""
+    return all(map(is_fake, base.model.parameters()))
 
 
 class _Elsewhere(UserDict[str, tuple[Tensor, Tensor]]):
