@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from coserve.attention.offloaded import WORKSPACE as OFFLOAD_WORKSPACE
 from coserve.config import EngineConfig
-from coserve.core.size import read_size, show_size
+from coserve.core.size import read_memory, read_size, show_size
 from coserve.errors import ConfigError
 from coserve.executors.executor import Executor
 from coserve.executors.opening import dtype_of, open_local
+from coserve.memory.compiled import built_bytes
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.ledger import Ledger
 from coserve.model.base import Base
@@ -123,12 +124,20 @@ def scheduler_config(config: EngineConfig, base: Base, eos_ids: tuple[int, ...])
         raise ConfigError(f"engine.scheduler: {error}") from error
 
 
+def adapter_limit(config: EngineConfig, budget: int) -> int | None:
+    """Configured limit of stored adapters in bytes; None without one."""
+    match read_memory(config.adapter_memory, "adapter_memory"):
+        case float() as share:
+            return int(share * budget)
+        case limit:
+            return limit
+
+
 def base_memory(
-    model: str | Path | PreTrainedModel, config: EngineConfig, ledger: Ledger, adapters: int, libraries: int
+    model: str | Path | PreTrainedModel, config: EngineConfig, ledger: Ledger, counts_libraries: bool
 ) -> int | None:
     """Bytes that limit the weights of a base, of those free in the engine's ledger, where the settings leave
-    that to it; None where the base is loaded as a whole. `adapters` are bytes that adapters have for
-    themselves, `libraries` those that a process of the engine's own counts for them.
+    that to it; None where the base is loaded as a whole. A process of the engine's own `counts_libraries`.
 
     Raises ConfigError, with the smallest budget that is enough, where not even a part of the base fits.
     """
@@ -137,6 +146,8 @@ def base_memory(
     if config.device != "cpu" or config.memory == "auto":
         return None
     found, free = read_config(model), ledger.free
+    adapters = 0 if ledger.used else adapter_limit(config, ledger.budget) or 0  # of all bases together
+    libraries = built_bytes() if counts_libraries else 0
     saved = saved_bytes(model, config.quantize)
     text = found.get_text_config()
     widths = getattr(text, "hidden_size", 0) * getattr(text, "num_hidden_layers", 0)

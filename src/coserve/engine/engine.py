@@ -24,7 +24,7 @@ from coserve.engine.adapters import EngineAdapters
 from coserve.engine.admission import Admission
 from coserve.engine.approximations import Approximations, ChainOfBases, Version, for_version
 from coserve.engine.arrivals import Arrivals
-from coserve.engine.base_memory import scheduler_config
+from coserve.engine.base_memory import base_memory, scheduler_config
 from coserve.engine.bases import Bases
 from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.chain_changes import ChainChanges
@@ -96,13 +96,12 @@ class Engine:
         policy = make_policy(config.policy, **config.policy_options)  # refused before the model loads
         if beside is None:
             set_threads(config.threads)
-        self.memory: EngineMemory = EngineMemory(
-            config, None if beside is None else beside.memory, base_id, counts_libraries
-        )
+        self._counts_libraries = counts_libraries
+        self.memory: EngineMemory = EngineMemory(config, None if beside is None else beside.memory, base_id)
         special = config.allow_special_tokens
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
         if opened is None:
-            room = self.memory.base_memory(model)
+            room = base_memory(model, config, self.memory.ledger, counts_libraries)
             placed = config if room is None else replace(config, base_memory=room)
             opened = open_executor(model, placed, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
@@ -193,7 +192,10 @@ class Engine:
             if isinstance(model, StitchedChain):
                 added = first._stitched(base, model, config)
             else:
-                added = Engine(model, config, tokenizer, self.clock, beside=first, base_id=base)
+                counts = self._counts_libraries
+                added = Engine(
+                    model, config, tokenizer, self.clock, beside=first, base_id=base, counts_libraries=counts
+                )
             if self.config.calibrate:
                 added.calibrate()
             return added

@@ -5,18 +5,16 @@ stored adapters have a set limit, or the rest. Bases of one engine share the led
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import torch
-from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.paging.cache import AdapterCache
 from coserve.config import EngineConfig
 from coserve.core.request import BASE
-from coserve.core.size import read_memory, show_size
-from coserve.engine.base_memory import Fixed, base_memory
+from coserve.core.size import show_size
+from coserve.engine.base_memory import Fixed, adapter_limit
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.executors.executor import DeviceMemory, Executor, ReadMemory
 from coserve.memory.budget import Capacity, budget_of, process_capacity
@@ -42,18 +40,11 @@ class EngineMemory:
     one). All methods run between two steps."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        beside: "EngineMemory | None" = None,
-        base_id: str = BASE,
-        counts_libraries: bool = False,
+        self, config: EngineConfig, beside: "EngineMemory | None" = None, base_id: str = BASE
     ) -> None:
         """That of an engine's first base must be made before the model is loaded: the bytes free then are the
-        capacity. Where it `counts_libraries`, `count_process` is called later. Raises ConfigError where the
-        device cannot be used."""
+        capacity. Raises ConfigError where the device cannot be used."""
         self.base_id = base_id
-        self._config = config
-        self._counts_libraries: bool = counts_libraries if beside is None else beside._counts_libraries
         device = usable_device(config.device)
         bound_compiled_shapes()
         self._all: list[EngineMemory] = [] if beside is None else beside._all  # of all bases that are loaded
@@ -63,15 +54,8 @@ class EngineMemory:
         self.ledger: Ledger = (
             Ledger(budget_of(config.memory, device_capacity(device))) if beside is None else beside.ledger
         )
-        self._limit = _limit_of(config, self.ledger.budget)
+        self._limit = adapter_limit(config, self.ledger.budget)
         self._returned = 0  # resident bytes after freed memory was last returned
-
-    def base_memory(self, model: str | Path | PreTrainedModel) -> int | None:
-        """Bytes that limit the weights of the base to be loaded; None where it is loaded as a whole. Raises
-        ConfigError where not even a part of it fits."""
-        limit = (self._limit or 0) if self.base_id == BASE else 0
-        libraries = built_bytes() if self._counts_libraries else 0
-        return base_memory(model, self._config, self.ledger, limit, libraries)
 
     def open(self, executor: Executor, base: Base, cache: AdapterCache, config: SchedulerConfig) -> None:
         """Enters the base, the pages and the workspace. Raises ConfigError where they exceed the budget."""
@@ -217,15 +201,6 @@ class EngineMemory:
             self._cache.shed(missing())
             self.count_adapters()
         return missing()
-
-
-def _limit_of(config: EngineConfig, budget: int) -> int | None:
-    """Configured limit of stored adapters in bytes; None without one."""
-    match read_memory(config.adapter_memory, "adapter_memory"):
-        case float() as share:
-            return int(share * budget)
-        case limit:
-            return limit
 
 
 def device_capacity(device: torch.device) -> Capacity:

@@ -26,9 +26,9 @@ from coserve.executors.sequence_table import SequenceTable
 from coserve.executors.stitched import StitchedExecutor
 from coserve.executors.swap_space import SwapSpace
 from coserve.memory.budget import budget_of, process_capacity
-from coserve.memory.fake_tensors import fake_tensors, holds_no_data, is_fake
+from coserve.memory.fake_tensors import fake_tensors, is_fake
 from coserve.memory.malloc import keep_freed_memory, private_bytes, resident_bytes, return_freed_memory
-from coserve.model.base import Base
+from coserve.model.base import Base, is_without_data
 from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
@@ -75,9 +75,8 @@ def open_local(
         keep_freed_memory()
     before, private = resident_bytes(), private_bytes()
     base, streaming = _load(model, config)
-    if not (
-        config.base or holds_no_data(base.model)
-    ):  # one is proved as it is loaded, the other has nothing to compare
+    # One base is proved as it is loaded, another has nothing that could be compared.
+    if not (config.base or is_without_data(base)):
         prove_training(base)
     return_freed_memory()
     # A base that stays may lie in pages of its files, one that is streamed does not.

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -85,11 +85,6 @@ def fake_tensors() -> Iterator[Allocations]:
 def is_fake(tensor: Tensor) -> bool:
     """Tells whether a tensor holds no data."""
     return isinstance(tensor, FakeTensor)
-
-
-def holds_no_data(module: nn.Module) -> bool:
-    """Tells whether a module's parameters are shapes alone."""
-    return all(map(is_fake, module.parameters()))
 
 
 def _zeros(tensor: FakeTensor) -> NDArray[np.float32]:

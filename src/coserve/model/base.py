@@ -271,6 +271,11 @@ class Base:
                     block.answer_with(None)
 
 
+def is_without_data(base: Base) -> bool:
+    """Tells whether a base's parameters are fake tensors."""
+    return all(map(is_fake, base.model.parameters()))
+
+
 class _Elsewhere(UserDict[str, tuple[Tensor, Tensor]]):
     """Replaces the dict through which layers share keys and values with later layers, which read pages
     instead: transformers' `KVSharingDict`, in 5.17 a plain `UserDict`."""

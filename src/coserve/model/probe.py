@@ -24,8 +24,7 @@ from coserve.attention.batched import BatchedBackend
 from coserve.attention.paged import make_batched
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
-from coserve.memory.fake_tensors import holds_no_data
-from coserve.model.base import Base
+from coserve.model.base import Base, is_without_data
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.model.lockstep import in_lockstep
 from coserve.model.masks import Masks
@@ -75,7 +74,7 @@ def own_forward(base: Base) -> Own:
     """Runs the model's own forward, before any module is replaced; passes all blocks once. Without data one
     prompt shows what there is to see."""
     outputs = _Outputs()
-    prompts = draw(base, *(_LENGTHS[:1] if holds_no_data(base.model) else _LENGTHS))
+    prompts = draw(base, *(_LENGTHS[:1] if is_without_data(base) else _LENGTHS))
 
     @torch.no_grad()
     def run(ids: Tensor) -> tuple[list[Any], Tensor, list[Tensor]]:
@@ -139,7 +138,7 @@ def prove(base: Base, own: Own, masks: Masks, shorten: Callable[[], None] = lamb
     """Raises UnsupportedModel for a base that does not give what its own forward gives, with modules alone
     and with the shortcuts that the pass `shorten` puts into its blocks. All proofs pass the blocks once,
     together. Without data nothing is compared."""
-    if holds_no_data(base.model):  # there is nothing to compare
+    if is_without_data(base):  # there is nothing to compare
         return shorten()
     far = [_Far(base, masks, place) for place in _far_positions(base, masks)]
     passes = [*_near(base, own), *(run for one in far for run in (one.own, one.driven))]

@@ -34,7 +34,7 @@ def check(text: str, name: str) -> None:
 
 
 def refusal_of_folder(name: str, folder: Path) -> str:
-    """The sentence that refuses a folder with a configuration of this type and nothing else."""
+    """Reason to refuse a folder with a configuration of this type and nothing else."""
     try:
         CONFIG_MAPPING[name]().save_pretrained(folder)
     except Exception:  # no default configuration is valid

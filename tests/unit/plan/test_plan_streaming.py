@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from coserve.config import EngineConfig
+from coserve.engine.base_memory import BaseNeeds
 from coserve.errors import ConfigError
+from coserve.memory.compiled import built_bytes
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.load import load_base
 from coserve.plan.engine_run import least_memories, refusals
@@ -37,7 +40,8 @@ def folder(tmp_path: Path) -> Path:
 def plan(folder: Path, memory: str | int, base_memory: str | int = "auto") -> StreamedBase | None:
     subject = read_subject(folder)
     with fake_tensors():
-        return plan_streaming(subject, load_base(subject.build()), memory, base_memory)
+        config = EngineConfig(memory=memory, base_memory=base_memory, cache_tokens=64)
+        return plan_streaming(subject, load_base(subject.build()), config)
 
 
 def planned(folder: Path, memory: str | int, base_memory: str | int = "auto") -> StreamedBase:
@@ -73,12 +77,17 @@ def test_the_least_is_what_loading_needs(folder: Path) -> None:
 
 
 def test_it_is_streamed_where_a_server_would(folder: Path) -> None:
-    """By itself where the memory is set and smaller than the files; then it has half of it."""
+    """By itself where the memory is set and too small for the base beside all else."""
     saved = saved_bytes(folder, "none")
-    assert planned(folder, saved - 1).room == (saved - 1) // 2
-    assert plan(folder, saved) is plan(folder, "auto") is None
+    assert plan(folder, ENOUGH) is plan(folder, "auto") is None
     assert plan(folder, ENOUGH, 2 * saved) is None
     assert planned(folder, 2 * saved, 0.25).room == saved // 2  # type: ignore[arg-type]
+    subject = read_subject(folder)
+    with fake_tensors():
+        config = EngineConfig(memory=ENOUGH, cache_tokens=64)
+        needs = BaseNeeds.of(subject.build(), folder, config, 0, built_bytes())
+    assert planned(folder, needs.beside).streaming is None and planned(folder, needs.beside).room == 0
+    assert planned(folder, needs.beside + 1000).room == 1000
 
 
 def test_a_rate_is_measured_where_there_are_files(

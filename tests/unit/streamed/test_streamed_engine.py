@@ -170,7 +170,7 @@ def test_a_budget_is_enough_from_the_smallest_that_a_refusal_names_on(seed: int,
     fields |= {"swap_space": 0, "quantize": quantize}
 
     def serve(budget: int) -> str:
-        """The sentence that refuses a budget; empty for one that serves."""
+        """Reason to refuse a budget; empty for one that serves."""
         try:
             engine = Engine(folder, EngineConfig(memory=budget, **fields))
         except ConfigError as error:
