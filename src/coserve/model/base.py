@@ -21,6 +21,7 @@ from coserve.attention.backend import CacheShape
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu import row_buckets
+from coserve.memory.fake_tensors import is_fake
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
 from coserve.model.block import Block, Call, Ends, ModelPart, Resident, WeightReader
 from coserve.model.chain import Chain
