@@ -175,7 +175,7 @@ def test_folders_with_less_than_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"lacks 1 .*layers\.1\.self_attn\.q_proj"):
         load_base(tmp_path)
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelNotFound, match=r"model\.safetensors of .* is no file of safetensors"):
+    with pytest.raises(ModelNotFound, match=r"model\.safetensors is no safetensors file"):
         load_base(tmp_path)
 
 

@@ -93,19 +93,22 @@ def _dpo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[f
 
 
 def _orpo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[float, list[float]]:
-    """-m - beta log sigmoid(o - o2), where m is the mean log p of the preferred answer, o = m - log(1 - e^m)
-    its log odds, and o2 those of the other (Hong et al. 2024, equations 4 to 7)."""
-    spans = _spans(examples)
+    """-m - beta log sigmoid(o - o2), where m is the mean log p of the preferred answer's tokens, those whose
+    `answers` is one, o = m - log(1 - e^m) its log odds, and o2 those of the other (Hong et al. 2024,
+    equations 4 to 7)."""
+    spans, own = _spans(examples), of["answers"]
     terms, gradient = [], [0.0] * len(logs)
     for pair in zip(spans[::2], spans[1::2], strict=True):
-        means = [math.fsum(logs[begin:end]) / (end - begin) for begin, end in pair]
+        counts = [math.fsum(own[begin:end]) for begin, end in pair]
+        sums = [math.fsum(own[i] * logs[i] for i in range(begin, end)) for begin, end in pair]
+        means = [total / count for total, count in zip(sums, counts, strict=True)]
         odds = [mean - math.log(-math.expm1(mean)) for mean in means]
         margin = odds[0] - odds[1]
         terms.append(-means[0] + _ORPO * (max(-margin, 0.0) + math.log1p(math.exp(-abs(margin)))))
         slope = _ORPO / (1.0 + math.exp(margin))
         by_mean = (-1.0 + slope / math.expm1(means[0]), -slope / math.expm1(means[1]))
-        for (begin, end), one in zip(pair, by_mean, strict=True):
-            gradient[begin:end] = [one / (end - begin)] * (end - begin)
+        for (begin, end), one, count in zip(pair, by_mean, counts, strict=True):
+            gradient[begin:end] = [mask * one / count for mask in own[begin:end]]
     return math.fsum(terms), gradient
 
 
@@ -172,7 +175,7 @@ def _drawn(name: str, logs: Sequence[float], examples: Sequence[int], draw: rand
             return [log + draw.gauss(0.0, 0.2) for log in logs]
         case "advantages":
             return [draw.gauss(0.0, 1.0) for _ in logs]
-        case "sequence_ratio_mask":
+        case "sequence_ratio_mask" | "answers":
             return [1.0] * len(logs)
         case "desirable":
             return [float(example % 2) for example in examples]

@@ -143,10 +143,8 @@ def test_a_wrong_policy_is_found_out_before_a_model_is_looked_for(tmp_path: Path
         assert said in sentence
 
 
-def test_an_unknown_schedule_leaves_no_adapter(engine: Engine) -> None:
-    training = TrainingConfig(schedule="sideways")
-    assert "schedule" in refusal(ConfigError, lambda: engine.finetune(DATA, "new", training=training))
-    assert engine.adapters.bank.names == []
+def test_an_unknown_schedule_is_refused_before_anything_is_made() -> None:
+    assert "schedule" in refusal(ConfigError, lambda: TrainingConfig(schedule="sideways"))
 
 
 @pytest.mark.parametrize("name", ["", "a@1"])

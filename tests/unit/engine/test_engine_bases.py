@@ -169,7 +169,7 @@ def test_jobs_of_both_wait_in_one_line_for_one_ledger() -> None:
 
 def test_what_fails_on_one_base_leaves_the_other() -> None:
     engine, wide = two_engines(cache_tokens=256)
-    explodes = replace(SETTINGS, learning_rate=1e38, warmup_ratio=0.0, epochs=4)
+    explodes = replace(SETTINGS, learning_rate=1e20, warmup_ratio=0.0, epochs=4)
     good = engine.finetune(DATA, "good", LORA, replace(SETTINGS, epochs=8))
     bad = wide.finetune(DATA, "bad", LORA, explodes)
     answers = [one.generate([1, 2, 3], sampling=ANSWER) for one in (engine, wide)]

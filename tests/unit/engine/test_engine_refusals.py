@@ -112,7 +112,7 @@ def test_training(fields: dict[str, Any]) -> None:
 def test_iterating_a_failed_job_raises_what_made_it_fail(engine: Engine) -> None:
     data = [Example((1, 2, 3), (2, 3, -100))] * 8
     job = engine.finetune(
-        data, "lost", SMALL, TrainingConfig(learning_rate=1e38, batch_size=1, warmup_ratio=0.0)
+        data, "lost", SMALL, TrainingConfig(learning_rate=1e20, batch_size=1, warmup_ratio=0.0)
     )
     with pytest.raises(LossNotFinite):
         list(job)

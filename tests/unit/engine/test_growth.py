@@ -76,7 +76,7 @@ class Tenants:
         options = {
             "batch_size": draws.randint(1, 5), "rows": draws.choice([16, 64]),
             "max_steps": draws.randint(3, 5), "epochs": 5, "keep": draws.choice(["inputs", "pruned"]),
-            "learning_rate": 1e38 if fate == "infinite" else 1e-3,
+            "learning_rate": 1e20 if fate == "infinite" else 1e-3,
         }  # fmt: skip
         data = self._wrong if fate == "unreadable" else self._data
         validation = str(self._data) if draws.random() < 0.3 else None
