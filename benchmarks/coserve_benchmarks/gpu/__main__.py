@@ -20,7 +20,7 @@ from coserve_benchmarks.gpu.sizes import sizes_of
 from coserve_benchmarks.gpu.wheels import install_missing
 
 _NEEDED: Final = (
-    "torch", "transformers", "msgspec", "llguidance", "re2", "jsonschema_rs", "platformdirs", "scipy",
+    "torch", "transformers", "msgspec", "llguidance", "re2", "platformdirs", "scipy",
     "jinja2", "safetensors", "httpcore",
 )  # fmt: skip
 _SECONDS: Final = 525.0  # of all parts: with this process's own beginning and end, nine minutes

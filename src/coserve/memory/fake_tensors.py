@@ -18,11 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+BEFORE: Final = -1  # mark of what precedes the layers
 _DEVICE: Final = torch.ops.prim.device.default
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of all live storages, and their peak.
+    """Bytes of all live storages, and their peak. `segments` has the peaks between two marks of a program,
+    each with the number of the first of them.
 
     Only tensors of `mode` count: fake tensors made by nested tracing take no memory in the real program
     either.
@@ -31,7 +33,9 @@ class Allocations(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
+        self.segments: list[tuple[int, int]] = []
         self._peak = 0
+        self._mark, self._segment = BEFORE, 0
         self._mode = mode
         self._storages: dict[int, weakref.ref[Any]] = {}
 
@@ -44,6 +48,11 @@ class Allocations(TorchDispatchMode):
         """Starts the peak again from the bytes alive now."""
         self._peak = self.live
 
+    def mark(self, number: int) -> None:
+        """Ends a segment, and begins the one of this number."""
+        self.segments.append((self._mark, self._segment))
+        self._mark, self._segment = number, self.live
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -54,6 +63,7 @@ class Allocations(TorchDispatchMode):
         for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if isinstance(tensor, Tensor):
                 self._count(tensor)
+        self._segment = max(self._segment, self.live)
         self._peak = max(self._peak, self.live)
         return out
 

@@ -1,7 +1,8 @@
 """Runs programs on the engine's executor: inference without a graph, training by stored activations and
 windows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -41,11 +42,14 @@ class EngineRun:
     def __init__(self, subject: Subject, program: Program, device: torch.device) -> None:
         self._subject, self._program, self._device = subject, program, device
         self.cache = self.optimizer = 0
+        self.on_layer: Callable[[int], object] = int
 
     def go(self) -> Iterator[Stage]:
         load = self._program.load
         engine = Engine(self._subject.load(), self.config(_NO_LIMIT))
         self.cache = engine.executor.spec.cache_nbytes
+        for number, block in enumerate(engine.base.chain.blocks):
+            block.before_visit = partial(self.on_layer, number)
         yield Stage.LOADED
         self._answer(engine, load)
         yield Stage.INFERENCE

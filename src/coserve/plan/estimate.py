@@ -1,10 +1,12 @@
 """Estimates a program's peaks and their components, by running it on tensors without data."""
 
+import gc
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from coserve.memory.fake_tensors import fake_tensors
+from coserve.memory.fake_tensors import BEFORE, fake_tensors
+from coserve.plan.depth import Recorded, Segments, deepened, shallow
 from coserve.plan.engine_run import EngineRun
 from coserve.plan.stages import Peaks, Program, Run, Stage, System
 from coserve.plan.subject import Subject
@@ -52,29 +54,46 @@ def make_run(subject: Subject, program: Program, device: torch.device) -> Run:
 
 
 def estimate_peaks(subject: Subject, program: Program) -> Estimate:
-    """Peak bytes until each stage of the program was reached, and their components."""
-    peaks: dict[Stage, int] = {}
+    """Peak bytes until each stage of the program was reached, and their components. A deep model is run with
+    few layers, where all of them are alike (`plan.depth`)."""
+    subject = subject.without_weights()
+    found = None
+    if few := shallow(subject, program):
+        depth = subject.config.get_text_config().num_hidden_layers
+        found = deepened([recorded(one, program) for one in few], depth)
+    return estimate_of(recorded(subject, program) if found is None else found)
+
+
+def recorded(subject: Subject, program: Program) -> Recorded:
+    """Runs a program on tensors without data, with all of the subject's layers."""
+    segments: dict[Stage, Segments] = {}
     with fake_tensors() as counted:
-        run = make_run(subject.without_weights(), program, torch.device("cpu"))
+        run = make_run(subject, program, torch.device("cpu"))
+        run.on_layer = counted.mark
         early = 0  # of the optimizer's bytes, those that are there when rows go forward
         for stage in run.go():
             if stage is Stage.LOADED:
-                counted.reset()
+                gc.collect()  # what loading left behind
                 weights = counted.live - run.cache
+                segments[stage] = [(BEFORE, counted.live)]
+            counted.mark(BEFORE)
+            if stage is not Stage.LOADED:
+                segments[stage] = [*counted.segments]
             if stage is Stage.FORWARD:
                 early = run.optimizer
-            peaks[stage] = counted.peak
-        return Estimate(peaks, _components(peaks, weights, run, early))
+            counted.segments.clear()
+        return Recorded(segments, weights, run.cache, run.optimizer, early)
 
 
-def _components(peaks: Peaks, weights: int, run: Run, early: int) -> Components:
+def estimate_of(run: Recorded) -> Estimate:
     """Splits the last stage's peak into components. Each takes what it needs as long as bytes are left:
     memory freed before the peak is not part of it."""
+    peaks = run.peaks
     left = list(peaks.values())[-1]
-    no_grad = peaks[Stage.INFERENCE] - weights - run.cache
-    forward = peaks.get(Stage.FORWARD, peaks[Stage.INFERENCE]) - peaks[Stage.INFERENCE] - early
+    no_grad = peaks[Stage.INFERENCE] - run.weights - run.cache
+    forward = peaks.get(Stage.FORWARD, peaks[Stage.INFERENCE]) - peaks[Stage.INFERENCE] - run.early
     found = []
-    for wanted in (weights, run.cache, run.optimizer, no_grad, forward, left):
+    for wanted in (run.weights, run.cache, run.optimizer, no_grad, forward, left):
         found.append(max(0, min(wanted, left)))
         left -= found[-1]
-    return Components(*found)
+    return Estimate(peaks, Components(*found))

@@ -4,7 +4,7 @@ These are the measurements of the multi-LoRA report (4.2.2): weights, a pass wit
 a backward pass with gradients; and an optimizer step after these.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -72,10 +72,12 @@ Peaks = Mapping[Stage, int]  # the most bytes in use until a stage was reached; 
 class Run(Protocol):
     """A program on a device, or on tensors without data. `cache` are the bytes of keys and values that it
     holds, `optimizer` those of AdamW's moments and, in the engine, of an adapter's versions, master weights
-    and gradients. Both are those at the stage reached."""
+    and gradients. Both are those at the stage reached. `on_layer` is called with the number of each decoder
+    layer that is reached, forward or back."""
 
     cache: int
     optimizer: int
+    on_layer: Callable[[int], object]
 
     def go(self) -> Iterator[Stage]:
         """Runs the program and yields each stage when reached."""

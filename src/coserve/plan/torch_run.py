@@ -1,7 +1,7 @@
 """Runs programs by plain torch, as the multi-LoRA report measured: transformers' own model under autograd,
 trained whole or beside an adapter."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from coserve.adapters.bypass import Bypass, Place, Side
 from coserve.adapters.merge import WholeModel
 from coserve.adapters.methods import method_of
 from coserve.adapters.settings import settings_of
-from coserve.adapters.sites import Kind
+from coserve.adapters.sites import Kind, decoder_layers
 from coserve.adapters.virtual import VirtualTokens
 from coserve.attention.backend import CacheShape
 from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage
@@ -30,6 +30,7 @@ class TorchRun:
     def __init__(self, subject: Subject, program: Program, device: torch.device) -> None:
         self._subject, self._program, self._device = subject, program, device
         self.cache = self.optimizer = 0
+        self.on_layer: Callable[[int], object] = int
 
     def go(self) -> Iterator[Stage]:
         model = self._subject.load()
@@ -38,6 +39,9 @@ class TorchRun:
         _without_masks(model)
         model.requires_grad_(self._program.trains and not self._program.parts)
         plain = _Plain(model, self._program.parts)
+        for number, layer in enumerate(decoder_layers(model).values()):
+            layer.register_forward_pre_hook(partial(self._forward, number))
+            layer.register_forward_hook(partial(self._back_at, number))
         yield Stage.LOADED
         self._answer(plain)
         yield Stage.INFERENCE
@@ -57,6 +61,14 @@ class TorchRun:
             optimizer.zero_grad()
         self.optimizer = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
         yield Stage.STEP
+
+    def _forward(self, number: int, _layer: nn.Module, _args: Any) -> None:
+        self.on_layer(number)
+
+    def _back_at(self, number: int, _layer: nn.Module, _args: Any, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.on_layer(number) and None)
 
     @torch.no_grad()
     def _answer(self, plain: "_Plain") -> None:

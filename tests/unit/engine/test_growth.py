@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from methods import engine_of
 
 FATES = ("trained", "infinite", "unreadable", "unwanted", "cancelled", "paused")  # of the jobs of a round
 HEAP = 4 << 10  # bytes that a job may leave in the C library's heap; 0.3 to 0.9 KiB were seen
+CHECKED = 1  # the number of a check's reply, which may come after the job's end
 BOUND = 6  # of what is remembered of what is gone
 
 
@@ -61,6 +63,7 @@ class Tenants:
         for fate in draws.sample(FATES, len(FATES)):
             self._job(f"{number}-{fate}", fate, draws)
         self.desk.until(lambda: not self.desk.worker.has_work)
+        self.desk.until(lambda: [reply.ref for reply in self.desk.replies].count(CHECKED) == len(FATES))
         self.desk.send(Acknowledge(1 << 40))
         self.desk.reports.clear()
         self.desk.asked = 0
@@ -81,7 +84,7 @@ class Tenants:
         data = self._wrong if fate == "unreadable" else self._data
         validation = str(self._data) if draws.random() < 0.3 else None
         spec = JobSpec(name, str(data), str(folder), options, method, validation=validation, every=2)
-        desk.send(CheckJob(1, spec))
+        desk.send(CheckJob(CHECKED, spec))
         desk.send(
             StartJob(spec),
             Submit(f"beside {name}", (5, 6, 7), SamplingParams(max_tokens=2, seed=1)),
@@ -116,13 +119,15 @@ def test_jobs_that_ended_leave_nothing_behind(tmp_path: Path, seed: int) -> None
     tenants = Tenants(tmp_path, seed)
     for number in range(2):
         tenants.round(number)
-    inside, alive, heap = containers(tenants.desk.worker), objects(), heap_in_use()
-    for number in range(2, 4):
+    inside, alive, heap = containers(tenants.desk.worker), objects(), [heap_in_use()]
+    for number in range(2, 5):
         tenants.round(number)
+        heap.append(heap_in_use())
     assert tenants.ends == {"succeeded", "failed", "cancelled", "paused"}
     assert grown(inside, containers(tenants.desk.worker)) == {}
     assert grown(alive, objects()) == {}
-    assert heap_in_use() - heap <= HEAP * 2 * len(FATES)
+    # A leak is there in every round; what a library makes once, of up to 8 MB, is there in one.
+    assert min(after - before for before, after in pairwise(heap)) <= HEAP * len(FATES)
 
 
 def test_names_that_are_gone_are_forgotten_and_their_numbers_never_come_again() -> None:

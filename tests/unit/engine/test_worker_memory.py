@@ -91,12 +91,18 @@ def desk(data: Path, tmp_path: Path) -> Desk:
     return Desk(desk.engine.memory.ledger.used + 1000)
 
 
-def start(data: Path, folder: Path, name: str, **fields: Any) -> StartJob:
-    return StartJob(JobSpec(name, str(data), str(folder / name), OPTIONS, METHOD, **fields))
+def start(data: Path, folder: Path, name: str, **options: Any) -> StartJob:
+    return StartJob(JobSpec(name, str(data), str(folder / name), {**OPTIONS, **options}, METHOD))
+
+
+def first(data: Path, folder: Path) -> StartJob:
+    """A job that goes on until it is stopped, however long the reading of another takes."""
+    return start(data, folder, "one", epochs=10_000)
 
 
 def test_a_job_waits_and_begins_when_the_one_before_has_ended(desk: Desk, data: Path, tmp_path: Path) -> None:
-    desk.worker.take(start(data, tmp_path, "one"))
+    desk.worker.take(first(data, tmp_path))
+    desk.until(lambda: desk.of(JobStarted, "one"))
     desk.worker.take(start(data, tmp_path, "two"))
     desk.until(lambda: desk.of(JobWaiting, "two"))
     (waiting,) = desk.of(JobWaiting, "two")
@@ -104,6 +110,7 @@ def test_a_job_waits_and_begins_when_the_one_before_has_ended(desk: Desk, data: 
     again = desk.worker.connected()
     assert again.jobs == ("one", "two") and again.waiting == {"two": waiting.reason}
     desk.worker.take(WeighJob("two", 3.0))
+    desk.worker.take(StopJob("one", keep=False))
     desk.until(lambda: desk.of(JobStarted, "two"))
     assert desk.of(JobEnded, "one") and desk.engine.jobs["two"].weight == 3.0
     assert desk.worker.connected().waiting == {}
@@ -115,14 +122,16 @@ def test_a_job_waits_and_begins_when_the_one_before_has_ended(desk: Desk, data: 
 def test_a_job_that_waits_can_be_stopped(
     desk: Desk, data: Path, tmp_path: Path, keep: bool, status: str
 ) -> None:
-    desk.worker.take(start(data, tmp_path, "one"))
+    desk.worker.take(first(data, tmp_path))
+    desk.until(lambda: desk.of(JobStarted, "one"))
     desk.worker.take(start(data, tmp_path, "two"))
     desk.until(lambda: desk.of(JobWaiting, "two"))
     desk.worker.take(StopJob("two", keep))
     desk.until(lambda: desk.of(JobEnded, "two"))
     assert desk.of(JobEnded, "two")[0].status == status and not desk.of(JobStarted, "two")
+    desk.worker.take(StopJob("one", keep=False))
     desk.until(lambda: desk.of(JobEnded, "one"))
-    assert desk.of(JobEnded, "one")[0].status == "succeeded"
+    assert desk.of(JobEnded, "one")[0].status == "cancelled"
 
 
 @pytest.mark.parametrize("rank", [2, 4000])

@@ -78,5 +78,5 @@ def test_a_sketch_has_the_shapes_of_the_adapter(method: object) -> None:
 
 def test_a_sketch_takes_no_memory() -> None:
     base = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=64)).base
-    sketch = sketch_adapter(base, "a", LoRAConfig(rank=1 << 30), 0)
+    sketch = sketch_adapter(base, "a", LoRAConfig(rank=1 << 14), 0)
     assert all(tensor.is_meta for tensor in sketch.parameters().values())
