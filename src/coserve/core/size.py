@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from coserve.errors import ConfigError
@@ -56,3 +57,9 @@ def show_size(nbytes: float, up: bool = False) -> str:
     if power == 0:
         return f"{nbytes:.0f} bytes"
     return f"{nbytes:.3g} {_POWERS[power]}iB" if abs(nbytes) < 1000 else f"{nbytes:.0f} {_POWERS[power]}iB"
+
+
+def show_sizes(sizes: Mapping[str, int]) -> str:
+    """Sizes with their names, the largest first; those of no bytes are left out."""
+    largest = sorted(((nbytes, name) for name, nbytes in sizes.items() if nbytes), reverse=True)
+    return ", ".join(f"{name} {show_size(nbytes)}" for nbytes, name in largest)

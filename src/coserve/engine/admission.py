@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple, Protocol
 
 from coserve.adapters.replace import expect_exact
-from coserve.core.size import show_size
+from coserve.core.size import show_size, show_sizes
 from coserve.engine.memory import EngineMemory, base_owner, job_owner
 from coserve.errors import OutOfMemory
 from coserve.executors.executor import Executor, ReadMemory, SetLimits
@@ -99,9 +99,12 @@ class Admission:
             return
         found = settings_that_fit(self._base, size, self._steps, room)
         advice = f"it would fit with {', or '.join(found)}" if found else "no smaller setting would do"
+        missing, budget = needs.total - room, self._ledger.budget
         raise OutOfMemory(
-            f"job {name} needs {show_size(needs.total)} ({_listed(needs)}), {show_size(needs.total - room)} "
-            f"more than a job can have of the {show_size(self._ledger.budget)} there are; {advice}"
+            f"job {name} needs {show_size(needs.total)} ({show_sizes(needs.parts)}), {show_size(missing)} "
+            f"more than a job can have of the {show_size(budget)} there are, of which others have "
+            f"{show_sizes(self._memory.beside_jobs())}: engine.memory of "
+            f"{show_size(budget + missing, up=True)} is enough; {advice}"
         )
 
     def enter(self, job: Applicant, size: JobSize, start: Callable[[], None]) -> bool:
@@ -216,9 +219,3 @@ class Admission:
         running = [job for one in self._all for job in one._running]
         holders = f"job {', '.join(running)} ends" if running else "an adapter is unloaded"
         return f"waits for {needed} of memory, {show_size(missing)} more than are free, until {holders}"
-
-
-def _listed(needs: JobNeeds) -> str:
-    """Bytes by purpose as text, largest first."""
-    parts = {**{account.value: n for account, n in needs.own.items()}, Account.WORKSPACES.value: needs.shared}
-    return ", ".join(f"{name} {show_size(n)}" for name, n in sorted(parts.items(), key=lambda item: -item[1]))

@@ -4,7 +4,7 @@ The base, the pages and a step's workspace are reserved for good. Jobs reserve t
 stored adapters have a set limit, or the rest. Bases of one engine share the ledger.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
@@ -169,10 +169,24 @@ class EngineMemory:
 
     def job_room(self) -> int:
         """Bytes available to a job that runs alone with no adapter loaded."""
-        owners = {base_owner(name, one.base_id) for one in self._all for name in _FIXED}
-        owners -= {base_owner("base", self.base_id)}  # as it is now, and once a job trains
-        fixed, held = sum(map(self.ledger.of, (*owners, _LIBRARIES))), self._held()
-        return self.ledger.budget - fixed - (self._limit or 0) - held.base - held.base_to_train
+        return self.ledger.budget - sum(self.beside_jobs().values())
+
+    def beside_jobs(self) -> dict[str, int]:
+        """Bytes that no job can have, by what has them: the base as it is once a job trains."""
+        held, others = self._held(), [one.base_id for one in self._all if one is not self]
+
+        def of(name: str, bases: Iterable[str] = (self.base_id,)) -> int:
+            return sum(self.ledger.of(base_owner(name, base)) for base in bases)
+
+        return {
+            "the base": held.base,
+            "its weights laid out for backward": held.base_to_train,
+            "the cache": of("pages"),
+            "a step": of("steps"),
+            "other bases": sum(of(name, others) for name in _FIXED),
+            "libraries": self.ledger.of(_LIBRARIES),
+            "adapters": self._limit or 0,
+        }
 
     def _held(self) -> DeviceMemory:
         """Bytes that the device really holds."""

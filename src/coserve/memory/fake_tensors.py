@@ -6,7 +6,7 @@ device's allocator would be asked for, for any model and method, without formula
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -15,29 +15,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 BEFORE: Final = -1  # mark of what precedes the layers
 _DEVICE: Final = torch.ops.prim.device.default
+_NOTHING: Final[Mapping[str, object]] = {}
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Bytes of all live storages, and their peak. `segments` has the peaks between two marks of a program,
     each with the number of the first of them.
 
-    Only tensors of `mode` count: fake tensors made by nested tracing take no memory in the real program
-    either.
+    Tensors of other modes do not count: fake tensors made by nested tracing take no memory in the real
+    program either.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
         self.live = 0
         self.segments: list[tuple[int, int]] = []
         self._peak = 0
         self._mark, self._segment = BEFORE, 0
-        self._mode = mode
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._is_inside = False  # in an operator: what its fake form calls is no operator of the program
 
     @property
     def peak(self) -> int:
@@ -54,12 +54,18 @@ class Allocations(TorchDispatchMode):
         self._mark, self._segment = number, self.live
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[object] = (), kwargs: Mapping[str, object] = _NOTHING
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # half of all calls, answered first
             return args[0].fake_device
-        answer = _ANSWERS.get(func)
-        out = func(*args, **(kwargs or {})) if answer is None else answer(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self._is_inside:
+            return self.dispatch(func, types, args, kwargs)
+        self._is_inside = True
+        try:
+            out = self._run(func, types, args, kwargs)
+        finally:
+            self._is_inside = False
         for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if isinstance(tensor, Tensor):
                 self._count(tensor)
@@ -67,8 +73,14 @@ class Allocations(TorchDispatchMode):
         self._peak = max(self._peak, self.live)
         return out
 
+    def _run(self, func: Any, types: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        if (answer := _ANSWERS.get(func)) is None:
+            return self.dispatch(func, types, args, kwargs)
+        with self:  # a mode is off while it dispatches
+            return answer(*args, **kwargs)
+
     def _count(self, tensor: Tensor) -> None:
-        if getattr(tensor, "fake_mode", None) is not self._mode:
+        if getattr(tensor, "fake_mode", None) is not self:
             return
         storage = tensor.untyped_storage()
         key: int = storage._cdata
@@ -87,8 +99,7 @@ class Allocations(TorchDispatchMode):
 @contextmanager
 def fake_tensors() -> Iterator[Allocations]:
     """Runs the block on tensors without data and gives its allocations."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, Allocations(mode) as counted:
+    with Allocations() as counted:
         yield counted
 
 

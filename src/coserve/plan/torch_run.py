@@ -68,7 +68,10 @@ class TorchRun:
     def _back_at(self, number: int, _layer: nn.Module, _args: Any, out: Any) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         if hidden.requires_grad:
-            hidden.register_hook(lambda _: self.on_layer(number) and None)
+            hidden.register_hook(partial(self._back, number))
+
+    def _back(self, number: int, _gradient: Any) -> None:
+        self.on_layer(number)
 
     @torch.no_grad()
     def _answer(self, plain: "_Plain") -> None:

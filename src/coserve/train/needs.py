@@ -52,6 +52,12 @@ class JobNeeds:
     def total(self) -> int:
         return sum(self.own.values()) + self.shared
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by purpose."""
+        own = {account.value: nbytes for account, nbytes in self.own.items()}
+        return {**own, Account.WORKSPACES.value: self.shared}
+
 
 def job_needs(
     base: Base,

@@ -1,12 +1,13 @@
 """Jobs are let in by bytes: never, later, or now."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import Plan, StepResult
-from coserve.core.size import show_size
+from coserve.core.size import read_size, show_size
 from coserve.engine import memory
 from coserve.engine.finetuning import FineTuning
 from coserve.errors import AdapterNotFound, ConfigError, JobError, OutOfMemory
@@ -147,6 +148,17 @@ def test_one_that_never_fits_is_refused_with_what_is_missing(fixed: int, needed:
     assert "it would fit with keep=inputs" in text and "batch_size=3" in text
     assert not engine.jobs and engine.memory.ledger.used == fixed
     tokens(engine)
+
+
+def test_a_refusal_says_what_has_the_memory_and_how_much_is_enough(fixed: int, needed: int) -> None:
+    with pytest.raises(OutOfMemory) as refused:
+        start(make_engine(fixed + needed // 50), "one")
+    found = re.search(
+        r"others have a step .*, the base .*: engine.memory of (.*) is enough", str(refused.value)
+    )
+    assert found is not None
+    job = start(make_engine(read_size(found[1])), "one")
+    assert job.status == "running"
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.55, 0.02])

@@ -38,10 +38,10 @@ def trace(
     """The graph of layer `index` with the bypasses `placed` in it. The gradient of its input is wanted where
     something below it trains, that of earlier keys and values where some of them do."""
     path, layer = list(sketch.layers.items())[index]
-    weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    with sketch.mode:
+    with sketch.mode:  # in another, as of `memory.fake_tensors`, they would count as memory
+        weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
         placed = [(place, bypass.in_type(DTYPE)) for place, bypass in placed]
-    leaves = [{n: sketch.fake(p) for n, p in bypass.parameters().items()} for _, bypass in placed]
+        leaves = [{n: sketch.fake(p) for n, p in bypass.parameters().items()} for _, bypass in placed]
     called = sketch.calls[index]
     log = _ModuleSpans()
 
