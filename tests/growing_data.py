@@ -1,10 +1,13 @@
 """Training files of which one thing is repeated, for each container and format."""
 
+import contextlib
 import gzip
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
+
+import psutil
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": [1, {"y": 2}]}'}}
@@ -137,3 +140,16 @@ def columns(n: int) -> dict[str, bytes]:
         "one text": pyarrow.table({"text": ["a" * n]}),
     }
     return {name: parquet(table) for name, table in tables.items()}
+
+
+def slow_file(lines: int = 400_000) -> bytes:
+    """Takes ten seconds or so to read."""
+    return b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}\n' * lines
+
+
+def readers(process: int) -> Iterator[psutil.Process]:
+    """The sandboxes of a process that are reading training data now."""
+    for child in psutil.Process(process).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "coserve.jobs.child:read" in child.cmdline() and child.cpu_percent(0.1) > 1:
+                yield child

@@ -14,6 +14,7 @@ from coserve import tiny
 from coserve.serve.settings import ServerSettings
 from coserve.wire.messages import Drain
 from fake_engine import FakeEngine
+from growing_data import readers, slow_file
 from waiting import until
 
 BODY: Any = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 1}
@@ -56,8 +57,8 @@ def test_a_process_serves_survives_kill_9_and_drains(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_answers_that_take_too_long_end_with_the_drain(tmp_path: Path) -> None:
-    """And a server whose engine is not there does not wait for it."""
+def test_what_takes_too_long_ends_with_the_drain(tmp_path: Path) -> None:
+    """Answers, and the reading of an upload. A server whose engine is not there does not wait for it."""
     settings = ServerSettings(model=str(tiny.path()), state=tmp_path, name="tiny", drain_seconds=0.1)
 
     async def story() -> None:
@@ -73,11 +74,16 @@ def test_answers_that_take_too_long_end_with_the_drain(tmp_path: Path) -> None:
             endless = {**BODY, "max_tokens": 2000}
             asked = [asyncio.create_task(http.post("/v1/completions", json=endless)) for _ in range(40)]
             await until(lambda: len(fake.running) >= fake.max_running)
+            form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", slow_file())}}
+            sent = asyncio.create_task(http.post("/v1/files", **form))
+            await until(lambda: any(readers(server.process.pid)))
             server.process.terminate()
             answers = await asyncio.gather(*asked)
             assert {answer.status_code for answer in answers} == {503}
             assert "shutting down" in answers[0].text
             assert await server.process.wait() == 0
+            await asyncio.gather(sent, return_exceptions=True)
+            assert sent.exception() is not None or sent.result().is_error
             assert not fake.running and fake.said[-1] == Drain()
         async with asyncio.timeout(40), served(settings, listener) as lonely:  # 45 s for an engine
             assert (await lonely.status())["state"] == "ready"

@@ -10,20 +10,18 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from coserve.errors import DataError
 from coserve.jobs import child, datasets
 from coserve.jobs.limits import LIMITS, ReadLimits
-from growing_data import ANSWER, USER, columns, equal_rows, files, parquet
+from growing_data import ANSWER, USER, columns, equal_rows, files, parquet, readers, slow_file
 from serving import Play, World, listening
 from training import upload
 
@@ -102,18 +100,6 @@ def test_small_files_that_would_take_long_are_refused_at_once(tmp_path: Path) ->
             datasets.count(path, "a", replace(LIMITS, seconds=1.0))
 
 
-def slow_file(lines: int = 400_000) -> bytes:
-    """Takes ten seconds or so."""
-    return b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}\n' * lines
-
-
-def readers() -> Iterator[psutil.Process]:
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "coserve.jobs.child:read" in process.cmdline() and process.cpu_percent(0.1) > 1:
-                yield process
-
-
 def test_reading_ends_with_the_client_and_with_the_server(play: Play) -> None:
     """And neither another upload of the tenant nor the end of the server waits for it."""
 
@@ -126,11 +112,11 @@ def test_reading_ends_with_the_client_and_with_the_server(play: Play) -> None:
                 await http.post("/v1/files", timeout=timeout, **form)
 
         async def is_read() -> None:
-            while not await asyncio.to_thread(lambda: list(readers())):
+            while not await asyncio.to_thread(lambda: list(readers(os.getpid()))):
                 await asyncio.sleep(0.05)
 
         async def rests() -> None:
-            while await asyncio.to_thread(lambda: list(readers())):
+            while await asyncio.to_thread(lambda: list(readers(os.getpid()))):
                 await asyncio.sleep(0.05)
 
         async with listening(world.app) as url, httpx.AsyncClient(base_url=url) as http:

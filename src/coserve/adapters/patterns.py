@@ -27,7 +27,8 @@ LONGEST: Final = 10_000  # characters of a pattern
 MOST_SECONDS: Final = 2.0  # of processor time for an adapter's patterns; ordinary ones take a thousandth
 CHILD_SECONDS: Final = 0.5  # the same in the child process, where a thousand names take a hundredth of it
 _CHILD_MEMORY: Final = 64 << 20  # bytes that the child may take
-_CHILD: Final = SandboxPool("coserve.adapters.backtracking:first_matches", 1, _CHILD_MEMORY)
+# As many as threads load adapters: none waits for the patterns of another.
+_CHILD: Final = SandboxPool("coserve.adapters.backtracking:first_matches", 4, _CHILD_MEMORY)
 # What PEFT puts around a pattern: none, in `rank_pattern`, in `layers_pattern`.
 _WHOLE: Final = "{}"
 _ENDING: Final = r"(.*\.)?({})$"
