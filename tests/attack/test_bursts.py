@@ -45,7 +45,7 @@ from coserve.wire.messages import (
 from engine_process import EngineProcess, Server
 
 BURST = int(os.environ.get("COSERVE_ATTACK_BURST", "300"))
-SHORT = 16
+SHORT = 8
 QUICK = 2  # of kinds that take long: passes, saves, loads, checks
 # Seconds between two tokens of the stream; the margin is for tests that run beside others. Before commands
 # were paced, 100 sessions made one of 12 s.

@@ -146,6 +146,7 @@ def test_a_signal_that_comes_to_another_thread_ends_it(folder: Path, tmp_path: P
             process.kill()
 
 
+@pytest.mark.slow  # 30 s: three processes
 def test_training_on_two_shards_survives_the_kill_of_one(folder: Path, tmp_path: Path) -> None:
     """Each is a process of its own, which has half of every linear; a job waits for the one that is away."""
     addresses = [f"unix:{tmp_path / name}.sock" for name in "ab"]

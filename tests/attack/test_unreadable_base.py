@@ -90,6 +90,7 @@ def peace(streamed: Streamed) -> tuple[str, list[tuple[int, float]]]:
     return stream.whole(), streamed.losses(job)
 
 
+@pytest.mark.slow  # 40 s; `unit/streamed/test_unreadable.py` has the same within an engine
 def test_all_work_waits_for_weights_and_goes_on(
     streamed: Streamed, peace: tuple[str, list[tuple[int, float]]]
 ) -> None:

@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from coserve.core.collection import collection_paused
 from coserve.serve.answering.cost import MOST_JSON_NUMBERS, MOST_JSON_VALUES
 from coserve.serve.errors import ApiError
 from coserve.serve.state import state_of
@@ -93,6 +94,11 @@ def parse(kind: type[BaseModel], body: bytes) -> BaseModel:
     if _has_long_number(body):
         message = f"The body holds a number with more than {_MOST_DIGITS} digits in a row."
         raise ApiError(400, message, code="invalid_value")
+    with collection_paused():
+        return _validate(kind, body)
+
+
+def _validate(kind: type[BaseModel], body: bytes) -> BaseModel:
     try:
         value = _decoder.decode(body.removeprefix(_BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
