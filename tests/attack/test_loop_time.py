@@ -36,8 +36,6 @@ AT_ONCE: Final = 6
 MOST_STOP: Final = 0.1  # seconds
 PATIENCE: Final = 60.0  # seconds
 TINKER: Final = "/api/v1"
-# The server closes connections that rest for five seconds; one that is used just then answers nothing.
-LIMITS: Final = httpx2.Limits(keepalive_expiry=2.0)
 Post = Callable[[str, Any], Any]
 
 
@@ -61,9 +59,7 @@ class Campaign:
         headers = {"content-type": "application/json", **asked.headers}
         try:
             async with asyncio.timeout(patience):
-                answer = await self.http.request(
-                    asked.method, asked.path, content=asked.body, headers=headers
-                )
+                answer = await self._asked(asked, headers)
         except TimeoutError:
             self.statuses[0] += 1
             if patience == PATIENCE:
@@ -83,6 +79,18 @@ class Campaign:
         if answer.status_code >= 500:
             self.failed.append(f"{asked.what or asked.path}: {answer.text[:200]}")
         return answer
+
+    async def _asked(self, asked: Asked, headers: dict[str, str]) -> httpx2.Response:
+        """The answer; asked for again where the connection was closed first, as the server does with one
+        that rests, or of whose last body it has read no more (RFC 9112, 9.3.1). A server that died stays so.
+        """
+        for again in (True, False):
+            try:
+                return await self.http.request(asked.method, asked.path, content=asked.body, headers=headers)
+            except httpx2.TransportError:
+                if not again or len(asked.body or b"") >= 1 << 19:
+                    raise
+        raise AssertionError
 
     def look(self) -> None:
         stopped, computed = self.clock.take()
@@ -175,7 +183,7 @@ def attack(app: Any, folder: Path, count: int, size: int) -> tuple[Campaign, str
             async with (
                 engine,
                 watched_api(settings, log) as (url, clock),
-                httpx2.AsyncClient(base_url=url, timeout=None, limits=LIMITS) as http,
+                httpx2.AsyncClient(base_url=url, timeout=None) as http,
             ):
                 campaign = Campaign(http, clock)
                 known = await settled(campaign, size)

@@ -5,6 +5,7 @@ fsynced when `write` returns.
 """
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, create_engine, event, 
 from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.orm import Session
 
+from coserve.core.collection import collection_paused
 from coserve.errors import StateError
 from coserve.serve.store.examine import examine, explain
 from coserve.serve.store.migrate import migrate
@@ -98,6 +100,11 @@ def page_of(
     return Page(tuple(rows[:limit]), len(rows) > limit)
 
 
+def _from_json(text: str) -> Any:
+    with collection_paused():  # clients' metadata may have a hundred thousand lists
+        return json.loads(text)
+
+
 def _run(engine: Engine, work: Callable[[Session], R]) -> R:
     try:
         with Session(engine, expire_on_commit=False) as session, session.begin():
@@ -110,7 +117,9 @@ def _run(engine: Engine, work: Callable[[Session], R]) -> R:
 
 
 def _engine(path: Path, begin: str) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": BUSY_SECONDS})
+    engine = create_engine(
+        f"sqlite:///{path}", connect_args={"timeout": BUSY_SECONDS}, json_deserializer=_from_json
+    )
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _: object) -> None:
