@@ -256,9 +256,8 @@ def _measured(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _say(message: str) -> None:
-    """Prints progress to stderr, on a terminal only."""
-    if sys.stderr.isatty():
-        print(message, file=sys.stderr)
+    """Prints progress to stderr."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def _command() -> str:

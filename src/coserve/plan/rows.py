@@ -156,8 +156,9 @@ def plan_rows(
     on_cpu = device is None or torch.device(device).type == "cpu"
     tell("asking the engine what fits")
     answers = iter(_ask_engine(subject, programs, budget, on_cpu, streamed))
-    for program in programs:
-        tell(f"estimating {program.system}, {program.name}")
+    for number, program in enumerate(programs, 1):
+        what = f"{program.system}, {program.name} ({number} of {len(programs)})"
+        tell(f"estimating {what}")
         estimate, least = estimate_peaks(subject, program), None
         if program.system is System.COSERVE:
             refused, least = next(answers)
@@ -167,7 +168,7 @@ def plan_rows(
             refused = "" if estimate.components.total <= budget else "it needs more than there is"
         found, how = None, ""
         if device is not None:
-            tell(f"measuring {program.system}, {program.name}")
+            tell(f"measuring {what}")
             found, how = measure_peaks(subject, program, device)
         yield Row(program, estimate, refused, found, how, least)
 
