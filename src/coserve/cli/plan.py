@@ -84,6 +84,7 @@ def plan(
             raise ConfigError("--activations explains one --adapter at a time")
         (parts,) = recipes.values()
         return explain(subject.config, subject.dtype, parts, keep, as_json)
+    from coserve.core.control_group import usable_processors
     from coserve.plan.rows import make_plan
 
     asked = _asked(recipes, batch, length, loss, keep, cache_tokens, memory, base_memory, device, measure)
@@ -91,7 +92,7 @@ def plan(
         "command": _command(),
         "code": measured_code(),
         "date": datetime.now(UTC).date().isoformat(),
-        **make_plan(subject, asked, _say),
+        **make_plan(subject, asked, _say, usable_processors()),
     }
     if plot is not None:
         from coserve.plan.picture import draw

@@ -1,7 +1,12 @@
 """Estimates a program's peaks and their components, by running it on tensors without data."""
 
 import gc
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
 
 import torch
 
@@ -56,12 +61,30 @@ def make_run(subject: Subject, program: Program, device: torch.device) -> Run:
 def estimate_peaks(subject: Subject, program: Program) -> Estimate:
     """Peak bytes until each stage of the program was reached, and their components. A deep model is run with
     few layers, where all of them are alike (`plan.depth`)."""
-    subject = subject.without_weights()
-    found = None
-    if few := shallow(subject, program):
-        depth = subject.config.get_text_config().num_hidden_layers
-        found = deepened([recorded(one, program) for one in few], depth)
-    return estimate_of(recorded(subject, program) if found is None else found)
+    (found,) = estimates(subject, [program])
+    return found
+
+
+def estimates(subject: Subject, programs: Sequence[Program], processes: int = 1) -> Iterator[Estimate]:
+    """`estimate_peaks` of all programs. Runs of a deep model take seconds each, and are spread over so many
+    copies of this process, which may have no thread that holds a lock."""
+    whole = subject.without_weights()
+    few = [shallow(whole, program) for program in programs]
+    asked = [(one, program) for own, program in zip(few, programs, strict=True) for one in own or [whole]]
+    with ExitStack() as stack:
+        if processes > 1 and any(few):
+            context = get_context("fork")  # the others import for seconds
+            pool = stack.enter_context(ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)))
+            runs = pool.map(recorded, *zip(*asked, strict=True))
+        else:
+            runs = map(recorded, *zip(*asked, strict=True))
+        for own, program in zip(few, programs, strict=True):
+            first = next(runs)
+            found = first
+            if own:
+                depth = subject.config.get_text_config().num_hidden_layers
+                found = deepened([first, *islice(runs, len(own) - 1)], depth) or recorded(whole, program)
+            yield estimate_of(found)
 
 
 def recorded(subject: Subject, program: Program) -> Recorded:

@@ -14,7 +14,7 @@ from coserve.memory.malloc import resident_bytes
 from coserve.model.base import Base
 from coserve.model.load import load_base
 from coserve.plan.engine_run import least_memories, refusals
-from coserve.plan.estimate import Estimate, estimate_peaks
+from coserve.plan.estimate import Estimate, estimates
 from coserve.plan.measure import measure_peaks
 from coserve.plan.recipes import Fields
 from coserve.plan.stages import Peaks, PlainLoss, Program, ProgramSize, System
@@ -103,9 +103,12 @@ class PlanRequest:
             )
 
 
-def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """The whole plan, for JSON. `tell` is called with progress messages. Raises ModelError or AdapterError
-    for programs that no engine could run, and ServerError where measuring fails."""
+def make_plan(
+    subject: Subject, request: PlanRequest, tell: Tell = lambda _: None, processes: int = 1
+) -> dict[str, Any]:
+    """The whole plan, for JSON, estimated by so many `processes`. `tell` is called with progress messages.
+    Raises ModelError or AdapterError for programs that no engine could run, and ServerError where measuring
+    fails."""
     imports = resident_bytes()  # so far they are all that there is
     tell("estimating the base")
     streamed = None
@@ -118,7 +121,7 @@ def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: Non
             )
             streamed = plan_streaming(subject, base, config)
     programs = list(request.programs())
-    rows = list(plan_rows(subject, programs, request.budget, request.device, tell, streamed))
+    rows = list(plan_rows(subject, programs, request.budget, request.device, tell, streamed, processes))
     return {
         "model": subject.name,
         "dtype": str(subject.dtype).removeprefix("torch."),
@@ -150,16 +153,18 @@ def plan_rows(
     device: str | None,
     tell: Tell = lambda _: None,
     streamed: StreamedBase | None = None,
+    processes: int = 1,
 ) -> Iterator[Row]:
-    """Rows one by one. With a `device` programs are measured, too; None only estimates. `streamed` is the
-    engine's base where it is not in memory as a whole."""
+    """Rows one by one, estimated by so many `processes`. With a `device` programs are measured, too; None
+    only estimates. `streamed` is the engine's base where it is not in memory as a whole."""
     on_cpu = device is None or torch.device(device).type == "cpu"
+    found_next = estimates(subject, programs, processes)
     tell("asking the engine what fits")
     answers = iter(_ask_engine(subject, programs, budget, on_cpu, streamed))
     for number, program in enumerate(programs, 1):
         what = f"{program.system}, {program.name} ({number} of {len(programs)})"
         tell(f"estimating {what}")
-        estimate, least = estimate_peaks(subject, program), None
+        estimate, least = next(found_next), None
         if program.system is System.COSERVE:
             refused, least = next(answers)
             if streamed is not None:

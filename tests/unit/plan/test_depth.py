@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 
 from coserve.plan.depth import deepened, shallow
-from coserve.plan.estimate import estimate_of, recorded
+from coserve.plan.estimate import estimate_of, estimates, recorded
 from coserve.plan.recipes import METHODS
 from coserve.plan.stages import PlainLoss, Program, ProgramSize, System
 from coserve.plan.subject import Subject, subject_of
@@ -41,6 +41,13 @@ def test_few_layers_tell_the_bytes_of_many(
     whole = recorded(own, asked)
     assert found is not None and found.peaks == whole.peaks
     assert estimate_of(found).components == estimate_of(whole).components
+
+
+def test_processes_tell_the_same() -> None:
+    programs = [
+        Program("lora", system, LOAD, True, (METHODS["lora"],)) for system in (System.TORCH, System.COSERVE)
+    ]
+    assert list(estimates(subject(7), programs, 2)) == list(estimates(subject(7), programs))
 
 
 def test_layers_that_differ_are_all_run() -> None:
