@@ -19,7 +19,7 @@ from coserve.errors import ConfigError, CoserveError, OutOfMemory
 from coserve.executors.executor import FreshAdapter, OpenSession, ReadMemory
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.ledger import Account
-from coserve.plan.stages import Program, ProgramSize, Stage
+from coserve.plan.stages import Program, ProgramSize, Stage, nobody
 from coserve.plan.subject import Subject
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 from coserve.train.config import TrainingConfig
@@ -42,7 +42,7 @@ class EngineRun:
     def __init__(self, subject: Subject, program: Program, device: torch.device) -> None:
         self._subject, self._program, self._device = subject, program, device
         self.cache = self.optimizer = 0
-        self.on_layer: Callable[[int], object] = int
+        self.on_layer: Callable[[int], object] = nobody
 
     def go(self) -> Iterator[Stage]:
         load = self._program.load

@@ -69,6 +69,10 @@ class Program:
 Peaks = Mapping[Stage, int]  # the most bytes in use until a stage was reached; weights alone at LOADED
 
 
+def nobody(_layer: int) -> None:
+    """The `on_layer` of a run that nobody watches."""
+
+
 class Run(Protocol):
     """A program on a device, or on tensors without data. `cache` are the bytes of keys and values that it
     holds, `optimizer` those of AdamW's moments and, in the engine, of an adapter's versions, master weights

@@ -18,7 +18,7 @@ from coserve.adapters.settings import settings_of
 from coserve.adapters.sites import Kind, decoder_layers
 from coserve.adapters.virtual import VirtualTokens
 from coserve.attention.backend import CacheShape
-from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage
+from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage, nobody
 from coserve.plan.subject import Subject
 
 _ATTENTION: Final = "coserve-plan"
@@ -30,7 +30,7 @@ class TorchRun:
     def __init__(self, subject: Subject, program: Program, device: torch.device) -> None:
         self._subject, self._program, self._device = subject, program, device
         self.cache = self.optimizer = 0
-        self.on_layer: Callable[[int], object] = int
+        self.on_layer: Callable[[int], object] = nobody
 
     def go(self) -> Iterator[Stage]:
         model = self._subject.load()
