@@ -46,7 +46,8 @@ class Prepared:
     """A tokenised data set. `truncated` examples lost their ends; `dropped` ones had no label left.
 
     `digest` is the SHA-256 of the examples' content and order. Prompts have `references`, one for each, that
-    graders compare answers with; labelled answers are `desirable` or not.
+    graders compare answers with; labelled answers are `desirable` or not. Records had keys, the first
+    of them `ignored`, that are not read.
     """
 
     examples: tuple[Example, ...]
@@ -55,6 +56,7 @@ class Prepared:
     digest: str = ""
     references: tuple[Mapping[str, Any], ...] = ()
     desirable: tuple[bool, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
