@@ -100,6 +100,4 @@ class Elements:
             if following is None:
                 return
             data = following
-        raise DataError(
-            f"{self._name}: expected nothing after the list of {self._number} records; found more"
-        )
+        raise DataError(f"{self._name}: expected nothing after the list of records; found more")

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from coserve.errors import DataError
+from coserve.jobs.media import MEDIA
 from coserve.jobs.messages import (
     Message,
     Tools,
@@ -408,7 +409,8 @@ _IN_WORDS: Final = {
     '"output", "text", or "prompt", "chosen" and "rejected"',
 }
 _READ: Final = {
-    formats: frozenset(_NO_REFERENCE).union(*(one.keys or () for one in formats)) for formats in SETS.values()
+    formats: frozenset((*_NO_REFERENCE, *MEDIA)).union(*(one.keys or () for one in formats))
+    for formats in SETS.values()
 }
 # The data of each purpose, those with the most telling keys first.
 _PURPOSES: Final = {

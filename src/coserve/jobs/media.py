@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from coserve.errors import DataError
 
-_KEYS: Final = ("images", "image", "audios", "audio", "videos", "video")
+MEDIA: Final = ("images", "image", "audios", "audio", "videos", "video")
 _PLACEHOLDER: Final = "<image>"  # stands for an image in texts of several trainers' files
 # Where it does. In "text", to be learned as it is, it is a word like others: nothing is left out there.
 _FIELDS: Final = (
@@ -16,7 +16,7 @@ _FIELDS: Final = (
 
 def check_text_only(record: Mapping[str, Any]) -> None:
     """Raises DataError for a record with images, sounds or films, or with a placeholder of an image."""
-    found = [f'"{key}"' for key in _KEYS if record.get(key)]
+    found = [f'"{key}"' for key in MEDIA if record.get(key)]
     if any(_has_placeholder(record[key]) for key in _FIELDS if key in record):
         found.append(_PLACEHOLDER)
     if found:

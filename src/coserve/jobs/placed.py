@@ -5,8 +5,8 @@ from typing import Any, Final, cast
 
 from coserve.errors import DataError
 from coserve.jobs.containers import Place, Values
-from coserve.jobs.formats import Format, Record, detect, with_known_keys
-from coserve.jobs.limits import ReadLimits, check_size
+from coserve.jobs.formats import Format, PreferenceRecord, Record, detect, with_known_keys
+from coserve.jobs.limits import ReadLimits, check_size, check_turns
 from coserve.jobs.media import check_text_only
 
 _MOST_ERRORS: Final = 3
@@ -68,6 +68,8 @@ def placed(
             fields = cast(Mapping[str, Any], value)
             check_text_only(fields)
             record = found.read(fields)
+            if isinstance(record, PreferenceRecord):  # its prompt may come from texts
+                check_turns({"prompt": record.prompt}, limits.turns)
             for key in found.ignored(fields):
                 if len(ignored) < _NAMED_KEYS:
                     ignored[str(key)[:_KEY_CHARACTERS]] = None

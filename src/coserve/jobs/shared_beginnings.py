@@ -91,10 +91,12 @@ def _last_white(text: str) -> int:
 def _transcript(text: str, field: str) -> tuple[Message, ...] | None:
     """The turns of a transcript that the assistant ends; None for other text. Raises DataError."""
     marks = list(islice(_SPEAKER.finditer(text), LIMITS.turns + 1))
-    if not marks or marks[0].start() or marks[-1][1] != "Assistant":
+    if not marks or marks[0].start():
         return None
     if len(marks) > LIMITS.turns:
         raise DataError(f'expected at most {LIMITS.turns} messages in "{field}"; found more: split the chat')
+    if marks[-1][1] != "Assistant":
+        return None
     ends = [*(mark.start() for mark in marks[1:]), len(text)]
     return tuple(
         Message(_ROLES[mark[1]], text_of({field: text[mark.end() : end].strip()}, field))
