@@ -77,6 +77,13 @@ def jsonl(draws: random.Random) -> bytes:
     return spoil_bytes(data, draws) if draws.random() < 0.4 else data
 
 
+def array(draws: random.Random) -> bytes:
+    fine = draws.choice(RECORDS)
+    records = [fine] * draws.randrange(3) + [spoiled(fine, draws) for _ in range(draws.randrange(3))]
+    data = json.dumps(records, indent=draws.choice([None, 1])).encode()
+    return spoil_bytes(data, draws) if draws.random() < 0.6 else data
+
+
 def packed(draws: random.Random) -> bytes:
     data = gzip.compress(jsonl(draws), mtime=0)
     return spoil_bytes(data, draws) if draws.random() < 0.6 else data
@@ -127,6 +134,7 @@ def columns(draws: random.Random) -> bytes:
 MAKERS: dict[str, Callable[[random.Random], bytes]] = {
     ".jsonl": jsonl,
     ".jsonl.gz": packed,
+    ".json": array,
     ".csv": table,
     ".csv.gz": lambda draws: gzip.compress(table(draws), mtime=0),
     ".txt": lambda draws: spoil_bytes(b"one\n\ntwo\n" * 20, draws),

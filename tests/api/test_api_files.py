@@ -59,6 +59,11 @@ def test_a_large_file_and_a_corpus(play: Play) -> None:
             jsonl(CHAT, {"text": "a"}),
             "line 2: expected chats in messages, as in line 1; found texts",
         ),
+        (
+            "a.json",
+            b'[{"text": "a"},\n{"text": 3}]',
+            'a.json, record 2, line 2: expected "text" to be a string',
+        ),
         ("bad.jsonl.gz", jsonl(CHAT), "bad.jsonl.gz: expected a whole gzip file; Not a gzipped file"),
         ("bad.csv", b"text\na\nb,c\n", "bad.csv, line 3: expected 1 fields, as in the header; found 2"),
     ],

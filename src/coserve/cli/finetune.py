@@ -34,7 +34,7 @@ def finetune(
         typer.Argument(
             exists=True,
             readable=True,
-            help="Examples: .jsonl, .csv, .parquet, .txt, also .gz, or a folder that datasets saved.",
+            help="Examples: .jsonl, .json, .csv, .tsv, .txt, also .gz, .parquet, or a folder of datasets.",
         ),
     ],
     model: ModelName = None,

@@ -111,9 +111,9 @@ class FineTuning:
     """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`; both raise the error
     of a failed job.
 
-    `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left. `status` is
-    queued (`reason` tells the cause), running, and in the end succeeded, failed, cancelled or paused. `notes`
-    name deviations from the request.
+    `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left; `ignored` keys
+    of the data's records, the first of them, were not read. `status` is queued (`reason` tells the cause),
+    running, and in the end succeeded, failed, cancelled or paused. `notes` name deviations from the request.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class FineTuning:
     ) -> None:
         self.job, self.adapter, self.steps = prepared.job, prepared.adapter, steps
         self.truncated, self.dropped = prepared.data.truncated, prepared.data.dropped
+        self.ignored = prepared.data.ignored
         self.weight = prepared.config.weight  # share among jobs that train at the same time
         self.prepared: PreparedJob | None = prepared  # while it is queued
         self.status = JobStatus.QUEUED

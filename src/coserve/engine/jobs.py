@@ -417,4 +417,5 @@ def _started(job: str, step: int, steps: int, prepared: PreparedJob) -> JobStart
         epochs=config.epochs,
         batch_size=config.batch_size,
         learning_rate=config.learning_rate,
+        ignored=data.ignored,
     )

@@ -1,13 +1,13 @@
 """Reads a job's data for its objective."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from coserve.errors import ConfigError
 from coserve.jobs import datasets
-from coserve.jobs.formats import LabelledRecord, PreferenceRecord, PromptRecord
 from coserve.jobs.limits import LIMITS, ReadLimits
 from coserve.text import Text
 from coserve.train.config import TrainingConfig
@@ -35,38 +35,40 @@ def read_data(
     is_tokens = _is_tokens(data)
     if text is None and not is_tokens:
         raise ConfigError(_NO_TOKENIZER)
-    if isinstance(objective, Supervised | Distillation):
-        if is_tokens:
-            return prepare_examples(islice(cast(Sequence[Example], data), most), training.max_length)
-        assert text is not None, "checked above"
-        records = datasets.read(_source(data), most=most, limits=limits)
-        special = text.allow_special_tokens
-        return prepare(records, text.tokenizer, training.loss_on, training.max_length, special)
-    tokenizer, special = (None, False) if text is None else (text.tokenizer, text.allow_special_tokens)
-    if isinstance(objective, Reinforcement):
-        prompts: Iterable[TokenPrompt | PromptRecord] = (
-            islice(cast(Iterable[TokenPrompt], data), most)
-            if is_tokens
-            else datasets.read_prompts(_source(data), most=most, limits=limits)
-        )
-        return prepare_prompts(prompts, tokenizer, objective.grader, training.max_length, special)
-    if isinstance(objective, KTO):
-        answers: Iterable[TokenAnswer | LabelledRecord] = (
-            islice(cast(Iterable[TokenAnswer], data), most)
-            if is_tokens
-            else datasets.read_labelled(_source(data), most=most, limits=limits)
-        )
-        return prepare_labelled(answers, tokenizer, training.max_length, special)
-    pairs: Iterable[TokenPair | PreferenceRecord] = (
-        islice(cast(Iterable[TokenPair], data), most)
+    reads = _reader(objective)
+    given: Iterable[Any] = (
+        islice(cast(Tokens, data), most)
         if is_tokens
-        else datasets.read_preferences(_source(data), most=most, limits=limits)
+        else reads(cast(datasets.Source, data), most=most, limits=limits)
     )
-    return prepare_pairs(pairs, tokenizer, training.max_length, special)
+    tokenizer, special = (None, False) if text is None else (text.tokenizer, text.allow_special_tokens)
+    match objective:
+        case Supervised() | Distillation():
+            if is_tokens:
+                return prepare_examples(given, training.max_length)
+            assert tokenizer is not None, "checked above"
+            prepared = prepare(given, tokenizer, training.loss_on, training.max_length, special)
+        case Reinforcement():
+            prepared = prepare_prompts(given, tokenizer, objective.grader, training.max_length, special)
+        case KTO():
+            prepared = prepare_labelled(given, tokenizer, training.max_length, special)
+        case _:
+            prepared = prepare_pairs(given, tokenizer, training.max_length, special)
+    return (
+        replace(prepared, ignored=tuple(given.ignored)) if isinstance(given, datasets.Records) else prepared
+    )
 
 
-def _source(data: Data) -> datasets.Source:
-    return cast(datasets.Source, data)
+def _reader(objective: Objective) -> Callable[..., datasets.Records[Any]]:
+    match objective:
+        case Supervised() | Distillation():
+            return datasets.read
+        case Reinforcement():
+            return datasets.read_prompts
+        case KTO():
+            return datasets.read_labelled
+        case _:
+            return datasets.read_preferences
 
 
 def _is_tokens(data: Data) -> bool:

@@ -14,8 +14,11 @@ from coserve.jobs.limits import ReadLimits
 from coserve.jobs.placed import placed
 
 _TOGETHER: Final = 2**18  # bytes of items that are sent at once
+ROW: Final = -1
+IGNORED: Final = -2
 Item = tuple[Place, int, bytes]
-"""A place; the index of a record's class in `formats.KINDS`, or -1 for a row; itself in msgpack."""
+"""A place; the index of a record's class in `formats.KINDS`, `ROW`, or `IGNORED` for the last item, the keys
+of records that were not read; itself in msgpack."""
 
 
 def read(
@@ -26,16 +29,27 @@ def read(
     formats."""
     file, bounds = Path(path), ReadLimits(**limits)
     if what == "rows":
-        return _batches(((place, -1, row) for place, row in values(file, name, "", bounds)), name)
+        return _batches(((place, ROW, row) for place, row in values(file, name, "", bounds)), name)
+    ignored: dict[str, None] = {}
     if what == "count":
-        return sum(1 for _ in _records(file, name, "any", bounds))
-    records = islice(_records(file, name, what, bounds), most)
-    return _batches(((place, KINDS.index(type(record)), record) for place, record in records), name)
+        return sum(1 for _ in _records(file, name, "any", bounds, ignored))
+    records = islice(_records(file, name, what, bounds, ignored), most)
+    return _batches(_items(records, ignored), name)
 
 
-def _records(path: Path, name: str, what: str, limits: ReadLimits) -> Iterator[tuple[Place, Record]]:
+def _items(
+    records: Iterator[tuple[Place, Record]], ignored: dict[str, None]
+) -> Iterator[tuple[Place, int, object]]:
+    for place, record in records:
+        yield place, KINDS.index(type(record)), record
+    yield "", IGNORED, list(ignored)
+
+
+def _records(
+    path: Path, name: str, what: str, limits: ReadLimits, ignored: dict[str, None]
+) -> Iterator[tuple[Place, Record]]:
     formats = SETS[what]
-    return placed(values(path, name, expected(formats), limits), name, formats, limits)
+    return placed(values(path, name, expected(formats), limits), name, formats, limits, ignored)
 
 
 def _batches(items: Iterator[tuple[Place, int, object]], name: str) -> Iterator[list[Item]]:

@@ -3,37 +3,51 @@
 | name ends with | container | a value is | place |
 |---|---|---|---|
 | `.txt` | corpus in UTF-8 | a paragraph between blank lines, as `{"text": ...}` | line |
-| `.csv` | table in UTF-8, the first row names the columns | a row, by column | line |
+| `.csv`, `.tsv` | table in UTF-8 (`tables.py`) | a row, by column | line |
 | `.parquet`, or a folder that `datasets` saved | columns (`columns.py`) | a row, by column | row |
 | anything else | JSONL in UTF-8 | a line's JSON | line |
+| anything else that begins with `[` | array in UTF-8 (`arrays.py`) | an element | record and line |
 
-`.gz` after any but `.parquet` means that it is compressed. Reading is by the line and by the row, and bounded
-by `limits.py`.
+`.gz` after any but `.parquet` means that it is compressed. Reading is by the line, the row and the element,
+and bounded by `limits.py`.
 """
 
-import csv
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import BinaryIO, Final, cast
 
 import msgspec
 
 from coserve.errors import DataError
+from coserve.jobs.arrays import Elements
 from coserve.jobs.columns import column_rows
 from coserve.jobs.limits import ReadLimits
+from coserve.jobs.tables import rows
 
 Place = str
 """A value's place in its source: "line 7"."""
 Values = Iterator[tuple[Place, object | DataError]]
 """Places with a decoded value, or with the reason why there is none."""
 
-_TEXT_COLUMNS: Final = ("prompt", "completion", "chosen", "rejected")  # or messages
-_NESTED_COLUMNS: Final = ("messages", "conversations", "history", "preferred_output", "non_preferred_output")
-SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".txt", ".txt.gz", ".csv", ".csv.gz", ".parquet")
+_HEAD: Final = 2**16  # bytes of a file's beginning, and of an array that are read at once
+# Other files by their first bytes, and advice for a person who has one.
+_FOREIGN: Final = {
+    codecs.BOM_UTF16_LE: "text in UTF-16: save it as UTF-8",
+    codecs.BOM_UTF16_BE: "text in UTF-16: save it as UTF-8",
+    b"\x1f\x8b": "a gzip file: let its name end with .gz",
+    b"\x28\xb5\x2f\xfd": "a Zstandard file: unpack it",
+    b"PK\x03\x04": "a zip file or a workbook: unpack it, or save its sheet as CSV",
+    b"PAR1\x15": "a Parquet file: let its name end with .parquet",
+    b"ARROW1\0\0": "an Arrow file: save it as Parquet",
+}
+SUFFIXES: Final = (
+    ".jsonl", ".jsonl.gz", ".txt", ".txt.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet",
+)  # fmt: skip
 
 
 def suffix_of(filename: str) -> str:
@@ -59,13 +73,23 @@ def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
     suffix = suffix_of(path.name)
     try:
         with ExitStack() as stack:
-            lines = _lines(_opened(path, stack), path, name, limits)
+            file = _opened(path, stack)
+            head = file.read(_HEAD)
+            file.seek(0)
+            is_array = head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+            for beginning, found in _FOREIGN.items():
+                if head.startswith(beginning):
+                    raise DataError(f"{name}: expected UTF-8; found {found}")
+            if suffix.startswith(".jsonl") and is_array:
+                yield from _elements(file, path, name, expected, limits)
+                return
+            lines = _lines(file, path, name, limits)
             if suffix.startswith(".txt"):
                 yield from _paragraphs(lines, name, limits.longest)
-            elif suffix.startswith(".csv"):
-                yield from _rows(lines, name, limits)
+            elif suffix.startswith((".csv", ".tsv")):
+                yield from rows(lines, name, limits, "\t" if suffix.startswith(".tsv") else ",")
             else:
-                yield from _decoded(lines, expected)
+                yield from _decoded(lines, name, expected)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{name}: expected a whole gzip file; {error}") from None
     except OSError as error:
@@ -100,15 +124,50 @@ def _lines(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterato
             raise DataError(f"{name}, line {number}: expected UTF-8; {found}") from None
 
 
-def _decoded(lines: Iterator[tuple[int, str]], expected: str) -> Values:
-    """Values of JSON lines; empty lines are passed over."""
+def _decoded(lines: Iterator[tuple[int, str]], name: str, expected: str) -> Values:
+    """Values of JSON lines; empty lines are passed over. Raises DataError where the first one goes on in the
+    next line, as all of them would."""
+    is_first = True
     for number, line in lines:
         if not line.strip():
             continue
         try:
             yield f"line {number}", msgspec.json.decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
+            if is_first and line.strip() == "{":
+                raise DataError(
+                    f"{name}, line {number}: expected whole objects, one in each line, or one list of them, "
+                    "[{...}, {...}]; this object goes on in the next line"
+                ) from None
             yield f"line {number}", DataError(f"expected {expected}; {error}")
+        is_first = False
+
+
+def _elements(file: BinaryIO, path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
+    """Values of an array. Raises DataError for a malformed one: where the next begins is not certain then."""
+    size = path.stat().st_size
+    elements = Elements(_chunks(file, path, name, limits), name, limits, limits.most_rows(size))
+    for element in elements:
+        place = elements.place
+        try:
+            yield place, msgspec.json.decode(element.decode())
+        except UnicodeDecodeError as error:
+            found = f"found byte 0x{error.object[error.start]:02x}"
+            raise DataError(f"{name}, {place}: expected UTF-8; {found}") from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise DataError(f"{name}, {place}: expected {expected}; {error}") from None
+
+
+def _chunks(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterator[bytes]:
+    """The file's bytes without a byte order mark."""
+    total = 0
+    most = limits.most_bytes(path.stat().st_size) if path.suffix.lower() == ".gz" else None
+    for chunk in iter(partial(file.read, _HEAD), b""):
+        is_first = not total
+        total += len(chunk)
+        if most is not None and total > most:
+            raise DataError(f"{name}: expected to unpack to at most {most} bytes")
+        yield chunk.removeprefix(codecs.BOM_UTF8) if is_first else chunk
 
 
 def _paragraphs(lines: Iterator[tuple[int, str]], name: str, longest: int) -> Values:
@@ -128,94 +187,3 @@ def _paragraphs(lines: Iterator[tuple[int, str]], name: str, longest: int) -> Va
             paragraph, length = [], 0
     if paragraph:
         yield f"line {first}", {"text": "\n".join(paragraph)}
-
-
-class _BoundedRow:
-    """The lines of a table for `csv.reader`, which reads as many as a row has: at most `longest` characters.
-    The reader's own bound, on a field, belongs to the whole process, and is left as it is."""
-
-    def __init__(self, lines: Iterator[tuple[int, str]], name: str, longest: int) -> None:
-        self._lines, self._name, self._longest = lines, name, longest
-        self._length = 0
-        self.first = self.last = 0  # lines of the row
-
-    def __iter__(self) -> "_BoundedRow":
-        return self
-
-    def __next__(self) -> str:
-        number, line = next(self._lines)
-        self.first, self.last = self.first or number, number
-        self._length += len(line)
-        if self._length > self._longest:
-            raise DataError(
-                f"{self._name}, line {number}: expected a row of at most {self._longest} characters"
-            )
-        return line
-
-    def end_row(self) -> Place:
-        """The place of the row that was read."""
-        first, self.first, self._length = self.first, 0, 0
-        return f"line {first}"
-
-
-def _rows(lines: Iterator[tuple[int, str]], name: str, limits: ReadLimits) -> Values:
-    """Rows of a table, by the columns that its first row names."""
-    source = _BoundedRow(lines, name, limits.longest)
-    reader = csv.reader(source, strict=True)
-    header: list[str] | None = None
-    try:
-        for row in reader:
-            place = source.end_row()
-            if not row:
-                continue  # an empty line
-            if header is None:
-                header = _header(row, name, place, limits.columns)
-            elif len(row) != len(header):
-                yield place, DataError(f"expected {len(header)} fields, as in the header; found {len(row)}")
-            else:
-                yield place, _row(dict(zip(header, row, strict=True)))
-    except csv.Error as error:
-        raise DataError(f"{name}, line {source.last}: expected comma-separated values; {error}") from None
-
-
-def _header(row: list[str], name: str, place: Place, most: int) -> list[str]:
-    if len(row) > most:
-        raise DataError(f"{name}, {place}: expected at most {most} columns; found {len(row)}")
-    columns, known = [column.strip() for column in row], set[str]()
-    for column in columns:
-        if column in known:
-            raise DataError(
-                f"{name}, {place}: expected different names of columns; found {column[:60]!r} twice"
-            )
-        known.add(column)
-    return columns
-
-
-def _row(row: dict[str, str]) -> object | DataError:
-    """A row whose columns of lists are JSON, and columns of text are too where they hold messages."""
-    nested = [*_NESTED_COLUMNS, *(["input"] if "preferred_output" in row else [])]
-    found: dict[str, object] = {**row}
-    for column in nested:
-        if not (text := row.get(column, "")).strip():
-            found.pop(column, None)
-            continue
-        try:
-            found[column] = msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError) as error:
-            return DataError(f'expected "{column}" to be JSON; {error}')
-    for column in _TEXT_COLUMNS:
-        if (messages := _messages(row.get(column, ""))) is not None:
-            found[column] = messages
-    return found
-
-
-def _messages(text: str) -> list[Any] | None:
-    """The messages that a cell holds as JSON; None for other text, even if it looks like it."""
-    if not text.lstrip().startswith("[{"):
-        return None
-    try:
-        found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    is_chat = isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found)
-    return found if is_chat else None

@@ -13,11 +13,12 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
 from coserve.errors import DataError, InternalError, LimitExceeded
+from coserve.jobs.child import IGNORED, Item
 from coserve.jobs.columns import size_of
 from coserve.jobs.containers import Place, has_columns
 from coserve.jobs.formats import (
@@ -31,14 +32,12 @@ from coserve.jobs.formats import (
     Record,
     SupervisedRecord,
     detect,
+    with_known_keys,
 )
 from coserve.jobs.limits import LIMITS, ReadLimits
 from coserve.jobs.placed import placed
 from coserve.sandbox.pool import Cancellation, SandboxPool
 from coserve.sandbox.process import Sandbox
-
-if TYPE_CHECKING:
-    from coserve.jobs.child import Item
 
 _CHILD: Final = "coserve.jobs.child:read"
 _MEMORY: Final = 3 * 2**30  # bytes of address space of a reader, of which pyarrow's libraries take 0.5
@@ -52,10 +51,12 @@ _R = TypeVar("_R", bound=Record)
 
 
 class Records(Iterator[_R]):
-    """Records of a source, one after another. `place` is that of the last one: "train.jsonl, line 7"."""
+    """Records of a source, one after another. `place` is that of the last one: "train.jsonl, line 7".
+    `ignored` has the keys of records that are not read, the first of them, once all records are."""
 
-    def __init__(self, records: Iterator[tuple[Place, _R]], name: str) -> None:
+    def __init__(self, records: Iterator[tuple[Place, _R]], name: str, ignored: Mapping[str, None]) -> None:
         self.place = ""
+        self.ignored = ignored
         self._records, self._name = records, name
 
     def __next__(self) -> _R:
@@ -125,6 +126,7 @@ def read_rows(path: Path, name: str, limits: ReadLimits = LIMITS) -> Iterator[di
 
 def parse(value: object, formats: tuple[Format, ...] = SUPERVISED) -> Record:
     """The record of one decoded line. Raises DataError, without a place, naming what was expected."""
+    value = with_known_keys(value, formats)
     found = detect(value, formats)
     assert isinstance(value, Mapping), "a format is found for objects only"
     return found.read(value)
@@ -133,15 +135,16 @@ def parse(value: object, formats: tuple[Format, ...] = SUPERVISED) -> Record:
 def _records(
     source: Source, name: str | None, what: str, most: int | None, limits: ReadLimits
 ) -> Records[Record]:
+    ignored: dict[str, None] = {}
     if isinstance(source, str | Path):
         path = Path(source)
         name = name or path.name
-        found = _decoded(path, name, what, most, limits)
+        found = _decoded(path, name, what, most, limits, ignored)
     else:
         name = name or "data"
         values = ((f"example {number}", value) for number, value in enumerate(source, 1))
-        found = islice(placed(values, name, SETS[what], limits), most)
-    return Records(found if most is None else _timely(found), name)
+        found = islice(placed(values, name, SETS[what], limits, ignored), most)
+    return Records(found if most is None else _timely(found), name, ignored)
 
 
 def _timely(records: Iterator[tuple[Place, Record]]) -> Iterator[tuple[Place, Record]]:
@@ -154,15 +157,18 @@ def _timely(records: Iterator[tuple[Place, Record]]) -> Iterator[tuple[Place, Re
 
 
 def _decoded(
-    path: Path, name: str, what: str, most: int | None, limits: ReadLimits
+    path: Path, name: str, what: str, most: int | None, limits: ReadLimits, ignored: dict[str, None]
 ) -> Iterator[tuple[Place, Record]]:
-    """Records that a sandbox reads."""
+    """Records that a sandbox reads, and in the end the keys that it ignored."""
     decoders = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
     for place, kind, data in _streamed(what, path, name, most, limits):
-        yield place, decoders[kind].decode(data)
+        if kind == IGNORED:
+            ignored.update(dict.fromkeys(msgspec.msgpack.decode(data)))
+        else:
+            yield place, decoders[kind].decode(data)
 
 
-def _streamed(what: str, path: Path, name: str, most: int | None, limits: ReadLimits) -> Iterator["Item"]:
+def _streamed(what: str, path: Path, name: str, most: int | None, limits: ReadLimits) -> Iterator[Item]:
     with _reader(path, name) as sandbox:
         arguments = what, str(path), name, most, asdict(limits)
         for batch in sandbox.stream(*arguments, seconds=limits.most_seconds(size_of(path))):

@@ -8,13 +8,15 @@
 | question and answer | `question`, `answer` | `ChatRecord` |
 | prompt and completion | `prompt`, `completion` | `CompletionRecord` |
 | text | `text` | `TextRecord` |
-| preference | `prompt`, `chosen`, `rejected` | `PreferenceRecord` |
+| preference | `prompt` or another name of it, or none; `chosen`, `rejected` | `PreferenceRecord` |
 | OpenAI's preference | `input`, `preferred_output`, `non_preferred_output` | `PreferenceRecord` |
 | labelled completion | `prompt`, `completion`, `label` | `LabelledRecord` |
+| labelled chat | `messages` or `conversations`, `label` | `LabelledRecord` |
 | prompt with references | `messages`, `prompt` or `question`, and any other keys | `PromptRecord` |
 
 A file has one format. Supervised training reads the first six, preference optimisation the next two, KTO
-labelled completions, reinforcement the last, in which every other key of the record is part of the reference.
+labelled completions and chats, reinforcement the last, in which every other key of the record is part of the
+reference. Keys may be in any letter case. The others' further keys are not read (`Format.ignored`).
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from coserve.errors import DataError
+from coserve.jobs.media import MEDIA
 from coserve.jobs.messages import (
     Message,
     Tools,
@@ -32,9 +35,11 @@ from coserve.jobs.messages import (
     read_tools,
     text_of,
 )
-from coserve.jobs.sharegpt import read_conversations
+from coserve.jobs.shared_beginnings import is_answer, joined, split_texts
+from coserve.jobs.sharegpt import read_conversations, read_turns
 
-_NO_REFERENCE: Final = ("messages", "prompt", "question", "tools", "functions", "parallel_tool_calls")
+_TOOLS: Final = ("tools", "functions", "parallel_tool_calls")
+_NO_REFERENCE: Final = ("messages", "prompt", "question", *_TOOLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +101,19 @@ Record = SupervisedRecord | PreferenceRecord | LabelledRecord | PromptRecord
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: its name (a file has records of one name), whether an object has its keys, and the record
-    of such an object."""
+    """One format: its name (a file has records of one name), whether an object has its keys, the record of
+    such an object, and all keys that are read of it; None for every key."""
 
     name: str
     fits: Callable[[Mapping[str, Any]], bool]
     read: Callable[[Mapping[str, Any]], Record]
+    keys: frozenset[str] | None
+
+    def ignored(self, value: Mapping[str, Any]) -> list[str]:
+        """The keys of an object with a value that is not read."""
+        if self.keys is None:
+            return []
+        return [key for key, found in value.items() if key not in self.keys and found is not None]
 
 
 def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -109,7 +121,7 @@ def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def _chat(value: Mapping[str, Any]) -> ChatRecord:
-    return _answered(read_messages(value["messages"]), read_tools(value))
+    return _answered(read_turns(value["messages"], "messages"), read_tools(value))
 
 
 def _answered(messages: tuple[Message, ...], tools: Tools = ()) -> ChatRecord:
@@ -127,11 +139,15 @@ def _sharegpt(value: Mapping[str, Any]) -> ChatRecord:
 
 def _alpaca(value: Mapping[str, Any]) -> ChatRecord:
     """The instruction and its input, with a blank line between, are the user's turn."""
+    answer = Message("assistant", text_of(value, "output"))
+    return ChatRecord((*_system(value), *_instruction(value), answer))
+
+
+def _instruction(value: Mapping[str, Any]) -> tuple[Message, ...]:
     asked = text_of(value, "instruction")
     if value.get("input"):
         asked += f"\n\n{text_of(value, 'input')}"
-    answer = Message("assistant", text_of(value, "output"))
-    return ChatRecord((*_system(value), *_history(value), Message("user", asked), answer))
+    return (*_history(value), Message("user", asked))
 
 
 def _history(value: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -160,7 +176,7 @@ def _question(value: Mapping[str, Any]) -> ChatRecord:
 def _completion(value: Mapping[str, Any]) -> CompletionRecord | ChatRecord:
     """Text, or lists of messages, of which the completion alone is learned."""
     if isinstance(value["prompt"], list | tuple):
-        asked = [_unlearned(turn) for turn in _asking(read_messages(value["prompt"], "prompt"), "prompt")]
+        asked = [_unlearned(turn) for turn in _asking(read_turns(value["prompt"], "prompt"), "prompt")]
         return ChatRecord((*asked, *_answering(value, "completion")), read_tools(value))
     return CompletionRecord(text_of(value, "prompt"), text_of(value, "completion"))
 
@@ -170,27 +186,28 @@ def _text_record(value: Mapping[str, Any]) -> TextRecord:
 
 
 def _preference(value: Mapping[str, Any]) -> PreferenceRecord:
-    """A text is a turn. Without a prompt the prompt is the common prefix of two lists of messages."""
-    if value.get("prompt") is not None:
-        prompt = _turns(value, "prompt", "user")
-        chosen, rejected = (_answering(value, key) for key in ("chosen", "rejected"))
+    """A text is a turn. Without a prompt the prompt is the shared beginning of both texts or lists. Lists may
+    begin with a prompt that is given too."""
+    asked = _asked(value)
+    if asked is None and isinstance(value["chosen"], str) and isinstance(value["rejected"], str):
+        prompt, chosen, rejected = split_texts(text_of(value, "chosen"), text_of(value, "rejected"))
     else:
-        first, second = (_turns(value, key, "assistant") for key in ("chosen", "rejected"))
-        common = _common(first, second)
-        prompt, chosen, rejected = first[:common], first[common:], second[common:]
-        _check_answer(chosen, "chosen")
-        _check_answer(rejected, "rejected")
+        prompt, chosen, rejected = joined(asked, _said(value, "chosen"), _said(value, "rejected"))
+    if prompt and prompt[0].role != "system":
+        prompt = _system(value) + prompt
+    _check_answer(chosen, "chosen")
+    _check_answer(rejected, "rejected")
     return PreferenceRecord(_asking(prompt, "prompt"), chosen, rejected, read_tools(value))
 
 
-def _common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:
-    """Length of the common prefix, which ends before a turn of the assistant."""
-    same = 0
-    while same < min(len(first), len(second)) and first[same] == second[same]:
-        same += 1
-    while same and first[same - 1].role == "assistant":
-        same -= 1
-    return same
+def _asked(value: Mapping[str, Any]) -> tuple[Message, ...] | None:
+    """The turns before the answers; None where the answers alone have them."""
+    if value.get("conversations") is not None:
+        return read_conversations(value["conversations"])
+    for key in ("prompt", "question", "instruction", "input"):
+        if value.get(key) is not None:
+            return _instruction(value) if key == "instruction" else _turns(value, key, "user")
+    return None
 
 
 def _openai_preference(value: Mapping[str, Any]) -> PreferenceRecord:
@@ -206,8 +223,15 @@ def _labelled(value: Mapping[str, Any]) -> LabelledRecord:
     """Text is a turn, as in preference pairs."""
     if (desirable := _label(value["label"])) is None:
         raise DataError(f'expected "label" to be true or false; found {quoted(value["label"])}')
-    prompt, answer = _turns(value, "prompt", "user"), _answering(value, "completion")
-    return LabelledRecord(_asking(prompt, "prompt"), answer, desirable, read_tools(value))
+    field = next((key for key in ("messages", "conversations") if key in value), "prompt")
+    if field == "prompt":
+        prompt, answer = _turns(value, "prompt", "user"), _answering(value, "completion")
+    else:
+        turns = read_turns(value[field], field)
+        last = next((at for at in range(len(turns), 0, -1) if not is_answer(turns[at - 1])), 0)
+        prompt, answer = turns[:last], turns[last:]
+        _check_answer(answer, field)
+    return LabelledRecord(_system(value) + _asking(prompt, field), answer, desirable, read_tools(value))
 
 
 def _label(value: object) -> bool | None:
@@ -234,7 +258,7 @@ def _turns(value: Mapping[str, Any], key: str, role: str) -> tuple[Message, ...]
         return (Message(role, text_of(value, key)),)
     if not isinstance(found, list | tuple):
         raise DataError(f'expected "{key}" to be text or a list of messages; found {kind(found)}')
-    return read_messages(found, key)
+    return read_turns(found, key)
 
 
 def _asking(messages: tuple[Message, ...], field: str) -> tuple[Message, ...]:
@@ -246,9 +270,17 @@ def _asking(messages: tuple[Message, ...], field: str) -> tuple[Message, ...]:
     return messages
 
 
-def _answering(value: Mapping[str, Any], key: str) -> tuple[Message, ...]:
+def _said(value: Mapping[str, Any], key: str) -> tuple[Message, ...]:
+    """The turns of an answer, which may be text, one message or a list. A message that is not in a list may
+    leave its role out: it is the assistant's."""
     found = value[key]
-    turns = _turns({key: [found] if isinstance(found, Mapping) else found}, key, "assistant")
+    if isinstance(found, Mapping):
+        found = [found if "role" in found or "from" in found else {"role": "assistant", **found}]
+    return _turns({key: found}, key, "assistant")
+
+
+def _answering(value: Mapping[str, Any], key: str) -> tuple[Message, ...]:
+    turns = _said(value, key)
     _check_answer(turns, key)
     return turns
 
@@ -257,7 +289,7 @@ def _check_answer(turns: tuple[Message, ...], field: str) -> None:
     """Raises DataError unless the turns begin and end with the assistant's, with tools' alone between."""
     if not turns:
         raise DataError(f'expected "{field}" to hold a message of the assistant; found none')
-    if unfit := [turn.role for turn in turns if turn.role not in ("assistant", "tool")]:
+    if unfit := [turn.role for turn in turns if not is_answer(turn)]:
         raise DataError(f'expected "{field}" to hold messages of the assistant; found {quoted(unfit[0])}')
     if not turns[0].role == turns[-1].role == "assistant":
         raise DataError(f'expected "{field}" to begin and end with a message of the assistant')
@@ -268,8 +300,15 @@ def _unlearned(turn: Message) -> Message:
 
 
 def _is_labelled(value: Mapping[str, Any]) -> bool:
-    """Tells whether a completion has a label. Other values under this key are of a supervised file's own."""
-    return _has("prompt", "completion", "label")(value) and _label(value["label"]) is not None
+    """Tells whether an answer has a label. Other values under this key are of a supervised file's own."""
+    if _label(value.get("label")) is None:
+        return False
+    if _has("prompt", "completion")(value):
+        return True
+    turns = value.get("messages") or value.get("conversations")
+    if not isinstance(turns, list | tuple) or not turns or not isinstance(turns[-1], Mapping):
+        return False
+    return turns[-1].get("role") == "assistant" or "from" in turns[-1]
 
 
 def _is_graded_chat(value: Mapping[str, Any]) -> bool:
@@ -288,37 +327,65 @@ def _has_reference(value: Mapping[str, Any]) -> bool:
     return any(key not in _NO_REFERENCE and found is not None for key, found in value.items())
 
 
+def _keys(*names: str) -> frozenset[str]:
+    return frozenset((*names, *_TOOLS))
+
+
 _CHATS: Final = "chats in messages"
+_QUESTION: Final = frozenset(("question", "answer"))
+_COMPLETION: Final = _keys("prompt", "completion")
 SUPERVISED: Final = (
-    Format(_CHATS, _has("messages"), _chat),
-    Format("ShareGPT conversations", _has("conversations"), _sharegpt),
-    Format("prompts with completions", _has("prompt", "completion"), _completion),
-    Format("questions with answers", _has("question", "answer"), _question),
-    Format("Alpaca instructions", _has("instruction", "output"), _alpaca),
-    Format("texts", _has("text"), _text_record),
+    Format(_CHATS, _has("messages"), _chat, _keys("messages")),
+    Format("ShareGPT conversations", _has("conversations"), _sharegpt, _keys("conversations", "system")),
+    Format(
+        "prompts with completions", _has("prompt", "completion"), _completion, _keys("prompt", "completion")
+    ),
+    Format(
+        "questions with answers", _has("question", "answer"), _question, frozenset(("question", "answer"))
+    ),
+    Format(
+        "Alpaca instructions",
+        _has("instruction", "output"),
+        _alpaca,
+        frozenset(("instruction", "input", "output", "system", "history")),
+    ),
+    Format("texts", _has("text"), _text_record, frozenset(("text",))),
 )
 PREFERENCES: Final = (
-    Format("preference pairs", _has("chosen", "rejected"), _preference),
+    Format(
+        "preference pairs",
+        _has("chosen", "rejected"),
+        _preference,
+        _keys(
+            "prompt", "conversations", "question", "instruction", "input", "history", "system", "chosen",
+            "rejected",
+        ),
+    ),
     Format(
         "preference pairs of OpenAI",
         _has("input", "preferred_output", "non_preferred_output"),
         _openai_preference,
+        frozenset(("input", "preferred_output", "non_preferred_output")),
     ),
-)
+)  # fmt: skip
 _LABELLED: Final = "prompts with labelled completions"
-LABELLED: Final = (Format(_LABELLED, _has("prompt", "completion", "label"), _labelled),)
+_LABELLED_KEYS: Final = _keys("prompt", "completion", "messages", "conversations", "system", "label")
+LABELLED: Final = tuple(
+    Format(_LABELLED, _has(*keys, "label"), _labelled, _LABELLED_KEYS)
+    for keys in (("prompt", "completion"), ("messages",), ("conversations",))
+)
 PROMPTS: Final = (
-    Format("prompts in messages", _has("messages"), _prompt),
-    Format("prompts", _has("prompt"), _prompt),
-    Format("questions", _has("question"), _prompt),
+    Format("prompts in messages", _has("messages"), _prompt, None),
+    Format("prompts", _has("prompt"), _prompt, None),
+    Format("questions", _has("question"), _prompt, None),
 )
 # For data without an objective. Chats of one file may end with an answer or await one.
 ANY: Final = (
     *PREFERENCES,
-    Format(_LABELLED, _is_labelled, _labelled),
-    Format(_CHATS, _is_graded_chat, _prompt),
+    Format(_LABELLED, _is_labelled, _labelled, _LABELLED_KEYS),
+    Format(_CHATS, _is_graded_chat, _prompt, None),
     *SUPERVISED,
-    Format("prompts with references", _is_graded_prompt, _prompt),
+    Format("prompts with references", _is_graded_prompt, _prompt, None),
 )
 
 SETS: Final[Mapping[str, tuple[Format, ...]]] = {
@@ -336,10 +403,14 @@ _IN_WORDS: Final = {
     '"instruction" and "output", or "text"',
     PREFERENCES: '"prompt", "chosen" and "rejected", or "input", "preferred_output" and '
     '"non_preferred_output"',
-    LABELLED: '"prompt", "completion" and "label"',
+    LABELLED: '"prompt", "completion" and "label", or "messages" and "label"',
     PROMPTS: '"messages", "prompt" or "question"',
     ANY: '"messages", "conversations", "prompt" and "completion", "question" and "answer", "instruction" and '
     '"output", "text", or "prompt", "chosen" and "rejected"',
+}
+_READ: Final = {
+    formats: frozenset((*_NO_REFERENCE, *MEDIA)).union(*(one.keys or () for one in formats))
+    for formats in SETS.values()
 }
 # The data of each purpose, those with the most telling keys first.
 _PURPOSES: Final = {
@@ -353,6 +424,21 @@ _PURPOSES: Final = {
 def expected(formats: tuple[Format, ...]) -> str:
     """The keys of these formats, for an error."""
     return f"a JSON object with {_IN_WORDS[formats]}"
+
+
+def with_known_keys(value: object, formats: tuple[Format, ...]) -> object:
+    """An object whose keys that these formats read are in lower case, which headers often are not. Keys of a
+    reference stay: a grader names them as they are."""
+    known = _READ[formats]
+    if not isinstance(value, Mapping) or value.keys() <= known:
+        return value
+    others = {
+        key: lower
+        for key in value
+        if key not in known and isinstance(key, str) and (lower := key.strip().lower()) in known
+        if lower not in value
+    }
+    return {others.get(key, key): found for key, found in value.items()} if others else value
 
 
 def detect(value: object, formats: tuple[Format, ...] = ANY) -> Format:

@@ -64,9 +64,9 @@ def check_size(record: object, limits: ReadLimits) -> None:
     """Raises DataError for a record with more turns, values or characters than allowed, before any of its
     fields are looked at."""
     if isinstance(record, Mapping):
-        _check_turns(record, limits.turns)
+        check_turns(record, limits.turns)
         if isinstance(inner := record.get("input"), Mapping):
-            _check_turns(inner, limits.turns)
+            check_turns(inner, limits.turns)
     values = characters = 0
     most = limits.characters
     waiting: list[object] = [record]
@@ -91,7 +91,8 @@ def check_size(record: object, limits: ReadLimits) -> None:
         )
 
 
-def _check_turns(record: Mapping[str, Any], most: int) -> None:
+def check_turns(record: Mapping[str, Any], most: int) -> None:
+    """Raises DataError for a record with more than `most` messages in a field."""
     for key, turns in record.items():
         if isinstance(turns, list | tuple) and len(turns) > most and key in _CHATS:
             raise DataError(

@@ -13,7 +13,9 @@ from coserve.errors import DataError
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MOST_NESTED: Final = 32  # levels of a tool's parameters, a call's arguments, a reference
-_FIELDS: Final = ("role", "content", "weight", "name", "tool_calls", "tool_call_id")
+_FIELDS: Final = (
+    "role", "content", "weight", "loss_weight", "name", "tool_calls", "tool_call_id", "function_call",
+)  # fmt: skip
 _MOST_QUOTED: Final = 60  # characters of a caller's value that an error repeats
 _KINDS: Final = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number",
                  float: "a number", type(None): "null"}  # fmt: skip
@@ -132,35 +134,83 @@ def _message(message: object) -> Message:
         raise DataError(f'expected an object with "role" and "content"; found {kind(message)}')
     if "role" not in message:
         raise DataError('expected "role" and "content"; "role" is missing')
-    role = message["role"]
+    role = "tool" if message["role"] == "function" else message["role"]  # its older name
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"expected the role to be one of {', '.join(ROLES)}; found {quoted(role)}")
     # Fields that a template might read, and this reader would drop, are refused.
     if unknown := [key for key in message if key not in _FIELDS and message[key] is not None]:
-        hint = '; a call is in "tool_calls"' if unknown[0] == "function_call" else ""
-        raise DataError(f"expected only {_listed(_FIELDS)}; found {quoted(unknown[0])}{hint}")
-    calls = _tool_calls(message)
+        raise DataError(f"expected only {_listed(_FIELDS)}; found {quoted(unknown[0])}")
+    calls = _tool_calls(message) or _function_call(message)
     if message.get("content") is None and calls:
         content = ""
     elif "content" not in message:
         raise DataError('expected "role" and "content"; "content" is missing')
     else:
-        content = text_of(message, "content", may_be_empty=bool(calls) or role == "tool")
+        content = content_of(message, may_be_empty=bool(calls) or role == "tool")
     names = {key: text_of(message, key) for key in ("name", "tool_call_id") if message.get(key) is not None}
     if "tool_call_id" in names and role != "tool":
         raise DataError(f'expected "tool_call_id" at the role "tool" only; found it at {role!r}')
     return Message(role, content, _weight(message), calls, **names)
 
 
+def content_of(message: Mapping[str, Any], may_be_empty: bool = False) -> str:
+    """The text at "content": a string, or a list of parts of text, joined as in requests. Raises DataError,
+    also for parts of any other type."""
+    parts = message["content"]
+    if not isinstance(parts, list | tuple):
+        return text_of(message, "content", may_be_empty)
+    texts = [_part(part, f"content[{index}]") for index, part in enumerate(parts)]
+    return text_of({"content": "".join(texts)}, "content", may_be_empty)
+
+
+def _part(part: object, field: str) -> str:
+    if not isinstance(part, Mapping):
+        raise DataError(f'expected "{field}" to be an object with "type" and "text"; found {kind(part)}')
+    if part.get("type") != "text":
+        raise DataError(
+            f'expected "{field}.type" to be "text", as training reads text alone; found '
+            f"{quoted(part.get('type'))}: take such records out"
+        )
+    key = "text" if part.get("text") is not None else "value"  # another trainer's name
+    if key not in part:
+        raise DataError(f'expected "{field}" to have a "text"; it is missing')
+    return text_of({f"{field}.{key}": part[key]}, f"{field}.{key}", may_be_empty=True)
+
+
 def _weight(message: Mapping[str, Any]) -> int:
-    weight = message.get("weight")
+    """The weight of a message, which is that of its tokens: "loss_weight" is another trainer's name, and may
+    be 0 at any role."""
+    key = "weight" if message.get("weight") is not None else "loss_weight"
+    weight, is_answer = message.get(key), message["role"] == "assistant"
     if weight is None:
         return 1
     if isinstance(weight, bool) or not isinstance(weight, int | float) or weight not in (0, 1):
-        raise DataError(f'expected "weight" to be 0 or 1; found {quoted(weight)}')
+        raise DataError(f'expected "{key}" to be 0 or 1; found {quoted(weight)}')
+    if is_answer:
+        return int(weight)
+    above = key == "loss_weight"
+    if weight or not above:
+        raise DataError(
+            f'expected {"a " * above}"{key}"{" above 0" * above} at the role "assistant" only; '
+            f"found it at {message['role']!r}"
+        )
+    return 1
+
+
+def _function_call(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    """The call of a message in the form before "tool_calls"."""
+    call = message.get("function_call")
+    if not call:
+        return ()
     if message["role"] != "assistant":
-        raise DataError(f'expected "weight" at the role "assistant" only; found it at {message["role"]!r}')
-    return int(weight)
+        raise DataError(
+            f'expected "function_call" at the role "assistant" only; found it at {message["role"]!r}'
+        )
+    if not isinstance(call, Mapping):
+        raise DataError(
+            f'expected "function_call" to be an object with "name" and "arguments"; found {kind(call)}'
+        )
+    return (made_call(call, "function_call"),)
 
 
 def _tool_calls(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:

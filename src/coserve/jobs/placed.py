@@ -5,11 +5,14 @@ from typing import Any, Final, cast
 
 from coserve.errors import DataError
 from coserve.jobs.containers import Place, Values
-from coserve.jobs.formats import Format, Record, detect
-from coserve.jobs.limits import ReadLimits, check_size
+from coserve.jobs.formats import Format, PreferenceRecord, Record, detect, with_known_keys
+from coserve.jobs.limits import ReadLimits, check_size, check_turns
+from coserve.jobs.media import check_text_only
 
 _MOST_ERRORS: Final = 3
 _LOOKED_AT: Final = 1000  # records after the first error that are searched for further ones
+_NAMED_KEYS: Final = 20  # keys that are named
+_KEY_CHARACTERS: Final = 60  # characters of such a key
 
 
 class _Errors:
@@ -43,10 +46,11 @@ class _Errors:
 
 
 def placed(
-    values: Values, name: str, formats: tuple[Format, ...], limits: ReadLimits
+    values: Values, name: str, formats: tuple[Format, ...], limits: ReadLimits, ignored: dict[str, None]
 ) -> Iterator[tuple[Place, Record]]:
-    """Records of one of the formats, the first record's. Raises DataError, which lists the first invalid
-    records, at most three, once the first of them is reached."""
+    """Records of one of the formats, the first record's. Keys of records that are not read are added to
+    `ignored`, the first of them. Raises DataError, which lists the first invalid records, at most three, once
+    the first of them is reached."""
     errors = _Errors(name)
     first: tuple[Place, Format] | None = None
     is_empty, looked = True, 0
@@ -55,12 +59,20 @@ def placed(
         try:
             if isinstance(value, DataError):
                 raise value
+            value = with_known_keys(value, formats)
             check_size(value, limits)
             found = detect(value, formats)
             first = first or (place, found)
             if found.name != first[1].name:
                 raise DataError(f"expected {first[1].name}, as in {first[0]}; found {found.name}")
-            record = found.read(cast(Mapping[str, Any], value))
+            fields = cast(Mapping[str, Any], value)
+            check_text_only(fields)
+            record = found.read(fields)
+            if isinstance(record, PreferenceRecord):  # its prompt may come from texts
+                check_turns({"prompt": record.prompt}, limits.turns)
+            for key in found.ignored(fields):
+                if len(ignored) < _NAMED_KEYS:
+                    ignored[str(key)[:_KEY_CHARACTERS]] = None
         except DataError as error:
             errors.add(place, error)
         else:

@@ -13,19 +13,28 @@ _ROLES: Final = {
 }  # fmt: skip
 
 
-def read_conversations(value: object) -> tuple[Message, ...]:
+def read_turns(value: object, field: str) -> tuple[Message, ...]:
+    """The turns in `field` of a record, in this format where one has "from", else {"role", "content"}. Raises
+    DataError."""
+    turns = value if isinstance(value, list | tuple) else ()
+    keys = [turn.keys() for turn in turns if isinstance(turn, Mapping)]
+    is_ours = any("from" in one for one in keys) and not any("role" in one for one in keys)
+    return read_conversations(value, field) if is_ours else read_messages(value, field)
+
+
+def read_conversations(value: object, field: str = "conversations") -> tuple[Message, ...]:
     """The turns in "conversations". Some files have {"role", "content"} under this name, which is read too.
     Raises DataError."""
     if not isinstance(value, list | tuple):
-        raise DataError(f'expected "conversations" to be a list of objects; found {kind(value)}')
+        raise DataError(f'expected "{field}" to be a list of objects; found {kind(value)}')
     if any(isinstance(turn, Mapping) and "role" in turn for turn in value):
-        return read_messages(value, "conversations")
+        return read_messages(value, field)
     turns = []
     for number, turn in enumerate(value, 1):
         try:
             turns.append(_turn(turn))
         except DataError as error:
-            raise DataError(f'"conversations", message {number}: {error}') from None
+            raise DataError(f'"{field}", message {number}: {error}') from None
     return tuple(turns)
 
 

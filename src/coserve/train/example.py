@@ -46,7 +46,8 @@ class Prepared:
     """A tokenised data set. `truncated` examples lost their ends; `dropped` ones had no label left.
 
     `digest` is the SHA-256 of the examples' content and order. Prompts have `references`, one for each, that
-    graders compare answers with; labelled answers are `desirable` or not.
+    graders compare answers with; labelled answers are `desirable` or not. Records had keys, the first
+    of them `ignored`, that are not read.
     """
 
     examples: tuple[Example, ...]
@@ -55,6 +56,7 @@ class Prepared:
     digest: str = ""
     references: tuple[Mapping[str, Any], ...] = ()
     desirable: tuple[bool, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -148,12 +150,15 @@ def _check_max_length(max_length: int | None) -> None:
 
 def check_fit(prepared: Prepared, positions: int, vocabulary: int) -> None:
     """Raises DataError if an example is longer than the model's positions or has an unknown token."""
+    lengths = {number: len(one) for number, one in enumerate(prepared.examples, 1) if len(one) > positions}
+    if lengths:
+        number = max(lengths, key=lambda number: lengths[number])
+        raise DataError(
+            f"{len(lengths)} of {len(prepared.examples)} examples are longer than the {positions} positions "
+            f"of the model; the longest, example {number}, has {lengths[number]} tokens: split them, or set "
+            "max_length"
+        )
     for number, example in enumerate(prepared.examples, 1):
-        if len(example) > positions:
-            raise DataError(
-                f"example {number} has {len(example)} tokens, and the model {positions} positions: "
-                "split it, or set training.max_length"
-            )
         highest = max(max(example.tokens), max(example.labels))
         if highest >= vocabulary or min(example.tokens) < 0 or min(example.labels) < IGNORED:
             raise DataError(f"example {number} has a token that is not one of the model's {vocabulary}")
@@ -166,7 +171,7 @@ def check_room(examples: Sequence[Example], positions: int, virtual: int) -> Non
         if virtual + len(example) > positions:
             raise DataError(
                 f"example {number} has {len(example)} tokens, which come after {virtual} of the adapter's, "
-                f"and the model {positions} positions: split it, or set training.max_length"
+                f"and the model {positions} positions: split it, or set max_length"
             )
 
 

@@ -362,6 +362,7 @@ class JobStarted(WireMessage, frozen=True):
     epochs: int
     batch_size: int
     learning_rate: float
+    ignored: tuple[str, ...] = ()  # keys of the data's records that are not read
 
 
 class JobStep(WireMessage, frozen=True):

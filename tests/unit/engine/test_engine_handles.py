@@ -225,9 +225,9 @@ def test_calibration_leaves_nothing_behind(tmp_path: Path, own: object) -> None:
     assert engine.generate(prompt, sampling=answer_of(10)).result().tokens == greedy(own, prompt, 10)
 
 
-def test_a_job_says_how_many_examples_were_cut(engine: Engine) -> None:
-    data = [{"text": "abc"}, {"text": "abcdefghij"}, {"text": "jihgfedcba"}]
+def test_a_job_says_how_many_examples_were_cut_and_what_was_not_read(engine: Engine) -> None:
+    data = [{"text": "abc", "id": 1}, {"text": "abcdefghij"}, {"text": "jihgfedcba"}]
     job = engine.finetune(data, "cut", training=TrainingConfig(max_length=6, max_steps=1))
-    assert (job.truncated, job.dropped) == (2, 0)
+    assert (job.truncated, job.dropped, job.ignored) == (2, 0, ("id",))
     job.cancel()
     engine.run()

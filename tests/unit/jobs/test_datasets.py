@@ -132,7 +132,7 @@ def test_a_question_with_an_answer_serves_both() -> None:
          'expected "rejected" to be text or a list of messages; found a number'),
         (read_preferences, {"prompt": CHAT["messages"], "chosen": "a", "rejected": "b"},
          'expected "prompt" to end before the answer'),
-        (read_preferences, {"prompt": "Hi", "chosen": CHAT["messages"], "rejected": "b"},
+        (read_preferences, {"prompt": "Bye", "chosen": CHAT["messages"], "rejected": "b"},
          """expected "chosen" to hold messages of the assistant; found 'user'"""),
         (read_preferences, {"chosen": "a", "rejected": "b"}, 'expected "prompt" to hold a message; found no'),
         (read_preferences, {"input": [], "preferred_output": "a", "non_preferred_output": "b"},
@@ -212,9 +212,11 @@ def test_reading_streams(write: Write) -> None:
         ({"foo": 1}, f'expected {EXPECTED}; found "foo"'),
         ({"prompt": "a"}, f'expected {EXPECTED}; found "prompt"'),
         ({}, f"expected {EXPECTED}; found an empty object"),
-        ([1], f"expected {EXPECTED}; found a list"),
+        ([1], "record 1, line 7: " f"expected {EXPECTED}; found a number"),
         (b"{broken", f"expected {EXPECTED}; JSON is malformed: object keys must be strings (byte 1)"),
-        (b"[" * 100_000, f"expected {EXPECTED}; maximum recursion depth"),
+        (b"[" * 100_000, "record 1, line 7: expected the list to end with ]; the file ends before"),
+        (b"[" * 100_000 + b"]" * 100_000, f"line 7: expected {EXPECTED}; maximum recursion depth"),
+        (b'{"text": ' + b"[" * 100_000, f"expected {EXPECTED}; maximum recursion depth"),
         (b'{"text": "\\ud800"}', f"expected {EXPECTED}; "),
         ({"text": 3}, 'expected "text" to be a string; found a number'),
         ({"text": None}, 'expected "text" to be a string; found null'),
@@ -230,14 +232,15 @@ def test_reading_streams(write: Write) -> None:
          "message 3: expected the role to be one of system, developer, user, assistant, tool; found 'bot'"),
         ({"messages": [{"role": [], "content": "x"}]}, "user, assistant, tool; found a list"),
         ({"messages": [{"role": "assistant", "content": ["x"]}]},
-         'message 1: expected "content" to be a string; found a list'),
+         'message 1: expected "content[0]" to be an object with "type" and "text"; found a string'),
         ({"messages": [{"role": "assistant", "content": "x", "audio": 0}]}, "found 'audio'"),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_refused_with_its_place(write: Write, line: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
         list(read(write(*[b""] * 6, line)))
-    assert str(caught.value).startswith("train.jsonl, line 7: ")
+    place = str(caught.value).partition(": ")[0]
+    assert place.startswith("train.jsonl, ") and place.endswith("line 7")
     assert message in str(caught.value)
 
 

@@ -30,7 +30,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (CHAT, {"messages": [USER, {**ANSWER, "tool_calls": [{**CALL, "function": {"name": 3}}]}]},
      'message 2: expected "tool_calls[0].function.name" to hold text; found 3'),
     (CHAT, {"messages": [{**USER, "content": ["x"]}, ANSWER]},
-     'message 1: expected "content" to be a string; found a list'),
+     'message 1: expected "content[0]" to be an object with "type" and "text"; found a string'),
     (CHAT, {"tools": [{"type": "search"}]}, """expected "tools[0].type" to be "function"; found 'search'"""),
     (ALPACA, {"output": ""}, 'expected "output" to hold text; found it empty'),
     (ALPACA, {"history": [["Hi"]]}, 'expected "history[0]" to be an instruction and its output'),

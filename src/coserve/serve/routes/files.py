@@ -32,8 +32,9 @@ _MOST = 10_000  # files of one page
 
 @router.post("/v1/files", responses=error_responses(413), openapi_extra=UPLOAD, summary="Upload a file")
 async def upload_file(request: Request, caller: Caller, state: Shared) -> FileObject:
-    """Takes training data: JSONL, a `.csv`, a `.parquet`, each of the first two also compressed (`.gz`), or
-    a `.txt` corpus of paragraphs. Each record is checked, and the first three bad ones are named."""
+    """Takes training data: JSONL, a JSON array, a table (`.csv`, `.tsv`), each also compressed (`.gz`),
+    a `.parquet`, or a `.txt` corpus of paragraphs. Each record is checked, and the first three bad ones are
+    named."""
     id = new_id("file")
     upload = Upload(partial_of(state.settings.files / id), state.settings.max_file_bytes)
     try:

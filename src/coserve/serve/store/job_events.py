@@ -76,6 +76,9 @@ class JobEventStore:
             add_event(session, job, now, f"Fine-tuning job started: {news.steps} steps")
             if lost := _lost(news):
                 add_event(session, job, now, lost, "warn")
+            if news.ignored:
+                names = ", ".join(f'"{name}"' for name in news.ignored)
+                add_event(session, job, now, f"Not read of the training file's records: {names}", "warn")
 
         await self._take(mark, news.job, write)
 
