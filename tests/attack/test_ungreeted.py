@@ -202,3 +202,36 @@ def test_wrong_keys_are_refused_with_a_reason_and_wait_in_nobodys_way(target: Ta
     for thread in threads:
         thread.join(20)
     wait_until(lambda: target.service.ungreeted == 0)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_client_that_comes_while_an_executor_starts_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once found a service without the part that counts it."""
+    start, answers = threading.Thread.start, list[Any]()
+
+    def ask() -> None:
+        wait_until(lambda: Path(address.path).exists())
+        connection = ExecutorConnection(address, ClientHello(VERSION, "early", key=KEY), patience=20.0)
+        x = torch.randn(2, 96)
+        asked = call_of([DOWN], [x], "float32", direction="forward", work="inference")
+        answers.extend(connection.submit(asked, [x], [64]).result(20))
+        connection.close()
+
+    def slow(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "split-greet":
+            time.sleep(0.3)  # for the greeting to come meanwhile
+
+    address = Address(path=str(tmp_path / "a.sock"))
+    client = threading.Thread(target=ask)
+    executor = BaseExecutor(BaseLinears(tiny("llama")))
+    client.start()
+    time.sleep(0.1)
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    service = SplitService(executor, address, KEY)
+    client.join(30)
+    service.close()
+    executor.close()
+    assert [tuple(answer.shape) for answer in answers] == [(2, 64)]

@@ -48,7 +48,7 @@ class Arrival:
 
 
 class Greeter:
-    """Listens until `close`."""
+    """Listens from `start` until `close`."""
 
     def __init__(
         self,
@@ -71,6 +71,9 @@ class Greeter:
         for sock in (listening, self._woken):
             self._ready.register(sock, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="split-greet", daemon=True)
+
+    def start(self) -> None:
+        """Begins to listen; `serve` may be called from now on."""
         self._thread.start()
 
     def __len__(self) -> int:

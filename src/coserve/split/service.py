@@ -87,9 +87,10 @@ class SplitService:
         self._threads = [threading.Thread(target=self._beat, name="split-beats", daemon=True)]
         if key_check is not None:
             self._threads.append(threading.Thread(target=self._check_keys, name="split-keys", daemon=True))
+        self._greeter = Greeter(self._listening, self._channel, self._begin)
         for thread in self._threads:
             thread.start()
-        self._greeter = Greeter(self._listening, self._channel, self._begin)
+        self._greeter.start()
 
     @property
     def clients(self) -> int:
