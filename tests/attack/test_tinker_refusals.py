@@ -1,4 +1,4 @@
-"""A command of a `tinker` client that is refused takes its turn, and does nothing: the next one runs at once."""
+"""A refused command of a `tinker` client takes its turn, and does nothing: the next one runs at once."""
 
 import asyncio
 import json
