@@ -16,7 +16,7 @@ from training import Trainer, create, upload
 
 REASON = "waits for memory: it needs 2.0 GiB"
 MOST = 2  # jobs that train at once
-MOVES = 60
+MOVES = 40
 SEEDS = int(os.environ.get("COSERVE_ATTACK_HISTORIES", "1"))
 
 

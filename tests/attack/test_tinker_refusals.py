@@ -17,7 +17,7 @@ from coserve.wire.messages import Forward, LoadTraining, SaveTraining, StepOptim
 from serving import Play, World
 from tinkering import Caller, passed, sent
 
-VALUES = int(os.environ.get("COSERVE_ATTACK_VALUES", "3"))  # of each field
+VALUES = int(os.environ.get("COSERVE_ATTACK_VALUES", "2"))  # of each field
 COMMANDS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "optim_step": (schema.OptimStepRequest, {"adam_params": {}}),
     "save_weights": (schema.SaveWeightsRequest, {"path": "a"}),
