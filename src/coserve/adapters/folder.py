@@ -10,8 +10,8 @@ WEIGHTS: Final = "adapter_model.safetensors"
 PICKLED: Final = "adapter_model.bin"
 _BEGINNINGS: Final = (b"PK\x03\x04", b"\x80\x02")  # of the files that torch.save writes
 _CONVERT: Final = (
-    "which may run anything when it is opened, so coserve does not read it as it is; `coserve adapters convert "
-    f"{{}}` reads its tensors in a process of its own and writes {WEIGHTS}"
+    "which may run anything when it is opened, so coserve does not read it as it is; `coserve adapters "
+    f"convert {{}}` reads its tensors in a process of its own and writes {WEIGHTS}"
 )
 
 
