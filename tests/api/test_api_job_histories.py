@@ -94,7 +94,7 @@ def reasons(job: Any, engine: Engine) -> list[str]:
 
 
 async def agreed(engine: Engine, jobs: Any, made: list[str]) -> set[str | None]:
-    """What jobs wait for, once that is what holds: commands are on their way to the engine for a moment."""
+    """The reasons for which jobs wait, once these hold: commands are on their way to the engine for a moment."""
     for _ in range(200):
         engine.listen()
         found = [await jobs.retrieve(id) for id in made]

@@ -35,8 +35,8 @@ class JobPlace:
 
 
 def waiting_for(place: JobPlace) -> str | None:
-    """Why a queued job has not begun, or a running one does not train; None for one that does, and for paused
-    and ended ones. The first reason that holds is told: the later ones would not be enough to go on."""
+    """The reason why a queued job has not begun, or a running one does not train; None for one that does, and
+    for paused and ended ones. The first reason that holds is told."""
     if place.status not in (JobStatus.QUEUED, JobStatus.RUNNING):
         return None
     is_queued = place.status == JobStatus.QUEUED
