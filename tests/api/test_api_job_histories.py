@@ -94,7 +94,7 @@ def reasons(job: Any, engine: Engine) -> list[str]:
 
 
 async def agreed(engine: Engine, jobs: Any, made: list[str]) -> set[str | None]:
-    """The reasons for which jobs wait, once these hold: commands are on their way to the engine for a moment."""
+    """The reasons for which jobs wait, once these hold: a command takes a moment to reach the engine."""
     for _ in range(200):
         engine.listen()
         found = [await jobs.retrieve(id) for id in made]
