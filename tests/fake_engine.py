@@ -32,6 +32,7 @@ from coserve.wire.messages import (
     Forward,
     FurtherBase,
     Hello,
+    JobStarved,
     Numbered,
     OpenTraining,
     Paging,
@@ -98,7 +99,7 @@ class FakeEngine:
         self.news: list[Numbered] = []
         self.jobs: tuple[str, ...] = ()  # that it says it trains, when a server connects
         self.waiting: dict[str, str] = {}  # and which of these wait for memory
-        self.starved: dict[str, float] = {}  # and which of them have no time to train, for how many seconds
+        self.starved: tuple[JobStarved, ...] = ()  # those of them that have no time to train
         self.poison: Callable[[Command], bool] = lambda command: False
         self.chooses: Callable[[Submit], int] = lambda request: 0  # which of its alternatives answers
         self.fatal: Callable[[Submit, int], bool] = lambda request, place: False

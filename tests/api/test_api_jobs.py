@@ -461,7 +461,7 @@ def test_pause_resume_and_cancel(play: Play) -> None:
         words = [event.message async for event in jobs.list_events(job.id)]
         assert [w for w in words if w.startswith("Fine-tuning job ")] == [
             f"Fine-tuning job {word}"
-            for word in ("cancelled", "stopped, saved at step 2", "resumed", "paused")
+            for word in ("cancelled", "saved at step 2, where it continues", "resumed", "paused")
         ]
 
     play(story)
@@ -629,6 +629,6 @@ def test_the_best_checkpoint_is_the_result(play: Play) -> None:
         events = [(event.level, event.message) async for event in jobs.list_events(job.id)]
         assert ("info", "Stopped early at step 9") in events
         assert ("info", "Fine-tuning job resumed from step 5") in events
-        assert ("info", "Fine-tuning job stopped, saved at step 5") in events
+        assert ("info", "Fine-tuning job saved at step 5, where it continues once it is resumed") in events
 
     play(story)

@@ -149,7 +149,7 @@ def test_a_running_job_without_time_to_train_says_so(play: Play) -> None:
         for said in ("beside requests", "scheduler.starvation", "--slowdown", "flex"):
             assert said in found.waiting_for
         assert "coserve_finetune_jobs_starved 1.0" in (await world.http.get("/metrics")).text
-        world.engine.jobs, world.engine.starved = (job.id,), {job.id: 100.0}
+        world.engine.jobs, world.engine.starved = (job.id,), (JobStarved(job.id, 100.0),)
         connections = world.state.link.connections
         world.engine.disconnect()  # and a server that comes back hears of it
         await world.until(lambda: world.state.link.connections > connections)
@@ -161,7 +161,7 @@ def test_a_running_job_without_time_to_train_says_so(play: Play) -> None:
         assert (found.status, found.waiting_for, found.waiting_since) == ("running", None, None)
         events = (await client.fine_tuning.jobs.list_events(job.id)).data
         assert [(event.level, "beside requests" in event.message) for event in events[:2]] == [
-            ("info", True), ("warn", True)
+            ("info", False), ("warn", True)
         ]  # fmt: skip
         assert "for 12 s" in events[1].message
         await trainer.tell(JobStarved(job.id, 11.0))

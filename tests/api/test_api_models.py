@@ -10,6 +10,7 @@ import httpx2
 import openai
 import pytest
 
+from coserve.serve.adapter_registry import registry
 from coserve.serve.routes import health
 from coserve.wire.messages import AddAdapter, Fault, PinAdapter, RemoveAdapter
 from serving import Play, World
@@ -303,12 +304,75 @@ def test_what_vllms_clients_send_beside_the_name(play: Play, tmp_path: Path) -> 
     async def story(world: World) -> None:
         post = world.http.post
         body = {"lora_name": "a", "lora_path": "one"}
-        refused = await post("/v1/load_lora_adapter", json={**body, "load_inplace": True})
+        refused = await post("/v1/load_lora_adapter", json={**body, "load_inplace": "yes"})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "load_inplace"
         loaded = await post("/v1/load_lora_adapter", json={**body, "load_inplace": False})
         assert loaded.status_code == 200
         gone = await post("/v1/unload_lora_adapter", json={"lora_name": "a", "lora_int_id": 1})
         assert gone.status_code == 200
+
+    play(story, adapter_root=tmp_path / "root")
+
+
+def test_an_adapter_is_replaced_while_it_is_asked(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer is of one version, the newest when it was asked or one that came since; none fails."""
+    make_adapter(tmp_path / "root" / "one")
+    monkeypatch.setattr(registry, "GRACE_SECONDS", 0.1)
+
+    async def story(world: World) -> None:
+        async def replace(**more: Any) -> httpx2.Response:
+            body = {"lora_name": "a", "lora_path": "one", "load_inplace": True, **more}
+            return await world.http.post("/v1/load_lora_adapter", json=body)
+
+        def version() -> int:
+            """The newest version's number."""
+            return len(commands(world, AddAdapter)) - 1
+
+        assert (await replace()).status_code == 200, "a name that is free is taken"
+        assert (await world.http.post("/v1/adapters/a/pin")).status_code == 200
+        keys = [commands(world, AddAdapter)[0].key]
+        world.engine.script = lambda request, place: (
+            10 + [one.key for one in commands(world, AddAdapter)].index(request.adapter)
+        )
+        done: list[tuple[int, str, int]] = []
+        over = False
+
+        async def keep_asking(number: int) -> None:
+            while not over:
+                before = len(keys) - 1
+                answer = await ask(world, "a", max_tokens=3 + 4 * number, seed=1)
+                done.append((before, answer.choices[0].text, version()))
+
+        first = asyncio.create_task(ask(world, "a", max_tokens=600))
+        await world.until(lambda: bool(world.submits()))
+        asking = [asyncio.create_task(keep_asking(number)) for number in range(6)]
+        for number in range(1, 9):
+            assert (await replace()).status_code == 200
+            keys.append(commands(world, AddAdapter)[-1].key)
+            before = len(world.submits())
+            await ask(world, "a")
+            assert {one.adapter for one in world.submits()[before:]} >= {keys[number]}
+            await asyncio.sleep(0.05)
+            assert first.done() or keys[0] not in {one.key for one in commands(world, RemoveAdapter)}
+        over = True
+        await asyncio.gather(*asking)
+        assert len(set(keys)) == 9 and len(done) > 20
+        spoken = [world.told([10 + number]) for number in range(9)]
+        for before, text, after in done:
+            of = {number for number in range(9) if text and not text.replace(spoken[number], "")}
+            assert any(before <= number <= after for number in of), (before, text, after)
+        assert (await first).choices[0].finish_reason == "length"
+        folders = [Path(one.path) for one in commands(world, AddAdapter)]
+        await world.until(lambda: [folder.exists() for folder in folders] == [False] * 8 + [True])
+        assert {one.key for one in commands(world, RemoveAdapter)} == set(keys[:-1])
+        assert (await world.client().models.retrieve("a")).model_dump()["pinned"]
+        (tmp_path / "root" / "one" / "adapter_model.safetensors").write_bytes(b"x")
+        world.engine.script = lambda request, place: 20
+        assert (await replace(lora_path="nothing")).status_code in (400, 404)
+        assert (await replace(lora_name="tiny")).status_code == 400
+        assert (await ask(world, "a")).choices, "a replacement that fails leaves the old one"
 
     play(story, adapter_root=tmp_path / "root")
 

@@ -190,7 +190,7 @@ def test_hostile_bodies_harm_nobody(play: Play) -> None:
         assert await longest_stop(attack) < MOST_SECONDS
         assert not [one for one in world.engine.said if isinstance(one, Forward | StepOptimizer)]
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < MOST_GROWTH
-        number = 0
+        number = 1  # the turn that the refused bodies took
         for change, says in WRONG_DATA:
             number += 1
             future = (await submit(changed(run, number, change))).json()["request_id"]

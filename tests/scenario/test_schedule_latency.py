@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from coserve.core.events import StepDone
-from coserve.core.plan import Plan
+from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
@@ -16,7 +16,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
-from coserve.schedule.training_queue import STARVED, starved_since
+from coserve.schedule.training_queue import STARVED, starved
 
 DEPTH = 16
 
@@ -226,38 +226,57 @@ def test_a_job_that_gets_nothing_beside_requests_says_since_when() -> None:
     queue = world.it.training
     for _ in range(30):
         world.step()
-    assert starved_since(queue, "job") is None
+    assert starved(queue, "job") is None
     flood = world.submit(SLO(between_tokens=0.0), answer=3000)
-    told: list[tuple[float, float | None]] = [(0.0, None)]  # when it changed, and to what
+    told: list[tuple[float, tuple[float, str] | None]] = [(0.0, None)]  # when it changed, and to what
 
     def look() -> None:
-        if starved_since(queue, "job") != told[-1][1]:
-            told.append((world.executor.now, starved_since(queue, "job")))
+        if starved(queue, "job") != told[-1][1]:
+            told.append((world.executor.now, starved(queue, "job")))
 
     last = 0.0
     while world.executor.now < 30.0:
         before = world.executor.now
         last = before if world.step().training else last
         look()
-    assert told[1:] == [(pytest.approx(last + STARVED, abs=0.1), last)]  # once, with its last piece
+    assert told[1:] == [
+        (pytest.approx(last + STARVED, abs=0.1), (last, "requests"))
+    ]  # once, with its last piece
     world.it.requests.cancel(flood.key)
     resumed = world.executor.now
     while world.executor.now < 60.0:
         world.step()
         look()
-    assert told[2:] == [(pytest.approx(resumed + STARVED, abs=0.1), None)]
+    assert told[2:] == [(pytest.approx(resumed, abs=0.1), None)]  # no request is there to blame
     world.it.training.remove("job")
-    assert starved_since(queue, "job") is None
+    assert starved(queue, "job") is None
+
+
+def test_a_job_behind_another_ones_steps_blames_no_request() -> None:
+    world = World()
+    queue = world.it.training
+    queue.add("other", [MicroBatch(world.it.new_key(), "other", "o@0", (8,), DEPTH)])
+    queue.remove("job")
+    queue.add("late", [MicroBatch(world.it.new_key(), "late", "l@0", (8,), DEPTH)])
+    for now in (0.0, 5.0, 10.0, 15.0):
+        queue.turns(now, None)
+        (batch,) = queue.ready(queue._jobs["other"])
+        segment = TrainingSegment(
+            batch.key, "other", "o@0", 0, 8, 1, Direction.TRAIN_FORWARD, batch.next_span(1), DEPTH
+        )
+        queue.planned(Plan(training=(segment,)), now)
+    queue.turns(16.0, None)
+    assert starved(queue, "late") == (0.0, "jobs") and starved(queue, "other") is None
 
 
 def test_a_piece_now_and_then_neither_ends_starving_nor_begins_it_anew() -> None:
-    world, seen = World(starvation=1.5 * STARVED), set[float | None]()
+    world, seen = World(starvation=1.5 * STARVED), set[tuple[float, str] | None]()
     for _ in range(30):
         world.step()
     flood = world.submit(SLO(between_tokens=0.0), answer=3900)
     while world.executor.now < 6 * STARVED and not flood.is_finished:
         world.step()
-        seen.add(starved_since(world.it.training, "job"))
+        seen.add(starved(world.it.training, "job"))
     assert world.executor.now > 3.5 * STARVED and len(seen) == 2
 
 

@@ -61,6 +61,22 @@ def import_adapter(
 
 
 @app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(exists=True, help="An adapter_model.bin, or its folder.")],
+    to: Annotated[
+        Path | None,
+        typer.Argument(help="Folder to write; by default beside the old one, with -safetensors in its name."),
+    ] = None,
+) -> None:
+    """Rewrites a PEFT adapter's .bin file, a pickle, as safetensors. It is read in a process with limits that
+    makes tensors of it and runs nothing else. Needs no server."""
+    from coserve.adapters.convert import convert_adapter
+
+    folder, count = convert_adapter(file, to)
+    print(f"wrote {count} tensors to {folder}\n  coserve adapters import {folder}")
+
+
+@app.command()
 def export(
     context: typer.Context,
     name: AdapterName,

@@ -12,11 +12,13 @@ errors.
     api_key = "sk-coserve-..."
 
 In the environment the same fields are `COSERVE_PORT`, `COSERVE_ENGINE_DEVICE`, `COSERVE_SLO_FLEX_DEFERRAL`,
-`COSERVE_URL` and so on; lists, such as `COSERVE_CORS_ORIGINS`, have commas in between.
+`COSERVE_URL` and so on; lists, such as `COSERVE_CORS_ORIGINS`, have commas in between. A variable that is
+nearly a setting's is an error too, and `coserve serve` names the others that nothing reads.
 """
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -30,13 +32,17 @@ from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.schedule.config import SchedulerConfig
 from coserve.serve.settings import DEFAULT_SLO, TIERS, ServerSettings
+from coserve.split.credentials import EXECUTOR_KEY
 from coserve.wire.control import decode_path
 
 PREFIX = "COSERVE_"
 FILE_NAME = "coserve.toml"
 DEFAULT_URL = "http://127.0.0.1:8000"
 EMBEDDED = "coserve-tiny"
-OTHER_VARIABLES = ("COSERVE_CONFIG", "COSERVE_NATIVE")
+OTHER_VARIABLES = ("COSERVE_CONFIG", "COSERVE_NATIVE", EXECUTOR_KEY)
+# Variables of containers beside a Kubernetes service, or a linked container, called coserve.
+_OF_SERVICE = re.compile(r"COSERVE_SERVICE_(HOST|PORT(_\w+)?)|COSERVE_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?")
+MOST_NAMED = 5  # unread variables, or settings, in one sentence
 CLOSE = 0.8  # likeness from which an unknown variable is taken for a slip of the pen
 # Settings of names that are not known here, which no variable of the environment has.
 _NAMED = ("bases", "adapters", "adapter_bases", "chains", "stitched", "policy_options", "scheduler")
@@ -155,14 +161,16 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_environment(table: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Settings of one table from the environment.
 
-    Empty variables are ignored. An unknown variable similar to a setting is an error; others are ignored, as
-    in containers a service called coserve defines such variables.
+    Empty variables are ignored. An unknown variable similar to a setting is an error; others are ignored (see
+    `unread`), as are those of a service called coserve.
     """
-    known = {PREFIX + "_".join(path).upper(): path for kind in TABLES.values() for path in _paths(kind)}
+    known = _variables()
     mine = set(_paths(TABLES[table]))
     lists = {name for name, hint in get_type_hints(TABLES[table]).items() if get_origin(hint) is tuple}
     found: dict[str, Any] = {}
     for variable, value in environment.items():
+        if _is_of_service(variable, value):
+            continue
         if variable in known:
             if value and (path := known[variable]) in mine:
                 is_list = path[0] in lists
@@ -172,10 +180,49 @@ def read_environment(table: str, environment: Mapping[str, str]) -> dict[str, An
     return found
 
 
-def _meant(variable: str, known: Mapping[str, Any]) -> str | None:
-    if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
+def unread(environment: Mapping[str, str] = os.environ) -> str | None:
+    """A sentence about the `COSERVE_` variables that nothing reads, None if there are none. Their values,
+    which may be secret, are not in it."""
+    known = {*_variables(), *OTHER_VARIABLES}
+    found = sorted(
+        variable
+        for variable, value in environment.items()
+        if variable.startswith(PREFIX) and variable not in known and not _is_of_service(variable, value)
+    )
+    if not found:
         return None
-    return next(iter(difflib.get_close_matches(variable, known, 1, CLOSE)), None)
+    named = found[:MOST_NAMED] + ([f"{len(found) - MOST_NAMED} more"] if len(found) > MOST_NAMED else [])
+    told = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
+    return f"nothing reads {told} of the environment; `coserve serve --show-config` prints all settings"
+
+
+def _variables() -> dict[str, tuple[str, ...]]:
+    """The settings by their variables."""
+    return {PREFIX + "_".join(path).upper(): path for kind in TABLES.values() for path in _paths(kind)}
+
+
+def _is_of_service(variable: str, value: str) -> bool:
+    has_address = variable == f"{PREFIX}PORT" and value.startswith(("tcp://", "udp://", "sctp://"))
+    return has_address or _OF_SERVICE.fullmatch(variable) is not None
+
+
+def _meant(variable: str, known: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The variable that an unknown one is nearly: in another case, with the table's name, without
+    `ENGINE_`, or with a slip of the pen."""
+    plain = _plain(variable).upper()
+    if not plain.startswith(PREFIX) or variable in OTHER_VARIABLES:
+        return None
+    rest = plain.removeprefix(PREFIX)
+    for table in TABLES:
+        rest = rest.removeprefix(f"{table.upper()}_")
+    for close in (PREFIX + rest, f"{PREFIX}ENGINE_{rest}"):
+        if close in known:
+            return close
+    return next(iter(difflib.get_close_matches(PREFIX + rest, known, 1, CLOSE)), None)
+
+
+def _plain(key: str) -> str:
+    return key.lower().replace("-", "_")
 
 
 def _layers(
@@ -232,8 +279,11 @@ def _check_keys(values: Mapping[str, Any], kind: type, where: str, prefix: str) 
 
 
 def _unknown(key: str, known: Mapping[str, Any] | Sequence[str], where: str, prefix: str = "") -> ConfigError:
-    close = difflib.get_close_matches(key, list(known), 1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    close = [f"{prefix}{_plain(key)}"] if _plain(key) in known else []
+    close = close or [place for place in _places() if place.endswith(f".{_plain(key)}")]
+    close = close or [prefix + one for one in difflib.get_close_matches(_plain(key), list(known), 1)]
+    some = ", ".join([*list(known)[:MOST_NAMED], *(["..."] if len(known) > MOST_NAMED else [])])
+    hint = f"did you mean {close[0]}?" if close else f"there are {some}"
     return ConfigError(f"{where} has an unknown key {prefix}{key}: {hint}")
 
 
@@ -248,6 +298,14 @@ def _paths(kind: type) -> Iterator[tuple[str, ...]]:
             yield from ((one.name, tier, bound.name) for tier in TIERS for bound in fields(SLO))
         elif one.name not in _NAMED:
             yield (one.name,)
+
+
+def _places() -> list[str]:
+    """The settings and tables of the file, as `server.engine.device`."""
+    own = {f"{table}.{one.name}" for table, kind in TABLES.items() for one in fields(kind)}
+    paths = {".".join((table, *path)) for table, kind in TABLES.items() for path in _paths(kind)}
+    engine = {f"server.engine.{one.name}" for one in fields(EngineConfig)}
+    return sorted(own | paths | engine, key=lambda place: (place.count("."), place))
 
 
 def _put(into: dict[str, Any], path: tuple[str, ...], value: object) -> None:

@@ -14,6 +14,7 @@ from coserve.cli.output import duration
 from coserve.cli.plot import curve
 
 HEIGHT = 8  # lines of the curve
+LEAST_SLOWDOWN = 1.005  # less is shown as 1.00
 LINE_EVERY = 5.0  # seconds between lines where there is no terminal
 STYLES = {"succeeded": "green", "failed": "red", "cancelled": "red", "paused": "yellow"}
 
@@ -93,10 +94,14 @@ def summary(watched: Watched, now: float) -> str:
         parts.append(f"validation reward {watched.rewards[max(watched.rewards)]:.4f}")
     if watched.tokens_per_second is not None and not watched.is_over:
         parts.append(f"{watched.tokens_per_second:.0f} tokens/s")
-    if isinstance(since := watched.job.get("waiting_since"), int | float):
-        parts.append(f"waits for room beside requests for {duration(max(now - since, 0.0))}")
+    if waits := str(watched.job.get("waiting_for") or "").partition(";")[0]:
+        since = watched.job.get("waiting_since")
+        so_long = f", for {duration(max(now - since, 0.0))}" if isinstance(since, int | float) else ""
+        parts.append(waits + so_long)
+    elif not watched.losses and watched.status == "running":
+        parts.append("before its first step")
     slowdown = watched.job.get("slowdown")
-    if isinstance(slowdown, int | float) and slowdown > 1.0:
+    if isinstance(slowdown, int | float) and slowdown >= LEAST_SLOWDOWN and watched.losses:
         parts.append(f"answers take {slowdown:.2f} times as long")
     if (left := watched.seconds_left(now)) is not None:
         parts.append(f"{duration(left)} left")

@@ -172,7 +172,7 @@ def serve(
 
     Ctrl-C lets running answers finish and jobs write checkpoints; a second one stops at once.
     """
-    from coserve.cli.config import load_server_settings
+    from coserve.cli.config import load_server_settings, unread
     from coserve.cli.output import print_json
 
     adapters = _adapters(adapter) if adapter else {}
@@ -226,6 +226,8 @@ def serve(
     )
     settings = load_server_settings(flags, config or config_of(context))
     _check_model(settings.model)
+    if (told := unread()) is not None:
+        print(f"coserve: warning: {told}", file=sys.stderr)
     if show_config:
         import json
 

@@ -27,7 +27,7 @@ from coserve.engine.scoring import Scoring
 from coserve.engine.served_job import PendingCheckpoint, ReadJob, ServedJob, leave_unscored
 from coserve.engine.validation import start_scoring
 from coserve.errors import ConfigError, CoserveError, JobError
-from coserve.schedule.training_queue import starved_since
+from coserve.schedule.training_queue import starved
 from coserve.train.checkpoint import Checkpoint, write_checkpoint
 from coserve.train.objectives import Reinforcement
 from coserve.train.state import TrainingState
@@ -77,10 +77,10 @@ class Jobs:
         return {name: reason for name, reason in reasons.items() if reason}
 
     @property
-    def starved(self) -> dict[str, float]:
-        """Seconds since their last training, by job, of running jobs that requests leave no time."""
-        found = {name: self._starved_for(name) for name in self._jobs}
-        return {name: seconds for name, seconds in found.items() if seconds is not None}
+    def starved(self) -> tuple[JobStarved, ...]:
+        """News of the running jobs that get no time to train."""
+        found = (self._starvation(name) for name in self._jobs)
+        return tuple(news for news in found if news.seconds is not None)
 
     def start(self, command: StartJob) -> None:
         """Starts reading a job's files; ignored for a job that runs already."""
@@ -240,17 +240,22 @@ class Jobs:
                 self._end(job, JobStatus.FAILED, handle.error)
             else:
                 self._begun(job, handle, job.ready)
-        seconds = self._starved_for(job.spec.job)
-        if (seconds is not None) is not job.starved and job.ending is None:
-            job.starved = seconds is not None
-            self._tell(JobStarved(job.spec.job, seconds))
+        starvation = self._starvation(job.spec.job)
+        is_starved = starvation.seconds is not None
+        if is_starved is not job.starved and job.ending is None:
+            job.starved = is_starved
+            self._tell(starvation)
         for note in handle.notes[job.noted :]:
             self._tell(JobNote(job.spec.job, note))
         job.noted = len(handle.notes)
 
-    def _starved_for(self, name: str) -> float | None:
-        since = starved_since(self._engine.scheduler.training, name)
-        return None if since is None else self._engine.clock() - since
+    def _starvation(self, name: str) -> JobStarved:
+        found = starved(self._engine.scheduler.training, name)
+        return (
+            JobStarved(name, None)
+            if found is None
+            else JobStarved(name, self._engine.clock() - found[0], found[1])
+        )
 
     def _begun(self, job: ServedJob, handle: FineTuning, ready: ReadJob) -> None:
         """Reports that a job's first step is under way."""

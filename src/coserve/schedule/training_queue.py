@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
+from coserve.core.job_words import Rival
 from coserve.core.plan import MicroBatchOutput, OptimStep, Plan, TrainingSegment
 from coserve.core.request import BASE
 from coserve.core.sequence import MicroBatch, Position
@@ -30,7 +31,9 @@ class QueueEntry:
     steps: int = 0  # optimizer steps since it was added
     served_at: float | None = None  # when it last got a piece, or began to wait for one
     passed: int = 0  # plans since then
+    beside_requests: bool = False  # one of them had requests
     starved_since: float | None = None
+    starved_by: Rival = "requests"
     resumed_at: float | None = None  # when a starved job got the first of its newest pieces
 
     @property
@@ -51,13 +54,17 @@ class QueueEntry:
         self.served_at = now if self.served_at is None else self.served_at
         if self.passed >= _FEWEST and now - self.served_at > STARVED:
             self.starved_since = self.served_at if self.starved_since is None else self.starved_since
+            self.starved_by = "requests" if self.beside_requests else "jobs"
             self.resumed_at = None
         elif self.resumed_at is not None and now - self.resumed_at > STARVED:
             self.starved_since = self.resumed_at = None
 
-    def note_served(self, now: float) -> None:
-        """Notes a piece of training in a step planned at `now`."""
-        self.served_at, self.passed = now, 0
+    def note_served(self, now: float, is_beside_requests: bool) -> None:
+        """Notes a piece of training in a step planned at `now`. Without requests beside it, those that
+        starved the job are over."""
+        self.served_at, self.passed, self.beside_requests = now, 0, False
+        if self.starved_by == "requests" and not is_beside_requests:
+            self.starved_since = self.resumed_at = None
         if self.starved_since is not None and self.resumed_at is None:
             self.resumed_at = now
 
@@ -111,7 +118,7 @@ class TrainingQueue:
         assert job.micro_batches or update is not None, f"a pass of job {name} needs a micro-batch"
         assert all(b.job == name and b.length > 0 for b in job.micro_batches), "rows of this job"
         job.progress = max(job.progress, self._clock)
-        job.served_at, job.passed = None, 0
+        job.served_at, job.passed, job.beside_requests = None, 0, False
 
     def set_weight(self, name: str, weight: float) -> None:
         """Changes a job's weight; its virtual time so far stays. A job without work so far (its answers are
@@ -168,10 +175,12 @@ class TrainingQueue:
         self._advance(plan.training)
         for update in plan.updates:
             self._jobs[update.job].is_stepping = True
+        has_requests = bool(plan.inference) or plan.idle > 0
         for name, job in self._jobs.items():
             job.passed += 1
+            job.beside_requests = job.beside_requests or has_requests
             if name in plan.jobs:
-                job.note_served(now)
+                job.note_served(now, has_requests)
 
     def paused(
         self, positions: Mapping[int, Position], ran: Iterable[TrainingSegment], unbegun: Container[int]
@@ -219,10 +228,10 @@ class TrainingQueue:
         job.steps += 1
 
 
-def starved_since(queue: TrainingQueue, name: str) -> float | None:
-    """Time of the last piece of a starved job (`STARVED`); None for others."""
+def starved(queue: TrainingQueue, name: str) -> tuple[float, Rival] | None:
+    """Time of the last piece of a starved job (`STARVED`), and what had the steps since; None for others."""
     job = queue._jobs.get(name)
-    return None if job is None else job.starved_since
+    return None if job is None or job.starved_since is None else (job.starved_since, job.starved_by)
 
 
 def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import msgspec
 
 from coserve.core.job_status import JobStatus
+from coserve.core.job_words import Rival
 from coserve.core.plan import Updated
 from coserve.core.request import BASE, SLO, FinishReason, SamplingParams
 from coserve.core.training import AdamParams, Datum, PassOutput
@@ -270,7 +271,7 @@ class Hello(WireMessage, frozen=True):
     load_seconds: float
     jobs: tuple[str, ...] = ()  # that train right now, or wait for memory
     waiting: dict[str, str] = {}  # of these, which wait, and what they say about it
-    starved: dict[str, float] = {}  # of `jobs`, those without time to train, and for how many seconds
+    starved: tuple["JobStarved", ...] = ()  # of `jobs`, those without time to train
     quantize: str = "none"  # or 8bit, 4bit
     cache_dtype: str = "auto"  # or int8
     offloaded_tokens: int = 0  # most tokens of a sequence in slower memory
@@ -343,10 +344,12 @@ class JobNote(WireMessage, frozen=True):
 
 
 class JobStarved(WireMessage, frozen=True):
-    """Requests leave a running job no time: it trained last `seconds` ago. None: it trains again."""
+    """A running job gets no time: it trained last `seconds` ago, and requests or other jobs had the steps
+    since (`by`). None: it trains again."""
 
     job: str
     seconds: float | None
+    by: Rival = "requests"
 
 
 class JobStarted(WireMessage, frozen=True):

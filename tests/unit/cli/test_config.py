@@ -161,11 +161,17 @@ def test_a_hub_name_is_left_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[server]\nprot = 1\n", "unknown key server.prot: did you mean port?"),
+        ("[server]\nprot = 1\n", "unknown key server.prot: did you mean server.port?"),
         ("[sever]\n", "unknown key sever: did you mean server?"),
         ("[client]\nkey = 'x'\n", "unknown key client.key: "),
-        ("[server.engine]\npagesize = 1\n", "unknown key server.engine.pagesize: did you mean page_size?"),
-        ("[server.slo.flex]\ndeferal = 1\n", "unknown key server.slo.flex.deferal: did you mean deferral?"),
+        (
+            "[server.engine]\npagesize = 1\n",
+            "unknown key server.engine.pagesize: did you mean server.engine.page_size?",
+        ),
+        (
+            "[server.slo.flex]\ndeferal = 1\n",
+            "unknown key server.slo.flex.deferal: did you mean server.slo.flex.deferral?",
+        ),
         ("[server.slo.fast]\ndeferral = 1\n", "slo.fast is no service tier"),
         ("[server]\nport = 'http'\n", "port: expected int, got str"),
         ("[server]\nallowed_hosts = ['http://a.example']\n", "expected a name or an address, without scheme"),
@@ -177,7 +183,7 @@ def test_a_hub_name_is_left_as_it_is(tmp_path: Path) -> None:
         ("[server", "is not TOML"),
         (
             "[server.engine.scheduler]\nquantumm = 1\n",
-            "server.engine.scheduler.quantumm: did you mean quantum?",
+            "server.engine.scheduler.quantumm: did you mean server.engine.scheduler.quantum?",
         ),
         (
             "[server.engine]\npolicy = 'fifo'\n",

@@ -85,10 +85,19 @@ def test_the_time_left_is_the_servers_or_else_the_paces() -> None:
     assert "step 4/10 | loss 1.0000 | 200 tokens/s | 1 min 00 s left" in summary(watched, 1000.0)
     watched.job["slowdown"] = 1.254
     assert "tokens/s | answers take 1.25 times as long | 1 min" in summary(watched, 1000.0)
-    watched.job["waiting_since"] = 930
-    assert "tokens/s | waits for room beside requests for 1 min 10 s | answers" in summary(watched, 1000.0)
+    watched.job |= {"waiting_since": 930, "waiting_for": "waits for room beside requests; the operator"}
+    assert "tokens/s | waits for room beside requests, for 1 min 10 s | answers" in summary(watched, 1000.0)
     watched.job["status"] = "succeeded"
     assert watched.seconds_left(now=1000.0) is None
+
+
+def test_a_job_that_has_not_begun_says_so_and_nothing_of_answers() -> None:
+    watched = Watched({"id": "j", "status": "running", "slowdown": 1.3})
+    assert summary(watched, 0.0) == "running | before its first step"
+    watched.job |= {"status": "queued", "waiting_for": "waits until one of 4 jobs that train ends"}
+    assert summary(watched, 0.0) == "queued | waits until one of 4 jobs that train ends"
+    watched = Watched({"id": "j", "status": "running", "slowdown": 1.004}, losses={1: 2.0})
+    assert summary(watched, 0.0) == "running | step 1 | loss 2.0000"
 
 
 def test_following_ends_with_the_job() -> None:

@@ -181,12 +181,12 @@ def test_a_job_without_time_to_train_is_told_of_once(
     (begun,) = desk.news(JobStarved)
     assert isinstance(begun, JobStarved) and begun.job == "j" and begun.seconds and begun.seconds > 0.02
     desk.send(Acknowledge(1000))  # so that nothing is repeated
-    assert desk.worker.connected().starved["j"] >= begun.seconds
+    assert desk.worker.connected().starved[0].seconds >= begun.seconds
     desk.send(Cancel("a"))
     desk.until(lambda: len(desk.news(JobStarved)) == 2)
     assert desk.news(JobStarved)[1] == JobStarved("j", None)
     desk.send(Acknowledge(1000))
-    assert desk.worker.connected().starved == {}
+    assert desk.worker.connected().starved == ()
     desk.send(StopJob("j", keep=False))
     desk.until(lambda: desk.news(JobEnded))
     assert len(desk.news(JobStarved)) == 2

@@ -16,24 +16,32 @@ from coserve.serve.state import State
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Adapter, Tenant
 
+# Seconds in which a replaced adapter may still be used: between a request's finding it and its use lie some
+# reads of the database, a few milliseconds.
+GRACE_SECONDS: Final = 10.0
 _KNOWN: Final = 4096  # adapters whose base is remembered
 _REMOVING: Final[set["asyncio.Task[None]"]] = set()  # of tasks: the loop alone would not keep them
 
 
 async def import_adapter(
-    state: State, tenant: Tenant, name: str, source: Path, param: str = "name"
+    state: State, tenant: Tenant, name: str, source: Path, param: str = "name", replace: bool = False
 ) -> Adapter:
     """Imports an adapter for the tenant: copies the folder `source`, once the engine has accepted it. It is
-    one of the base that its configuration names, or else of the first.
+    one of the base that its configuration names, or else of the first. With `replace` it takes the name of an
+    own one, in one transaction: answers that use that go on with it, and it is deleted once they have ended.
 
-    Raises ApiError 400 for a name in use, AdapterError for invalid files or a wrong base, and QuotaExceeded.
-    The copy is removed on any error and on cancellation.
+    Raises ApiError 400 for a name in use, and 403 and 409 for one that may not be replaced; AdapterError for
+    invalid files or a wrong base; and QuotaExceeded. The copy is removed on any error and on cancellation.
     """
     base = state.catalog.base.name
     taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")
     names = state.catalog.bases
-    if name in names or any([await state.store.adapters.find(tenant.id, name, one) for one in names]):
+    same = [await state.store.adapters.find(tenant.id, name, one) for one in names]
+    old = next((one for one in same if one is not None), None)
+    if name in names or (old is not None and not replace):
         raise taken
+    if old is not None:
+        _check_own(name, old)
     key = new_id("adapter")
     folder = state.store.adapter_folder(key)
     is_adding = False
@@ -47,8 +55,13 @@ async def import_adapter(
             base = named or base
         await state.link.load(key, folder, new=True, base=state.settings.base_id(base))
         adapter = Adapter(key, name, state.store.path_of(folder), base, int(time.time()), tenant.id)
+        if old is not None and old.pinned:
+            await state.link.pin(key, folder, True, state.settings.base_id(base))
+            adapter.pinned = True
         is_adding = True
-        if not await state.store.adapters.add(adapter):
+        if replace:
+            old = await state.store.adapters.replace(adapter)
+        elif not await state.store.adapters.add(adapter):
             raise taken
     except BaseException as error:
         if is_adding and isinstance(error, asyncio.CancelledError):
@@ -65,7 +78,19 @@ async def import_adapter(
         if isinstance(error, AdapterMismatch) and other is not None:
             reason += f"; its configuration names the base {other!r}, and this server's is {base!r}"
         raise type(error)(reason) from error
+    if replace and old is not None:
+        leaving = asyncio.create_task(_remove_replaced(state, old))
+        _REMOVING.add(leaving)
+        leaving.add_done_callback(_REMOVING.discard)
     return adapter
+
+
+async def _remove_replaced(state: State, old: Adapter) -> None:
+    """Removes an adapter that has no name any more, once nobody uses it. Where the server ends before, the
+    next one's start sweeps its folder."""
+    await asyncio.sleep(GRACE_SECONDS)
+    await state.catalog.retire(old.id, None)
+    await _remove_unused(state, old)
 
 
 async def _remove_copy(state: State, key: str, folder: Path, copying: "asyncio.Future[None]") -> None:
@@ -109,17 +134,31 @@ def _model_of(state: State, base: str) -> str:
 
 async def remove_adapter(state: State, tenant: Tenant, model: Model) -> None:
     """Deletes a tenant's own adapter once it is unused. Raises ApiError 403, 404 or 409."""
-    adapter = model.adapter
-    if adapter is None or adapter.tenant is None:
-        raise ApiError(403, f"The model '{model.name}' belongs to the server and cannot be deleted.")
-    if adapter.step is not None:
-        raise ApiError(409, f"'{model.name}' is a checkpoint and goes with its job.", code="is_checkpoint")
+    adapter = _check_own(model.name, model.adapter)
     if not await state.catalog.retire(adapter.id, state.settings.drain_seconds):
         message = f"Answers that use '{model.name}' are still under way; it stays as it was."
         raise ApiError(409, message, code="adapter_in_use")
     try:
         if await state.store.adapters.remove(tenant.id, model.name) is None:
             raise unknown_model(model.name)
+    except BaseException:
+        state.catalog.forget(adapter.id)
+        raise
+    await _remove_unused(state, adapter)
+
+
+def _check_own(name: str, adapter: Adapter | None) -> Adapter:
+    """The adapter, if its tenant may delete it. Raises ApiError 403 or 409."""
+    if adapter is None or adapter.tenant is None:
+        raise ApiError(403, f"The model '{name}' belongs to the server and cannot be deleted.")
+    if adapter.step is not None:
+        raise ApiError(409, f"'{name}' is a checkpoint and goes with its job.", code="is_checkpoint")
+    return adapter
+
+
+async def _remove_unused(state: State, adapter: Adapter) -> None:
+    """Removes a retired adapter without a row from the engine and from the disk."""
+    try:
         state.catalog.removed(adapter.id)
         await state.link.unload(adapter.id)
     finally:

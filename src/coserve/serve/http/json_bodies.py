@@ -53,11 +53,20 @@ class JsonRoute(APIRoute):
                 body = await request.body()
             except ClientDisconnect as error:
                 raise ApiError(400, "The body ended early.") from error
-            if body and _is_json(request.headers.get("content-type", "")):
-                request = _Validated(request, await _validated(request, kind, body))
-            return await answer(request)
+            try:
+                validated = request
+                if body and _is_json(request.headers.get("content-type", "")):
+                    validated = _Validated(request, await _validated(request, kind, body))
+                return await answer(validated)
+            except (ApiError, RequestValidationError) as error:
+                if not isinstance(error, ApiError) or error.status == 400:
+                    self.refused(request, body)
+                raise
 
         return handle
+
+    def refused(self, request: Request, body: bytes) -> None:
+        """Called for a body that is answered 400; for subclasses."""
 
 
 class _Validated(Request):

@@ -26,6 +26,7 @@ router = APIRouter(route_class=JsonRoute, tags=["Adapters"])
 )
 async def load_lora_adapter(body: LoadAdapterRequest, caller: Caller, state: Shared) -> PlainTextResponse:
     """Copies an adapter into the server and gives it a name. It stays until it is unloaded or deleted.
+    With `load_inplace` it replaces the caller's adapter of that name: each answer is of one of them.
 
     Only a configuration in JSON and weights in safetensors are ever read.
     """
@@ -34,7 +35,8 @@ async def load_lora_adapter(body: LoadAdapterRequest, caller: Caller, state: Sha
         message = "This server loads no adapters by path: it was started without --adapter-root."
         raise ApiError(403, message, code="adapter_root_not_set")
     source = await asyncio.to_thread(folder_below, root, body.lora_path)
-    adapter = await import_adapter(state, caller, body.lora_name, source, "lora_name")
+    replace = bool(body.load_inplace)
+    adapter = await import_adapter(state, caller, body.lora_name, source, "lora_name", replace)
     warning = await asyncio.to_thread(base_warning, state, adapter)
     success = f"Success: LoRA adapter '{body.lora_name}' added successfully."
     return PlainTextResponse(success if warning is None else f"{success} {warning}")

@@ -275,7 +275,8 @@ def _metadata(request: Request) -> dict[str, str] | None:
 
 def _slowdown(state: State, job: JobRecord) -> float | None:
     stats = state.link.stats
-    return stats.slowdown if stats is not None and job.status == JobStatus.RUNNING else None
+    has_trained = job.status == JobStatus.RUNNING and job.step > 0
+    return stats.slowdown if stats is not None and has_trained else None
 
 
 def _shown(state: State, job: JobRecord) -> JobObject:

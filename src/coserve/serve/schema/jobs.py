@@ -346,7 +346,8 @@ class JobObject(BaseModel):
     estimated_finish: int | None
     slowdown: float | None = Field(
         default=None,
-        description="Of a running job: how much longer recent answers took because of all training.",
+        description="Of a running job that has made a step: how much longer recent answers took because of "
+        "all training.",
     )
     fine_tuned_model: str | None
     organization_id: str

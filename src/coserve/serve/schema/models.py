@@ -55,7 +55,11 @@ class LoadAdapterRequest(RequestBody):
 
     lora_name: AdapterName
     lora_path: str = Field(min_length=1, max_length=4096, description="Absolute, or relative to the root.")
-    load_inplace: Literal[False] | None = Field(None, description="A name that is taken is never replaced.")
+    load_inplace: bool | None = Field(
+        None,
+        description="Replaces your adapter of that name, if there is one: each answer is of the old one or "
+        "of the new one as a whole.",
+    )
 
 
 class UnloadAdapterRequest(RequestBody):

@@ -71,13 +71,26 @@ class AdapterStore:
         """Adds an uploaded adapter whose folder is on disk; False if the tenant has one of that name, for any
         base. Raises QuotaExceeded."""
 
-        def write(session: Session) -> bool:
-            if adapter.tenant is not None:
-                adapter.bytes = bytes_in(self._folder / adapter.path)
-                self._quotas.check_storage(session, adapter.tenant, adapter.bytes)
-            return add_adapter(session, adapter)
+        return await self._database.write(lambda session: self._add(session, adapter))
+
+    async def replace(self, adapter: Adapter) -> Adapter | None:
+        """As `add`, in the place of the tenant's adapter of that name, which it returns; None if there is
+        none. Raises what `remove` and `add` do; then the old one stays."""
+
+        def write(session: Session) -> Adapter | None:
+            assert adapter.tenant is not None, "shared adapters are those of the settings"
+            old = _remove(session, adapter.tenant, adapter.name)
+            session.flush()  # a name is unique
+            self._add(session, adapter)
+            return old
 
         return await self._database.write(write)
+
+    def _add(self, session: Session, adapter: Adapter) -> bool:
+        if adapter.tenant is not None:
+            adapter.bytes = bytes_in(self._folder / adapter.path)
+            self._quotas.check_storage(session, adapter.tenant, adapter.bytes)
+        return add_adapter(session, adapter)
 
     async def share(self, shared: Sequence[Adapter]) -> None:
         """Replaces the set of shared adapters."""
@@ -114,24 +127,7 @@ class AdapterStore:
         The caller deletes its folder, if that is in the state folder. Raises ConflictError while an
         unfinished job starts from it or learns from it.
         """
-        own = select(Adapter).where(Adapter.tenant == tenant, Adapter.name == name)
-
-        def write(session: Session) -> Adapter | None:
-            found = session.scalar(own)
-            if found is None:
-                return None
-            for needed, what in (
-                (JobRecord.start_from == found.id, "is where the job {} begins"),
-                (JobRecord.options["teacher"].as_string() == found.id, "teaches in the job {}"),
-            ):
-                user = session.scalar(select(JobRecord.id).where(needed, JobRecord.status.not_in(FINAL)))
-                if user is not None:
-                    said = what.format(user)
-                    raise ConflictError(f"{name} {said}: wait for its end, or cancel it")
-            session.delete(found)
-            return found
-
-        return await self._database.write(write)
+        return await self._database.write(lambda session: _remove(session, tenant, name))
 
     async def pin(self, id: str, pinned: bool) -> None:
         """Stores whether an adapter is pinned."""
@@ -150,6 +146,22 @@ def add_adapter(session: Session, adapter: Adapter) -> bool:
         return False
     session.add(adapter)
     return True
+
+
+def _remove(session: Session, tenant: str, name: str) -> Adapter | None:
+    """As `AdapterStore.remove`."""
+    found = session.scalar(select(Adapter).where(Adapter.tenant == tenant, Adapter.name == name))
+    if found is None:
+        return None
+    for needed, what in (
+        (JobRecord.start_from == found.id, "is where the job {} begins"),
+        (JobRecord.options["teacher"].as_string() == found.id, "teaches in the job {}"),
+    ):
+        user = session.scalar(select(JobRecord.id).where(needed, JobRecord.status.not_in(FINAL)))
+        if user is not None:
+            raise ConflictError(f"{name} {what.format(user)}: wait for its end, or cancel it")
+    session.delete(found)
+    return found
 
 
 def _checkpoint(

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from coserve.core import job_words
 from coserve.core.job_status import JobStatus
 from coserve.serve.store.adapters import add_adapter
 from coserve.serve.store.database import Database
@@ -132,13 +133,14 @@ class JobEventStore:
         """Stores a job's failure. `error` has a code, a message and a param, as in OpenAI's API."""
         await self._take(mark, id, lambda session, job, now: fail_job(session, job, now, error))
 
-    async def stopped(self, mark: NewsMark, id: str, step: int) -> None:
-        """Stores that a job left the engine resumable: it is queued again, unless it is paused."""
+    async def stopped(self, mark: NewsMark, id: str, step: int, why: str) -> None:
+        """Stores that a job left the engine resumable: it is queued again, unless it is paused. `why` as in
+        `job_words.stopped`."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
+            if (said := job_words.stopped(job.status, step, why)) is not None:
+                add_event(session, job, now, said)
             _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
-            at = f"saved at step {step}" if step else "before its first step"
-            add_event(session, job, now, f"Fine-tuning job stopped, {at}")
 
         await self._take(mark, id, write)
 

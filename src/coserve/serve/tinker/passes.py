@@ -12,12 +12,13 @@ from coserve.core.training import Datum, PassOutput
 from coserve.errors import DataError
 from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_FIELDS
 from coserve.serve.tinker.futures import Payload
-from coserve.serve.tinker.protocol import message_class, parse
+from coserve.serve.tinker.protocol import beginning, message_class, parse
 from coserve.serve.tinker.schema import LARGEST
 from coserve.wire.scores import little, numbers
 
 MOST_DATA: Final = 4096  # of one pass; clients send at most `fwdbwd_max_chunk_len` of them
 _MOST_PARTS: Final = 80 * MOST_DATA  # of a body: 0.5 s to count
+_HEAD_PARTS: Final = 2  # a run and a number
 _WINDOW_LOG: Final = 23  # of zstd: a frame may want 8 MiB of memory
 _FLOAT32, _INT64, _INT32 = 1, 2, 3  # of the enumeration DType
 _CODES: Final = {_FLOAT32: "f", _INT64: "q", _INT32: "i"}
@@ -40,13 +41,24 @@ class PassRequest:
     problem: str = ""
 
 
+class UnreadPass(DataError):
+    """A pass that is refused, of which only the run and the number were read."""
+
+    def __init__(self, message: str, model_id: str, seq_id: int) -> None:
+        super().__init__(message)
+        self.model_id, self.seq_id = model_id, seq_id
+
+
 def read_pass(body: bytes, encoding: str) -> PassRequest:
     """Reads a body with this Content-Encoding. Raises DataError for one that is no such message, or too
-    large."""
+    large; UnreadPass where it says at its beginning whose turn it is."""
     if encoding not in ("", "identity", "zstd"):
         raise DataError(f"bodies are sent as they are or with Content-Encoding zstd, not {encoding!r}")
     plain = _decompressed(body) if encoding == "zstd" else body
-    message = parse("ForwardBackwardRequest", plain, _MOST_PARTS)
+    try:
+        message = parse("ForwardBackwardRequest", plain, _MOST_PARTS)
+    except DataError as error:
+        raise _unread(error, plain) from error
     if not message.model_id or message.seq_id < 1:
         raise DataError("a pass needs a model_id, and a seq_id of at least 1")
     data: tuple[Datum, ...] = ()
@@ -62,6 +74,15 @@ def read_pass(body: bytes, encoding: str) -> PassRequest:
     return PassRequest(
         message.model_id, message.seq_id, data, message.loss_fn, settings, message.forward_only, problem
     )
+
+
+def _unread(error: DataError, plain: bytes) -> DataError:
+    """The error with the run and the number at the beginning of a body, where clients write them."""
+    try:
+        head = parse("ForwardBackwardRequest", beginning(plain, 2), _HEAD_PARTS)
+    except DataError:
+        return error
+    return UnreadPass(str(error), head.model_id, head.seq_id) if head.model_id else error
 
 
 def _decompressed(body: bytes) -> bytes:

@@ -183,6 +183,36 @@ def parse(name: str, data: bytes, most_parts: int) -> Any:
     return message
 
 
+def beginning(data: bytes, count: int) -> bytes:
+    """The first fields of a message, `count` at most. Raises DataError."""
+    view, place = memoryview(data), 0
+    for _ in range(count):
+        if place >= len(data):
+            break
+        tag, place = _varint(view, place)
+        place = _behind(view, tag, place)
+    return data[:place]
+
+
+def _behind(data: memoryview, tag: int, place: int) -> int:
+    """The place behind a field's value, which begins at `place`. Raises DataError."""
+    match tag & 7:
+        case 0:
+            _, place = _varint(data, place)
+        case 1:
+            place += 8
+        case 2:
+            size, place = _varint(data, place)
+            place += size
+        case 5:
+            place += 4
+        case _:  # groups, which this schema does not have
+            raise _malformed()
+    if place > len(data):
+        raise _malformed()
+    return place
+
+
 def _count(kind: Any, data: memoryview, most: int) -> int:
     """Parts of `data`, which is a message of type `kind`; stops counting beyond `most`. Depth is that of the
     schema, which is not recursive."""
@@ -193,26 +223,12 @@ def _count(kind: Any, data: memoryview, most: int) -> int:
         count += 1
         if not tag >> 3:  # no field has this number
             raise _malformed()
-        match tag & 7:
-            case 0:
-                _, place = _varint(data, place)
-            case 1:
-                place += 8
-            case 2:
-                size, place = _varint(data, place)
-                if place + size > len(data):
-                    raise _malformed()
-                part = inner.get(tag >> 3)
-                if part is not None:
-                    count += _MESSAGE - 1
-                    count += _count(part, data[place : place + size], most - count)
-                place += size
-            case 5:
-                place += 4
-            case _:  # groups, which this schema does not have
-                raise _malformed()
-    if place > len(data):
-        raise _malformed()
+        start, place = place, _behind(data, tag, place)
+        part = inner.get(tag >> 3) if tag & 7 == 2 else None
+        if part is not None:
+            _, start = _varint(data, start)
+            count += _MESSAGE - 1
+            count += _count(part, data[start:place], most - count)
     return count
 
 

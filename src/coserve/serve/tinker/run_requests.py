@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -125,6 +126,13 @@ class RunRequests:
             return Payload.of({"type": "load_weights", "path": body.path, "model_id": id})
 
         return self._in_turn(tenant, id, body.seq_id, "LoadWeights", load)
+
+    def refused(self, tenant: Tenant, id: str, number: int) -> None:
+        """Takes the turn of a request that was refused before it became a future: later ones do not wait for
+        it. Does nothing for a run that is not the tenant's, and for a number that a request has."""
+        if self._sessions.futures.find(tenant.id, f"{id}:{number}") is None:
+            with suppress(ApiError):
+                self._runs.find(tenant, id).turns.skip(number)
 
     def _in_turn(
         self,

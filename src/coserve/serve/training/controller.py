@@ -19,8 +19,10 @@ from typing import Final
 
 import msgspec
 
+from coserve.core import job_words
 from coserve.core.contained import contained
 from coserve.core.job_status import JobStatus
+from coserve.core.job_words import JobPlace, Rival
 from coserve.errors import AdapterError, ConflictError, StateError
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import WorkItem
@@ -53,13 +55,6 @@ from coserve.wire.messages import (
 log = logging.getLogger(__name__)
 _GOOD_CHECKPOINTS: Final = 2  # kept of a running job: the newest, and one in case that is damaged
 
-_STARVED: Final = "waits for room beside requests, whose bounds have left no time to train"
-_REMEDY: Final = (
-    "the operator can let it have some at their expense (scheduler.starvation), loosen bounds (slo of the "
-    "requests' tier, --slowdown), or have requests ask for the tier flex"
-)
-_TRAINS_AGAIN: Final = "Fine-tuning job trains again beside requests"
-
 # Reasons for a job's failure, in OpenAI's words.
 _CODES: Final = {
     "DataError": "invalid_training_file",
@@ -90,7 +85,8 @@ class JobController:
         self._generation = ""
         self._inside: set[str] = set()  # jobs that the engine has, those that it is stopping included
         self._waiting: dict[str, str] = {}  # those of them that wait for memory, with the reason
-        self._starved: dict[str, int] = {}  # those that train without time, and since when
+        # Those that get no time to train, since when, and what gets it.
+        self._starved: dict[str, tuple[int, Rival]] = {}
         self._leaving = ""  # the job that is being stopped for another tenant's
         self._weights: dict[str, float] = {}  # as last sent to the engine
         self._trials: dict[str, asyncio.Task[None]] = {}  # jobs that wait to be tried alone
@@ -125,20 +121,30 @@ class JobController:
 
     def reason(self, job: JobRecord) -> str | None:
         """Reason why a queued job waits, or a running one does not train."""
-        if self.starved_since(job) is not None:
-            return f"{_STARVED}; {_REMEDY}"
-        if job.status != JobStatus.QUEUED:
-            return None
-        return self._waiting.get(job.id, f"waits until one of {self._settings.max_jobs} jobs that train ends")
+        most = self._settings.max_jobs
+        _, starved_by = self._starved.get(job.id, (0, None))
+        return job_words.waiting_for(
+            JobPlace(
+                status=job.status,
+                is_ready=self._link.ready,
+                is_draining=self._draining,
+                is_inside=job.id in self._inside,
+                is_on_trial=job.id in self._trials,
+                is_full=len(self._inside) >= most,
+                most=most,
+                reason=self._waiting.get(job.id),
+                starved_by=starved_by,
+            )
+        )
 
     def starved_since(self, job: JobRecord) -> int | None:
-        """Time of the last training of a running job that requests leave no time, Unix seconds; None for
-        others."""
-        return self._starved.get(job.id) if job.status == JobStatus.RUNNING else None
+        """Time of the last training of a running job that gets no time, Unix seconds; None for others."""
+        since, _ = self._starved.get(job.id, (None, None))
+        return since if job.status == JobStatus.RUNNING and self._link.ready else None
 
     @property
     def starved(self) -> int:
-        """Number of running jobs that requests leave no time to train."""
+        """Number of running jobs that get no time to train."""
         return len(self._starved)
 
     def drain(self) -> None:
@@ -179,7 +185,11 @@ class JobController:
                 self._leave_trial(id)
             self._inside, self._waiting = set(hello.jobs), dict(hello.waiting)
             now = time.time()
-            self._starved = {id: int(now - seconds) for id, seconds in hello.starved.items()}
+            self._starved = {
+                news.job: (int(now - news.seconds), news.by)
+                for news in hello.starved
+                if news.seconds is not None
+            }
             for id in hello.jobs:
                 self._link.probation.enter(WorkItem("job", id))
             await self._store.job_events.forget_engines_before(hello.generation)
@@ -253,10 +263,11 @@ class JobController:
             case JobStarved():
                 if news.seconds is None:
                     self._starved.pop(news.job, None)
-                    await self._store.job_events.noted(mark, news.job, _TRAINS_AGAIN, "info")
+                    await self._store.job_events.noted(mark, news.job, job_words.TRAINS_AGAIN, "info")
                 else:
-                    self._starved.setdefault(news.job, int(time.time() - news.seconds))
-                    said = f"Fine-tuning job {_STARVED} for {news.seconds:.0f} s; {_REMEDY}"
+                    self._starved.setdefault(news.job, (int(time.time() - news.seconds), news.by))
+                    told, remedy = job_words.STARVED[news.by], job_words.REMEDY[news.by]
+                    said = f"Fine-tuning job {told} for {news.seconds:.0f} s{remedy}"
                     await self._store.job_events.noted(mark, news.job, said, "warn")
             case JobNote():
                 await self._store.job_events.noted(mark, news.job, news.text, news.level)
@@ -269,18 +280,22 @@ class JobController:
                 self._inside.discard(news.job)
                 self._waiting.pop(news.job, None)
                 self._starved.pop(news.job, None)
-                self._leaving = "" if self._leaving == news.job else self._leaving
+                why = "as its engine stops"
+                if self._leaving == news.job:
+                    self._leaving, why = "", "to let another tenant's job train"
+                elif self._draining:
+                    why = "as the server stops"
                 self._weights.pop(news.job, None)
-                await self._ended(mark, news)
+                await self._ended(mark, news, why)
 
-    async def _ended(self, mark: NewsMark, news: JobEnded) -> None:
+    async def _ended(self, mark: NewsMark, news: JobEnded, why: str) -> None:
         match news.status:
             case JobStatus.SUCCEEDED:
                 await self._succeeded(mark, news)
             case JobStatus.FAILED:
                 await self._failed(mark, news.job, news.fault)
             case JobStatus.PAUSED:
-                await self._store.job_events.stopped(mark, news.job, news.step)
+                await self._store.job_events.stopped(mark, news.job, news.step, why)
                 return  # it can go on
             case _:
                 await self._store.job_events.cancelled(mark, news.job)

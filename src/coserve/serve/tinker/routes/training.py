@@ -1,6 +1,7 @@
 """Training runs: their passes, optimizer steps and saved weights."""
 
-from typing import Any
+import json
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
@@ -9,9 +10,9 @@ from coserve.serve.errors import ApiError
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.state import Shared
-from coserve.serve.tinker.dialect import Tinker
+from coserve.serve.tinker.dialect import Dialect, Tinker
 from coserve.serve.tinker.futures import TinkerFuture
-from coserve.serve.tinker.passes import read_pass
+from coserve.serve.tinker.passes import UnreadPass, read_pass
 from coserve.serve.tinker.schema import (
     CreateModelRequest,
     LoadWeightsRequest,
@@ -22,7 +23,20 @@ from coserve.serve.tinker.schema import (
     SaveWeightsRequest,
 )
 
-router = APIRouter(prefix="/api/v1", route_class=JsonRoute, include_in_schema=False)
+_MOST_REFUSED: Final = 64 * 1024  # bytes of a refused body that is read again: below 1 ms
+
+
+class _CommandRoute(JsonRoute):
+    """A route whose refused requests take their turns: clients number commands before they send them, and do
+    not send a refused one's number again."""
+
+    def refused(self, request: Request, body: bytes) -> None:
+        tinker: Dialect = request.app.state.tinker
+        if len(body) <= _MOST_REFUSED and (named := _named(body)) is not None:
+            tinker.requests.refused(request.state.tenant, *named)
+
+
+router = APIRouter(prefix="/api/v1", route_class=_CommandRoute, include_in_schema=False)
 
 
 @router.post("/create_model")
@@ -53,7 +67,11 @@ async def forward_backward(request: Request, caller: Caller, state: Shared, tink
     except ClientDisconnect as error:
         raise ApiError(400, "The body ended early.") from error
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    read = await state.bodies.run(caller.id, read_pass, body, encoding)
+    try:
+        read = await state.bodies.run(caller.id, read_pass, body, encoding)
+    except UnreadPass as error:
+        tinker.requests.refused(caller, error.model_id, error.seq_id)
+        raise
     return _promise(tinker.requests.forward(caller, read))
 
 
@@ -102,3 +120,16 @@ async def unload_model(body: ModelBody, caller: Caller, tinker: Tinker) -> dict[
 def _promise(future: TinkerFuture) -> dict[str, Any]:
     run = ":".join(future.id.split(":")[:3])
     return {"request_id": future.id, "model_id": run}
+
+
+def _named(body: bytes) -> tuple[str, int] | None:
+    """The run and the number of a refused body, if it has both. Python's reader takes what ours refuses: NaN,
+    and numbers with many digits."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    match value:
+        case {"model_id": str() as id, "seq_id": int() as number} if not isinstance(number, bool):
+            return id, number
+    return None
