@@ -58,7 +58,7 @@ def test_an_array_is_cut_into_its_elements(step: int) -> None:
         (" [ ]", "a.json: expected at least one example; found none"),
         ('{\n "text": "a"\n}', "a.json, line 1: expected whole objects, one in each"),
         ('{"text": "a"}'.encode("utf-16"), "a.json: expected UTF-8; found text in UTF-16: save"),
-        (gzip.compress(b"x"), "a.json: expected UTF-8; found a gzip file: let its name end"),
+        (gzip.compress(b"x", mtime=0), "a.json: expected UTF-8; found a gzip file: let its name end"),
         (b"PK\x03\x04aaaa", "a.json: expected UTF-8; found a zip file or a workbook: unpack"),
     ],
 )  # fmt: skip
