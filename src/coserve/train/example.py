@@ -154,9 +154,9 @@ def check_fit(prepared: Prepared, positions: int, vocabulary: int) -> None:
     if lengths:
         number = max(lengths, key=lambda number: lengths[number])
         raise DataError(
-            f"{len(lengths)} of {len(prepared.examples)} examples are longer than the {positions} positions "
-            f"of the model; the longest, example {number}, has {lengths[number]} tokens: split them, or set "
-            "max_length"
+            f"example {number} has {lengths[number]} tokens, the most of {len(lengths)} among "
+            f"{len(prepared.examples)} examples that are longer than the model's {positions} positions: "
+            "split them, or set max_length"
         )
     for number, example in enumerate(prepared.examples, 1):
         highest = max(max(example.tokens), max(example.labels))

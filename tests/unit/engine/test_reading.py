@@ -78,7 +78,11 @@ def test_files_and_records_of_each_objective(name: str, tmp_path: Path) -> None:
         ),
         ("orpo", "reinforcement", 'found "messages", "answer": chats in messages'),
         ("dpo", "kto", "prompts with labelled completions, which are for KTO"),
-        ("kto", "dpo", '"prompt", "completion" and "label"; found .* which are for preference training'),
+        (
+            "kto",
+            "dpo",
+            '"prompt", "completion" and "label", or .*; found .* which are for preference training',
+        ),
         ("kto", "supervised", "which are for supervised training"),
         ("reinforcement", "supervised", 'expected "messages" to end before the answer'),
         ("reinforcement", "dpo", "the grader needs item.answer, and the record has chosen, rejected"),
