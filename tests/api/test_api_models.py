@@ -314,6 +314,29 @@ def test_what_vllms_clients_send_beside_the_name(play: Play, tmp_path: Path) -> 
     play(story, adapter_root=tmp_path / "root")
 
 
+def test_replaced_adapters_that_are_still_there_are_few(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count towards no quota. A replacement that fails takes no place."""
+    make_adapter(tmp_path / "root" / "one")
+    monkeypatch.setattr(registry, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(registry, "MOST_REPLACED", 2)
+
+    async def story(world: World) -> None:
+        async def replace(path: str = "one", name: str = "a") -> int:
+            body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+            return (await world.http.post("/v1/load_lora_adapter", json=body)).status_code
+
+        assert [await replace() for _ in range(2)] == [200, 200], "the first name was free"
+        assert await replace("nothing") == 400
+        assert sorted(await asyncio.gather(*(replace() for _ in range(3)))) == [200, 429, 429]
+        assert await replace() == 429 and await replace(name="b") == 429
+        folders = [Path(one.path) for one in commands(world, AddAdapter)]
+        assert len([folder for folder in folders if folder.exists()]) == 3
+
+    play(story, adapter_root=tmp_path / "root")
+
+
 def test_an_adapter_is_replaced_while_it_is_asked(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,8 @@ def plan(
         "command": _command(),
         "code": measured_code(),
         "date": datetime.now(UTC).date().isoformat(),
-        **make_plan(subject, asked, _say, usable_processors()),
+        # A process that has used a GPU cannot be copied.
+        **make_plan(subject, asked, _say, 1 if measure else usable_processors()),
     }
     if plot is not None:
         from coserve.plan.picture import draw

@@ -65,8 +65,8 @@ class BaseNeeds:
     def of(
         model: PreTrainedModel, folder: Path | None, config: EngineConfig, adapters: int, libraries: int
     ) -> "BaseNeeds":
-        """Those of a model without data, which is taken over, and whose files are in a folder. To be called
-        among tensors without data."""
+        """The needs of a model without data, which is taken over, and whose files are in a folder. To be
+        called among tensors without data."""
         opened = open_local(model, replace(config, executor="local", memory="auto", base_memory="auto"))
         base, executor = opened.base, opened.executor
         fixed = Fixed.of(executor, base, scheduler_config(config, base, executor.spec.eos_ids))

@@ -337,12 +337,8 @@ _COMPLETION: Final = _keys("prompt", "completion")
 SUPERVISED: Final = (
     Format(_CHATS, _has("messages"), _chat, _keys("messages")),
     Format("ShareGPT conversations", _has("conversations"), _sharegpt, _keys("conversations", "system")),
-    Format(
-        "prompts with completions", _has("prompt", "completion"), _completion, _keys("prompt", "completion")
-    ),
-    Format(
-        "questions with answers", _has("question", "answer"), _question, frozenset(("question", "answer"))
-    ),
+    Format("prompts with completions", _has("prompt", "completion"), _completion, _COMPLETION),
+    Format("questions with answers", _has("question", "answer"), _question, _QUESTION),
     Format(
         "Alpaca instructions",
         _has("instruction", "output"),

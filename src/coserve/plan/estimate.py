@@ -73,7 +73,7 @@ def estimates(subject: Subject, programs: Sequence[Program], processes: int = 1)
     asked = [(one, program) for own, program in zip(few, programs, strict=True) for one in own or [whole]]
     with ExitStack() as stack:
         if processes > 1 and any(few):
-            context = get_context("fork")  # the others import for seconds
+            context = get_context("fork")  # a fresh process imports for 4 to 6 s
             pool = stack.enter_context(ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)))
             runs = pool.map(recorded, *zip(*asked, strict=True))
         else:

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import time
+from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -19,8 +20,11 @@ from coserve.serve.store.records import Adapter, Tenant
 # Seconds in which a replaced adapter may still be used: between a request's finding it and its use lie some
 # reads of the database, a few milliseconds.
 GRACE_SECONDS: Final = 10.0
+# Replacements of a tenant that are under way, or whose old adapter is there, which counts towards no quota.
+MOST_REPLACED: Final = 8
 _KNOWN: Final = 4096  # adapters whose base is remembered
 _REMOVING: Final[set["asyncio.Task[None]"]] = set()  # of tasks: the loop alone would not keep them
+_replaced: Final = Counter[str]()  # by tenant
 
 
 async def import_adapter(
@@ -30,8 +34,9 @@ async def import_adapter(
     one of the base that its configuration names, or else of the first. With `replace` it takes the name of an
     own one, in one transaction: answers that use that go on with it, and it is deleted once they have ended.
 
-    Raises ApiError 400 for a name in use, and 403 and 409 for one that may not be replaced; AdapterError for
-    invalid files or a wrong base; and QuotaExceeded. The copy is removed on any error and on cancellation.
+    Raises ApiError 400 for a name in use, 403 and 409 for one that may not be replaced, and 429 for more than
+    `MOST_REPLACED` at once; AdapterError for invalid files or a wrong base; and QuotaExceeded. The copy is
+    removed on any error and on cancellation.
     """
     base = state.catalog.base.name
     taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")
@@ -42,6 +47,10 @@ async def import_adapter(
         raise taken
     if old is not None:
         _check_own(name, old)
+    if replace and _replaced[tenant.id] >= MOST_REPLACED:
+        message = f"{MOST_REPLACED} adapters that you replaced are still in use; try again in some seconds."
+        raise ApiError(429, message, param=param, code="rate_limit_exceeded")
+    _replaced[tenant.id] += replace
     key = new_id("adapter")
     folder = state.store.adapter_folder(key)
     is_adding = False
@@ -64,6 +73,7 @@ async def import_adapter(
         elif not await state.store.adapters.add(adapter):
             raise taken
     except BaseException as error:
+        _replaced[tenant.id] -= replace
         if is_adding and isinstance(error, asyncio.CancelledError):
             raise  # its row may be there; if not, the next start sweeps the copy
         other = _other_base(state, base, folder)
@@ -82,6 +92,9 @@ async def import_adapter(
         leaving = asyncio.create_task(_remove_replaced(state, old))
         _REMOVING.add(leaving)
         leaving.add_done_callback(_REMOVING.discard)
+        leaving.add_done_callback(lambda _: _replaced.subtract([tenant.id]))
+    else:
+        _replaced[tenant.id] -= replace
     return adapter
 
 
