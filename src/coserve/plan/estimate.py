@@ -1,12 +1,13 @@
 """Estimates a program's peaks and their components, by running it on tensors without data."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ from coserve.plan.engine_run import EngineRun
 from coserve.plan.stages import Peaks, Program, Run, Stage, System
 from coserve.plan.subject import Subject
 from coserve.plan.torch_run import TorchRun
+
+Map = Callable[..., Iterable[Any]]  # as the builtin `map`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +68,35 @@ def estimate_peaks(subject: Subject, program: Program) -> Estimate:
     return found
 
 
-def estimates(subject: Subject, programs: Sequence[Program], processes: int = 1) -> Iterator[Estimate]:
-    """`estimate_peaks` of all programs. Runs of a deep model take seconds each, and are spread over so many
-    copies of this process, which may have no thread that holds a lock."""
+@contextmanager
+def spread(processes: int) -> Iterator[Map]:
+    """A `map` that begins all calls at once, in so many copies of this process, which may have no thread that
+    holds a lock; with one process the plain `map`."""
+    if processes == 1:
+        yield map
+        return
+    context = get_context("fork")  # a fresh process imports for 4 to 6 s
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
+        try:
+            yield pool.map
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def estimates(subject: Subject, programs: Sequence[Program], run_all: Map = map) -> Iterator[Estimate]:
+    """`estimate_peaks` of all programs, whose runs `run_all` begins before this returns, if it can."""
     whole = subject.without_weights()
     few = [shallow(whole, program) for program in programs]
     asked = [(one, program) for own, program in zip(few, programs, strict=True) for one in own or [whole]]
-    with ExitStack() as stack:
-        if processes > 1 and any(few):
-            context = get_context("fork")  # a fresh process imports for 4 to 6 s
-            pool = stack.enter_context(ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)))
-            runs = pool.map(recorded, *zip(*asked, strict=True))
-        else:
-            runs = map(recorded, *zip(*asked, strict=True))
-        for own, program in zip(few, programs, strict=True):
-            first = next(runs)
-            found = first
-            if own:
-                depth = subject.config.get_text_config().num_hidden_layers
-                found = deepened([first, *islice(runs, len(own) - 1)], depth) or recorded(whole, program)
-            yield estimate_of(found)
+    runs = iter(run_all(recorded, *zip(*asked, strict=True)))
+    depth = getattr(subject.config.get_text_config(), "num_hidden_layers", 0)
+
+    def found(own: Sequence[Subject], program: Program) -> Estimate:
+        first, *rest = islice(runs, max(1, len(own)))
+        run = (deepened([first, *rest], depth) or recorded(whole, program)) if own else first
+        return estimate_of(run)
+
+    return map(found, few, programs)
 
 
 def recorded(subject: Subject, program: Program) -> Recorded:

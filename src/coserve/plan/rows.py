@@ -14,7 +14,7 @@ from coserve.memory.malloc import resident_bytes
 from coserve.model.base import Base
 from coserve.model.load import load_base
 from coserve.plan.engine_run import least_memories, refusals
-from coserve.plan.estimate import Estimate, estimates
+from coserve.plan.estimate import Estimate, estimates, spread
 from coserve.plan.measure import measure_peaks
 from coserve.plan.recipes import Fields
 from coserve.plan.stages import Peaks, PlainLoss, Program, ProgramSize, System
@@ -112,16 +112,18 @@ def make_plan(
     imports = resident_bytes()  # so far they are all that there is
     tell("estimating the base")
     streamed = None
-    with fake_tensors():
-        base = load_base(subject.build())
-        check_length(subject, base, request.length)
-        if request.device is None:
-            config = EngineConfig(
-                memory=request.memory, base_memory=request.base_memory, cache_tokens=request.cache_tokens
-            )
-            streamed = plan_streaming(subject, base, config)
     programs = list(request.programs())
-    rows = list(plan_rows(subject, programs, request.budget, request.device, tell, streamed, processes))
+    with spread(processes) as run_all:
+        found = estimates(subject, programs, run_all)
+        with fake_tensors():
+            base = load_base(subject.build())
+            check_length(subject, base, request.length)
+            if request.device is None:
+                config = EngineConfig(
+                    memory=request.memory, base_memory=request.base_memory, cache_tokens=request.cache_tokens
+                )
+                streamed = plan_streaming(subject, base, config)
+        rows = list(plan_rows(subject, programs, found, request.budget, request.device, tell, streamed))
     return {
         "model": subject.name,
         "dtype": str(subject.dtype).removeprefix("torch."),
@@ -149,33 +151,32 @@ def check_length(subject: Subject, base: Base, length: int) -> None:
 def plan_rows(
     subject: Subject,
     programs: Sequence[Program],
+    found: Iterator[Estimate],
     budget: int,
     device: str | None,
     tell: Tell = lambda _: None,
     streamed: StreamedBase | None = None,
-    processes: int = 1,
 ) -> Iterator[Row]:
-    """Rows one by one, estimated by so many `processes`. With a `device` programs are measured, too; None
+    """Rows one by one, of programs and what is `found` of each. With a `device` they are measured, too; None
     only estimates. `streamed` is the engine's base where it is not in memory as a whole."""
     on_cpu = device is None or torch.device(device).type == "cpu"
-    found_next = estimates(subject, programs, processes)
     tell("asking the engine what fits")
     answers = iter(_ask_engine(subject, programs, budget, on_cpu, streamed))
     for number, program in enumerate(programs, 1):
         what = f"{program.system}, {program.name} ({number} of {len(programs)})"
         tell(f"estimating {what}")
-        estimate, least = next(found_next), None
+        estimate, least = next(found), None
         if program.system is System.COSERVE:
             refused, least = next(answers)
             if streamed is not None:
                 estimate = estimate.without(streamed.freed)
         else:
             refused = "" if estimate.components.total <= budget else "it needs more than there is"
-        found, how = None, ""
+        peaks, how = None, ""
         if device is not None:
             tell(f"measuring {what}")
-            found, how = measure_peaks(subject, program, device)
-        yield Row(program, estimate, refused, found, how, least)
+            peaks, how = measure_peaks(subject, program, device)
+        yield Row(program, estimate, refused, peaks, how, least)
 
 
 def _ask_engine(

@@ -21,6 +21,7 @@ from coserve.kernels.loss import (
     target_logprobs,
     top_logprobs,
 )
+from coserve.memory.fake_tensors import unlike
 from coserve.model.graph import GraphRows
 from coserve.train.activations import ActivationStore
 from coserve.train.losses import Numbers, Settings, find_loss
@@ -144,7 +145,7 @@ class Tail:
         is_due = (self._store.labels[window.span] >= 0) & ~self._is_done[window.span]
         rows = is_due.nonzero().squeeze(1)
         most = loss_rows(self._base.vocabulary, self._base.row_buckets, self._base.device)
-        return torch.split(rows, most) if len(rows) else ()
+        return unlike(torch.split(rows, most)) if len(rows) else ()
 
     def _logits(self, hidden: Tensor, bypasses: Bypasses) -> tuple[Tensor, Tensor]:
         """(hidden as a leaf [1, padded rows, width], logits [padded rows, vocabulary])."""

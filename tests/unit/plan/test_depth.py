@@ -7,10 +7,11 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 
 from coserve.plan.depth import deepened, shallow
-from coserve.plan.estimate import estimate_of, estimates, recorded
+from coserve.plan.estimate import estimate_of, estimates, recorded, spread
 from coserve.plan.recipes import METHODS
 from coserve.plan.stages import PlainLoss, Program, ProgramSize, System
 from coserve.plan.subject import Subject, subject_of
+from coserve.train import tail
 
 # A page of one layer's keys and values has 4096 bytes: buffers for pages are aligned to as many.
 CONFIG = LlamaConfig(
@@ -47,7 +48,20 @@ def test_processes_tell_the_same() -> None:
     programs = [
         Program("lora", system, LOAD, True, (METHODS["lora"],)) for system in (System.TORCH, System.COSERVE)
     ]
-    assert list(estimates(subject(7), programs, 2)) == list(estimates(subject(7), programs))
+    with spread(2) as run_all:
+        assert list(estimates(subject(7), programs, run_all)) == list(estimates(subject(7), programs))
+
+
+@pytest.mark.parametrize("length", [48, 51])
+def test_chunks_of_the_loss_that_are_alike_are_run_twice(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """With data, or were all of them run, the bytes are the same."""
+    monkeypatch.setitem(tail._LOGITS_PER_CHUNK, "cpu", 320 * 8)
+    asked = Program("lora", System.COSERVE, replace(LOAD, length=length), True, (METHODS["lora"],))
+    few = recorded(subject(3), asked)
+    monkeypatch.setattr(tail, "unlike", lambda chunks: chunks)
+    assert few.peaks == recorded(subject(3), asked).peaks
 
 
 def test_layers_that_differ_are_all_run() -> None:

@@ -13,6 +13,7 @@ from coserve.memory.compiled import built_bytes
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.load import load_base
 from coserve.plan.engine_run import least_memories, refusals
+from coserve.plan.estimate import estimates
 from coserve.plan.recipes import METHODS
 from coserve.plan.rows import plan_rows
 from coserve.plan.stages import Program, ProgramSize, System
@@ -120,12 +121,12 @@ def test_the_least_memory_is_accepted_and_less_is_not(folder: Path) -> None:
 def test_rows_count_what_is_in_memory(folder: Path) -> None:
     subject = read_subject(folder)
     streamed = planned(folder, ENOUGH, planned(folder, ENOUGH, 1).least)
-    (whole,) = plan_rows(subject, [LORA], ENOUGH, None)
-    (row,) = plan_rows(subject, [LORA], ENOUGH, None, streamed=streamed)
+    (whole,) = plan_rows(subject, [LORA], estimates(subject, [LORA]), ENOUGH, None)
+    (row,) = plan_rows(subject, [LORA], estimates(subject, [LORA]), ENOUGH, None, streamed=streamed)
     freed = whole.estimate.components.weights - row.estimate.components.weights
     assert streamed.streaming is not None
     assert freed == streamed.whole - streamed.streaming.resident_nbytes > 0
     assert row.estimate.components.total == whole.estimate.components.total - freed
     assert row.least is None and not row.refused
-    (refused,) = plan_rows(subject, [LORA], 1 << 20, None, streamed=streamed)
+    (refused,) = plan_rows(subject, [LORA], estimates(subject, [LORA]), 1 << 20, None, streamed=streamed)
     assert refused.refused and [refused.least] == least_memories(subject, [LORA], streamed.least)
