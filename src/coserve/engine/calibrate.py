@@ -1,10 +1,16 @@
-"""Measures the seconds of steps on this machine by running synthetic ones."""
+"""Measures the seconds of steps on this machine by running synthetic ones.
+
+Other load makes a step slower, never quicker. So a step's cost is known once its two quickest runs took about
+as long, and steps are run again until then, or until the time for it is over. What is not certain then is
+rough: it is not kept for the next start, and real steps refine it (`CostModel.observe`).
+"""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import count, islice
+from dataclasses import dataclass, replace
+from itertools import chain, count, islice
 from statistics import median
 
 from coserve.adapters.methods.lora import LoRAConfig
@@ -29,30 +35,64 @@ from coserve.train.supervised import SupervisedSteps
 Sample = tuple[Features, float]
 
 _JOB = "calibration"
-_ROUNDS = 3  # runs of each step, of which the quickest counts: other load only makes them slower
+_SECONDS = 5.0  # for all rounds; each kind of step runs once in any case
+_ALIKE = 1.25  # ratio of a step's two quickest runs from which on other load is the reason
+_CERTAIN = 0.8  # share of the steps whose runs are alike
+_ROUNDS = 6  # at most: on a machine that stays busy more of them tell nothing new
 _DECODE = ((1, 32), (4, 256), (16, 64), (16, 256))  # (sequences, cached tokens of each)
 _PREFILL = ((1, 32), (1, 128), (1, 256), (8, 32))  # (sequences, prompt tokens of each)
 _WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
 _LEAN_ROWS = 128  # of a window where memory is short
 _BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window in the lane beside them
+_DECODED = 3  # decode steps without a window
 _STEPS = 48  # of these sequences, at most, beside one window
 _KEYS = count(-1, -1)  # negative, unlike a scheduler's
 
 
-def measure(executor: Executor, base: Base, page_size: int, pages: int, lean: bool = False) -> list[Sample]:
-    """(features, seconds) of decode, prefill and, where the base has sites for adapters, training and mixed
-    steps, which leave no state behind.
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Steps with their quickest seconds, and whether these are certain: other load did not lengthen them."""
 
-    Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Weights of a
-    streamed base are not read, nor the time for it counted. Where memory is short (`lean`) windows are small
-    and adapters of rank 1. Must run while the engine has no
-    requests and keeps no prefixes: it writes into arbitrary pages.
+    samples: list[Sample]
+    is_certain: bool
+
+
+def measure(
+    executor: Executor,
+    base: Base,
+    page_size: int,
+    pages: int,
+    lean: bool = False,
+    seconds: float = _SECONDS,
+) -> Measured:
+    """Costs of decode, prefill and, where the base has sites for adapters, training and mixed steps, which
+    leave no state behind.
+
+    Two rounds of some forty steps on an idle machine: half a second on a small model, five on 255M parameters
+    and two cores. No further round begins that would end after `seconds`, and of a model whose first one
+    takes longer only the smallest steps are run. Weights of a streamed base are not read, nor the time for it
+    counted. Where memory is short (`lean`) windows are small and adapters of rank 1. Must run while the
+    engine has no requests and keeps no prefixes: it writes into arbitrary pages.
     """
-    probe = _Probe(executor, base, page_size, lean)
+    began = time.monotonic()
+    probe = _Probe(executor, base, page_size, lean, began + seconds)
     limit = min(pages * page_size, base.max_positions) - 2
+    runs: dict[tuple[float, ...], list[Sample]] = {}
     with _without_reads(executor):
-        rounds = [[*_inference(probe, limit), *_training(probe, limit)] for _ in range(_ROUNDS)]
-    return [(same[0][0], min(seconds for _, seconds in same)) for same in zip(*rounds, strict=True)]
+        for rounds in range(1, _ROUNDS + 1):
+            for sample in chain(_inference(probe, limit), _training(probe, limit)):
+                runs.setdefault(tuple(sample[0].values), []).append(sample)
+            is_certain = certain([sorted(taken for _, taken in same) for same in runs.values()])
+            if is_certain or (time.monotonic() - began) * (rounds + 1) > seconds * rounds:
+                break
+    return Measured([min(same, key=lambda sample: sample[1]) for same in runs.values()], is_certain)
+
+
+def certain(runs: list[list[float]]) -> bool:
+    """Tells whether the two quickest runs of most steps took about as long; `runs` are the seconds of each
+    step, the quickest first."""
+    alike = sum(len(same) > 1 and same[1] <= _ALIKE * same[0] for same in runs)
+    return alike >= _CERTAIN * len(runs)
 
 
 def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) -> tuple[float, float] | None:
@@ -79,7 +119,7 @@ def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) ->
                 answering += steps
                 training.append(seconds / alone)
     with _decoding(probe) as decode:
-        alone = median(probe.timed(step)[1] for step in islice(decode, _ROUNDS))
+        alone = median(probe.timed(step)[1] for step in islice(decode, _DECODED))
     return (median(answering) / alone, median(training)) if all(answering) else None
 
 
@@ -95,8 +135,20 @@ def _without_reads(executor: Executor) -> Iterator[None]:
 class _Probe:
     """Runs one-off plans and times them."""
 
-    def __init__(self, executor: Executor, base: Base, page_size: int, lean: bool = False) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        base: Base,
+        page_size: int,
+        lean: bool = False,
+        ends: float = float("inf"),
+    ) -> None:
         self.executor, self.base, self.page_size, self.lean = executor, base, page_size, lean
+        self._ends = ends
+
+    def some(self, sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:
+        """The sizes of steps, the smallest first, until the time is over; always the first."""
+        yield from (size for size in sizes if size == sizes[0] or time.monotonic() < self._ends)
 
     def run(self, plan: Plan) -> StepResult:
         return self.executor.run(replace(plan, pauses=sys.maxsize))  # made after all that there were
@@ -153,20 +205,22 @@ def _next_tokens(answers: list[Sequence]) -> Plan:
 
 
 def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
-    for batch, context in (*_DECODE, *_PREFILL):
+    decoded = ((True, size) for size in probe.some(_DECODE))
+    for is_decoded, (batch, context) in chain(decoded, ((False, size) for size in probe.some(_PREFILL))):
         pages = -(-(context + 1) // probe.page_size)
         if batch * pages * probe.page_size > limit or batch > probe.executor.spec.sequences:
             continue
-        answered = 1 if (batch, context) in _DECODE else 0
-        answers = [probe.sequence(context, answered, i * pages) for i in range(batch)]
-        start, rows = (context - 1, 1) if answered else (0, context)
+        answers = [probe.sequence(context, int(is_decoded), i * pages) for i in range(batch)]
+        start, rows = (context - 1, 1) if is_decoded else (0, context)
         yield probe.timed(inference_plan((answer, start, rows) for answer in answers))
         probe.run(Plan(released=tuple(a.key for a in answers)))
 
 
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
     half = max(1, probe.base.depth // 2)
-    for batch, rows in _WINDOWS if probe.base.sites else ():  # a chain of two bases trains nothing
+    for batch, rows in (
+        probe.some(_WINDOWS) if probe.base.sites else ()
+    ):  # a chain of two bases trains nothing
         if rows > limit or (probe.lean and batch * rows > _LEAN_ROWS):
             continue
         with _micro_batch(probe, batch, rows) as micro_batch:

@@ -246,12 +246,13 @@ class Engine:
         while self.scheduler.under_way:
             self._step(self.scheduler.config.interruptible)
 
-    def calibrate(self) -> None:
+    def calibrate(self) -> bool:
         """Measures the costs of this base's steps on this machine, in some seconds; nothing else may be under
-        way."""
+        way. False where they are rough, as the machine was busy."""
         room = self.base, self.config.page_size, self.config.pages
         is_short = self.streaming is not None  # memory does not hold the base
-        self.cost.fit(measure(self.executor, *room, lean=is_short))
+        measured = measure(self.executor, *room, lean=is_short)
+        self.cost.fit(measured.samples)
         self.memory.return_excess()
         threads = torch.get_num_threads()
         # Two lanes would read a streamed base's weights twice, and several bases take turns.
@@ -259,6 +260,7 @@ class Engine:
         if is_first and not is_short and (lanes := measure_lanes(self.executor, *room)) is not None:
             self.cost.lanes.start(*lanes)
         torch.set_num_threads(threads)  # a lane's own number is MKL's for the whole process
+        return measured.is_certain
 
     # The loop
 

@@ -223,15 +223,16 @@ class Loop:
 
 
 def know_costs(engine: Engine, costs: CostFile | None, measuring: Callable[[], None]) -> None:
-    """Gives the engine its step costs: from the file, or measured and then written to it. `measuring` is
-    called before measuring, which takes seconds."""
+    """Gives the engine its step costs: from the file, or measured and, where they are certain, then written
+    to it. `measuring` is called before measuring, which takes seconds."""
     found = None if costs is None else costs.read()
     if found is not None:
         engine.cost.recall(found)
         return
     measuring()
-    engine.calibrate()
-    if costs is not None:
+    if not engine.calibrate():
+        _log.info("costs of steps are rough, from a busy machine or few runs: steps refine them")
+    elif costs is not None:
         costs.write(engine.cost.learned)
 
 

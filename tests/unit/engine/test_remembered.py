@@ -12,6 +12,7 @@ from coserve.core.plan import Plan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.engine import engine as engine_module
+from coserve.engine.calibrate import Measured
 from coserve.engine.process import know_costs
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.model.load import load_base
@@ -121,12 +122,12 @@ def test_circumstances_are_those_of_one_model_machine_and_setting(tmp_path: Path
     assert circumstances(base, replace(CONFIG, seed=5, policy="temporal")) == known
 
 
-def test_a_second_start_does_not_measure(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_after_a_certain_one_does_not_measure(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
 
-    def measure(*_: object, lean: bool) -> list[tuple[Features, float]]:
+    def measure(*_: object, lean: bool) -> Measured:
         measured.append("measured")
-        return [(Features.of(step()), 0.5)]
+        return Measured([(Features.of(step()), 0.5)], is_certain=len(measured) > 2)  # not the first
 
     monkeypatch.setattr(engine_module, "measure", measure)
 
@@ -140,14 +141,15 @@ def test_a_second_start_does_not_measure(file: Path, monkeypatch: pytest.MonkeyP
 
     first = start()
     assert first == pytest.approx(0.5, rel=0.01) and measured == ["told", "measured"]
-    assert start() == first and measured == ["told", "measured"]
+    assert start() == first and measured == ["told", "measured"] * 2  # the machine was busy
+    assert start() == first and measured == ["told", "measured"] * 2
     start(page_size=8)
-    assert measured == ["told", "measured"] * 2
+    assert measured == ["told", "measured"] * 3
     file.write_text(halve(file.read_text()))
     start(page_size=8)
-    assert measured == ["told", "measured"] * 3
+    assert measured == ["told", "measured"] * 4
     start(page_size=8)
-    assert measured == ["told", "measured"] * 3
+    assert measured == ["told", "measured"] * 4
     engine = Engine(tiny("llama"), CONFIG)
     know_costs(engine, None, lambda: measured.append("told"))
-    assert measured == ["told", "measured"] * 4
+    assert measured == ["told", "measured"] * 5
