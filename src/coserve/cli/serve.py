@@ -279,9 +279,15 @@ def _from_zoo(
 
 
 def _check_model(model: str) -> None:
-    """Raises ConfigError for a folder that is missing: the hub would report it as a malformed name."""
-    if not Path(model).exists() and not HUB_NAME.fullmatch(model):
+    """Raises ConfigError for a folder that is missing: the hub would report it as a malformed name. Raises
+    ModelNotFound for a model of the hub that cannot be had."""
+    if Path(model).exists():
+        return
+    if not HUB_NAME.fullmatch(model):
         raise ConfigError(f"there is no model folder {model}")
+    from coserve.core.hub import check_hub
+
+    check_hub(model)
 
 
 def _slowdowns(given: list[str]) -> dict[str, dict[str, float]]:

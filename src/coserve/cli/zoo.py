@@ -330,6 +330,9 @@ def _source(source: str) -> tuple[Path, str]:
         return tiny.path(), EMBEDDED
     from huggingface_hub import snapshot_download
 
+    from coserve.core.hub import check_hub
+
+    check_hub(source)
     try:
         found = snapshot_download(
             source, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
+from coserve.core.hub import check_hub
 from coserve.errors import CoserveError, LimitExceeded, ModelError, ModelNotFound
 from coserve.model.refusal import refuse_kind, refuse_layers, refuse_quantized, told_by
 from coserve.sandbox.process import Sandbox
@@ -103,6 +104,7 @@ def folder_of(model: str | Path) -> Path:
     """The folder of a model, where it is on the hub after its configuration has been fetched."""
     if Path(model).exists():
         return Path(model)
+    check_hub(model)
     try:
         found = cached_file(str(model), "config.json")
     except (OSError, ValueError) as error:

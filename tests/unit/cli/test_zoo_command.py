@@ -190,7 +190,7 @@ def test_a_full_fine_tune_is_made(zoo: str, tmp_path: Path) -> None:
 
 
 def test_what_is_no_model_is_refused(zoo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no folder, and no name on the hub" in refusal("add", "nobody/nothing-there", "--zoo", zoo)
+    assert "no local folder or reachable hub name" in refusal("add", "nobody/nothing-there", "--zoo", zoo)
     assert "there is no zoo" in refusal("list", "--zoo", str(tmp_path / "gone"))
     assert "neither a model" in refusal("add", str(tmp_path), "--zoo", zoo)
 
