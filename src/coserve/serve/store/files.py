@@ -5,6 +5,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
+from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import File, JobRecord, Page
@@ -13,15 +14,17 @@ from coserve.serve.store.records import File, JobRecord, Page
 class FileStore:
     """Files and their owners. The bytes are on disk before `add`, and deleted after `remove`."""
 
-    def __init__(self, database: Database, quotas: Quotas) -> None:
-        self._database, self._quotas = database, quotas
+    def __init__(self, database: Database, quotas: Quotas, creations: CreationStore) -> None:
+        self._database, self._quotas, self._creations = database, quotas, creations
 
     async def add(self, file: File) -> None:
         """Adds an uploaded file. Raises QuotaExceeded."""
+        note = self._creations.noting()
 
         def write(session: Session) -> None:
             self._quotas.check_storage(session, file.tenant, file.bytes)
             session.add(file)
+            note(session, f"/v1/files/{file.id}")
 
         await self._database.write(write)
 

@@ -319,6 +319,23 @@ class TinkerCheckpoint(Record):
         return f"tinker://{self.run}/{self.checkpoint_id}"
 
 
+class Creation(Record):
+    """The creation of a request with an `Idempotency-Key`, and its reply. `id` is a digest of tenant and key,
+    `request` one of what was asked for. Without a `reply`, as one that is too large or was lost with the
+    server, what GET answers at `location` stands for it."""
+
+    __tablename__ = "creations"
+    __table_args__ = (Index("creations_of_tenant", "tenant", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    created: Mapped[int] = mapped_column(index=True)
+    request: Mapped[str]
+    location: Mapped[str]
+    status: Mapped[int] = mapped_column(default=200)
+    content_type: Mapped[str | None] = mapped_column(default=None)
+    reply: Mapped[str | None] = mapped_column(default=None)
+
+
 class TenantRows(TableRow):
     """Rows of one table that the server keeps of a tenant, and the bytes of these with their files. Triggers
     of the database change it, and nothing else."""

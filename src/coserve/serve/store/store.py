@@ -17,6 +17,7 @@ from types import TracebackType
 
 from coserve.errors import StateError
 from coserve.serve.store.adapters import AdapterStore
+from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database
 from coserve.serve.store.files import FileStore
 from coserve.serve.store.job_events import JobEventStore
@@ -51,10 +52,11 @@ class Store:
         self._database = Database(self.folder / "coserve.db")
         quotas = quotas or Quotas()
         self.tenants = TenantStore(self._database, clock)
-        self.files = FileStore(self._database, quotas)
-        self.jobs = JobStore(self._database, clock, quotas)
+        self.creations = CreationStore(self._database, clock, quotas)
+        self.files = FileStore(self._database, quotas, self.creations)
+        self.jobs = JobStore(self._database, clock, quotas, self.creations)
         self.job_events = JobEventStore(self._database, clock, self.path_of)
-        self.adapters = AdapterStore(self._database, self.folder, quotas)
+        self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations)
         self.tinker_sessions = TinkerSessionStore(self._database, quotas)
         self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas)
         self.retention = RetentionStore(self._database, self.folder / "jobs")
