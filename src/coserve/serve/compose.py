@@ -142,15 +142,15 @@ async def _wire(state: State, reporting: Reporting) -> None:
 
 @asynccontextmanager
 async def _sweeping(store: Store, days: float) -> AsyncIterator[None]:
-    """Context in which records are deleted that ended so many days ago (0: none is), and idempotency keys
-    that are too old."""
+    """Context in which records are deleted that ended so many days ago (0: none is), files that have expired,
+    and idempotency keys that are too old."""
 
     async def sweep() -> None:
         more = False
         while True:
             await asyncio.sleep(_NEXT_SWEEP if more else _SWEEP)
             try:
-                more = await store.creations.sweep()
+                more = await store.expire_files() | await store.creations.sweep()
                 if days:
                     more |= await store.retention.sweep(time.time() - days * 86400)
             except CoserveError as error:  # such as a full disk: the next turn tries again

@@ -10,6 +10,7 @@ from coserve.core.job_status import UNFINISHED, JobStatus
 from coserve.errors import ConflictError
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.files import lasting
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Page
@@ -30,9 +31,10 @@ class JobStore:
 
         def write(session: Session) -> None:
             self._quotas.check_jobs(session, job.tenant)
-            found = select(File.id).where(File.tenant == job.tenant, File.id.in_(read))
+            own = File.tenant == job.tenant, File.id.in_(read), lasting(self._clock())
+            found = select(File.id).where(*own)
             if gone := read - set(session.scalars(found)):
-                raise ConflictError(f"{min(gone)} was deleted while the job was being created")
+                raise ConflictError(f"{min(gone)} was deleted or expired while the job was being created")
             session.add(job)
             session.flush()  # before the event that names it
             add_event(session, job, int(self._clock()), message)
