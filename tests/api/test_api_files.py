@@ -1,6 +1,7 @@
 """`/v1/files` through the official client."""
 
 import asyncio
+import time
 from typing import Any
 
 import openai
@@ -85,9 +86,8 @@ def test_what_is_no_upload_is_refused(play: Play) -> None:
         for purpose in ("assistants", "batch", "fine-tune-results", "x"):
             with pytest.raises(openai.BadRequestError, match="purpose"):
                 await put(world, "a.jsonl", jsonl(CHAT), purpose=purpose)
-        with pytest.raises(openai.BadRequestError, match="expires_after"):
-            after: Any = {"anchor": "created_at", "seconds": 3600}
-            await put(world, "a.jsonl", jsonl(CHAT), expires_after=after)
+        with pytest.raises(openai.BadRequestError, match="expires_behind"):
+            await put(world, "a.jsonl", jsonl(CHAT), extra_body={"expires_behind": "x"})
         form = {"content-type": "multipart/form-data; boundary=x"}
         for body, headers, said in (
             (b"{}", {"content-type": "application/json"}, "must be multipart/form-data"),
@@ -198,5 +198,67 @@ def test_a_file_stays_while_a_job_reads_it(play: Play) -> None:
         await Trainer(world).succeed(job.id)
         for id in (train, valid):
             await world.client().files.delete(id)
+
+    play(story)
+
+
+def test_expired_files_vanish_once_no_job_reads_them(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(world: World) -> None:
+        store, after = world.state.store, {"anchor": "created_at", "seconds": 3600}
+        ids = []
+        for name in ("idle", "read", "lasting"):
+            more = {} if name == "lasting" else {"expires_after": after}
+            file = await put(world, f"{name}.jsonl", jsonl(*[CHAT] * 30), **more)
+            assert file.expires_at == (None if name == "lasting" else file.created_at + 3600)
+            assert await world.client().files.retrieve(file.id) == file
+            ids.append(file.id)
+        idle, read, lasting = ids
+        job = await create(world, training_file=lasting, validation_file=read)
+        assert not await store.expire_files()
+        assert len(list(world.state.settings.files.iterdir())) == 3
+        later = time.time() + 3601
+        monkeypatch.setattr(store.files, "_clock", lambda: later)
+        monkeypatch.setattr(store.jobs, "_clock", lambda: later)
+
+        async def listed() -> set[str]:
+            return {one.id async for one in world.client().files.list()}
+
+        for ask in (world.client().files.retrieve, world.client().files.content, world.client().files.delete):
+            with pytest.raises(openai.NotFoundError):
+                await ask(idle)
+        with pytest.raises(openai.NotFoundError):
+            await create(world, training_file=idle)
+        assert await listed() == {read, lasting}
+        assert not await store.expire_files()
+        assert {path.stem for path in world.state.settings.files.iterdir()} == {read, lasting}
+        with pytest.raises(openai.ConflictError):
+            await world.client().files.delete(read)
+        await world.client().fine_tuning.jobs.cancel(job.id)
+        assert await listed() == {lasting}
+        assert not await store.expire_files()
+        assert {path.stem for path in world.state.settings.files.iterdir()} == {lasting}
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("after", "param"),
+    [
+        ({"anchor": "created_at", "seconds": 3599}, "expires_after.seconds"),
+        ({"anchor": "created_at", "seconds": 2_592_001}, "expires_after.seconds"),
+        ({"anchor": "created_at", "seconds": "9" * 5000}, "expires_after.seconds"),
+        ({"anchor": "created_at", "seconds": 3600.5}, "expires_after.seconds"),
+        ({"anchor": "created_at"}, "expires_after.seconds"),
+        ({"anchor": "last_active_at", "seconds": 3600}, "expires_after.anchor"),
+        ({"seconds": 3600}, "expires_after.anchor"),
+        ({"anchor": "created_at", "seconds": 3600, "x": 1}, "expires_after[x]"),
+    ],
+)
+def test_wrong_lives_of_files_are_refused(play: Play, after: dict[str, Any], param: str) -> None:
+    async def story(world: World) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await put(world, "a.jsonl", jsonl(CHAT), expires_after=after)
+        assert caught.value.param == param and len(caught.value.message) < 1200
+        assert not list(world.state.settings.files.iterdir())
 
     play(story)

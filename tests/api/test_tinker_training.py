@@ -1,6 +1,7 @@
 """Training through the `tinker` client: the whole server, with the embedded model."""
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -196,6 +197,31 @@ def test_policies_move_towards_what_is_rewarded(service: tinker.ServiceClient, l
     run.optim_step(types.AdamParams(learning_rate=0.01)).result()
     later = run.forward([one], loss).result().loss_fn_outputs[0]["logprobs"].data[2:]
     assert sum(later) > sum(first)
+
+
+def test_weights_and_the_loss_of_each_token(service: tinker.ServiceClient) -> None:
+    """A token of weight 0 is absent, whatever else it has; a run without any weights has ones."""
+    run = service.create_lora_training_client(base_model="tiny", rank=4, seed=8).result()
+    tokens, weights = [5, 6, 7, 8, 9], [0.0, 1.0, 0.5, -2.0]
+    (known,) = run.forward([datum(tokens)], "cross_entropy").result().loss_fn_outputs
+    assert known["elementwise_loss"].data == pytest.approx([-one for one in known["logprobs"].data])
+    inputs: dict[str, Any] = {
+        "target_tokens": tokens[1:],
+        "logprobs": [-1e20, *[one + 0.1 for one in known["logprobs"].data[1:]]],
+        "advantages": [3.0, 1.0, -1.0, 2.0],
+        "weights": weights,
+    }
+    ratios = [math.exp(-0.1)] * 4
+    for loss in ("importance_sampling", "ppo", "cispo", "gspo"):
+        factors = known["logprobs"].data if loss == "cispo" else [1.0] * 4
+        parts = zip(weights, ratios, inputs["advantages"], factors, strict=True)
+        wanted = [-weight * ratio * advantage * factor for weight, ratio, advantage, factor in parts]
+        one = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+        for go in (run.forward, run.forward_backward):
+            out = go([one], loss).result()
+            assert out.loss_fn_outputs[0]["elementwise_loss"].data == pytest.approx(wanted, rel=1e-4)
+            assert out.metrics["loss:sum"] == pytest.approx(sum(wanted), rel=1e-4)
+    run.optim_step(types.AdamParams(learning_rate=0.001)).result()
 
 
 def test_wrong_data_and_losses_are_told(service: tinker.ServiceClient) -> None:

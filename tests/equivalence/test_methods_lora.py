@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from coserve import LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.merge import merge_adapter
+from coserve.errors import AdapterError
 from coserve.train.example import Example
 from methods import SHAPES, SMALL, case_of, engine_of, forward_errors, served, windowed_errors, with_peft
 from models import Exact, logits_of, save, tiny
@@ -85,6 +87,49 @@ def test_gradients_in_single_precision(variant: str, tmp_path: Path) -> None:
     oracle = adapted(variant, "llama", torch.float32, **changes)
     case = case_of("llama", oracle, tmp_path, dtype=torch.float32, **changes)
     assert max(windowed_errors(case, sizes=(1000,), floor=1e-2).values()) <= 1e-5
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_tied_embedding_and_head_alone(name: str, dora: bool, tmp_path: Path) -> None:
+    """PEFT saves the weight that they share along, once for each."""
+    around, changes = [EMBEDDING.get(name, "embed_tokens"), "lm_head"], {"tie_word_embeddings": True}
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules=around, use_dora=dora)
+    oracle = with_peft(name, config, torch.float32, vocab_size=SMALL, **changes)
+    error, difference = forward_errors(name, oracle, tmp_path, **changes)
+    assert error <= 1 and difference > 1e-2
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert sum(one.endswith(".base_layer.weight") for one in saved) == 2
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_adapters_of_a_changed_base_are_refused_until_peft_has_converted_them(
+    init: str, tmp_path: Path
+) -> None:
+    """As the refusal says how."""
+    fields = {"r": 3, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "use_rslora": True}
+    oracle = get_peft_model(
+        tiny("llama", vocab_size=SMALL), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=init, **fields)
+    ).eval()
+    oracle.peft_config["default"].init_lora_weights = True  # PEFT wants it of the adapter before training
+    oracle.save_pretrained(str(tmp_path / "before"))
+    oracle.peft_config["default"].init_lora_weights = init
+    with torch.no_grad():
+        for one in (one for one in oracle.parameters() if one.requires_grad):
+            one += 0.05 * torch.randn(one.shape, generator=torch.Generator().manual_seed(3))
+    engine = engine_of("llama", vocab_size=SMALL)
+    oracle.save_pretrained(str(tmp_path / "raw"))
+    with pytest.raises(AdapterError, match=f"{init}.* changed .*path_initial_model_for_weight_conversion"):
+        engine.adapters.load("raw", tmp_path / "raw")
+    oracle.save_pretrained(
+        str(tmp_path / "converted"), path_initial_model_for_weight_conversion=str(tmp_path / "before")
+    )
+    engine.adapters.load("mine", tmp_path / "converted")
+    prompt = [5, 9, 2, 14, 3, 3, 18]
+    with torch.no_grad():
+        wanted = logits_of(oracle, prompt)[:-1].log_softmax(-1)
+    mine, without = (served(engine, prompt, adapter) for adapter in ("mine", None))
+    assert (mine - wanted).abs().max() < 1e-4 and (without - wanted).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("variant", ["dora", "around", "saved"])

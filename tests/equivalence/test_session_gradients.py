@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coserve import Engine, EngineConfig, SamplingParams, TrainingConfig
 from coserve.core.training import AdamParams, Datum
+from coserve.train.losses import LOSSES as PASS_LOSSES
 from models import Exact, tiny
 from passages import make_case, worst
 
@@ -24,34 +25,43 @@ DRAWS = random.Random("sessions")
 NUMBERS = {
     "logprobs": [[DRAWS.uniform(-6.5, -2.5) for _ in range(n)] for n in LENGTHS],
     "advantages": [[DRAWS.uniform(-1.0, 1.0) for _ in range(n)] for n in LENGTHS],
+    "weights": [[DRAWS.choice((0.0, 1.0, DRAWS.uniform(-2.0, 2.0))) for _ in range(n)] for n in LENGTHS],
 }
-LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "importance_sampling": lambda ratio, sampled, advantages: -(ratio * advantages),
-    "ppo": lambda ratio, sampled, advantages: (
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {  # of tokens, before their weights
+    "cross_entropy": lambda logprobs, ratio, advantages: -logprobs,
+    "importance_sampling": lambda logprobs, ratio, advantages: -(ratio * advantages),
+    "ppo": lambda logprobs, ratio, advantages: (
         -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     ),
-    "gspo": lambda ratio, sampled, advantages: (
+    "cispo": lambda logprobs, ratio, advantages: -(ratio.detach().clamp(0.8, 1.2) * advantages * logprobs),
+    "gspo": lambda logprobs, ratio, advantages: (
         -torch.minimum(
             ratio.log().mean().exp() * advantages, ratio.log().mean().exp().clamp(0.8, 1.2) * advantages
         )
     ),
 }
+EACH: dict[str, list[list[float]]] = {}  # losses of all rows by the oracle, when it was last called
 
 
 def oracle(name: str) -> Callable[..., Tensor]:
     """The loss, an example at a time."""
 
     def loss(model: Callable[..., Any], tokens: list[list[int]], labels: list[list[int]]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total, EACH[name] = torch.zeros((), dtype=torch.float64), []
         for number, (example, of) in enumerate(zip(tokens, labels, strict=True)):
             logits = model(input_ids=torch.tensor([example]), use_cache=False).logits[0].log_softmax(-1)
-            rows = torch.tensor([row for row, label in enumerate(of) if label >= 0], dtype=torch.long)
-            if len(rows):
+            weights = NUMBERS["weights"][number]
+            kept = [row for row, label in enumerate(of) if label >= 0 and weights[row]]
+            each = torch.zeros(len(example), dtype=torch.float64)
+            if kept:
+                rows = torch.tensor(kept)
                 logprobs = logits[rows, torch.tensor(of)[rows]]
-                sampled, advantages = (
+                sampled, advantages, weight = (
                     torch.tensor(NUMBERS[one][number], dtype=torch.float64)[rows] for one in NUMBERS
                 )
-                total = total + LOSSES[name]((logprobs - sampled).exp(), sampled, advantages).sum()
+                each[rows] = weight * LOSSES[name](logprobs, (logprobs - sampled).exp(), advantages)
+            total = total + each.sum()
+            EACH[name].append(each.tolist())
         return total
 
     return loss
@@ -67,7 +77,11 @@ def test_accumulated_gradients_are_those_of_autograd_through_peft(model: str, na
         session = engine.open_training("mine", training=TrainingConfig(rows=24), from_adapter=case.adapter)
         before = engine.adapters.weights("mine").parameters()
         data = [
-            Datum(example.tokens, example.labels, {one: tuple(NUMBERS[one][i]) for one in NUMBERS})
+            Datum(
+                example.tokens,
+                example.labels,
+                {one: tuple(NUMBERS[one][i]) for one in NUMBERS if one in PASS_LOSSES[name].inputs},
+            )
             for i, example in enumerate(case.examples)
         ]
         answer = engine.generate([1, 2, 3], "mine", SamplingParams(max_tokens=12, ignore_eos=True))
@@ -84,3 +98,6 @@ def test_accumulated_gradients_are_those_of_autograd_through_peft(model: str, na
     logprobs = (*first.result().logprobs, *second.result().logprobs)
     for found, again in zip(logprobs, scored.result().logprobs, strict=True):
         assert found == pytest.approx(again, abs=TOLERANCE)
+    each = (*first.result().losses, *second.result().losses)
+    for found, again, wanted in zip(each, scored.result().losses, EACH[name], strict=True):
+        assert found == pytest.approx(wanted, abs=TOLERANCE) and again == pytest.approx(wanted, abs=TOLERANCE)

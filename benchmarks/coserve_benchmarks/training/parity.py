@@ -1,6 +1,7 @@
 """Losses and their gradients beside plain computations in float64, without torch.
 
-Each plain loss is written from its paper, token by token, with the derivative by hand. `log p` is the
+Each plain loss is written from its paper, token by token, with the derivative by hand. `w` is a token's
+weight, `log p` is the
 log-probability of a token, `log q` that under the policy that sampled it or the reference, r = p / q.
 """
 
@@ -32,36 +33,39 @@ def _cross_entropy(logs: Sequence[float], examples: Sequence[int], of: Numbers) 
 def _importance_sampling(
     logs: Sequence[float], examples: Sequence[int], of: Numbers
 ) -> tuple[float, list[float]]:
-    """-r A, whose derivative by log p is itself."""
-    terms = [-r * a for r, a in zip(_ratios(logs, of), of["advantages"], strict=True)]
+    """-w r A, whose derivative by log p is itself."""
+    terms = [-w * r * a for r, a, w in zip(_ratios(logs, of), of["advantages"], of["weights"], strict=True)]
     return math.fsum(terms), terms
 
 
 def _ppo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[float, list[float]]:
-    """-min(r A, clip(r) A) (Schulman et al. 2017, equation 7)."""
+    """-w min(r A, clip(r) A) (Schulman et al. 2017, equation 7)."""
     terms, gradient = [], []
-    for r, a in zip(_ratios(logs, of), of["advantages"], strict=True):
-        terms.append(-min(r * a, _clipped(r) * a))
-        gradient.append(-r * a if r * a < _clipped(r) * a or r == _clipped(r) else 0.0)
+    for r, a, w in zip(_ratios(logs, of), of["advantages"], of["weights"], strict=True):
+        terms.append(-w * min(r * a, _clipped(r) * a))
+        gradient.append(-w * r * a if r * a < _clipped(r) * a or r == _clipped(r) else 0.0)
     return math.fsum(terms), gradient
 
 
 def _cispo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[float, list[float]]:
-    """-clip(r) A log p, the ratio constant (MiniMax-M1, equation 4)."""
-    factors = [-_clipped(r) * a for r, a in zip(_ratios(logs, of), of["advantages"], strict=True)]
+    """-w clip(r) A log p, the ratio constant (MiniMax-M1, equation 4)."""
+    ratios = _ratios(logs, of)
+    factors = [-w * _clipped(r) * a for r, a, w in zip(ratios, of["advantages"], of["weights"], strict=True)]
     return math.fsum(f * log for f, log in zip(factors, logs, strict=True)), factors
 
 
 def _dro(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[float, list[float]]:
-    """-(A log p - beta / 2 (log p - log q)^2) (Richemond et al. 2024)."""
-    distances = [log - q for log, q in zip(logs, of["logprobs"], strict=True)]
-    terms = [_DRO / 2 * d * d - a * log for d, a, log in zip(distances, of["advantages"], logs, strict=True)]
-    return math.fsum(terms), [_DRO * d - a for d, a in zip(distances, of["advantages"], strict=True)]
+    """-w (A log p - beta / 2 (log p - log q)^2) (Richemond et al. 2024)."""
+    terms, gradient = [], []
+    for log, q, a, w in zip(logs, of["logprobs"], of["advantages"], of["weights"], strict=True):
+        terms.append(w * (_DRO / 2 * (log - q) ** 2 - a * log))
+        gradient.append(w * (_DRO * (log - q) - a))
+    return math.fsum(terms), gradient
 
 
 def _gspo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[float, list[float]]:
-    """PPO's terms with the geometric mean of an example's ratios in the place of each (Zheng et al. 2025,
-    equation 7)."""
+    """PPO's terms with their weights, and the geometric mean of an example's ratios in the place of each
+    (Zheng et al. 2025, equation 7)."""
     terms, gradient = [], [0.0] * len(logs)
     for begin, end in _spans(examples):
         mask = of["sequence_ratio_mask"][begin:end]
@@ -69,9 +73,9 @@ def _gspo(logs: Sequence[float], examples: Sequence[int], of: Numbers) -> tuple[
         count = math.fsum(mask)
         r = math.exp(math.fsum(m * d for m, d in zip(mask, distances, strict=True)) / count)
         slope = 0.0
-        for a in of["advantages"][begin:end]:
-            terms.append(-min(r * a, _clipped(r) * a))
-            slope += -r * a if r * a < _clipped(r) * a or r == _clipped(r) else 0.0
+        for a, w in zip(of["advantages"][begin:end], of["weights"][begin:end], strict=True):
+            terms.append(-w * min(r * a, _clipped(r) * a))
+            slope += -w * r * a if r * a < _clipped(r) * a or r == _clipped(r) else 0.0
         for place, m in enumerate(mask, begin):
             gradient[place] = slope * m / count
     return math.fsum(terms), gradient

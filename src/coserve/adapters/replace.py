@@ -263,9 +263,9 @@ def expect_copies(saved: Saved, frame: Frame) -> None:
     where one is not the base's own."""
     copies = copies_of(frame)
     for full in copies.keys() & set(saved.left):
-        copy, path = saved.tensor(full), copies[full]
+        dtype, copy, path = saved.dtype_of(full), saved.tensor(full), copies[full]
         # Without values there is nothing to compare.
-        if not copy.is_meta and not frame.frozen.is_own(path, copy):
+        if not copy.is_meta and not frame.frozen.is_own(path, copy, dtype):
             raise AdapterMismatch(
                 f"{saved.folder}: tensor {full!r} {tuple(copy.shape)} would go unused: it is not the base's "
                 "own, and modules_to_save does not name it"

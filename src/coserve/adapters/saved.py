@@ -105,6 +105,10 @@ class Saved:
             raise AdapterMismatch(f"{self.folder}: {name} is missing")
         return self._moved(name)
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type that a tensor has in the file."""
+        return self._tensors[name].dtype
+
     def pairs(self, *endings: str) -> dict[str, tuple[Tensor, ...]]:
         """Takes tensors that belong together, by module. Raises AdapterMismatch where one is missing."""
         columns = [self.ending(ending) for ending in endings]

@@ -19,6 +19,7 @@ from coserve.errors import AdapterError, UnsupportedModel
 from coserve.memory.fake_tensors import is_fake
 
 EMBEDDED = -1  # the stage before the first layer
+_ROWS = 4096  # of a weight that are compared at once
 
 
 class Kind(Enum):
@@ -140,13 +141,26 @@ class FrozenParameters(ABC):
         """The values of a weight as stored at `path`."""
         return weight
 
-    def is_own(self, path: str, weight: Tensor) -> bool:
-        """Tells whether the module at `path` has this weight, [out, in], or was quantized from it; of a base
-        without values, whether it may."""
+    def is_own(self, path: str, weight: Tensor, dtype: torch.dtype) -> bool:
+        """Tells whether the module at `path` has this weight, [out, in], of numbers in `dtype`, or was
+        quantized from it; of a base without values, whether it may. A weight in 16 bits may be another
+        rounding of the numbers that the module's weight was rounded from."""
         own = self.dense(path).weight
         if weight.shape != own.shape or is_fake(own):
             return weight.shape == own.shape
-        return torch.equal(self.rounded(path, weight.to(own.device, own.dtype)), own)
+        if torch.equal(self.rounded(path, weight.to(own.device, own.dtype)), own):
+            return True
+        pieces = zip(torch.split(weight, _ROWS), torch.split(own, _ROWS), strict=True)
+        return dtype.itemsize == 2 and all(_are_roundings(one, dtype, other) for one, other in pieces)
+
+
+def _are_roundings(one: Tensor, dtype: torch.dtype, other: Tensor) -> bool:
+    """Tells whether `one`, of numbers in `dtype`, and `other` may be roundings of the same numbers."""
+    given = torch.finfo(dtype)
+    unit = (given.eps + torch.finfo(other.dtype).eps) / 2  # of the larger of two, at most
+    one, other = one.to(other.device, torch.float64), other.double()
+    most = unit * torch.maximum(one.abs(), other.abs()) + given.eps * given.smallest_normal
+    return bool(((one - other).abs() <= most).all())
 
 
 class Frame(Protocol):

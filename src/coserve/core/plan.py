@@ -93,13 +93,15 @@ class MicroBatchStart:
 @dataclass(frozen=True, slots=True)
 class MicroBatchOutput:
     """Outcome of a micro-batch: its summed loss, and the log-probability of each row's label, 0 where a row
-    has none. `top_tokens` are the likeliest tokens of the labelled rows, `top_k` for each row, the likeliest
-    first, and `top_logprobs` their log-probabilities; both are empty where none were asked for."""
+    has none. `losses` are those of the rows, where the loss has one for each. `top_tokens` are the likeliest
+    tokens of the labelled rows, `top_k` for each row, the likeliest first, and `top_logprobs` their
+    log-probabilities; both are empty where none were asked for."""
 
     loss: float
     logprobs: tuple[float, ...]
     top_tokens: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

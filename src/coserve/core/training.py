@@ -45,8 +45,10 @@ class AdamParams:
 @dataclass(frozen=True, slots=True)
 class PassOutput:
     """Outcome of a forward or forward_backward: the loss, summed over all rows, and for each datum the
-    log-probability of every target, 0 where a row has none."""
+    log-probability of every target, 0 where a row has none. `losses` are those of the rows, weights included,
+    and empty for a loss that has none for each."""
 
     loss: float
     logprobs: tuple[tuple[float, ...], ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    losses: tuple[tuple[float, ...], ...] = ()

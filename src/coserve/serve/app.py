@@ -12,6 +12,7 @@ from coserve.serve import errors
 from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import AllowedOrigins, TrustedHosts
+from coserve.serve.http.idempotency import Idempotency
 from coserve.serve.http.middleware import Draining, RequestIds, SizeLimits
 from coserve.serve.http.quotas import RequestRate, UploadRoom
 from coserve.serve.http.rates import TokenBuckets
@@ -24,6 +25,8 @@ from coserve.serve.tinker.dialect import Dialect
 
 _FORM_BYTES = 2 * 2**20  # around the large file in an upload
 _UPLOADS = ("/v1/files", "/v1/adapters")
+# Requests that create something and have no number of their own, by which to know one that comes again.
+CREATING = (*_UPLOADS, "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/api/v1/create_session")
 STREAMED = ("/v1/chat/completions", "/v1/completions")  # requests for text
 
 
@@ -61,6 +64,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
         largest=settings.max_file_bytes,
         folder=settings.state,
     )
+    app.add_middleware(Idempotency, creations=state.store.creations, paths=CREATING)
     app.add_middleware(RequestRate, rates=rates, most=settings.max_requests_minute)
     app.add_middleware(Authentication, state=state, bad_keys=bad_keys)
     app.add_middleware(Draining, is_draining=lambda: state.draining)

@@ -46,6 +46,8 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         settings.max_bytes_tenant,
         settings.max_jobs_tenant,
         settings.max_records_tenant,
+        settings.max_idempotency_keys,
+        settings.idempotency_seconds,
     )
     with Store(settings.state, quotas=quotas) as store:
         await _check_keys(settings, store)
@@ -140,24 +142,26 @@ async def _wire(state: State, reporting: Reporting) -> None:
 
 @asynccontextmanager
 async def _sweeping(store: Store, days: float) -> AsyncIterator[None]:
-    """Context in which records are deleted that ended so many days ago; 0: none is."""
+    """Context in which records are deleted that ended so many days ago (0: none is), files that have expired,
+    and idempotency keys that are too old."""
 
     async def sweep() -> None:
         more = False
         while True:
             await asyncio.sleep(_NEXT_SWEEP if more else _SWEEP)
             try:
-                more = await store.retention.sweep(time.time() - days * 86400)
+                more = await store.expire_files() | await store.creations.sweep()
+                if days:
+                    more |= await store.retention.sweep(time.time() - days * 86400)
             except CoserveError as error:  # such as a full disk: the next turn tries again
                 log.warning("old records could not be deleted: %s", error)
 
-    task = asyncio.create_task(sweep(), name="retention") if days else None
+    task = asyncio.create_task(sweep(), name="retention")
     try:
         yield
     finally:
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -73,6 +73,8 @@ class ServerSettings:
     max_bytes_tenant: int = 50 * 2**30  # of everything that is kept of one tenant: files and records
     max_records_tenant: int = 1_000_000  # of one tenant: jobs, their events, sessions, samplers, checkpoints
     keep_days: float = 90.0  # for records of ended jobs without a model and unused sessions; 0: for ever
+    max_idempotency_keys: int = 10_000  # of one tenant that are remembered; then the oldest is forgotten
+    idempotency_seconds: float = 86_400.0  # for which a key of a request that created something is remembered
     max_jobs_tenant: int = 100  # jobs of one tenant that are not over
     max_connections: int = 1024  # at once; of those without a request the oldest makes room for a new one
     max_connections_address: int = 256  # of one address; this machine may have four times as many
@@ -103,6 +105,7 @@ class ServerSettings:
             "max_files_tenant",
             "max_bytes_tenant",
             "max_records_tenant",
+            "max_idempotency_keys",
             "max_jobs_tenant",
             "max_connections",
             "max_connections_address",
@@ -118,6 +121,10 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
         if not 0 <= self.keep_days < float("inf"):
             raise ConfigError(f"keep_days must be a number of days >= 0, not {self.keep_days}")
+        if not 0 < self.idempotency_seconds < float("inf"):
+            raise ConfigError(
+                f"idempotency_seconds must be a number of seconds > 0, not {self.idempotency_seconds}"
+            )
         if not 0 <= self.drain_seconds < float("inf"):
             raise ConfigError(f"drain_seconds must be a number of seconds >= 0, not {self.drain_seconds}")
         if not 0 < self.stall_seconds < float("inf"):

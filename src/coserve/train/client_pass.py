@@ -95,13 +95,19 @@ class ClientPass:
     def output(self, packing: Packing, outputs: Mapping[int, MicroBatchOutput]) -> PassOutput:
         """The pass's outcome from those of its micro-batches."""
         logprobs: list[tuple[float, ...]] = [()] * len(self.data)
+        losses = list(logprobs)
         for key, indices in self._indices.items():
-            rows, begin = tuple(outputs[key].logprobs), packing.prompt
+            of_rows, begin = outputs[key], packing.prompt
             for i in indices:
-                end = begin + len(self.data[i].tokens)
-                logprobs[i], begin = rows[begin:end], end
+                own = slice(begin, begin := begin + len(self.data[i].tokens))
+                logprobs[i], losses[i] = of_rows.logprobs[own], of_rows.losses[own]
         loss = math.fsum(output.loss for output in outputs.values())
-        return PassOutput(loss, tuple(logprobs), {"loss:sum": loss, "tokens": float(self.labels)})
+        return PassOutput(
+            loss,
+            tuple(logprobs),
+            {"loss:sum": loss, "tokens": float(self.labels)},
+            tuple(losses) if LOSSES[self._loss].of_tokens else (),
+        )
 
     def _complete(self, number: int, datum: Datum, limits: DataLimits) -> Datum:
         """The datum with all inputs of the loss. Raises RequestError."""
@@ -133,9 +139,11 @@ class ClientPass:
                 f"{known}"
             )
         inputs = {name: (value,) * length for name, value in loss.defaults.items()} | dict(datum.inputs)
+        if missing := [name for name in loss.inputs if name not in inputs]:
+            raise RequestError(
+                f"datum {number} lacks {' and '.join(missing)}, which the loss {self._loss!r} needs"
+            )
         for name in loss.inputs:
-            if name not in inputs:
-                raise RequestError(f"datum {number} lacks {name}, which the loss {self._loss!r} needs")
             if len(inputs[name]) != length:
                 raise RequestError(
                     f"datum {number} has {length} tokens and {len(inputs[name])} numbers as {name}"

@@ -23,13 +23,17 @@ Settings = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """`function(logprobs, examples, inputs, settings)` returns the sum [] of the loss over n tokens.
+    """`function(logprobs, examples, inputs, settings)` returns the loss of each of n tokens [n] where it is
+    `of_tokens`, else the sum [] over all of them.
 
     logprobs [n]; examples [n], the index of each token's example in the micro-batch; `inputs`, each [n], are
     those named in `inputs`, and `settings` those in `settings`, with their defaults. `defaults` are the
     numbers of inputs that a client may leave out. Where the loss `couples` tokens, n is the whole micro-batch
     and the tail is passed twice; else it may be any part of it. Each `group` of examples in a row is in one
     micro-batch. Of a loss of candidates logprobs, at the setting `temperature`, and inputs are [n, k].
+
+    A loss `of_tokens` has the input `weights`, a factor of the loss of each token. A token of weight 0 counts
+    as absent: its other numbers, which may be anything, reach neither the loss nor a gradient.
     """
 
     function: Callable[[Tensor, Tensor, Numbers, Settings], Tensor]
@@ -39,13 +43,28 @@ class Loss:
     group: int = 1
     defaults: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def of_tokens(self) -> bool:
+        """Tells whether each token has a loss of its own."""
+        return "weights" in self.inputs
+
     def temperature(self, settings: Settings) -> float:
         """The temperature of the log-probabilities of a loss of candidates."""
         return {**(self.settings or {}), **settings}.get("temperature", 1.0)
 
     def value(self, logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
         """The loss []."""
+        if self.of_tokens:
+            return self.token_values(logprobs, examples, inputs, settings).sum()
         return self.function(logprobs, examples, inputs, {**(self.settings or {}), **settings})
+
+    def token_values(self, logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
+        """The loss [n] of each token, of a loss `of_tokens`."""
+        weights = inputs["weights"]
+        counts = weights != 0
+        # Zeros in place of numbers that do not count: times a weight of 0 an infinite ratio would be NaN.
+        logprobs, inputs = logprobs.where(counts, 0.0), {k: x.where(counts, 0.0) for k, x in inputs.items()}
+        return weights * self.function(logprobs, examples, inputs, {**(self.settings or {}), **settings})
 
     def gradient(
         self, logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings
@@ -59,12 +78,12 @@ class Loss:
 
 
 def _cross_entropy(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
-    return -(inputs["weights"] * logprobs).sum()
+    return -logprobs
 
 
 def _importance_sampling(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
     """Policy gradient, corrected by the ratio to the policy that sampled."""
-    return -((logprobs - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
+    return -(logprobs - inputs["logprobs"]).exp() * inputs["advantages"]
 
 
 def _clipped(ratio: Tensor, settings: Settings) -> Tensor:
@@ -73,7 +92,7 @@ def _clipped(ratio: Tensor, settings: Settings) -> Tensor:
 
 def _pessimistic(ratio: Tensor, advantages: Tensor, settings: Settings) -> Tensor:
     """PPO's clipped objective (Schulman et al. 2017, equation 7), negated."""
-    return -torch.minimum(ratio * advantages, _clipped(ratio, settings) * advantages).sum()
+    return -torch.minimum(ratio * advantages, _clipped(ratio, settings) * advantages)
 
 
 def _ppo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
@@ -83,14 +102,14 @@ def _ppo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings
 def _cispo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
     """Policy gradient with a clipped ratio as a constant weight (MiniMax-M1, equation 4)."""
     ratio = _clipped((logprobs.detach() - inputs["logprobs"]).exp(), settings)
-    return -(ratio * logprobs * inputs["advantages"]).sum()
+    return -ratio * logprobs * inputs["advantages"]
 
 
 def _dro(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
     """Direct reward optimisation (Richemond et al. 2024): a quadratic penalty on the distance from the policy
     that sampled."""
     distance = logprobs - inputs["logprobs"]
-    return -(logprobs * inputs["advantages"] - settings["beta"] / 2 * distance.square()).sum()
+    return settings["beta"] / 2 * distance.square() - logprobs * inputs["advantages"]
 
 
 def _gspo(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings) -> Tensor:
@@ -154,17 +173,22 @@ def _distillation(logprobs: Tensor, examples: Tensor, inputs: Numbers, settings:
     return temperature**2 * (wanted.exp() * (wanted - logprobs)).sum()
 
 
-_SAMPLED: Final = ("logprobs", "advantages")  # of the policy that sampled, and of what it sampled
+_SAMPLED: Final = ("logprobs", "advantages", "weights")  # of the policy that sampled, and of what it sampled
+_WEIGHTS: Final = {"weights": 1.0}
 _CLIP: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Final[Mapping[str, Loss]] = {
-    "cross_entropy": Loss(_cross_entropy, inputs=("weights",), defaults={"weights": 1.0}),
-    "importance_sampling": Loss(_importance_sampling, _SAMPLED),
-    "ppo": Loss(_ppo, _SAMPLED, _CLIP),
-    "cispo": Loss(_cispo, _SAMPLED, _CLIP),
-    "dro": Loss(_dro, _SAMPLED, {"beta": 0.05}),
+    "cross_entropy": Loss(_cross_entropy, inputs=("weights",), defaults=_WEIGHTS),
+    "importance_sampling": Loss(_importance_sampling, _SAMPLED, defaults=_WEIGHTS),
+    "ppo": Loss(_ppo, _SAMPLED, _CLIP, defaults=_WEIGHTS),
+    "cispo": Loss(_cispo, _SAMPLED, _CLIP, defaults=_WEIGHTS),
+    "dro": Loss(_dro, _SAMPLED, {"beta": 0.05}, defaults=_WEIGHTS),
     "gspo": Loss(
-        _gspo, (*_SAMPLED, "sequence_ratio_mask"), _CLIP, couples=True, defaults={"sequence_ratio_mask": 1.0}
+        _gspo,
+        (*_SAMPLED, "sequence_ratio_mask"),
+        _CLIP,
+        couples=True,
+        defaults={"sequence_ratio_mask": 1.0, **_WEIGHTS},
     ),
     "dpo": Loss(_dpo, inputs=("reference",), settings={"beta": 0.1}, couples=True, group=2),
     "orpo": Loss(

@@ -41,6 +41,7 @@ class MicroBatchState:
         self.labels = sum(label != IGNORED for label in start.labels)
         self.loss: Tensor | None = None
         self._logprobs: Tensor | None = None  # of one that reports, with the loss
+        self._losses: Tensor | None = None  # of its rows, where the loss has one for each
         self._top: tuple[Tensor, Tensor] | None = (
             None  # its rows' likeliest tokens, where these are asked for
         )
@@ -88,7 +89,7 @@ class MicroBatchState:
             self.tail.evaluate()
         self.loss = self.store.loss
         if self.start.reports:
-            self._logprobs = self.tail.known_logprobs
+            self._logprobs, self._losses = self.tail.known_logprobs, self.tail.token_losses
         if self.start.top_k:
             self._top = self.tail.top
         self.drop()
@@ -98,10 +99,11 @@ class MicroBatchState:
         """Outcome of one that reports, once it has ended."""
         assert self.loss is not None and self._logprobs is not None, "what has ended and reports"
         logprobs = tuple(self._logprobs.tolist())
+        losses = () if self._losses is None else tuple(self._losses.tolist())
         if self._top is None:
-            return MicroBatchOutput(float(self.loss), logprobs)
+            return MicroBatchOutput(float(self.loss), logprobs, losses=losses)
         tokens, likely = (tuple(x.flatten().tolist()) for x in self._top)
-        return MicroBatchOutput(float(self.loss), logprobs, tokens, likely)
+        return MicroBatchOutput(float(self.loss), logprobs, tokens, likely, losses)
 
     def drop(self) -> None:
         """Frees the activations; no window can go on."""

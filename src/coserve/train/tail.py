@@ -100,6 +100,15 @@ class Tail:
         return self._logprobs.where(self._store.labels >= 0, 0.0)
 
     @property
+    def token_losses(self) -> Tensor | None:
+        """The loss [rows] of each row, 0 where it has no label; None for a loss that has none for each."""
+        if not self._loss.of_tokens or self._spec == CROSS_ENTROPY:
+            return None
+        rows, found = self._labelled, torch.zeros_like(self._logprobs)
+        found[rows] = self._loss.token_values(self._logprobs[rows], *self._numbers(rows))
+        return found
+
+    @property
     def top(self) -> tuple[Tensor, Tensor]:
         """The likeliest tokens of the labelled rows, and their log-probabilities, both [labels, k]."""
         return self._top_tokens[self._labelled], self._top_logprobs[self._labelled]

@@ -15,6 +15,7 @@ from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.merge import WholeModel
 from coserve.adapters.methods.lora import LoRA, LoRAConfig
 from coserve.errors import AdapterError, AdapterMismatch
+from coserve.model.load import load_base
 from methods import spread, with_peft
 from models import edit_config, tiny
 
@@ -123,6 +124,35 @@ def test_an_embedding_saved_along_must_be_the_base_s_own(tmp_path: Path) -> None
         edit(folder, **{name.replace(".", "__"): other})
         assert name in refusal(folder)
         edit(folder, **{name.replace(".", "__"): tensors[name]})
+
+
+@pytest.mark.parametrize("theirs", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ours", [torch.float32, torch.bfloat16])
+def test_an_embedding_saved_along_may_be_rounded(
+    theirs: torch.dtype, ours: torch.dtype, tmp_path: Path
+) -> None:
+    """A base in float32, on which somebody has trained in 16 bits."""
+    tied, targets = {"tie_word_embeddings": True}, ["embed_tokens", "lm_head"]
+    config = LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=targets)
+    oracle = with_peft("llama", config, torch.float32, **tied)
+    oracle.to(theirs).save_pretrained(str(tmp_path))
+    frame = load_base(tiny("llama", torch.float32, **tied).to(ours))
+
+    def load() -> AdapterVersion:
+        return read_adapter(tmp_path, "mine", frame, ours, torch.device("cpu"))
+
+    assert len(load().bypasses.outputs) == 2
+    name = f"{PREFIX}lm_head.base_layer.weight"
+    own = load_file(tmp_path / "adapter_model.safetensors")[name]
+    assert own.dtype == theirs
+    other = own.clone()
+    other[5, 7] *= 1.03  # four times what two roundings to eight bits allow
+    edit(tmp_path, **{name.replace(".", "__"): other})
+    with pytest.raises(AdapterMismatch, match=re.escape(name)):
+        load()
+    edit(tmp_path, **{name.replace(".", "__"): own.float() * 1.01})  # what is exact has to be the same
+    with pytest.raises(AdapterMismatch, match=re.escape(name)):
+        load()
 
 
 @pytest.mark.parametrize("names", [["rotary_emb"], ["norm"], ["self_attn"], ["o_proj", "embed_tokens"]])

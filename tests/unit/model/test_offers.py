@@ -51,7 +51,7 @@ def send(base: Base, *offers: Offer) -> Base:
     [
         (Offer.ROW_NORMS, lambda base: base.frozen.weights(PATH)),
         (Offer.WEIGHT, lambda base: base.frozen.dense(PATH)),
-        (Offer.WEIGHT, lambda base: base.frozen.is_own(PATH, torch.zeros(96, 64))),
+        (Offer.WEIGHT, lambda base: base.frozen.is_own(PATH, torch.zeros(96, 64), torch.float32)),
         (Offer.BACKWARD, prove_training),
     ],
 )

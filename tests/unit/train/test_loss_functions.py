@@ -1,6 +1,5 @@
 """Each loss and its gradient for log-probabilities, as float64 autograd finds them for its definition."""
 
-import math
 import secrets
 from collections.abc import Callable, Mapping
 
@@ -20,7 +19,7 @@ def _clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
 
 
 def cross_entropy(logprob: Tensor, of: Numbers) -> Tensor:
-    return -of["weights"] * logprob
+    return -logprob
 
 
 def importance_sampling(logprob: Tensor, of: Numbers) -> Tensor:
@@ -32,7 +31,7 @@ def ppo(logprob: Tensor, of: Numbers) -> Tensor:
 
 
 def cispo(logprob: Tensor, of: Numbers) -> Tensor:
-    ratio = min(max(math.exp(float(logprob) - float(of["logprobs"])), LOW), HIGH)
+    ratio = torch.exp(logprob - of["logprobs"]).detach().clamp(LOW, HIGH)
     return -ratio * of["advantages"] * logprob
 
 
@@ -43,8 +42,8 @@ def dro(logprob: Tensor, of: Numbers) -> Tensor:
 def gspo(logprobs: Tensor, of: Numbers) -> Tensor:
     """Of a whole example."""
     mask = of["sequence_ratio_mask"]
-    ratio = torch.exp(((logprobs - of["logprobs"]) * mask).sum() / mask.sum())
-    return -torch.stack([_clipped(ratio, advantage) for advantage in of["advantages"]]).sum()
+    ratio = torch.exp(((logprobs - of["logprobs"]) * mask).sum() / mask.sum().clamp_min(1.0))
+    return -torch.stack([_clipped(ratio, advantage) for advantage in of["advantages"]])
 
 
 def kto(logprobs: Tensor, of: Numbers) -> Tensor:
@@ -75,13 +74,26 @@ def test_an_example_without_a_label_adds_nothing() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+def weighted(
+    definition: Callable[[Tensor, Numbers], Tensor], logprobs: Tensor, of: Numbers, weights: Tensor
+) -> Tensor:
+    """The losses of an example's tokens times their weights, those of weight 0 left out before anything is
+    computed of them."""
+    kept = weights.nonzero().squeeze(1)
+    found = torch.zeros_like(logprobs)
+    if len(kept):
+        found[kept] = weights[kept] * definition(logprobs[kept], {key: x[kept] for key, x in of.items()})
+    return found
+
+
 def test_every_loss_has_its_definition_here() -> None:
     assert {*CASES, "dpo", "orpo"} == set(LOSSES), "those of pairs are in tests/equivalence"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_loss_and_its_gradient_are_those_of_its_definition(name: str) -> None:
-    """Ratios are spread to both sides of both thresholds, and advantages have both signs."""
+    """Ratios are spread to both sides of both thresholds, and advantages and weights have both signs. Some
+    weights are zero, and what else such a token has would give infinities."""
     torch.manual_seed(secrets.randbits(32))
     definition, settings = CASES[name]
     lengths = torch.randint(1, 12, (5,)).tolist()
@@ -92,21 +104,27 @@ def test_a_loss_and_its_gradient_are_those_of_its_definition(name: str) -> None:
         inputs["logprobs"] = logprobs + inputs["logprobs"]
     if "sequence_ratio_mask" in inputs:
         inputs["sequence_ratio_mask"] = torch.ones_like(logprobs) * (torch.rand(len(examples)) < 0.7)
-        inputs["sequence_ratio_mask"][[0, *torch.tensor(lengths).cumsum(0)[:-1].tolist()]] = 1.0
     if "desirable" in inputs:
         inputs["desirable"] = (examples % 2).double()
+    weights = inputs.get("weights")
+    if weights is not None:
+        weights[torch.rand(len(examples)) < 0.3] = 0.0
+        for key in {"logprobs", "advantages"} & set(inputs):
+            inputs[key][weights == 0] = -1e30
     leaf = logprobs.clone().requires_grad_()
-    if LOSSES[name].couples:
-        parts = [
-            definition(leaf[rows], {key: x[rows] for key, x in inputs.items()})
-            for rows in torch.arange(len(examples)).split(lengths)
-        ]
-    else:
-        parts = [
-            definition(leaf[row], {key: x[row] for key, x in inputs.items()}) for row in range(len(leaf))
-        ]
-    wanted = torch.stack(parts).sum()
+    parts = []
+    for rows in torch.arange(len(examples)).split(lengths):
+        of = {key: x[rows] for key, x in inputs.items()}
+        if weights is None:
+            parts.append(definition(leaf[rows], of)[None])
+        else:
+            parts.append(weighted(definition, leaf[rows], of, of.pop("weights")))
+    each = torch.cat(parts)
+    wanted = each.sum()
     (gradient,) = torch.autograd.grad(wanted, leaf)
+    if weights is not None:
+        values = LOSSES[name].token_values(logprobs, examples, inputs, settings)
+        torch.testing.assert_close(values, each.detach(), rtol=_TOLERANCE, atol=1e-12)
     found = LOSSES[name].gradient(logprobs, examples, inputs, settings)
     torch.testing.assert_close(found, (wanted.detach(), gradient), rtol=_TOLERANCE, atol=1e-12)
     torch.testing.assert_close(LOSSES[name].value(logprobs, examples, inputs, settings), found[0])

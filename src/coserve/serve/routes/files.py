@@ -19,7 +19,15 @@ from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.http.streams import ClientGone, unless_gone
 from coserve.serve.http.uploads import Upload
-from coserve.serve.schema.files import UPLOAD, FileDeleted, FileList, FileObject, Purpose
+from coserve.serve.schema.files import (
+    LEAST_LIFE,
+    LONGEST_LIFE,
+    UPLOAD,
+    FileDeleted,
+    FileList,
+    FileObject,
+    Purpose,
+)
 from coserve.serve.state import Shared, State
 from coserve.serve.store.durable import partial_of, settle
 from coserve.serve.store.ids import new_id
@@ -28,13 +36,15 @@ from coserve.serve.store.records import File, Tenant
 router = APIRouter(tags=["Files"])
 _LONGEST_NAME = 255
 _MOST = 10_000  # files of one page
+_DIGITS = 10  # of a number of seconds
 
 
 @router.post("/v1/files", responses=error_responses(413), openapi_extra=UPLOAD, summary="Upload a file")
 async def upload_file(request: Request, caller: Caller, state: Shared) -> FileObject:
     """Takes training data: JSONL, a JSON array, a table (`.csv`, `.tsv`), each also compressed (`.gz`),
     a `.parquet`, or a `.txt` corpus of paragraphs. Each record is checked, and the first three bad ones are
-    named."""
+    named. With `expires_after` the file is deleted so many seconds after its creation, or once no unfinished
+    job reads it any more."""
     id = new_id("file")
     upload = Upload(partial_of(state.settings.files / id), state.settings.max_file_bytes)
     try:
@@ -126,11 +136,31 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
     if purpose != "fine-tune":
         message = f"Invalid value for 'purpose': '{purpose}'; files can be uploaded for 'fine-tune' only."
         raise ApiError(400, message, param="purpose", code="invalid_value")
+    now = int(time.time())
+    expires = _expires(upload, now)
     if upload.fields:
         name = min(upload.fields)
         raise ApiError(400, f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
     filename = (upload.filename or "")[:_LONGEST_NAME]
-    return File(id, tenant.id, filename, purpose, upload.bytes, int(time.time()), suffix_of(filename))
+    return File(id, tenant.id, filename, purpose, upload.bytes, now, suffix_of(filename), expires=expires)
+
+
+def _expires(upload: Upload, now: int) -> int | None:
+    """The time at which a file that is uploaded now expires, by the form's fields. Raises ApiError 400."""
+    anchor, seconds = (upload.fields.pop(f"expires_after[{name}]", None) for name in ("anchor", "seconds"))
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        message = f"Invalid value for 'expires_after.anchor': {anchor!r}; files expire after 'created_at'."
+        raise ApiError(400, message, param="expires_after.anchor", code="invalid_value")
+    whole = seconds is not None and len(seconds) <= _DIGITS and seconds.isascii() and seconds.isdigit()
+    if not whole or not LEAST_LIFE <= int(seconds or 0) <= LONGEST_LIFE:
+        message = (
+            f"Invalid value for 'expires_after.seconds': {seconds!r}; expected a whole number from "
+            f"{LEAST_LIFE} (an hour) to {LONGEST_LIFE} (30 days)."
+        )
+        raise ApiError(400, message, param="expires_after.seconds", code="invalid_value")
+    return now + int(seconds or 0)
 
 
 async def _count(request: Request, state: State, tenant: Tenant, path: Path, name: str) -> int:
@@ -159,5 +189,6 @@ def _shown(file: File) -> FileObject:
         bytes=file.bytes,
         created_at=file.created,
         filename=file.filename,
+        expires_at=file.expires,
         purpose="fine-tune-results" if file.purpose == "fine-tune-results" else "fine-tune",
     )

@@ -1,9 +1,11 @@
 """`/v1/files`."""
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
+LEAST_LIFE: Final = 3600  # seconds after which a file may expire
+LONGEST_LIFE: Final = 2_592_000
 Purpose = Literal["fine-tune", "fine-tune-results"]
 
 
@@ -20,7 +22,9 @@ class FileObject(BaseModel):
         default="processed", description="Files are checked while they come in."
     )
     status_details: str | None = None
-    expires_at: int | None = None
+    expires_at: int | None = Field(
+        default=None, description="When the file is deleted, unless an unfinished job reads it then."
+    )
 
 
 class FileList(BaseModel):
@@ -49,6 +53,18 @@ UPLOAD: dict[str, Any] = {
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
                         "purpose": {"type": "string", "enum": ["fine-tune"]},
+                        "expires_after": {
+                            "type": "object",
+                            "required": ["anchor", "seconds"],
+                            "properties": {
+                                "anchor": {"type": "string", "enum": ["created_at"]},
+                                "seconds": {
+                                    "type": "integer",
+                                    "minimum": LEAST_LIFE,
+                                    "maximum": LONGEST_LIFE,
+                                },
+                            },
+                        },
                     },
                 }
             }

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
+from coserve.serve.store.creations import CreationStore, Note
 from coserve.serve.store.database import Database
 from coserve.serve.store.durable import RESUMING
 from coserve.serve.store.quotas import Quotas, bytes_in
@@ -41,8 +42,8 @@ _NAMED_CHECKPOINT: Final = _CHECKPOINTS.where(
 class AdapterStore:
     """Adapters by the names that a tenant may use as `model`."""
 
-    def __init__(self, database: Database, folder: Path, quotas: Quotas) -> None:
-        self._database, self._folder, self._quotas = database, folder, quotas
+    def __init__(self, database: Database, folder: Path, quotas: Quotas, creations: CreationStore) -> None:
+        self._database, self._folder, self._quotas, self._creations = database, folder, quotas, creations
 
     async def list(self, tenant: str, base: str) -> tuple[Adapter, ...]:
         """The tenant's and the shared adapters of a base, the oldest first, without checkpoints."""
@@ -71,26 +72,31 @@ class AdapterStore:
         """Adds an uploaded adapter whose folder is on disk; False if the tenant has one of that name, for any
         base. Raises QuotaExceeded."""
 
-        return await self._database.write(lambda session: self._add(session, adapter))
+        note = self._creations.noting()
+        return await self._database.write(lambda session: self._add(session, adapter, note))
 
     async def replace(self, adapter: Adapter) -> Adapter | None:
         """As `add`, in the place of the tenant's adapter of that name, which it returns; None if there is
         none. Raises what `remove` and `add` do; then the old one stays."""
+        note = self._creations.noting()
 
         def write(session: Session) -> Adapter | None:
             assert adapter.tenant is not None, "shared adapters are those of the settings"
             old = _remove(session, adapter.tenant, adapter.name)
             session.flush()  # a name is unique
-            self._add(session, adapter)
+            self._add(session, adapter, note)
             return old
 
         return await self._database.write(write)
 
-    def _add(self, session: Session, adapter: Adapter) -> bool:
+    def _add(self, session: Session, adapter: Adapter, note: Note) -> bool:
         if adapter.tenant is not None:
             adapter.bytes = bytes_in(self._folder / adapter.path)
             self._quotas.check_storage(session, adapter.tenant, adapter.bytes)
-        return add_adapter(session, adapter)
+        if not add_adapter(session, adapter):
+            return False
+        note(session, f"/v1/models/{adapter.name}")
+        return True
 
     async def share(self, shared: Sequence[Adapter]) -> None:
         """Replaces the set of shared adapters."""

@@ -1,27 +1,40 @@
 """Rows of uploaded and result files."""
 
-from sqlalchemy import ColumnElement, or_, select
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from sqlalchemy import ColumnElement, delete, or_, select
 from sqlalchemy.orm import Session
 
-from coserve.core.job_status import FINAL
+from coserve.core.job_status import FINAL, UNFINISHED
 from coserve.errors import ConflictError
+from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import File, JobRecord, Page
 
+MOST_EXPIRED: Final = 500  # files that one turn deletes: the writing thread is shared
+
 
 class FileStore:
-    """Files and their owners. The bytes are on disk before `add`, and deleted after `remove`."""
+    """Files and their owners. The bytes are on disk before `add`, and deleted after `remove`.
 
-    def __init__(self, database: Database, quotas: Quotas) -> None:
-        self._database, self._quotas = database, quotas
+    A file that has expired is treated as missing once no unfinished job reads it; no job can begin to then.
+    """
+
+    def __init__(
+        self, database: Database, clock: Callable[[], float], quotas: Quotas, creations: CreationStore
+    ) -> None:
+        self._database, self._clock, self._quotas, self._creations = database, clock, quotas, creations
 
     async def add(self, file: File) -> None:
         """Adds an uploaded file. Raises QuotaExceeded."""
+        note = self._creations.noting()
 
         def write(session: Session) -> None:
             self._quotas.check_storage(session, file.tenant, file.bytes)
             session.add(file)
+            note(session, f"/v1/files/{file.id}")
 
         await self._database.write(write)
 
@@ -31,14 +44,14 @@ class FileStore:
 
     async def get(self, tenant: str, id: str) -> File | None:
         """The tenant's file with this id."""
-        found = select(File).where(*_is(tenant, id))
+        found = select(File).where(*self._is(tenant, id))
         return await self._database.read(lambda session: session.scalar(found))
 
     async def page(
         self, tenant: str, after: str | None, limit: int, ascending: bool, purpose: str | None = None
     ) -> Page[File] | None:
         """The tenant's files after the one with id `after`; None if it has no such file."""
-        wanted = [File.tenant == tenant]
+        wanted = [File.tenant == tenant, lasting(self._clock())]
         if purpose is not None:
             wanted.append(File.purpose == purpose)
         return await self._database.read(
@@ -53,7 +66,7 @@ class FileStore:
         reads = or_(JobRecord.training_file == id, JobRecord.validation_file == id)
 
         def write(session: Session) -> File | None:
-            file = session.scalar(select(File).where(*_is(tenant, id)))
+            file = session.scalar(select(File).where(*self._is(tenant, id)))
             if file is None:
                 return None
             user = session.scalar(select(JobRecord.id).where(reads, JobRecord.status.not_in(FINAL)))
@@ -64,6 +77,23 @@ class FileStore:
 
         return await self._database.write(write)
 
+    async def expired(self) -> Sequence[File]:
+        """Some files that have expired, of all tenants, whose bytes may go."""
+        now = self._clock()
+        found = select(File).where(File.expires <= now, ~lasting(now)).limit(MOST_EXPIRED)
+        return await self._database.read(lambda session: tuple(session.scalars(found)))
 
-def _is(tenant: str, id: str) -> tuple[ColumnElement[bool], ...]:
-    return File.tenant == tenant, File.id == id
+    async def forget(self, expired: Sequence[File]) -> None:
+        """Removes the rows of files that have expired."""
+        gone = delete(File).where(File.id.in_([file.id for file in expired]))
+        await self._database.write(lambda session: session.execute(gone))
+
+    def _is(self, tenant: str, id: str) -> tuple[ColumnElement[bool], ...]:
+        return File.tenant == tenant, File.id == id, lasting(self._clock())
+
+
+def lasting(now: float) -> ColumnElement[bool]:
+    """Condition for files that have not expired, or that an unfinished job reads."""
+    reads = or_(JobRecord.training_file == File.id, JobRecord.validation_file == File.id)
+    is_read = select(JobRecord.id).where(JobRecord.status.in_(UNFINISHED), reads).exists()
+    return or_(File.expires.is_(None), File.expires > now, is_read)

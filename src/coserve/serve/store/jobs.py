@@ -8,7 +8,9 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import UNFINISHED, JobStatus
 from coserve.errors import ConflictError
+from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.files import lasting
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Page
@@ -17,22 +19,26 @@ from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord
 class JobStore:
     """Jobs by tenant. `JobEventStore` stores engines' events."""
 
-    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
-        self._database, self._clock, self._quotas = database, clock, quotas
+    def __init__(
+        self, database: Database, clock: Callable[[], float], quotas: Quotas, creations: CreationStore
+    ) -> None:
+        self._database, self._clock, self._quotas, self._creations = database, clock, quotas, creations
 
     async def add(self, job: JobRecord, message: str) -> None:
         """Adds a job with its first event. Raises ConflictError if one of its files is missing, and
         QuotaExceeded."""
-        read = {job.training_file, job.validation_file or job.training_file}
+        read, note = {job.training_file, job.validation_file or job.training_file}, self._creations.noting()
 
         def write(session: Session) -> None:
             self._quotas.check_jobs(session, job.tenant)
-            found = select(File.id).where(File.tenant == job.tenant, File.id.in_(read))
+            own = File.tenant == job.tenant, File.id.in_(read), lasting(self._clock())
+            found = select(File.id).where(*own)
             if gone := read - set(session.scalars(found)):
-                raise ConflictError(f"{min(gone)} was deleted while the job was being created")
+                raise ConflictError(f"{min(gone)} was deleted or expired while the job was being created")
             session.add(job)
             session.flush()  # before the event that names it
             add_event(session, job, int(self._clock()), message)
+            note(session, f"/v1/fine_tuning/jobs/{job.id}")
             self._quotas.check_kept(session, job.tenant)
 
         await self._database.write(write)

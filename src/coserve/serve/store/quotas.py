@@ -30,6 +30,8 @@ class Quotas:
     bytes: int = sys.maxsize  # of everything that is kept
     jobs: int = sys.maxsize  # that are not over
     rows: int = sys.maxsize  # of everything that is kept: names, events and other records without files
+    creations: int = 10_000  # idempotency keys that are remembered, the newest
+    creation_seconds: float = 86_400.0  # for which they are
 
     def check_storage(self, session: Session, tenant: str, size: int, number: int = 1) -> None:
         """Raises QuotaExceeded where `number` more uploads of `size` bytes in all have no room."""

@@ -98,7 +98,7 @@ class Key:
 
 class File(Record):
     """An uploaded or a result file with its bytes at `Store.file_path`. `suffix` is that of the file on disk
-    (`jobs.containers.SUFFIXES`), `examples` their number in training data."""
+    (`jobs.containers.SUFFIXES`), `examples` their number in training data. `expires` is None for never."""
 
     __tablename__ = "files"
     __table_args__ = (Index("files_of_tenant", "tenant", "number"),)
@@ -110,6 +110,7 @@ class File(Record):
     created: Mapped[int]
     suffix: Mapped[str]
     examples: Mapped[int | None] = mapped_column(default=None)
+    expires: Mapped[int | None] = mapped_column(default=None, index=True)
 
 
 class Adapter(Record):
@@ -317,6 +318,23 @@ class TinkerCheckpoint(Record):
     @property
     def tinker_path(self) -> str:
         return f"tinker://{self.run}/{self.checkpoint_id}"
+
+
+class Creation(Record):
+    """The creation of a request with an `Idempotency-Key`, and its reply. `id` is a digest of tenant and key,
+    `request` one of what was asked for. Without a `reply`, as one that is too large or was lost with the
+    server, what GET answers at `location` stands for it."""
+
+    __tablename__ = "creations"
+    __table_args__ = (Index("creations_of_tenant", "tenant", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    created: Mapped[int] = mapped_column(index=True)
+    request: Mapped[str]
+    location: Mapped[str]
+    status: Mapped[int] = mapped_column(default=200)
+    content_type: Mapped[str | None] = mapped_column(default=None)
+    reply: Mapped[str | None] = mapped_column(default=None)
 
 
 class TenantRows(TableRow):

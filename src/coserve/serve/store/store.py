@@ -10,6 +10,7 @@ A row's files are on disk before the row is added, and deleted after it. One pro
 command line) may read, and add keys.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,9 @@ from types import TracebackType
 
 from coserve.errors import StateError
 from coserve.serve.store.adapters import AdapterStore
+from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database
-from coserve.serve.store.files import FileStore
+from coserve.serve.store.files import MOST_EXPIRED, FileStore
 from coserve.serve.store.job_events import JobEventStore
 from coserve.serve.store.jobs import JobStore
 from coserve.serve.store.private import make_private
@@ -51,10 +53,11 @@ class Store:
         self._database = Database(self.folder / "coserve.db")
         quotas = quotas or Quotas()
         self.tenants = TenantStore(self._database, clock)
-        self.files = FileStore(self._database, quotas)
-        self.jobs = JobStore(self._database, clock, quotas)
+        self.creations = CreationStore(self._database, clock, quotas)
+        self.files = FileStore(self._database, clock, quotas, self.creations)
+        self.jobs = JobStore(self._database, clock, quotas, self.creations)
         self.job_events = JobEventStore(self._database, clock, self.path_of)
-        self.adapters = AdapterStore(self._database, self.folder, quotas)
+        self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations)
         self.tinker_sessions = TinkerSessionStore(self._database, quotas)
         self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas)
         self.retention = RetentionStore(self._database, self.folder / "jobs")
@@ -63,6 +66,15 @@ class Store:
     def file_path(self, file: File) -> Path:
         """Path of a file's bytes."""
         return self.folder / "files" / f"{file.id}{file.suffix}"
+
+    async def expire_files(self) -> bool:
+        """Deletes some of the files that have expired; True where more may be left. The rows go last, so that
+        none is forgotten where the server ends in between."""
+        expired = await self.files.expired()
+        for file in expired:
+            await asyncio.to_thread(self.file_path(file).unlink, missing_ok=True)
+        await self.files.forget(expired)
+        return len(expired) == MOST_EXPIRED
 
     def job_folder(self, job: str) -> Path:
         """Folder for a job's checkpoints."""

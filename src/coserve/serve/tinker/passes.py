@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import zstandard
@@ -23,6 +23,7 @@ _WINDOW_LOG: Final = 23  # of zstd: a frame may want 8 MiB of memory
 _FLOAT32, _INT64, _INT32 = 1, 2, 3  # of the enumeration DType
 _CODES: Final = {_FLOAT32: "f", _INT64: "q", _INT32: "i"}
 _TARGETS: Final = "target_tokens"
+_OUTPUT_TYPE: Final = "scalar"  # as public servers name outputs with one number for each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +168,16 @@ def _numbers(number: int, name: str, code: str, data: bytes) -> list[Any]:
 
 
 def pass_payload(output: PassOutput) -> Payload:
-    """The reply to a pass: log-probabilities of the targets of each datum, and metrics whose names tell how
-    those of several passes combine."""
-    message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(output.logprobs))
-    table, offsets = record.fields["logprobs"], [0]
-    for one in output.logprobs:
-        offsets.append(offsets[-1] + 4 * len(one))
-    table.data = little("f", (value for one in output.logprobs for value in one))
-    table.offsets = little("q", offsets)
-    table.dtype = _FLOAT32
+    """The reply to a pass: log-probabilities of the targets of each datum, the loss of each where it has one,
+    and metrics whose names tell how those of several passes combine."""
+    message = message_class("ForwardBackwardOutput")(loss_fn_output_type=_OUTPUT_TYPE)
+    record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(output.logprobs))
+    for name, column in (("logprobs", output.logprobs), ("elementwise_loss", output.losses)):
+        if column:
+            table = record.fields[name]
+            table.data = little("f", (value for one in column for value in one))
+            table.offsets = little("q", accumulate((4 * len(one) for one in column), initial=0))
+            table.dtype = _FLOAT32
     for name, value in {"loss:sum": output.loss, **output.metrics}.items():
         message.metrics[name if ":" in name else f"{name}:sum"] = value
     return Payload(message.SerializeToString(), pass_json)
@@ -186,13 +187,15 @@ def pass_json(body: bytes) -> dict[str, Any]:
     """The JSON of a `ForwardBackwardOutput`."""
     message = message_class("ForwardBackwardOutput")()
     message.ParseFromString(body)
-    outputs = []
+    outputs: list[dict[str, Any]] = []
     for record in message.loss_fn_outputs:
-        table = record.fields["logprobs"]
-        values, offsets = numbers("f", table.data).tolist(), numbers("q", table.offsets)
-        for start, end in pairwise(offsets):
-            of_one = values[start // 4 : end // 4]
-            outputs.append({"logprobs": {"data": of_one, "dtype": "float32", "shape": [len(of_one)]}})
+        made: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
+        for name, table in record.fields.items():
+            values, offsets = numbers("f", table.data).tolist(), numbers("q", table.offsets)
+            for one, (start, end) in zip(made, pairwise(offsets), strict=True):
+                of_one = values[start // 4 : end // 4]
+                one[name] = {"data": of_one, "dtype": "float32", "shape": [len(of_one)]}
+        outputs += made
     return {
         "loss_fn_output_type": message.loss_fn_output_type,
         "loss_fn_outputs": outputs,

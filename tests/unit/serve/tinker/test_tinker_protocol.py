@@ -62,14 +62,20 @@ def test_a_pass_is_read_as_the_client_writes_it() -> None:
 
 
 def test_replies_are_read_by_the_client_as_they_were_meant() -> None:
-    payload = pass_payload(PassOutput(1.5, ((-0.5, -1.0), (-2.0,)), {"tokens": 3.0}))
-    out = deserialize_forward_backward_output(payload.body)
-    assert [list(one["logprobs"].data) for one in out.loss_fn_outputs] == [[-0.5, -1.0], [-2.0]]
-    assert out.metrics == {"loss:sum": 1.5, "tokens:sum": 3.0}
-    assert [one["logprobs"]["data"] for one in pass_json(payload.body)["loss_fn_outputs"]] == [
-        [-0.5, -1.0],
-        [-2.0],
-    ]
+    logprobs, losses = ((-0.5, -1.0), (-2.0,)), ((0.0, 0.75), (0.75,))
+    for given, fields in (
+        (losses, {"logprobs": logprobs, "elementwise_loss": losses}),
+        ((), {"logprobs": logprobs}),
+    ):
+        payload = pass_payload(PassOutput(1.5, logprobs, {"tokens": 3.0}, given))
+        out = deserialize_forward_backward_output(payload.body)
+        assert out.loss_fn_output_type == "scalar" and out.metrics == {"loss:sum": 1.5, "tokens:sum": 3.0}
+        as_json = pass_json(payload.body)["loss_fn_outputs"]
+        for number, (one, same) in enumerate(zip(out.loss_fn_outputs, as_json, strict=True)):
+            assert one.keys() == same.keys() == fields.keys()
+            for name, column in fields.items():
+                told = {"data": list(column[number]), "dtype": "float32", "shape": [len(column[number])]}
+                assert same[name] == told == {key: getattr(one[name], key) for key in told}
     empty = pass_payload(PassOutput(0.0, ()))
     assert deserialize_forward_backward_output(empty.body).loss_fn_outputs == []
 

@@ -12,7 +12,7 @@ _ROW = 200  # bytes that a row takes beside its texts: numbers, keys, entries in
 _OWN = "{row}.tenant"
 _OF_JOB = "(SELECT tenant FROM jobs WHERE id = {row}.job)"
 # The owner of a row of each table, and its columns of texts and JSON. `bytes` is the size of a row's files.
-_TABLES = {
+TABLES = {
     "files": (_OWN, "id tenant filename purpose suffix", True),
     "adapters": (_OWN, "id name path base tenant parent job", True),
     "jobs": (
@@ -31,14 +31,34 @@ _TABLES = {
 }
 
 
-def _size(table: str, row: str) -> str:
-    _, columns, has_files = _TABLES[table]
-    texts = (f"coalesce(length(CAST({row}.{column} AS BLOB)), 0)" for column in columns.split())
-    return " + ".join([str(_ROW), *texts, *([f"{row}.bytes"] if has_files else [])])
+def count_rows(table: str, owner: str, columns: str, has_files: bool) -> None:
+    """Adds triggers that count a table's rows, and counts what is there."""
 
+    def size(row: str) -> str:
+        texts = (f"coalesce(length(CAST({row}.{column} AS BLOB)), 0)" for column in columns.split())
+        return " + ".join([str(_ROW), *texts, *([f"{row}.bytes"] if has_files else [])])
 
-def _owner(table: str, row: str) -> str:
-    return _TABLES[table][0].format(row=row)
+    new, old, each = (owner.format(row=row) for row in ("NEW", "OLD", "r"))
+    op.execute(
+        f"INSERT INTO kept (tenant, kind, rows, bytes) SELECT {each}, '{table}', count(*), "
+        f"sum({size('r')}) FROM {table} AS r WHERE {each} IS NOT NULL GROUP BY {each}"
+    )
+    op.execute(
+        f"CREATE TRIGGER kept_{table}_insert AFTER INSERT ON {table} WHEN {new} IS NOT NULL BEGIN "
+        "INSERT INTO kept (tenant, kind, rows, bytes) "
+        f"VALUES ({new}, '{table}', 1, {size('NEW')}) "
+        "ON CONFLICT (tenant, kind) DO UPDATE SET rows = rows + 1, bytes = bytes + excluded.bytes; END"
+    )
+    op.execute(
+        f"CREATE TRIGGER kept_{table}_delete AFTER DELETE ON {table} BEGIN "
+        f"UPDATE kept SET rows = rows - 1, bytes = bytes - ({size('OLD')}) "
+        f"WHERE tenant = {old} AND kind = '{table}'; END"
+    )
+    op.execute(
+        f"CREATE TRIGGER kept_{table}_update AFTER UPDATE ON {table} BEGIN "
+        f"UPDATE kept SET bytes = bytes - ({size('OLD')}) + {size('NEW')} "
+        f"WHERE tenant = {new} AND kind = '{table}'; END"
+    )
 
 
 def upgrade() -> None:
@@ -53,26 +73,5 @@ def upgrade() -> None:
         Column("rows", Integer, nullable=False),
         Column("bytes", Integer, nullable=False),
     )
-    for table in _TABLES:
-        new, old = _owner(table, "NEW"), _owner(table, "OLD")
-        op.execute(
-            f"INSERT INTO kept (tenant, kind, rows, bytes) SELECT {_owner(table, 'r')}, '{table}', count(*), "
-            f"sum({_size(table, 'r')}) FROM {table} AS r WHERE {_owner(table, 'r')} IS NOT NULL "
-            f"GROUP BY {_owner(table, 'r')}"
-        )
-        op.execute(
-            f"CREATE TRIGGER kept_{table}_insert AFTER INSERT ON {table} WHEN {new} IS NOT NULL BEGIN "
-            "INSERT INTO kept (tenant, kind, rows, bytes) "
-            f"VALUES ({new}, '{table}', 1, {_size(table, 'NEW')}) "
-            "ON CONFLICT (tenant, kind) DO UPDATE SET rows = rows + 1, bytes = bytes + excluded.bytes; END"
-        )
-        op.execute(
-            f"CREATE TRIGGER kept_{table}_delete AFTER DELETE ON {table} BEGIN "
-            f"UPDATE kept SET rows = rows - 1, bytes = bytes - ({_size(table, 'OLD')}) "
-            f"WHERE tenant = {old} AND kind = '{table}'; END"
-        )
-        op.execute(
-            f"CREATE TRIGGER kept_{table}_update AFTER UPDATE ON {table} BEGIN "
-            f"UPDATE kept SET bytes = bytes - ({_size(table, 'OLD')}) + {_size(table, 'NEW')} "
-            f"WHERE tenant = {new} AND kind = '{table}'; END"
-        )
+    for table, counted in TABLES.items():
+        count_rows(table, *counted)
