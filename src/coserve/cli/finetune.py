@@ -1,9 +1,11 @@
 """`coserve finetune FILE`: uploads a file, creates a job, and follows it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -21,10 +23,12 @@ from coserve.cli.options import (
     given,
     tell_wait,
 )  # fmt: skip
-from coserve.errors import ConfigError
+from coserve.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
+
+FLAGS: Final = {"optimizer.max_length": "--max-length", "optimizer.too_long": "--too-long"}
 
 
 def finetune(
@@ -49,6 +53,16 @@ def finetune(
         float | None, typer.Option(help="Of AdamW; short for --optimizer learning_rate=.")
     ] = None,
     learning_rate_multiplier: Annotated[float | None, typer.Option(help="Of the usual rate.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of an example; by default what the model takes.")
+    ] = None,
+    too_long: Annotated[
+        Literal["error", "skip", "truncate"] | None,
+        typer.Option(
+            help="What becomes of longer examples: error (the default) refuses the job, skip leaves them "
+            "out, truncate cuts them at the end. Plain texts are cut into pieces.",
+        ),
+    ] = None,
     rank: Annotated[int | None, typer.Option(help="Of LoRA; short for --peft rank=.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same batches.")] = None,
     peft: Annotated[
@@ -114,7 +128,9 @@ def finetune(
 
     ours = given(
         peft=_pairs("--peft", peft, rank=rank),
-        optimizer=_pairs("--optimizer", optimizer, learning_rate=learning_rate),
+        optimizer=_pairs(
+            "--optimizer", optimizer, learning_rate=learning_rate, max_length=max_length, too_long=too_long
+        ),
     )
     hyperparameters = given(
         n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
@@ -145,7 +161,7 @@ def finetune(
         )  # fmt: skip
         finetune_here(asked)
         return
-    with connect(context, url, api_key) as client:
+    with connect(context, url, api_key) as client, _told_in_flags():
         client.wait_ready(tell_wait)
         body = given(
             model=model or names_of(client)[0],
@@ -163,7 +179,23 @@ def finetune(
         elif detach:
             print(f"{job['id']}\n  coserve jobs attach {job['id']}")
         else:
-            attach(client, str(job["id"]))
+            attach(client, str(job["id"]), in_words=in_flags)
+
+
+def in_flags(message: str) -> str:
+    """A server's message with the flags of this command in place of a job's fields."""
+    for field, flag in FLAGS.items():
+        message = message.replace(field, flag)
+    return message
+
+
+@contextmanager
+def _told_in_flags() -> Iterator[None]:
+    """Has errors of the server name flags."""
+    try:
+        yield
+    except ServerError as error:
+        raise type(error)(in_flags(str(error))) from error
 
 
 def _upload(client: "Client", file: Path) -> str:

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
     from coserve.engine.engine import Engine
     from coserve.engine.finetuning import FineTuning
+    from coserve.engine.reading import Reading
     from coserve.engine.scoring import Scoring
     from coserve.train.config import TrainingConfig
-    from coserve.train.example import Example
+    from coserve.train.example import Example, Prepared
     from coserve.train.objectives import Objective
 
 _AGAIN_SECONDS: Final = 0.25
@@ -39,6 +40,10 @@ class JobHere:
     objective: Mapping[str, Any]
     validation: Path | None
     server: Mapping[str, Any]
+
+    @property
+    def seed(self) -> int:
+        return int(self.hyperparameters.get("seed", 0))
 
     def checked(self) -> tuple[str, Path]:
         """The model and the output. Raises ConfigError for flags that do not go together."""
@@ -63,50 +68,67 @@ def finetune_here(asked: JobHere) -> None:
     from coserve.adapters.settings import settings_of
     from coserve.config import EngineConfig
     from coserve.engine.engine import Engine
+    from coserve.train.fresh import sketch_adapter
     from coserve.train.objectives import objective_of
 
     methods, config = settings_of(asked.peft), EngineConfig(**asked.access, calibrate=False)
     objective = objective_of(asked.objective, config.grader_hosts)
     transformers_logging.disable_progress_bar()
     engine = Engine(model, config)
-    training = _config(engine, asked, objective)
-    examples = () if asked.validation is None else _validation(engine, asked.validation, methods, training)
-    job = engine.finetune(asked.file, _NAME, methods, training, objective=objective)
+    virtual = sketch_adapter(engine.base, _NAME, methods, asked.seed).virtual.count
+    prepared, training = _prepared(engine, asked, objective, virtual)
+    examples = () if asked.validation is None else _validation(engine, asked.validation, training, virtual)
+    job = engine.finetune(prepared, _NAME, methods, training, objective=objective)
     _Watch(engine, job, examples, training.epochs).run()
     engine.adapters.save(_NAME, output)
     print(output)
 
 
-def _config(engine: "Engine", asked: JobHere, objective: "Objective") -> "TrainingConfig":
-    """The settings of a job with these fields, "auto" resolved as a server does."""
+def _prepared(
+    engine: "Engine", asked: JobHere, objective: "Objective", virtual: int
+) -> "tuple[Prepared, TrainingConfig]":
+    """The data of a job for an adapter with so many virtual tokens, and its settings, "auto" resolved as a
+    server does."""
     from coserve.adapters.settings import convert
+    from coserve.engine.finetuning import answer_tokens
     from coserve.serve.training.recipe import auto_batch_size, auto_epochs, usual_rate
     from coserve.train.config import TrainingConfig
 
     given = asked.hyperparameters
-    units = len(engine.prepare(asked.file, objective=objective).examples) // objective.group
-    epochs = given.get("n_epochs", auto_epochs(units))
-    options = {
-        "epochs": epochs,
-        "batch_size": given.get("batch_size", auto_batch_size(units, epochs)),
+    options: dict[str, object] = {
         "learning_rate": usual_rate(engine.base.hidden_size) * given.get("learning_rate_multiplier", 1.0),
-        "seed": given.get("seed", 0),
+        "seed": asked.seed,
+        **asked.optimizer,
     }
-    return convert({**options, **asked.optimizer}, TrainingConfig, "--optimizer")
+    reading = _reading(virtual + answer_tokens(objective))
+    prepared = engine.prepare(asked.file, convert(options, TrainingConfig, "--optimizer"), objective, reading)
+    units = len(prepared.examples) // objective.group
+    epochs = given.get("n_epochs", auto_epochs(units))
+    batch = given.get("batch_size", auto_batch_size(units, epochs))
+    options = {"epochs": epochs, "batch_size": batch, **options}
+    return prepared, convert(options, TrainingConfig, "--optimizer")
+
+
+def _reading(reserved: int) -> "Reading":
+    """The reading of files for this command: errors name its flags."""
+    from coserve.cli.finetune import FLAGS
+    from coserve.engine.reading import Reading
+    from coserve.train.lengths import Names
+
+    return Reading(names=Names(FLAGS["optimizer.max_length"], FLAGS["optimizer.too_long"]), reserved=reserved)
 
 
 def _validation(
-    engine: "Engine", file: Path, methods: "tuple[object, ...]", training: "TrainingConfig"
+    engine: "Engine", file: Path, training: "TrainingConfig", virtual: int
 ) -> "Sequence[Example]":
     """Examples of a validation file, read before anything is trained. Raises ValidationDataError."""
     from coserve.engine.scoring import check_lengths
-    from coserve.train.fresh import sketch_adapter
 
     try:
-        examples = engine.prepare(file, training).examples
+        examples = engine.prepare(file, training, reading=_reading(virtual)).examples
     except DataError as error:
         raise ValidationDataError(f"validation {error}") from error
-    check_lengths(engine, examples, sketch_adapter(engine.base, _NAME, methods, training.seed).virtual.count)
+    check_lengths(engine, examples, virtual)
     return examples
 
 

@@ -45,6 +45,12 @@ _FOREIGN: Final = {
     b"PAR1\x15": "a Parquet file: let its name end with .parquet",
     b"ARROW1\0\0": "an Arrow file: save it as Parquet",
 }
+_CONTAINERS: Final = {
+    ".jsonl": "JSON lines",
+    ".txt": "a text of paragraphs",
+    ".csv": "a table",
+    ".tsv": "a table",
+}
 SUFFIXES: Final = (
     ".jsonl", ".jsonl.gz", ".txt", ".txt.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet",
 )  # fmt: skip
@@ -76,11 +82,10 @@ def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
             file = _opened(path, stack)
             head = file.read(_HEAD)
             file.seek(0)
-            is_array = head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
             for beginning, found in _FOREIGN.items():
                 if head.startswith(beginning):
                     raise DataError(f"{name}: expected UTF-8; found {found}")
-            if suffix.startswith(".jsonl") and is_array:
+            if suffix.startswith(".jsonl") and _is_array(head):
                 yield from _elements(file, path, name, expected, limits)
                 return
             lines = _lines(file, path, name, limits)
@@ -94,6 +99,21 @@ def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
         raise DataError(f"{name}: expected a whole gzip file; {error}") from None
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+
+
+def container_of(path: Path) -> str:
+    """The name of a file's or folder's container, for people. Raises OSError."""
+    if has_columns(path):
+        return "a folder of datasets" if path.is_dir() else "Parquet"
+    suffix = suffix_of(path.name)
+    with ExitStack() as stack:
+        is_array = suffix.startswith(".jsonl") and _is_array(_opened(path, stack).read(_HEAD))
+    kind = "a JSON array" if is_array else _CONTAINERS[suffix.removesuffix(".gz")]
+    return f"{kind}, compressed" if suffix.endswith(".gz") else kind
+
+
+def _is_array(head: bytes) -> bool:
+    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _opened(path: Path, stack: ExitStack) -> BinaryIO:

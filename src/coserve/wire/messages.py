@@ -100,7 +100,8 @@ class CheckMethod(WireMessage, frozen=True):
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """A requested fine-tuning job, as paths and settings.
 
-    `data` and `validation` are checked JSONL or text files; checkpoints are written under `folder`, one after
+    `data` and `validation` are checked files of training data, which errors call by their names
+    (`data_name`, `validation_name`); checkpoints are written under `folder`, one after
     every `every` optimizer steps. `options` are fields of TrainingConfig, `method` of an adapter method's
     settings (`adapters.settings`), or of several. `start_from` is the folder of an adapter to continue from.
     With `keep_best` the job's result is its checkpoint with the lowest validation loss, and with `patience`
@@ -127,6 +128,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     threshold: float = 0.0
     validated: dict[int, float] = {}
     base: str = BASE
+    data_name: str | None = None
+    validation_name: str | None = None
 
 
 class CheckJob(WireMessage, frozen=True):
@@ -366,6 +369,10 @@ class JobStarted(WireMessage, frozen=True):
     batch_size: int
     learning_rate: float
     ignored: tuple[str, ...] = ()  # keys of the data's records that are not read
+    # Of the data's examples that are too long: those left out, and texts that were cut into so many pieces.
+    skipped: int = 0
+    split: int = 0
+    pieces: int = 0
 
 
 class JobStep(WireMessage, frozen=True):

@@ -284,7 +284,7 @@ def test_records_that_show_something_are_refused(beside: dict[str, Any], asked: 
 
 def test_keys_that_are_not_read_are_named_once() -> None:
     records = read([{"messages": [ASKED, SAID], "id": n, "images": None, "x": None} for n in range(3)])
-    assert len(list(records)) == 3 and list(records.ignored) == ["id"]
+    assert len(list(records)) == 3 and list(records.seen.ignored) == ["id"]
     many = read([{"text": "a", **{f"{n}" + "k" * 100: 1 for n in range(50)}}])
     assert len(list(many)) == 1 and len(many.ignored) == 20 and max(map(len, many.ignored)) == 60
     prompts = read_prompts([{"prompt": "Hi", "id": 1}])

@@ -279,6 +279,13 @@ def _slowdown(state: State, job: JobRecord) -> float | None:
     return stats.slowdown if stats is not None and has_trained else None
 
 
+def _examples(job: JobRecord) -> dict[str, int] | None:
+    counts = {
+        "trained": job.examples, "truncated": job.truncated, "skipped": job.skipped, "dropped": job.dropped
+    }  # fmt: skip
+    return {name: count or 0 for name, count in counts.items()} if job.examples else None
+
+
 def _shown(state: State, job: JobRecord) -> JobObject:
     finish = None
     if job.status == JobStatus.RUNNING and None not in (job.pace, job.stepped, job.steps):
@@ -304,6 +311,7 @@ def _shown(state: State, job: JobRecord) -> JobObject:
             "method": method_used(job),
             "seed": job.seed,
             "trained_tokens": job.trained_tokens if job.status.is_final or job.step else None,
+            "examples": _examples(job),
             "error": job.error,
             "metadata": job.labels,
             "user_provided_suffix": job.suffix,

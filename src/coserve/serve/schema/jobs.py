@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.schema.common import Metadata, MostBytes, RequestBody
+from coserve.train.lengths import TooLong
 from coserve.train.objectives import MOST_TOP_K, NllOn, PolicyLoss, ScaleRewards
 
 MOST_SEED: Final = 2**31 - 1
@@ -43,8 +44,13 @@ class Named(RequestBody):
             known = cls._names()
             for name in value:
                 if name not in known:
-                    raise _unknown(str(name), known)
+                    raise _unknown(str(name), known, cls._elsewhere())
         return value
+
+    @classmethod
+    def _elsewhere(cls) -> dict[str, str]:
+        """Names that a person may look for here, and what they are."""
+        return {}
 
     @classmethod
     def _names(cls) -> list[str]:
@@ -244,7 +250,15 @@ class OptimizerSettings(Named):
     max_grad_norm: float | None = Field(default=1.0, gt=0, le=1e9, description="null does not clip.")
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000, description="Ends before n_epochs do.")
     max_length: int | None = Field(
-        default=None, ge=2, le=10_000_000, description="Tokens an example is cut to."
+        default=None,
+        ge=2,
+        le=10_000_000,
+        description="Most tokens of an example; null is what the model takes.",
+    )
+    too_long: TooLong = Field(
+        default="error",
+        description="What becomes of longer examples: the job is refused, they are left out, or cut at their "
+        "ends, of pairs within the answers. Plain texts are cut into pieces.",
     )
     loss_on: Literal["assistant", "all"] = "assistant"
     rows: int = Field(
@@ -301,6 +315,10 @@ class JobRequest(Named):
     )
     optimizer: OptimizerSettings | None = None
 
+    @classmethod
+    def _elsewhere(cls) -> dict[str, str]:
+        return {name: f"optimizer.{name}" for name in OptimizerSettings._names()}
+
 
 class FineTuningJobError(BaseModel):
     code: str
@@ -328,6 +346,15 @@ class MethodUsed(BaseModel):
     orpo: SettingsUsed | None = None
     kto: SettingsUsed | None = None
     reinforcement: SettingsUsed | None = None
+
+
+class ExamplesUsed(BaseModel):
+    """What became of the training file's examples."""
+
+    trained: int = Field(description="Examples, pairs or prompts, pieces of plain texts counted each.")
+    truncated: int = Field(description="Of these, those that were too long and lost their ends.")
+    skipped: int = Field(description="Left out because they are too long.")
+    dropped: int = Field(description="Left out because there is nothing to learn in them.")
 
 
 class JobObject(BaseModel):
@@ -358,6 +385,7 @@ class JobObject(BaseModel):
     method: MethodUsed
     seed: int
     trained_tokens: int | None
+    examples: ExamplesUsed | None = Field(default=None, description="Once training has begun.")
     error: FineTuningJobError | None
     metadata: dict[str, str] | None
     integrations: list[Any] = []
@@ -408,8 +436,8 @@ class CheckpointList(BaseModel):
     has_more: bool
 
 
-def _unknown(name: str, known: list[str]) -> PydanticCustomError:
-    near = get_close_matches(name, known, 1)
+def _unknown(name: str, known: list[str], elsewhere: dict[str, str]) -> PydanticCustomError:
+    near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 1)
     hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
     shown = name.encode(errors="backslashreplace").decode()  # JSON may hold half a surrogate pair
     return PydanticCustomError("unknown_parameter", "{hint}", {"name": shown, "hint": hint})
