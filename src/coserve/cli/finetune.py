@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -21,14 +21,13 @@ from coserve.cli.options import (
     Url,
     connect,
     given,
+    in_flags,
     tell_wait,
 )  # fmt: skip
 from coserve.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
-
-FLAGS: Final = {"optimizer.max_length": "--max-length", "optimizer.too_long": "--too-long"}
 
 
 def finetune(
@@ -109,6 +108,13 @@ def finetune(
     base_certificate: BaseCertificate = None,
     base_key: BaseKey = None,
     base_privacy: BasePrivacy = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Train nothing: tell what the data are, what would be left out, and how long it would take.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="With --base: where the adapter is written.")
     ] = None,
@@ -120,7 +126,8 @@ def finetune(
     """Fine-tunes an adapter on a file and shows how it goes. Ctrl-C asks: detach, pause or cancel.
 
     With --json the job is printed as it was created, and nothing is watched. With --base there is no server
-    and no job: the adapter is in the folder --output at the end.
+    and no job: the adapter is in the folder --output at the end. With --check nothing is created; the status
+    is 1 where the job would be refused.
     """
     from coserve.cli.attach import attach
     from coserve.cli.chat import names_of
@@ -142,7 +149,7 @@ def finetune(
         base_privacy=base_privacy,
     )  # fmt: skip
     if access or output is not None:
-        from coserve.cli.finetune_here import JobHere, finetune_here
+        from coserve.cli.finetune_here import JobHere, check_here, finetune_here
 
         objective = {name: value for name, value in own.items() if value != "auto"} | given(type=method)
         if grader is not None and training is not None:
@@ -152,14 +159,17 @@ def finetune(
             url=url,
             api_key=api_key,
             detach=detach or None,
-            json=as_json or None,
+            json=(as_json and not check) or None,
             teacher=teacher,
         )
         asked = JobHere(
             file, model, output, access, hyperparameters | given(seed=seed), ours.get("peft", {}),
-            ours.get("optimizer", {}), objective, validation_file, server,
+            ours.get("optimizer", {}), objective, validation_file, server, check,
         )  # fmt: skip
-        finetune_here(asked)
+        if check:
+            _tell_check(check_here(asked), as_json)
+        else:
+            finetune_here(asked)
         return
     with connect(context, url, api_key) as client, _told_in_flags():
         client.wait_ready(tell_wait)
@@ -173,6 +183,9 @@ def finetune(
             method=training,
             **ours,
         )
+        if check:
+            _tell_check(_checked(client, body), as_json)
+            return
         job = client.post("/v1/fine_tuning/jobs", body)
         if as_json:
             print_json(job)
@@ -182,11 +195,29 @@ def finetune(
             attach(client, str(job["id"]), in_words=in_flags)
 
 
-def in_flags(message: str) -> str:
-    """A server's message with the flags of this command in place of a job's fields."""
-    for field, flag in FLAGS.items():
-        message = message.replace(field, flag)
-    return message
+def _checked(client: "Client", body: dict[str, Any]) -> dict[str, Any]:
+    """A validation of a job with this body, whose files are deleted."""
+    try:
+        found = client.post("/v1/fine_tuning/validate", body)
+    finally:
+        for file in filter(None, (body["training_file"], body.get("validation_file"))):
+            client.delete(f"/v1/files/{file}")
+    if found.get("error"):
+        found["error"]["message"] = in_flags(found["error"]["message"])
+    return found
+
+
+def _tell_check(found: dict[str, Any], as_json: bool) -> None:
+    """Prints what a job would be. Raises typer.Exit with status 1 where it would be refused."""
+    from coserve.cli.check import print_check
+    from coserve.cli.output import print_json
+
+    if as_json:
+        print_json(found)
+    else:
+        print_check(found)
+    if not found["valid"]:
+        raise typer.Exit(1)
 
 
 @contextmanager

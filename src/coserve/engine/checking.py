@@ -1,6 +1,6 @@
 """Checks that a job can run on this engine, before it is accepted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +30,7 @@ _FIRST: Final = 512  # examples read: a job needs at least the bytes for a part 
 def read_beginning(engine: Engine, spec: JobSpec) -> PreparedJob:
     """Reads the job with only the first examples of its data and of its validation. Takes no lock: steps go
     on meanwhile. Raises DataError, AdapterError or ConfigError."""
-    prepared = prepare_job(engine, spec, spec.job, most=_FIRST)
+    prepared = prepare_job(engine, spec, spec.job, reading=Reading(_FIRST))
     read_validation(engine, spec, prepared, _FIRST)
     return prepared
 
@@ -58,10 +58,10 @@ def prepare_job(
     spec: JobSpec,
     adapter: str,
     resume: TrainingState | None = None,
-    most: int | None = None,
+    reading: Reading = Reading(),
 ) -> PreparedJob:
-    """Reads a job's start for `adapter` and its data, with `most` the first so many records of it. Takes no
-    lock: steps go on meanwhile. Raises AdapterError, ConfigError and DataError."""
+    """Reads a job's start for `adapter` and its data. Takes no lock: steps go on meanwhile. Raises
+    AdapterError, ConfigError and DataError."""
     config, methods = convert(spec.options, TrainingConfig, "options"), settings_of(spec.method)
     objective = objective_of(spec.objective, engine.config.grader_hosts)
     if resume is None:
@@ -71,7 +71,7 @@ def prepare_job(
     compared = spec.start_from if objective.has_reference else spec.teacher
     reference = None if compared is None else _read_adapter(engine, adapter, compared)
     reserved = reserved_positions(first, reference, objective)
-    reading = Reading(most, name=spec.data_name, names=API_NAMES, reserved=reserved)
+    reading = replace(reading, name=spec.data_name, names=API_NAMES, reserved=reserved)
     data = engine.prepare(Path(spec.data), config, objective, reading)
     _foresee(engine, first, config, methods if start is None else None)
     return PreparedJob(spec.job, adapter, data, methods, config, start, resume, objective, reference)

@@ -472,7 +472,8 @@ class Engine:
         limits, positions = limits_of(self.config, self.base.max_positions), self.base.max_positions
         limit = limit_of(training.max_length, training.too_long, positions, reading.reserved, reading.names)
         prepared = read_data(data, training, objective, self.text, limit, reading, limits)
-        check_lengths_of(prepared, limit)
+        if not reading.tolerates:
+            check_lengths_of(prepared, limit)
         check_tokens(prepared, self.base.vocabulary)
         return prepared
 

@@ -26,15 +26,18 @@ _NO_TOKENIZER = "training on text needs a tokenizer, and the engine was given no
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How training data is read: all of it, or with `most` the beginning alone, at most so many records and
-    what can be read in `seconds`. Errors call the source `name`, by default its file's, and settings by their
-    `names`. Of the model's positions virtual tokens and answers take `reserved`."""
+    """The extent of reading training data: all of it, or with `most` the beginning alone, at most so many
+    records and what can be read in `seconds`. Errors call the source `name`, by default its file's, and
+    settings by their `names`. Of the model's positions virtual tokens and answers take `reserved`. One that
+    `tolerates` leaves out examples that are too long where they would be refused, and all of them if need
+    be."""
 
     most: int | None = None
     seconds: float = datasets.BEGINNING_SECONDS
     name: str | None = None
     names: Names = USUAL_NAMES
     reserved: int = 0
+    tolerates: bool = False
 
 
 def read_data(

@@ -18,8 +18,8 @@ _KEY_CHARACTERS: Final = 60  # characters of such a key
 
 @dataclass(slots=True)
 class Seen:
-    """What a source is: its container, the format of its records, and the keys of these that are not read,
-    the first of them."""
+    """Properties of a source: its container, the format of its records, and the keys of these that are not
+    read, the first of them."""
 
     container: str = ""
     format: str = ""

@@ -36,8 +36,8 @@ class Example:
 
 
 @dataclass(slots=True)
-class Counts:
-    """What became of a data set's examples, pairs or prompts, each of which is counted once at most.
+class ExampleCounts:
+    """A data set's examples, pairs or prompts by what became of them.
 
     `lengths` are those of all of them in tokens, as they came; of a pair that of its longer answer. `over` of
     them are longer than the limit, the longest is at `place`. Of these `truncated` lost their ends, `skipped`
@@ -66,7 +66,7 @@ class Prepared:
     """
 
     examples: tuple[Example, ...]
-    counts: Counts = field(default_factory=Counts)
+    counts: ExampleCounts = field(default_factory=ExampleCounts)
     digest: str = ""
     references: tuple[Mapping[str, Any], ...] = ()
     desirable: tuple[bool, ...] = ()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from coserve.errors import ConfigError, DataError
-from coserve.train.example import IGNORED, Counts, Example, Prepared
+from coserve.train.example import IGNORED, Example, ExampleCounts, Prepared
 
 TooLong = Literal["error", "skip", "truncate"]
 CUT_PROMPT: Final = "A prompt that is cut asks something else: for reinforcement {} is 'error' or 'skip'"
@@ -58,7 +58,7 @@ class Cutter:
     """Applies a limit to one example, pair or prompt after another, and counts."""
 
     def __init__(self, limit: LengthLimit) -> None:
-        self.counts = Counts()
+        self.counts = ExampleCounts()
         self._limit = limit
 
     def take(self, unit: tuple[Example, ...], place: str) -> tuple[Example, ...]:
@@ -134,9 +134,11 @@ def check_lengths_of(prepared: Prepared, limit: LengthLimit) -> None:
         reasons.append(f"{counts.skipped} {_are(counts.skipped)} longer than {limit.whose}")
     if counts.dropped:
         reasons.append(f"{counts.dropped} {'has' if counts.dropped == 1 else 'have'} nothing to learn")
+    left = "none of {} is"
     if len(counts.lengths) > counts.skipped + counts.dropped:
+        left = "only one of {} is"
         reasons.append("KTO compares each answer with another one")
-    raise DataError(f"too few of {total} are left to train on: {', and '.join(reasons)}")
+    raise DataError(f"{left.format(total)} left to train on: {', and '.join(reasons)}")
 
 
 def _advice(limit: LengthLimit) -> str:

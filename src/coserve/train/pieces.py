@@ -15,9 +15,9 @@ _PARAGRAPH, _SENTENCE, _WORD = range(3)
 
 
 def borders_of(text: str, count: int, places: TokenPlaces | None, room: int, ending: int) -> list[int]:
-    """Where a text of `count` tokens is cut into pieces of at most `room`, from 0 to `count`: each at the
-    last border of the best kind that the piece can reach. The last piece has room for `ending` more tokens,
-    fewer than `room`. Without the tokens' `places` pieces are full."""
+    """The places at which a text of `count` tokens is cut into pieces of at most `room`, from 0 to `count`:
+    each at the last border of the best kind that the piece can reach. The last piece has room for `ending`
+    more tokens, fewer than `room`. Without the tokens' `places` pieces are full."""
     found, borders = [0], None if places is None else _Borders(text, places)
     while count - found[-1] + ending > room:
         first = found[-1]

@@ -77,7 +77,7 @@ def test_prompts_of_another_kind(engine: Engine, prompt: Any) -> None:
         (lambda: [Example((1, -2), (2, 3))], "example 1 has a token"),
         (
             lambda: [Example((1, 2), (-100, -100))],
-            "too few of 1 example are left to train on: 1 has nothing to learn",
+            "none of 1 example is left to train on: 1 has nothing to learn",
         ),
         (lambda: [Example((1, 2), (2,))], "a label for each"),
         (lambda: [Example((), ())], "a label for each"),

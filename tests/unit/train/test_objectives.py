@@ -111,7 +111,7 @@ def test_an_answer_is_beside_another_one_to_the_same_prompt() -> None:
     other = prepare_labelled([TokenAnswer(first, True), TokenAnswer(second, True)], None)
     assert other.examples == prepared.examples and other.digest != prepared.digest
     alone = prepare_labelled([TokenAnswer(first, True), TokenAnswer(nothing, False)], None)
-    words = r"^too few of 2 examples are left to train on: 1 has nothing to learn, and KTO compares each"
+    words = r"^only one of 2 examples is left to train on: 1 has nothing to learn, and KTO compares each"
     with pytest.raises(DataError, match=words):
         check_lengths_of(alone, LengthLimit())
 

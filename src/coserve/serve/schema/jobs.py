@@ -1,4 +1,4 @@
-"""`/v1/fine_tuning/jobs`."""
+"""`/v1/fine_tuning`."""
 
 import json
 from difflib import get_close_matches
@@ -349,7 +349,7 @@ class MethodUsed(BaseModel):
 
 
 class ExamplesUsed(BaseModel):
-    """What became of the training file's examples."""
+    """The training file's examples, by what became of them."""
 
     trained: int = Field(description="Examples, pairs or prompts, pieces of plain texts counted each.")
     truncated: int = Field(description="Of these, those that were too long and lost their ends.")
@@ -392,6 +392,81 @@ class JobObject(BaseModel):
     user_provided_suffix: str | None
     peft: dict[str, Any] | list[dict[str, Any]] | None = Field(description="As asked for.")
     optimizer: dict[str, Any] | None = Field(description="As asked for.")
+
+
+class RecordCounts(BaseModel):
+    total: int | None
+    read: int
+    all_read: bool = Field(description="Whether counts are of the whole file; a long one is read for 20 s.")
+
+
+class LengthBin(BaseModel):
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    first: int = Field(alias="from")
+    to: int
+    count: int
+
+
+class LengthFigures(BaseModel):
+    """Tokens of examples as they came; of a pair of its longer answer."""
+
+    total: int
+    min: int
+    p50: int
+    p90: int
+    p99: int
+    max: int
+    histogram: list[LengthBin]
+
+
+class LengthCheck(BaseModel):
+    """Examples beyond the limit, and what becomes of them. Plain texts are cut into pieces."""
+
+    count: int
+    limit: int | None
+    setting: TooLong
+    longest: str | None = Field(description="The place of the longest one.")
+    split_texts: int
+    pieces: int
+
+
+class PieceOfText(BaseModel):
+    text: str
+    trained: bool
+
+
+class ExpectedMemory(BaseModel):
+    """Bytes."""
+
+    needed: int
+    available: int
+
+
+class JobValidation(BaseModel):
+    """A job with this body, as it would be. `error` is what its creation would answer, or end with."""
+
+    object: Literal["fine_tuning.validation"] = "fine_tuning.validation"
+    valid: bool
+    error: FineTuningJobError | None
+    model: str
+    training_file: str
+    filename: str
+    container: str | None
+    format: str | None
+    records: RecordCounts
+    tokens: LengthFigures | None
+    examples: ExamplesUsed
+    too_long: LengthCheck
+    ignored: list[str] = Field(description="Keys of the records that are not read, the first of them.")
+    first_example: list[PieceOfText] = Field(description="As it is rendered, its first 2,048 tokens.")
+    first_rejected: list[PieceOfText] | None = Field(description="The other answer of the first pair.")
+    method: MethodUsed
+    steps: int
+    expected_seconds: float | None = Field(
+        description="Of training with nothing else to do; null where that is unknown."
+    )
+    memory: ExpectedMemory | None
 
 
 class JobList(BaseModel):
