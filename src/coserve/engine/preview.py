@@ -137,7 +137,7 @@ def _seconds(engine: Engine, prepared: PreparedJob, scale: float) -> float | Non
     """Seconds of the training where nothing else runs, by the engine's cost model; None where it has none
     for the objective, or the costs of this machine were not measured."""
     objective, config = prepared.objective, prepared.config
-    if not engine.config.calibrate or not isinstance(objective, Supervised | ORPO):
+    if not engine.cost.is_measured or not isinstance(objective, Supervised | ORPO):
         return None
     sample = _with_units(prepared, range(min(prepared.units, _LOOKED_AT)))
     seconds = []

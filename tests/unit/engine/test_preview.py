@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +152,8 @@ def test_seconds_follow_the_costs_of_steps(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = put(tmp_path, DATA["supervised"])
-    monkeypatch.setattr(engine, "config", replace(engine.config, calibrate=True))
+    assert look(engine, asked(file)).seconds is None
+    monkeypatch.setattr(engine.cost, "is_measured", True)
     once, twice = (look(engine, asked(file, batch_size=2, epochs=n)).seconds for n in (2, 4))
     assert once and twice and math.isclose(twice, 2 * once)
     capped = look(engine, asked(file, batch_size=2, epochs=2, max_steps=3)).seconds
