@@ -32,11 +32,13 @@ from coserve.wire.messages import (
     Forward,
     FurtherBase,
     Hello,
+    JobPreview,
     JobStarved,
     Numbered,
     OpenTraining,
     Paging,
     PinAdapter,
+    PreviewJob,
     RemoveAdapter,
     Reply,
     Report,
@@ -80,6 +82,7 @@ class FakeEngine:
         self.script = script or any_token(self.vocabulary, self.eos)
         self.said: list[Command] = []
         self.refusals: dict[str, Fault] = {}
+        self.preview = JobPreview()  # of every job
         self.deaf_to: tuple[type[Command], ...] = ()  # commands that it does not get to the end of
         self.caches = (
             False  # whether a prompt counts as cached, but for its last token, once its scope sent it
@@ -277,6 +280,8 @@ class FakeEngine:
                 self._replies.append(Reply(command.ref, self.refusals.get("method")))
             case CheckJob():
                 self._replies.append(Reply(command.ref, self.refusals.get("job")))
+            case PreviewJob():
+                self._replies.append(Reply(command.ref, self.refusals.get("preview"), preview=self.preview))
             case Acknowledge():
                 self.news = [news for news in self.news if news.number > command.number]
             case Drain():

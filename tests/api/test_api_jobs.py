@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from coserve.core.job_status import JobStatus
 from coserve.serve.adapter_registry.imports import WEIGHTS
-from coserve.wire.messages import Fault, JobCheckpoint, JobEnded, JobNote, JobStep
+from coserve.wire.messages import Fault, JobCheckpoint, JobEnded, JobNote, JobStarted, JobStep
 from serving import Play, World
 from training import Trainer, checkpoint_folder, create, jsonl, started, stopped, upload, weighed
 
@@ -97,7 +97,7 @@ def test_events_tell_the_story(play: Play) -> None:
         assert [event.message.split(":")[0] for event in events] == [
             "Created fine-tuning job",
             "Fine-tuning job started",
-            "4 examples have nothing left to learn and were dropped",
+            "Of 34 examples 4 are left out, as there is nothing to learn",
             "Step 1/2",
             "Step 2/2",
             "Checkpoint created at step 2",
@@ -149,6 +149,34 @@ def test_hyperparameters_peft_and_optimizer(play: Play) -> None:
         with pytest.raises(openai.BadRequestError, match="no field 'rnk'") as refused:
             await create(world, training_file=file, extra_body={"peft": {"rnk": 4}})
         assert refused.value.param == "peft"
+
+    play(story)
+
+
+def test_what_becomes_of_too_long_examples_is_told(play: Play) -> None:
+    """With the names that files were uploaded by."""
+
+    async def story(world: World) -> None:
+        trainer, jobs, file = Trainer(world), world.client().fine_tuning.jobs, await upload(world)
+        optimizer = {"max_length": 64, "too_long": "truncate"}
+        body = {"optimizer": optimizer}
+        job: Any = await create(world, training_file=file, validation_file=file, extra_body=body)
+        assert job.examples is None and job.optimizer == optimizer
+        await world.until(lambda: bool(started(world)))
+        spec = started(world)[0]
+        assert (spec.options["max_length"], spec.options["too_long"]) == (64, "truncate")
+        assert spec.data_name == spec.validation_name == "chats.jsonl"
+        await trainer.tell(JobStarted(job.id, 0, 4, 30, 600, 3, 1, 1, 3, 2e-4, skipped=2, split=1, pieces=5))
+        shown: Any = await jobs.retrieve(job.id)
+        assert shown.examples == {"trained": 30, "truncated": 3, "skipped": 2, "dropped": 1}
+        (told,) = [event for event in (await jobs.list_events(job.id)).data if event.level == "warn"]
+        assert told.message == (
+            "Of 29 examples 2 are too long and skipped; 3 are too long and truncated; 1 is left out, as "
+            "there is nothing to learn; 1 is plain text and too long, and cut into 5 pieces"
+        )
+        await create(world, training_file=file)
+        await world.until(lambda: len(started(world)) == 2)
+        assert started(world)[1].options["too_long"] == "error"
 
     play(story)
 
@@ -282,6 +310,15 @@ def test_rewards_of_a_validation_are_shown_and_remembered(play: Play) -> None:
         ({"extra_body": {"peft": {"r": "x" * 100_000}}}, "peft"),
         ({"extra_body": {"optimizer": {"leaning_rate": 1}}}, "did you mean 'learning_rate'?"),
         ({"extra_body": {"sufix": "x"}}, "did you mean 'suffix'?"),
+        ({"extra_body": {"too_long": "skip"}}, "did you mean 'optimizer.too_long'?"),
+        ({"extra_body": {"optimizer": {"too_long": "cut"}}}, "optimizer.too_long"),
+        (
+            {
+                "method": reinforcement(type="regex", pattern="a"),
+                "extra_body": {"optimizer": {"too_long": "truncate"}},
+            },
+            "for reinforcement optimizer.too_long is 'error' or 'skip'",
+        ),
         ({"hyperparameters": {"epochs": 4}}, "did you mean 'n_epochs'?"),
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
         ({"hyperparameters": {"batch_size": "many"}}, "hyperparameters.batch_size"),

@@ -27,7 +27,8 @@ from coserve.jobs.messages import Message
 from coserve.text import Text
 from coserve.text.chat import encode_chat
 from coserve.text.tokenizer import first_tokens, load_tokenizer
-from coserve.train.example import IGNORED, prepare
+from coserve.train.example import IGNORED
+from coserve.train.records import prepare
 from serving import Play, World
 
 CHATS = int(os.environ.get("COSERVE_ATTACK_CHATS", "150"))

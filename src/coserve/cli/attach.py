@@ -15,11 +15,17 @@ if TYPE_CHECKING:
 QUESTION = "[d]etach (it goes on), [p]ause, [c]ancel, or Enter to keep watching? "
 
 
-def attach(client: "Client", job: str, ask: Callable[[str], str] | None = None) -> None:
+def attach(
+    client: "Client",
+    job: str,
+    ask: Callable[[str], str] | None = None,
+    in_words: Callable[[str], str] = lambda message: message,
+) -> None:
     """Shows a job until it is over. Exits with 0 if the job succeeded or was paused, 1 otherwise, and 130 if
     the user detached.
 
-    `ask` puts a question to the user; at a terminal it is `input`, elsewhere Ctrl-C detaches at once.
+    `ask` puts a question to the user; at a terminal it is `input`, elsewhere Ctrl-C detaches at once. What
+    the server says is told `in_words` of the command.
     """
     from rich.console import Console
 
@@ -29,9 +35,14 @@ def attach(client: "Client", job: str, ask: Callable[[str], str] | None = None) 
     ask = ask or (input if sys.stdin.isatty() else None)
     progress = make_progress(Console(highlight=False))
     follower = Follower(client, job)
+
+    def show(watched: "Watched") -> None:
+        watched.messages = [in_words(message) for message in watched.messages]
+        progress.show(watched)
+
     while True:
         try:
-            _close(follower.follow(progress.show))
+            _close(follower.follow(show), in_words)
             return
         except KeyboardInterrupt:
             progress.pause()
@@ -57,7 +68,7 @@ def _interrupted(client: "Client", job: str, ask: Callable[[str], str] | None) -
     return answer == "d"
 
 
-def _close(watched: "Watched") -> None:
+def _close(watched: "Watched", in_words: Callable[[str], str]) -> None:
     """Prints the outcome of a job. Raises typer.Exit with status 1 if it neither succeeded nor was paused."""
     match watched.status:
         case "succeeded":
@@ -67,5 +78,5 @@ def _close(watched: "Watched") -> None:
             print(f"paused: `coserve jobs resume {watched.id}` goes on from its checkpoint")
         case status:
             error = watched.job.get("error") or {}
-            print(f"{status}: {error.get('message')}" if error.get("message") else status)
+            print(f"{status}: {in_words(error['message'])}" if error.get("message") else status)
             raise typer.Exit(1)

@@ -1,9 +1,11 @@
 """`coserve finetune FILE`: uploads a file, creates a job, and follows it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,9 +21,10 @@ from coserve.cli.options import (
     Url,
     connect,
     given,
+    in_flags,
     tell_wait,
 )  # fmt: skip
-from coserve.errors import ConfigError
+from coserve.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
@@ -49,6 +52,16 @@ def finetune(
         float | None, typer.Option(help="Of AdamW; short for --optimizer learning_rate=.")
     ] = None,
     learning_rate_multiplier: Annotated[float | None, typer.Option(help="Of the usual rate.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of an example; by default what the model takes.")
+    ] = None,
+    too_long: Annotated[
+        Literal["error", "skip", "truncate"] | None,
+        typer.Option(
+            help="What becomes of longer examples: error (the default) refuses the job, skip leaves them "
+            "out, truncate cuts them at the end. Plain texts are cut into pieces.",
+        ),
+    ] = None,
     rank: Annotated[int | None, typer.Option(help="Of LoRA; short for --peft rank=.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same batches.")] = None,
     peft: Annotated[
@@ -95,6 +108,13 @@ def finetune(
     base_certificate: BaseCertificate = None,
     base_key: BaseKey = None,
     base_privacy: BasePrivacy = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Train nothing: tell what the data are, what would be left out, and how long it would take.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="With --base: where the adapter is written.")
     ] = None,
@@ -106,7 +126,8 @@ def finetune(
     """Fine-tunes an adapter on a file and shows how it goes. Ctrl-C asks: detach, pause or cancel.
 
     With --json the job is printed as it was created, and nothing is watched. With --base there is no server
-    and no job: the adapter is in the folder --output at the end.
+    and no job: the adapter is in the folder --output at the end. With --check nothing is created; the status
+    is 1 where the job would be refused.
     """
     from coserve.cli.attach import attach
     from coserve.cli.chat import names_of
@@ -114,7 +135,9 @@ def finetune(
 
     ours = given(
         peft=_pairs("--peft", peft, rank=rank),
-        optimizer=_pairs("--optimizer", optimizer, learning_rate=learning_rate),
+        optimizer=_pairs(
+            "--optimizer", optimizer, learning_rate=learning_rate, max_length=max_length, too_long=too_long
+        ),
     )
     hyperparameters = given(
         n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
@@ -126,7 +149,7 @@ def finetune(
         base_privacy=base_privacy,
     )  # fmt: skip
     if access or output is not None:
-        from coserve.cli.finetune_here import JobHere, finetune_here
+        from coserve.cli.finetune_here import JobHere, check_here, finetune_here
 
         objective = {name: value for name, value in own.items() if value != "auto"} | given(type=method)
         if grader is not None and training is not None:
@@ -136,16 +159,19 @@ def finetune(
             url=url,
             api_key=api_key,
             detach=detach or None,
-            json=as_json or None,
+            json=(as_json and not check) or None,
             teacher=teacher,
         )
         asked = JobHere(
             file, model, output, access, hyperparameters | given(seed=seed), ours.get("peft", {}),
-            ours.get("optimizer", {}), objective, validation_file, server,
+            ours.get("optimizer", {}), objective, validation_file, server, check,
         )  # fmt: skip
-        finetune_here(asked)
+        if check:
+            _tell_check(check_here(asked), as_json)
+        else:
+            finetune_here(asked)
         return
-    with connect(context, url, api_key) as client:
+    with connect(context, url, api_key) as client, _told_in_flags():
         client.wait_ready(tell_wait)
         body = given(
             model=model or names_of(client)[0],
@@ -157,13 +183,50 @@ def finetune(
             method=training,
             **ours,
         )
+        if check:
+            _tell_check(_checked(client, body), as_json)
+            return
         job = client.post("/v1/fine_tuning/jobs", body)
         if as_json:
             print_json(job)
         elif detach:
             print(f"{job['id']}\n  coserve jobs attach {job['id']}")
         else:
-            attach(client, str(job["id"]))
+            attach(client, str(job["id"]), in_words=in_flags)
+
+
+def _checked(client: "Client", body: dict[str, Any]) -> dict[str, Any]:
+    """A validation of a job with this body, whose files are deleted."""
+    try:
+        found = client.post("/v1/fine_tuning/validate", body)
+    finally:
+        for file in filter(None, (body["training_file"], body.get("validation_file"))):
+            client.delete(f"/v1/files/{file}")
+    if found.get("error"):
+        found["error"]["message"] = in_flags(found["error"]["message"])
+    return found
+
+
+def _tell_check(found: dict[str, Any], as_json: bool) -> None:
+    """Prints what a job would be. Raises typer.Exit with status 1 where it would be refused."""
+    from coserve.cli.check import print_check
+    from coserve.cli.output import print_json
+
+    if as_json:
+        print_json(found)
+    else:
+        print_check(found)
+    if not found["valid"]:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _told_in_flags() -> Iterator[None]:
+    """Has errors of the server name flags."""
+    try:
+        yield
+    except ServerError as error:
+        raise type(error)(in_flags(str(error))) from error
 
 
 def _upload(client: "Client", file: Path) -> str:

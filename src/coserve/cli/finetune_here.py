@@ -3,10 +3,12 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from coserve.cli.options import FLAGS, in_flags
 from coserve.errors import ConfigError, DataError, ValidationDataError, WeightsUnreadable
 
 if TYPE_CHECKING:
@@ -14,9 +16,10 @@ if TYPE_CHECKING:
 
     from coserve.engine.engine import Engine
     from coserve.engine.finetuning import FineTuning
+    from coserve.engine.reading import Reading
     from coserve.engine.scoring import Scoring
     from coserve.train.config import TrainingConfig
-    from coserve.train.example import Example
+    from coserve.train.example import Example, Prepared
     from coserve.train.objectives import Objective
 
 _AGAIN_SECONDS: Final = 0.25
@@ -39,20 +42,26 @@ class JobHere:
     objective: Mapping[str, Any]
     validation: Path | None
     server: Mapping[str, Any]
+    check: bool = False
+
+    @property
+    def seed(self) -> int:
+        return int(self.hyperparameters.get("seed", 0))
 
     def checked(self) -> tuple[str, Path]:
         """The model and the output. Raises ConfigError for flags that do not go together."""
-        if "base" not in self.access or self.output is None or self.model is None:
+        output = Path() if self.check else self.output
+        if "base" not in self.access or output is None or self.model is None:
             raise ConfigError("to train without a server --base, --model (a folder) and --output are needed")
         if self.server:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in self.server)
             raise ConfigError(f"{flags}: not with --base, which trains without a server")
-        if self.output.is_file() or not self.output.absolute().parent.is_dir():
-            raise ConfigError(f"--output {self.output}: expected a folder in one that exists")
+        if output.is_file() or not output.absolute().parent.is_dir():
+            raise ConfigError(f"--output {output}: expected a folder in one that exists")
         kind = self.objective.get("type", "supervised")
         if self.validation is not None and kind != "supervised":
             raise ConfigError(f"--validation-file is for supervised jobs; this one is of the type {kind}")
-        return self.model, self.output
+        return self.model, output
 
 
 def finetune_here(asked: JobHere) -> None:
@@ -63,50 +72,107 @@ def finetune_here(asked: JobHere) -> None:
     from coserve.adapters.settings import settings_of
     from coserve.config import EngineConfig
     from coserve.engine.engine import Engine
+    from coserve.train.fresh import sketch_adapter
     from coserve.train.objectives import objective_of
 
     methods, config = settings_of(asked.peft), EngineConfig(**asked.access, calibrate=False)
     objective = objective_of(asked.objective, config.grader_hosts)
     transformers_logging.disable_progress_bar()
     engine = Engine(model, config)
-    training = _config(engine, asked, objective)
-    examples = () if asked.validation is None else _validation(engine, asked.validation, methods, training)
-    job = engine.finetune(asked.file, _NAME, methods, training, objective=objective)
+    virtual = sketch_adapter(engine.base, _NAME, methods, asked.seed).virtual.count
+    prepared, training = _prepared(engine, asked, objective, virtual)
+    examples = () if asked.validation is None else _validation(engine, asked.validation, training, virtual)
+    job = engine.finetune(prepared, _NAME, methods, training, objective=objective)
     _Watch(engine, job, examples, training.epochs).run()
     engine.adapters.save(_NAME, output)
     print(output)
 
 
-def _config(engine: "Engine", asked: JobHere, objective: "Objective") -> "TrainingConfig":
-    """The settings of a job with these fields, "auto" resolved as a server does."""
+def check_here(asked: JobHere) -> dict[str, Any]:
+    """A validation of the job, as a server gives it. Raises ConfigError."""
+    model, _ = asked.checked()
+    from transformers.utils import logging as transformers_logging
+
+    from coserve.config import EngineConfig
+    from coserve.engine.engine import Engine
+    from coserve.engine.preview import judge, read_preview
+    from coserve.jobs.datasets import count
+    from coserve.jobs.limits import limits_of
+    from coserve.serve.training.told import told_preview
+    from coserve.wire.messages import JobSpec
+
+    config = EngineConfig(**asked.access, calibrate=False)
+    transformers_logging.disable_progress_bar()
+    engine = Engine(model, config)
+    records = None
+    with suppress(DataError):  # which the preview tells
+        records = count(asked.file, asked.file.name, limits_of(config))
+    options = _options(engine, asked, records or 1)
+    spec = JobSpec(
+        _NAME, str(asked.file), "", options, dict(asked.peft), dict(asked.objective),
+        validation=None if asked.validation is None else str(asked.validation), data_name=asked.file.name,
+        validation_name=None if asked.validation is None else asked.validation.name,
+    )  # fmt: skip
+    preview = judge(engine, *read_preview(engine, spec, records))
+    fault = preview.fault
+    return {
+        "valid": fault is None,
+        "error": None if fault is None else {"code": fault.kind, "message": in_flags(fault.text)},
+        "model": model,
+        "filename": asked.file.name,
+        **told_preview(preview, records, options.get("too_long", "error")),
+    }
+
+
+def _prepared(
+    engine: "Engine", asked: JobHere, objective: "Objective", virtual: int
+) -> "tuple[Prepared, TrainingConfig]":
+    """The data of a job for an adapter with so many virtual tokens, and its settings."""
     from coserve.adapters.settings import convert
-    from coserve.serve.training.recipe import auto_batch_size, auto_epochs, usual_rate
+    from coserve.engine.finetuning import answer_tokens
     from coserve.train.config import TrainingConfig
 
+    options = _options(engine, asked, 1)
+    reading = _reading(virtual + answer_tokens(objective))
+    prepared = engine.prepare(asked.file, convert(options, TrainingConfig, "--optimizer"), objective, reading)
+    options = _options(engine, asked, len(prepared.examples) // objective.group)
+    return prepared, convert(options, TrainingConfig, "--optimizer")
+
+
+def _options(engine: "Engine", asked: JobHere, units: int) -> dict[str, Any]:
+    """Fields of TrainingConfig for a job with so many examples, "auto" resolved as a server does."""
+    from coserve.serve.training.recipe import auto_batch_size, auto_epochs, usual_rate
+
     given = asked.hyperparameters
-    units = len(engine.prepare(asked.file, objective=objective).examples) // objective.group
     epochs = given.get("n_epochs", auto_epochs(units))
-    options = {
+    return {
         "epochs": epochs,
         "batch_size": given.get("batch_size", auto_batch_size(units, epochs)),
         "learning_rate": usual_rate(engine.base.hidden_size) * given.get("learning_rate_multiplier", 1.0),
-        "seed": given.get("seed", 0),
+        "seed": asked.seed,
+        **asked.optimizer,
     }
-    return convert({**options, **asked.optimizer}, TrainingConfig, "--optimizer")
+
+
+def _reading(reserved: int) -> "Reading":
+    """The reading of files for this command: errors name its flags."""
+    from coserve.engine.reading import Reading
+    from coserve.train.lengths import Names
+
+    return Reading(names=Names(FLAGS["optimizer.max_length"], FLAGS["optimizer.too_long"]), reserved=reserved)
 
 
 def _validation(
-    engine: "Engine", file: Path, methods: "tuple[object, ...]", training: "TrainingConfig"
+    engine: "Engine", file: Path, training: "TrainingConfig", virtual: int
 ) -> "Sequence[Example]":
     """Examples of a validation file, read before anything is trained. Raises ValidationDataError."""
     from coserve.engine.scoring import check_lengths
-    from coserve.train.fresh import sketch_adapter
 
     try:
-        examples = engine.prepare(file, training).examples
+        examples = engine.prepare(file, training, reading=_reading(virtual)).examples
     except DataError as error:
         raise ValidationDataError(f"validation {error}") from error
-    check_lengths(engine, examples, sketch_adapter(engine.base, _NAME, methods, training.seed).virtual.count)
+    check_lengths(engine, examples, virtual)
     return examples
 
 

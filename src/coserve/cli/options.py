@@ -17,6 +17,8 @@ from coserve.errors import ConfigError
 if TYPE_CHECKING:
     from coserve.cli.client import Client
 
+# Fields of a job that errors name, and the flags that give them.
+FLAGS = {"optimizer.max_length": "--max-length", "optimizer.too_long": "--too-long"}
 INTERRUPTED = 130  # exit status that a shell reports after Ctrl-C
 Url = Annotated[
     str | None,
@@ -106,6 +108,13 @@ def config_of(context: typer.Context) -> Path | None:
 def given(**flags: Any) -> dict[str, Any]:
     """Flags that were given, by name: those that are not None."""
     return {key: value for key, value in flags.items() if value is not None}
+
+
+def in_flags(message: str) -> str:
+    """A server's message with flags in place of the fields of a job that they give."""
+    for field, flag in FLAGS.items():
+        message = message.replace(field, flag)
+    return message
 
 
 def check_writable(flag: str, path: Path | None) -> None:

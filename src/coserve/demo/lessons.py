@@ -14,7 +14,9 @@ from coserve.jobs.messages import Message
 from coserve.text.tokenizer import Tokenizer
 from coserve.tiny import newtasks
 from coserve.tiny.world import Question
-from coserve.train.example import Example, prepare, tokenize
+from coserve.train.example import Example
+from coserve.train.lengths import LengthLimit, check_lengths_of, cut
+from coserve.train.records import prepare, tokenize
 
 TASKS: Final = {"pirate": "answers like a pirate", "chain": "turns a line of people around"}
 TRAINED_QUESTIONS: Final = 4000  # of each new task; a demo's training sees few of them twice
@@ -74,10 +76,11 @@ def from_file(path: Path, tokenizer: Tokenizer, questions: int, longest: int) ->
         raise DataError(f"{path.name}: expected at least 5 examples, to hold some out; found {len(records)}")
     asked, rest = records[:count], records[count:]
     held_out = _held_out(asked, tokenizer, longest)
-    lessons, truncated = [], 0
+    lessons, truncated, limit = [], 0, LengthLimit(longest, "truncate", f"{longest} tokens")
     for name, half in (("first-half", rest[0::2]), ("second-half", rest[1::2])):
-        prepared = prepare(half, tokenizer, max_length=longest)
-        truncated += prepared.truncated
+        prepared = prepare(half, tokenizer, limit=limit)
+        check_lengths_of(prepared, limit)
+        truncated += prepared.counts.truncated + prepared.counts.split
         about = f"{len(prepared.examples)} examples of {path.name}"
         lessons.append(Lesson(name, about, prepared.examples, held_out, exact=False))
     said = (
@@ -102,7 +105,7 @@ def _held_out(
     found = []
     for record in records:
         prompt, answer = _question(record)
-        example = tokenize(record, tokenizer, max_length=longest)
+        example = cut(tokenize(record, tokenizer), longest)
         if prompt and example.label_count:  # a chat that the assistant opens asks nothing
             found.append(HeldOut(prompt, answer, example))
     return tuple(found)

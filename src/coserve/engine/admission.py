@@ -62,7 +62,7 @@ class Admission:
     ) -> None:
         """`steps` limits what one job may have under way at once; `beside` is that of the engine's first
         base."""
-        self._memory, self._executor, self._base, self._steps = memory, executor, base, steps
+        self._memory, self._executor, self._base, self.steps = memory, executor, base, steps
         self._base_owner = base_owner("base", memory.base_id)
         self._backward_owner = base_owner(_BACKWARD, memory.base_id)
         self._row_nbytes = replayed_bytes(base, 1)  # computed once, as it looks at every linear
@@ -94,10 +94,10 @@ class Admission:
         for adapter in (size.adapter, size.reference):
             if adapter is not None:
                 expect_exact(adapter)
-        needs, room = size.needs(self._base, self._steps), self._memory.job_room()
+        needs, room = size.needs(self._base, self.steps), self._memory.job_room()
         if needs.total <= room:
             return
-        found = settings_that_fit(self._base, size, self._steps, room)
+        found = settings_that_fit(self._base, size, self.steps, room)
         advice = f"it would fit with {', or '.join(found)}" if found else "no smaller setting would do"
         missing, budget = needs.total - room, self._ledger.budget
         raise OutOfMemory(
@@ -170,7 +170,7 @@ class Admission:
         return True
 
     def _keep(self, name: str, size: JobSize) -> None:
-        self._sizes[name], self._needs[name] = size, size.needs(self._base, self._steps)
+        self._sizes[name], self._needs[name] = size, size.needs(self._base, self.steps)
 
     def _reserve(self, wanted: dict[str, Bytes]) -> None:
         self._ledger.reserve(wanted)

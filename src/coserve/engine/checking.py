@@ -1,8 +1,6 @@
 """Checks that a job can run on this engine, before it is accepted."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -11,27 +9,28 @@ from coserve.adapters.bypass import exact_type
 from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import PreparedJob
+from coserve.engine.finetuning import PreparedJob, answer_tokens, reserved_positions
+from coserve.engine.reading import Reading
 from coserve.engine.scoring import check_lengths
 from coserve.errors import AdapterError, DataError, ValidationDataError
 from coserve.executors.executor import FreshAdapter, TraceLayers
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
 from coserve.train.fresh import sketch_adapter
+from coserve.train.lengths import Names
 from coserve.train.objectives import objective_of
 from coserve.train.pruning.plan import foresee
 from coserve.train.state import TrainingState
 from coserve.wire.messages import JobSpec, OpenTraining
 
+API_NAMES: Final = Names("optimizer.max_length", "optimizer.too_long")
 _FIRST: Final = 512  # examples read: a job needs at least the bytes for a part of its data
 
 
 def read_beginning(engine: Engine, spec: JobSpec) -> PreparedJob:
     """Reads the job with only the first examples of its data and of its validation. Takes no lock: steps go
     on meanwhile. Raises DataError, AdapterError or ConfigError."""
-    objective = objective_of(spec.objective, engine.config.grader_hosts)
-    read = partial(engine.prepare, Path(spec.data), objective=objective, most=_FIRST)
-    prepared = prepare_job(engine, spec, spec.job, read)
+    prepared = prepare_job(engine, spec, spec.job, reading=Reading(_FIRST))
     read_validation(engine, spec, prepared, _FIRST)
     return prepared
 
@@ -43,12 +42,14 @@ def read_validation(
     ValidationDataError for those that are of another kind than the job learns from, or too long."""
     if spec.validation is None:
         return None
+    objective, virtual = prepared.objective, prepared.first(engine.base).virtual.count
+    sampled = answer_tokens(objective)
+    reading = Reading(most, name=spec.validation_name, names=API_NAMES, reserved=virtual + sampled)
     try:
-        found = engine.prepare(Path(spec.validation), prepared.config, prepared.objective, most)
+        found = engine.prepare(Path(spec.validation), prepared.config, objective, reading)
     except DataError as error:
         raise ValidationDataError(f"validation {error}") from error
-    virtual = prepared.first(engine.base).virtual.count
-    check_lengths(engine, found.examples, virtual, prepared.answer_tokens)
+    check_lengths(engine, found.examples, virtual, sampled)
     return found
 
 
@@ -56,11 +57,11 @@ def prepare_job(
     engine: Engine,
     spec: JobSpec,
     adapter: str,
-    read: Callable[[TrainingConfig], Prepared],
     resume: TrainingState | None = None,
+    reading: Reading = Reading(),
 ) -> PreparedJob:
-    """Reads a job's start for `adapter` and, by `read`, its data. Takes no lock: steps go on meanwhile.
-    Raises AdapterError, ConfigError, and what `read` does."""
+    """Reads a job's start for `adapter` and its data. Takes no lock: steps go on meanwhile. Raises
+    AdapterError, ConfigError and DataError."""
     config, methods = convert(spec.options, TrainingConfig, "options"), settings_of(spec.method)
     objective = objective_of(spec.objective, engine.config.grader_hosts)
     if resume is None:
@@ -69,7 +70,9 @@ def prepare_job(
         first = start = resume.adapter
     compared = spec.start_from if objective.has_reference else spec.teacher
     reference = None if compared is None else _read_adapter(engine, adapter, compared)
-    data = read(config)
+    reserved = reserved_positions(first, reference, objective)
+    reading = replace(reading, name=spec.data_name, names=API_NAMES, reserved=reserved)
+    data = engine.prepare(Path(spec.data), config, objective, reading)
     _foresee(engine, first, config, methods if start is None else None)
     return PreparedJob(spec.job, adapter, data, methods, config, start, resume, objective, reference)
 

@@ -29,10 +29,10 @@ from coserve.engine.bases import Bases
 from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.chain_changes import ChainChanges
 from coserve.engine.completion import Completion
-from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
+from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, reserved_positions
 from coserve.engine.memory import EngineMemory
 from coserve.engine.openings import Openings
-from coserve.engine.reading import Data, read_data
+from coserve.engine.reading import Data, Reading, read_data
 from coserve.engine.rollouts import SCOPE, Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.engine.stats import count
@@ -57,7 +57,9 @@ from coserve.schedule.swap_tier import GUESS, SwapTier
 from coserve.schedule.swapping import Swapping
 from coserve.text import Text
 from coserve.train.config import TrainingConfig
-from coserve.train.example import Prepared, check_fit
+from coserve.train.example import Prepared, check_tokens
+from coserve.train.fresh import sketch_adapter
+from coserve.train.lengths import check_lengths_of, limit_of
 from coserve.train.needs import Steps
 from coserve.train.objectives import Distillation, Objective, Supervised, objective_of
 from coserve.train.state import TrainingState
@@ -415,13 +417,19 @@ class Engine:
         if isinstance(method, str):
             objective, method = method, LoRAConfig()
         aim = objective_of(objective)
-        prepared = data if isinstance(data, Prepared) else self.prepare(data, training, aim)
+        methods = tuple(method) if isinstance(method, Sequence) else (method,)
         with self._lock:
             start = self.adapters.weights(start_from) if isinstance(start_from, str) else start_from
-            methods = tuple(method) if isinstance(method, Sequence) else (method,)
             reference = start if aim.has_reference else None
             if isinstance(aim, Distillation) and aim.teacher is not None:
                 reference = self.adapters.weights(aim.teacher)
+        if isinstance(data, Prepared):
+            prepared = data
+        else:
+            first = start or sketch_adapter(self.base, adapter, methods, training.seed)
+            reserved = reserved_positions(first, reference, aim)
+            prepared = self.prepare(data, training, aim, Reading(reserved=reserved))
+        with self._lock:
             asked = PreparedJob(
                 job or f"job-{self._started + 1}", adapter, prepared, methods, training,
                 start if resume is None else resume.adapter, resume, aim, reference,
@@ -458,13 +466,17 @@ class Engine:
         data: Data,
         training: TrainingConfig = TrainingConfig(),
         objective: Objective = Supervised(),
-        most: int | None = None,
+        reading: Reading = Reading(),
     ) -> Prepared:
-        """Reads, checks and tokenizes training data; with `most` its beginning alone, of so many records.
-        Raises DataError. Takes no lock: steps go on meanwhile."""
-        limits = limits_of(self.config, self.base.max_positions)
-        prepared = read_data(data, training, objective, self.text, most, limits)
-        check_fit(prepared, self.base.max_positions, self.base.vocabulary)
+        """Reads, checks and tokenizes training data. Raises DataError, also for examples that are too long
+        where `training.too_long` refuses these, and where none is left. Takes no lock: steps go on
+        meanwhile."""
+        limits, positions = limits_of(self.config, self.base.max_positions), self.base.max_positions
+        limit = limit_of(training.max_length, training.too_long, positions, reading.reserved, reading.names)
+        prepared = read_data(data, training, objective, self.text, limit, reading, limits)
+        if not reading.tolerates:
+            check_lengths_of(prepared, limit)
+        check_tokens(prepared, self.base.vocabulary)
         return prepared
 
     @property

@@ -32,6 +32,18 @@ class Keeping:
             raise ConfigError(f"keeping.every must be at least 1 step, not {self.every}")
 
 
+def answer_tokens(objective: Objective) -> int:
+    """Most tokens of an answer that is sampled for training; 0 for objectives without such answers."""
+    return objective.max_tokens if isinstance(objective, Reinforcement) else 0
+
+
+def reserved_positions(first: AdapterVersion, reference: AdapterVersion | None, objective: Objective) -> int:
+    """Positions of the model that examples leave to virtual tokens, those of the adapter in training or of
+    what it is compared with, and to answers."""
+    beside = 0 if reference is None else reference.virtual.count
+    return max(first.virtual.count + answer_tokens(objective), beside)
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
     """A fine-tuning job with its data read.
@@ -57,11 +69,6 @@ class PreparedJob:
         return len(self.data.examples) // self.objective.group
 
     @property
-    def answer_tokens(self) -> int:
-        """Most tokens of an answer that is sampled for training; 0 for objectives without such answers."""
-        return self.objective.max_tokens if isinstance(self.objective, Reinforcement) else 0
-
-    @property
     def answers(self) -> int:
         """Answers to each prompt; each is an example of its own."""
         return self.objective.group_size if isinstance(self.objective, Reinforcement) else 1
@@ -70,7 +77,8 @@ class PreparedJob:
     def lengths(self) -> list[int]:
         """Rows of each unit, or of each answer to one."""
         group, rows = self.objective.group, [len(example) for example in self.data.examples]
-        return [sum(rows[i : i + group]) + self.answer_tokens for i in range(0, len(rows), group)]
+        sampled = answer_tokens(self.objective)
+        return [sum(rows[i : i + group]) + sampled for i in range(0, len(rows), group)]
 
     def check_objective(self, vocabulary: int) -> None:
         """Raises ConfigError where a setting of the objective is invalid for a model of `vocabulary`
@@ -111,8 +119,9 @@ class FineTuning:
     """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`; both raise the error
     of a failed job.
 
-    `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left; `ignored` keys
-    of the data's records, the first of them, were not read. `status` is queued (`reason` tells the cause),
+    Of the data's examples those that were too long lost their ends (`truncated`) or were left out
+    (`skipped`); `dropped` others had nothing to learn; `ignored` keys of the records, the first of them, were
+    not read. `status` is queued (`reason` tells the cause),
     running, and in the end succeeded, failed, cancelled or paused. `notes` name deviations from the request.
     """
 
@@ -120,7 +129,8 @@ class FineTuning:
         self, prepared: PreparedJob, steps: int, trainer: Trainer, keeping: Keeping | None = None
     ) -> None:
         self.job, self.adapter, self.steps = prepared.job, prepared.adapter, steps
-        self.truncated, self.dropped = prepared.data.truncated, prepared.data.dropped
+        counts = prepared.data.counts
+        self.truncated, self.skipped, self.dropped = counts.truncated, counts.skipped, counts.dropped
         self.ignored = prepared.data.ignored
         self.weight = prepared.config.weight  # share among jobs that train at the same time
         self.prepared: PreparedJob | None = prepared  # while it is queued

@@ -1,7 +1,5 @@
 """Reads the files of a server's job: its data, its start, its newest checkpoint, its validation file."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from coserve.adapters.bypass import exact_type
@@ -9,9 +7,6 @@ from coserve.engine.checking import prepare_job, read_validation
 from coserve.engine.engine import Engine
 from coserve.engine.served_job import ReadJob
 from coserve.train.checkpoint import newest_checkpoint, read_checkpoint
-from coserve.train.config import TrainingConfig
-from coserve.train.example import Prepared
-from coserve.train.objectives import objective_of
 from coserve.wire.messages import JobSpec
 
 
@@ -32,14 +27,8 @@ def read_job(engine: Engine, spec: JobSpec) -> ReadJob:
     resume = None
     if checkpoint is not None:
         resume = read_checkpoint(checkpoint.path, name, base, exact_type(base.dtype))
-    prepared = prepare_job(engine, spec, name, _data(engine, spec), resume)
+    prepared = prepare_job(engine, spec, name, resume)
     validation, reference = read_validation(engine, spec, prepared), None
     if validation is not None and prepared.objective.has_reference and spec.start_from is not None:
         reference = engine.adapters.look_at(reference_of(spec.job), spec.start_from)
     return ReadJob(prepared, validation, checkpoint, reference)
-
-
-def _data(engine: Engine, spec: JobSpec) -> Callable[[TrainingConfig], Prepared]:
-    """Reads the job's data."""
-    objective = objective_of(spec.objective, engine.config.grader_hosts)
-    return partial(engine.prepare, Path(spec.data), objective=objective)

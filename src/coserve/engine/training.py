@@ -14,7 +14,7 @@ from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.job_status import JobStatus
 from coserve.core.request import BASE
 from coserve.engine.admission import Admission
-from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
+from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, reserved_positions
 from coserve.engine.job_steps import make_steps
 from coserve.engine.openings import Openings
 from coserve.engine.rollouts import Rollouts
@@ -73,9 +73,8 @@ class Training:
         with self._lock:
             prepared.check_objective(self._base.vocabulary)
             size = self._size(prepared)
-            beside = 0 if prepared.reference is None else prepared.reference.virtual.count
-            virtual = max(size.adapter.virtual.count + prepared.answer_tokens, beside)
-            check_room(prepared.data.examples, self._base.max_positions, virtual)
+            reserved = reserved_positions(size.adapter, prepared.reference, prepared.objective)
+            check_room(prepared.data.examples, self._base.max_positions, reserved)
             self.admission.check(prepared.job, size)
             return size
 

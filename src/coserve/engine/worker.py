@@ -21,6 +21,7 @@ from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import PreparedJob
 from coserve.engine.jobs import Jobs
+from coserve.engine.preview import judge, read_preview
 from coserve.engine.remembered import CostFile
 from coserve.engine.served_sessions import ServedSessions
 from coserve.errors import (
@@ -44,7 +45,9 @@ from coserve.wire.messages import (
     Drain,
     Fault,
     Hello,
+    JobPreview,
     PinAdapter,
+    PreviewJob,
     RemoveAdapter,
     Reply,
     Report,
@@ -58,6 +61,7 @@ from coserve.wire.messages import (
 from coserve.wire.scores import NONE, Scores
 
 _CHECKS = 8  # jobs that are checked at once; a server asks for one of each tenant
+_PREVIEWS = 2  # jobs that are looked at at once; whole files are in memory meanwhile
 _STATS_EVERY = 1.0  # seconds
 _SPEAK_EVERY = 1.0  # seconds; a server takes several of them without a report for a hang
 _REMEMBER_EVERY = 60.0  # seconds
@@ -81,6 +85,7 @@ class Worker:
         self._unreadable = ""
         self._engine, self._hello, self._background = engine, hello, background
         self._checks = background.another(_CHECKS, "check")  # for which no job is to wait, nor they for one
+        self._previews = background.another(_PREVIEWS, "preview")
         self._jobs = Jobs(engine, background)
         self._sessions = ServedSessions(engine, background, lambda reply: self._replies.append(reply))
         self._compiling = {  # by base
@@ -151,6 +156,11 @@ class Worker:
                 checked = partial(self._checked, engine, command.ref, self._connection)
                 read = partial(read_beginning, engine, command.spec)
                 self._checks.do("checking the job", read, checked)
+            case PreviewJob():
+                engine = self._engine.bases[command.spec.base]
+                previewed = partial(self._previewed, engine, command.ref, self._connection)
+                read_job = partial(read_preview, engine, command.spec, command.records)
+                self._previews.do("looking at the job", read_job, previewed)
             case StartJob():
                 if not self.draining:  # else the next engine resumes it
                     self._jobs.start(command)
@@ -246,7 +256,7 @@ class Worker:
                 self._tokens.append(Token(command.id, fault=fault))
             case AddAdapter() | PinAdapter() | RemoveAdapter():
                 self._reply(command.ref, contained(error, "the adapter", AdapterError))
-            case CheckMethod() | CheckJob():
+            case CheckMethod() | CheckJob() | PreviewJob():
                 self._reply(command.ref, contained(error, "checking the job", ConfigError))
             case SessionCommand():
                 self._reply(command.ref, contained(error, "the session", JobError))
@@ -405,6 +415,20 @@ class Worker:
             error = None
         if connection == self._connection:
             self._reply(ref, error)
+
+    def _previewed(
+        self,
+        engine: Engine,
+        ref: int,
+        connection: int,
+        outcome: Outcome[tuple[JobPreview, PreparedJob | None]],
+    ) -> None:
+        if connection != self._connection:
+            return
+        if isinstance(outcome, CoserveError):
+            self._reply(ref, ConfigError(str(outcome)) if isinstance(outcome, InternalError) else outcome)
+        else:
+            self._replies.append(Reply(ref, preview=judge(engine, *outcome)))
 
     def _unload(self, command: RemoveAdapter) -> None:
         self._engine.adapters.unload(command.key)

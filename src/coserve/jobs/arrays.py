@@ -4,35 +4,44 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+import msgspec
+
 from coserve.errors import DataError
 from coserve.jobs.limits import ReadLimits
 
 # A whole string, or a character that has to do with structure. Nothing is scanned twice (`++`).
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["{}\[\],]', re.DOTALL)
 _REST_OF_TEXT: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_LONGEST_REST: Final = 2**16  # bytes of an object behind the list of records in it
 _WHITE: Final = b" \t\r\n"
 _OPEN, _CLOSE = frozenset(b"{["), frozenset(b"}]")
 
 
 class Elements:
     """Iterates over the elements of an array, given in `chunks`, as bytes. `place` is that of the last one,
-    "record 17, line 52": its number from 1, and the line where it begins.
+    "record 17, line 52": its number from 1, and the line where it begins. Before the array come the bytes of
+    its `wrapper`, the beginning of an object, which then goes on behind it.
 
     Takes time linear in the bytes. Brackets are counted, not matched: the element's decoder checks them.
     Raises DataError for what is no array, for an element that exceeds `limits`, and for more than `most`.
     """
 
-    def __init__(self, chunks: Iterator[bytes], name: str, limits: ReadLimits, most: int) -> None:
+    def __init__(
+        self, chunks: Iterator[bytes], name: str, limits: ReadLimits, most: int, wrapper: bytes = b""
+    ) -> None:
+        self._wrapper = wrapper
         self._chunks, self._name, self._longest, self._most = chunks, name, limits.longest, most
         self._number, self._line, self._before = 0, 1, 0
         self.place = ""
 
     def __iter__(self) -> Iterator[bytes]:
-        waiting = bytearray()  # begins with the element under way, or the array's own bracket
-        at = depth = 0
+        waiting = bytearray()  # begins with the element under way, or what is before the array
+        at, depth = len(self._wrapper), 0
         is_text = False
         for chunk in self._chunks:
             waiting += chunk
+            if not depth and len(waiting) < len(self._wrapper):
+                continue
             start = 0
             while True:
                 if is_text:
@@ -94,10 +103,25 @@ class Elements:
         return DataError(f"{self._name}, {self.place}: {said}")
 
     def _end(self, data: bytes) -> None:
-        """Raises DataError unless white space alone follows."""
+        """Raises DataError unless white space alone follows, or the rest of the wrapper."""
+        if self._wrapper:
+            self._end_wrapper(bytearray(data))
+            return
         while not data.strip(_WHITE):
             following = next(self._chunks, None)
             if following is None:
                 return
             data = following
         raise DataError(f"{self._name}: expected nothing after the list of records; found more")
+
+    def _end_wrapper(self, rest: bytearray) -> None:
+        for chunk in self._chunks:
+            rest += chunk
+            if len(rest) > _LONGEST_REST:
+                break
+        try:
+            msgspec.json.decode(self._wrapper + b"[]" + bytes(rest))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise DataError(
+                f"{self._name}: expected the object around the list of records to end after it; {error}"
+            ) from None

@@ -8,17 +8,19 @@ from typing import Any, Final
 import msgspec
 
 from coserve.errors import DataError
-from coserve.jobs.containers import Place, values
+from coserve.jobs.containers import Place, container_of, values
 from coserve.jobs.formats import KINDS, SETS, Record, expected
 from coserve.jobs.limits import ReadLimits
-from coserve.jobs.placed import placed
+from coserve.jobs.placed import Seen, placed
 
 _TOGETHER: Final = 2**18  # bytes of items that are sent at once
 ROW: Final = -1
-IGNORED: Final = -2
+FOUND: Final = -2
+IGNORED: Final = -3
 Item = tuple[Place, int, bytes]
-"""A place; the index of a record's class in `formats.KINDS`, `ROW`, or `IGNORED` for the last item, the keys
-of records that were not read; itself in msgpack."""
+"""A place; the index of a record's class in `formats.KINDS`, `ROW`, `FOUND` for the names of the container
+and the format, before the first record, or `IGNORED` for the last item, the keys of records that were not
+read; itself in msgpack."""
 
 
 def read(
@@ -30,26 +32,28 @@ def read(
     file, bounds = Path(path), ReadLimits(**limits)
     if what == "rows":
         return _batches(((place, ROW, row) for place, row in values(file, name, "", bounds)), name)
-    ignored: dict[str, None] = {}
+    seen = Seen()
     if what == "count":
-        return sum(1 for _ in _records(file, name, "any", bounds, ignored))
-    records = islice(_records(file, name, what, bounds, ignored), most)
-    return _batches(_items(records, ignored), name)
+        return sum(1 for _ in _records(file, name, "any", bounds, seen))
+    records = islice(_records(file, name, what, bounds, seen), most)
+    return _batches(_items(records, file, seen), name)
 
 
 def _items(
-    records: Iterator[tuple[Place, Record]], ignored: dict[str, None]
+    records: Iterator[tuple[Place, Record]], path: Path, seen: Seen
 ) -> Iterator[tuple[Place, int, object]]:
-    for place, record in records:
+    for number, (place, record) in enumerate(records):
+        if not number:
+            yield "", FOUND, [container_of(path), seen.format]
         yield place, KINDS.index(type(record)), record
-    yield "", IGNORED, list(ignored)
+    yield "", IGNORED, list(seen.ignored)
 
 
 def _records(
-    path: Path, name: str, what: str, limits: ReadLimits, ignored: dict[str, None]
+    path: Path, name: str, what: str, limits: ReadLimits, seen: Seen
 ) -> Iterator[tuple[Place, Record]]:
     formats = SETS[what]
-    return placed(values(path, name, expected(formats), limits), name, formats, limits, ignored)
+    return placed(values(path, name, expected(formats), limits), name, formats, limits, seen)
 
 
 def _batches(items: Iterator[tuple[Place, int, object]], name: str) -> Iterator[list[Item]]:

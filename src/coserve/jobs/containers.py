@@ -6,20 +6,22 @@
 | `.csv`, `.tsv` | table in UTF-8 (`tables.py`) | a row, by column | line |
 | `.parquet`, or a folder that `datasets` saved | columns (`columns.py`) | a row, by column | row |
 | anything else | JSONL in UTF-8 | a line's JSON | line |
-| anything else that begins with `[` | array in UTF-8 (`arrays.py`) | an element | record and line |
+| anything else that begins with `[`, or `{"data": [` | array (`arrays.py`) | an element | record and line |
 
-`.gz` after any but `.parquet` means that it is compressed. Reading is by the line, the row and the element,
-and bounded by `limits.py`.
+Text in UTF-16 with a byte order mark is read too. `.gz` after any but `.parquet` means that it is compressed.
+Reading is by the line, the row and the element, and bounded by `limits.py`.
 """
 
 import codecs
 import gzip
+import io
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 
@@ -35,15 +37,26 @@ Values = Iterator[tuple[Place, object | DataError]]
 """Places with a decoded value, or with the reason why there is none."""
 
 _HEAD: Final = 2**16  # bytes of a file's beginning, and of an array that are read at once
+# The beginning of an object whose key "data" has a list of objects, behind others with short values.
+_DATA: Final = re.compile(
+    rb'\s*+\{(?:\s*+"[^"\\]*+"\s*+:\s*+(?:"[^"\\]*+"|[\w.+-]++)\s*+,)*+\s*+"data"\s*+:\s*+(?=\[\s*\{)'
+)
+_ASKS: Final = frozenset(("prompt", "messages", "question"))
 # Other files by their first bytes, and advice for a person who has one.
 _FOREIGN: Final = {
-    codecs.BOM_UTF16_LE: "text in UTF-16: save it as UTF-8",
-    codecs.BOM_UTF16_BE: "text in UTF-16: save it as UTF-8",
+    codecs.BOM_UTF32_LE: "text in UTF-32: save it as UTF-8",
+    codecs.BOM_UTF32_BE: "text in UTF-32: save it as UTF-8",
     b"\x1f\x8b": "a gzip file: let its name end with .gz",
     b"\x28\xb5\x2f\xfd": "a Zstandard file: unpack it",
     b"PK\x03\x04": "a zip file or a workbook: unpack it, or save its sheet as CSV",
     b"PAR1\x15": "a Parquet file: let its name end with .parquet",
     b"ARROW1\0\0": "an Arrow file: save it as Parquet",
+}
+_CONTAINERS: Final = {
+    ".jsonl": "JSON lines",
+    ".txt": "a text of paragraphs",
+    ".csv": "a table",
+    ".tsv": "a table",
 }
 SUFFIXES: Final = (
     ".jsonl", ".jsonl.gz", ".txt", ".txt.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet",
@@ -73,15 +86,13 @@ def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
     suffix = suffix_of(path.name)
     try:
         with ExitStack() as stack:
+            head = _head(path)
             file = _opened(path, stack)
-            head = file.read(_HEAD)
-            file.seek(0)
-            is_array = head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
             for beginning, found in _FOREIGN.items():
                 if head.startswith(beginning):
                     raise DataError(f"{name}: expected UTF-8; found {found}")
-            if suffix.startswith(".jsonl") and is_array:
-                yield from _elements(file, path, name, expected, limits)
+            if suffix.startswith(".jsonl") and (wrapper := _wrapper(head)) is not None:
+                yield from _elements(file, path, name, expected, limits, wrapper)
                 return
             lines = _lines(file, path, name, limits)
             if suffix.startswith(".txt"):
@@ -92,15 +103,74 @@ def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
                 yield from _decoded(lines, name, expected)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{name}: expected a whole gzip file; {error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: expected UTF-16, as its first bytes say; {error.reason}") from None
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from error
 
 
+def container_of(path: Path) -> str:
+    """The name of a file's or folder's container, for people. Raises OSError."""
+    if has_columns(path):
+        return "a folder of datasets" if path.is_dir() else "Parquet"
+    suffix = suffix_of(path.name)
+    is_array = suffix.startswith(".jsonl") and _wrapper(_head(path)) is not None
+    kind = "a JSON array" if is_array else _CONTAINERS[suffix.removesuffix(".gz")]
+    return f"{kind}, compressed" if suffix.endswith(".gz") else kind
+
+
+def _wrapper(head: bytes) -> bytes | None:
+    """The bytes of a file before an array of objects that it consists of: none, or the beginning of an object
+    whose key "data" has them. None for other files, and for a line that is a record with such a key."""
+    text = head.removeprefix(codecs.BOM_UTF8)
+    if text.lstrip().startswith(b"["):
+        return b""
+    if (found := _DATA.match(text)) is None:
+        return None
+    try:
+        first = msgspec.json.decode(text.lstrip().partition(b"\n")[0])
+    except (msgspec.DecodeError, RecursionError):
+        return found[0]
+    return None if isinstance(first, dict) and _ASKS & first.keys() else found[0]
+
+
+def _head(path: Path) -> bytes:
+    """The beginning of a file as it is read: unpacked, and in UTF-8."""
+    with ExitStack() as stack:
+        return _opened(path, stack).read(_HEAD)
+
+
 def _opened(path: Path, stack: ExitStack) -> BinaryIO:
-    file = stack.enter_context(path.open("rb"))
-    if path.suffix.lower() != ".gz":
+    file: BinaryIO = stack.enter_context(path.open("rb"))
+    if path.suffix.lower() == ".gz":
+        file = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file)))
+    beginning = file.read(4)
+    file.seek(0)
+    is_utf32 = beginning.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE))
+    if is_utf32 or not beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return file
-    return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file)))
+    return stack.enter_context(io.BufferedReader(_FromUtf16(file), _HEAD))
+
+
+class _FromUtf16(io.RawIOBase):
+    """The bytes of a file in UTF-16 as UTF-8, without its byte order mark. Raises UnicodeDecodeError."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._decoder, self._left = file, codecs.getincrementaldecoder("utf-16")(), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            chunk = self._file.read(_HEAD)
+            self._left = self._decoder.decode(chunk, final=not chunk).encode()
+            if not chunk:
+                break
+        part = self._left[: len(buffer)]
+        buffer[: len(part)] = part
+        self._left = self._left[len(part) :]
+        return len(part)
 
 
 def _lines(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterator[tuple[int, str]]:
@@ -143,10 +213,14 @@ def _decoded(lines: Iterator[tuple[int, str]], name: str, expected: str) -> Valu
         is_first = False
 
 
-def _elements(file: BinaryIO, path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
-    """Values of an array. Raises DataError for a malformed one: where the next begins is not certain then."""
+def _elements(
+    file: BinaryIO, path: Path, name: str, expected: str, limits: ReadLimits, wrapper: bytes
+) -> Values:
+    """Values of an array, behind the bytes of its `wrapper`. Raises DataError for a malformed one: where the
+    next begins is not certain then."""
     size = path.stat().st_size
-    elements = Elements(_chunks(file, path, name, limits), name, limits, limits.most_rows(size))
+    chunks = _chunks(file, path, name, limits)
+    elements = Elements(chunks, name, limits, limits.most_rows(size), wrapper)
     for element in elements:
         place = elements.place
         try:

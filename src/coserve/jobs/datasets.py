@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, cast
 import msgspec
 
 from coserve.errors import DataError, InternalError, LimitExceeded
-from coserve.jobs.child import IGNORED, Item
+from coserve.jobs.child import FOUND, IGNORED, Item
 from coserve.jobs.columns import size_of
 from coserve.jobs.containers import Place, has_columns
 from coserve.jobs.formats import (
@@ -35,7 +35,7 @@ from coserve.jobs.formats import (
     with_known_keys,
 )
 from coserve.jobs.limits import LIMITS, ReadLimits
-from coserve.jobs.placed import placed
+from coserve.jobs.placed import Seen, placed
 from coserve.sandbox.pool import Cancellation, SandboxPool
 from coserve.sandbox.process import Sandbox
 
@@ -44,23 +44,42 @@ _MEMORY: Final = 3 * 2**30  # bytes of address space of a reader, of which pyarr
 _READERS: Final = 16  # at once; more wait
 # Of a beginning: records that are read whatever time they take, and seconds after which no more are.
 _LEAST: Final = 16
-_BEGINNING_SECONDS: Final = 5.0
+BEGINNING_SECONDS: Final = 5.0
 
 Source = str | Path | Iterable[Mapping[str, Any]]
 _R = TypeVar("_R", bound=Record)
 
 
 class Records(Iterator[_R]):
-    """Records of a source, one after another. `place` is that of the last one: "train.jsonl, line 7".
-    `ignored` has the keys of records that are not read, the first of them, once all records are."""
+    """Records of a source, one after another: all, or with `most` the beginning, at most so many and what is
+    asked for within `seconds`, 16 at least. `place` is that of the last one: "train.jsonl, line 7".
 
-    def __init__(self, records: Iterator[tuple[Place, _R]], name: str, ignored: Mapping[str, None]) -> None:
+    Once there are no more `seen` has the keys that were not read, and `is_whole` tells whether these were
+    all records.
+    """
+
+    def __init__(
+        self,
+        records: Iterator[tuple[Place, _R]],
+        name: str,
+        seen: Seen,
+        most: int | None,
+        seconds: float,
+    ) -> None:
         self.place = ""
-        self.ignored = ignored
-        self._records, self._name = records, name
+        self.seen, self.is_whole = seen, False
+        self._records, self._name, self._most = records, name, most
+        self._number, self._until = 0, time.monotonic() + seconds
 
     def __next__(self) -> _R:
-        place, record = next(self._records)
+        if self._most is not None and self._number >= _LEAST and time.monotonic() > self._until:
+            raise StopIteration
+        try:
+            place, record = next(self._records)
+        except StopIteration:
+            self.is_whole = self._most is None or self._number < self._most
+            raise
+        self._number += 1
         self.place = f"{self._name}, {place}"
         return record
 
@@ -71,41 +90,57 @@ def place_of(records: Iterable[object], number: int) -> str:
 
 
 def read(
-    source: Source, name: str | None = None, most: int | None = None, limits: ReadLimits = LIMITS
+    source: Source,
+    name: str | None = None,
+    most: int | None = None,
+    limits: ReadLimits = LIMITS,
+    seconds: float = BEGINNING_SECONDS,
 ) -> Records[SupervisedRecord]:
     """The records for supervised training of a file, or of dicts in the form of its lines. With `most` only
-    the beginning is read: so many records, or those that were read within five seconds, 16 at least.
+    the beginning is read: so many records, or those that were read within `seconds`, 16 at least.
 
     `name` is the source's name in errors, by default the file's name or "data". Raises DataError, which lists
     the first invalid records, at most three, once the first of them is reached.
     """
-    return cast(Records[SupervisedRecord], _records(source, name, "supervised", most, limits))
+    return cast(Records[SupervisedRecord], _records(source, name, "supervised", most, limits, seconds))
 
 
 def read_preferences(
-    source: Source, name: str | None = None, most: int | None = None, limits: ReadLimits = LIMITS
+    source: Source,
+    name: str | None = None,
+    most: int | None = None,
+    limits: ReadLimits = LIMITS,
+    seconds: float = BEGINNING_SECONDS,
 ) -> Records[PreferenceRecord]:
     """Preference pairs of a source, as `read` reads examples."""
-    return cast(Records[PreferenceRecord], _records(source, name, "preferences", most, limits))
+    return cast(Records[PreferenceRecord], _records(source, name, "preferences", most, limits, seconds))
 
 
 def read_labelled(
-    source: Source, name: str | None = None, most: int | None = None, limits: ReadLimits = LIMITS
+    source: Source,
+    name: str | None = None,
+    most: int | None = None,
+    limits: ReadLimits = LIMITS,
+    seconds: float = BEGINNING_SECONDS,
 ) -> Records[LabelledRecord]:
     """Labelled completions of a source, as `read` reads examples."""
-    return cast(Records[LabelledRecord], _records(source, name, "labelled", most, limits))
+    return cast(Records[LabelledRecord], _records(source, name, "labelled", most, limits, seconds))
 
 
 def read_prompts(
-    source: Source, name: str | None = None, most: int | None = None, limits: ReadLimits = LIMITS
+    source: Source,
+    name: str | None = None,
+    most: int | None = None,
+    limits: ReadLimits = LIMITS,
+    seconds: float = BEGINNING_SECONDS,
 ) -> Records[PromptRecord]:
     """Prompts with references of a source, as `read` reads examples."""
-    return cast(Records[PromptRecord], _records(source, name, "prompts", most, limits))
+    return cast(Records[PromptRecord], _records(source, name, "prompts", most, limits, seconds))
 
 
 def read_any(source: Source, name: str | None = None, limits: ReadLimits = LIMITS) -> Records[Record]:
     """Records of whichever kind the source has, as `read` reads examples."""
-    return _records(source, name, "any", None, limits)
+    return _records(source, name, "any", None, limits, BEGINNING_SECONDS)
 
 
 def count(
@@ -133,37 +168,30 @@ def parse(value: object, formats: tuple[Format, ...] = SUPERVISED) -> Record:
 
 
 def _records(
-    source: Source, name: str | None, what: str, most: int | None, limits: ReadLimits
+    source: Source, name: str | None, what: str, most: int | None, limits: ReadLimits, seconds: float
 ) -> Records[Record]:
-    ignored: dict[str, None] = {}
+    seen = Seen()
     if isinstance(source, str | Path):
         path = Path(source)
         name = name or path.name
-        found = _decoded(path, name, what, most, limits, ignored)
+        found = _decoded(path, name, what, most, limits, seen)
     else:
         name = name or "data"
         values = ((f"example {number}", value) for number, value in enumerate(source, 1))
-        found = islice(placed(values, name, SETS[what], limits, ignored), most)
-    return Records(found if most is None else _timely(found), name, ignored)
-
-
-def _timely(records: Iterator[tuple[Place, Record]]) -> Iterator[tuple[Place, Record]]:
-    """The records that are asked for in time."""
-    until = time.monotonic() + _BEGINNING_SECONDS
-    for number, record in enumerate(records, 1):
-        yield record
-        if number >= _LEAST and time.monotonic() > until:
-            return
+        found = islice(placed(values, name, SETS[what], limits, seen), most)
+    return Records(found, name, seen, most, seconds)
 
 
 def _decoded(
-    path: Path, name: str, what: str, most: int | None, limits: ReadLimits, ignored: dict[str, None]
+    path: Path, name: str, what: str, most: int | None, limits: ReadLimits, seen: Seen
 ) -> Iterator[tuple[Place, Record]]:
-    """Records that a sandbox reads, and in the end the keys that it ignored."""
+    """Records that a sandbox reads; `seen` is told what it found."""
     decoders = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
     for place, kind, data in _streamed(what, path, name, most, limits):
         if kind == IGNORED:
-            ignored.update(dict.fromkeys(msgspec.msgpack.decode(data)))
+            seen.ignored.update(dict.fromkeys(msgspec.msgpack.decode(data)))
+        elif kind == FOUND:
+            seen.container, seen.format = msgspec.msgpack.decode(data)
         else:
             yield place, decoders[kind].decode(data)
 

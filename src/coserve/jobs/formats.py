@@ -6,7 +6,7 @@
 | ShareGPT | `conversations` of {`from`, `value`}, `system`, `tools` | `ChatRecord` |
 | Alpaca | `instruction`, `input`, `output`, `system`, `history` | `ChatRecord` |
 | question and answer | `question`, `answer` | `ChatRecord` |
-| prompt and completion | `prompt`, `completion` | `CompletionRecord` |
+| prompt and completion | `prompt`, `completion` or `response` | `CompletionRecord` |
 | text | `text` | `TextRecord` |
 | preference | `prompt` or another name of it, or none; `chosen`, `rejected` | `PreferenceRecord` |
 | OpenAI's preference | `input`, `preferred_output`, `non_preferred_output` | `PreferenceRecord` |
@@ -21,6 +21,7 @@ reference. Keys may be in any letter case. The others' further keys are not read
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from coserve.errors import DataError
@@ -173,12 +174,12 @@ def _question(value: Mapping[str, Any]) -> ChatRecord:
     return ChatRecord((Message("user", question), Message("assistant", answer)))
 
 
-def _completion(value: Mapping[str, Any]) -> CompletionRecord | ChatRecord:
+def _completion(value: Mapping[str, Any], key: str = "completion") -> CompletionRecord | ChatRecord:
     """Text, or lists of messages, of which the completion alone is learned."""
     if isinstance(value["prompt"], list | tuple):
         asked = [_unlearned(turn) for turn in _asking(read_turns(value["prompt"], "prompt"), "prompt")]
-        return ChatRecord((*asked, *_answering(value, "completion")), read_tools(value))
-    return CompletionRecord(text_of(value, "prompt"), text_of(value, "completion"))
+        return ChatRecord((*asked, *_answering(value, key)), read_tools(value))
+    return CompletionRecord(text_of(value, "prompt"), text_of(value, key))
 
 
 def _text_record(value: Mapping[str, Any]) -> TextRecord:
@@ -334,10 +335,17 @@ def _keys(*names: str) -> frozenset[str]:
 _CHATS: Final = "chats in messages"
 _QUESTION: Final = frozenset(("question", "answer"))
 _COMPLETION: Final = _keys("prompt", "completion")
+_COMPLETIONS: Final = "prompts with completions"
 SUPERVISED: Final = (
     Format(_CHATS, _has("messages"), _chat, _keys("messages")),
     Format("ShareGPT conversations", _has("conversations"), _sharegpt, _keys("conversations", "system")),
-    Format("prompts with completions", _has("prompt", "completion"), _completion, _COMPLETION),
+    Format(_COMPLETIONS, _has("prompt", "completion"), _completion, _COMPLETION),
+    Format(
+        _COMPLETIONS,
+        _has("prompt", "response"),
+        partial(_completion, key="response"),
+        _keys("prompt", "response"),
+    ),
     Format("questions with answers", _has("question", "answer"), _question, _QUESTION),
     Format(
         "Alpaca instructions",

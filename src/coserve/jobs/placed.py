@@ -1,6 +1,7 @@
 """Records of decoded values, with their places; the first errors of a source are raised together."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from coserve.errors import DataError
@@ -13,6 +14,16 @@ _MOST_ERRORS: Final = 3
 _LOOKED_AT: Final = 1000  # records after the first error that are searched for further ones
 _NAMED_KEYS: Final = 20  # keys that are named
 _KEY_CHARACTERS: Final = 60  # characters of such a key
+
+
+@dataclass(slots=True)
+class Seen:
+    """Properties of a source: its container, the format of its records, and the keys of these that are not
+    read, the first of them."""
+
+    container: str = ""
+    format: str = ""
+    ignored: dict[str, None] = field(default_factory=dict)
 
 
 class _Errors:
@@ -46,10 +57,10 @@ class _Errors:
 
 
 def placed(
-    values: Values, name: str, formats: tuple[Format, ...], limits: ReadLimits, ignored: dict[str, None]
+    values: Values, name: str, formats: tuple[Format, ...], limits: ReadLimits, seen: Seen
 ) -> Iterator[tuple[Place, Record]]:
-    """Records of one of the formats, the first record's. Keys of records that are not read are added to
-    `ignored`, the first of them. Raises DataError, which lists the first invalid records, at most three, once
+    """Records of one of the formats, the first record's, which `seen` is told, as it is keys that are not
+    read. Raises DataError, which lists the first invalid records, at most three, once
     the first of them is reached."""
     errors = _Errors(name)
     first: tuple[Place, Format] | None = None
@@ -70,9 +81,10 @@ def placed(
             record = found.read(fields)
             if isinstance(record, PreferenceRecord):  # its prompt may come from texts
                 check_turns({"prompt": record.prompt}, limits.turns)
+            seen.format = found.name
             for key in found.ignored(fields):
-                if len(ignored) < _NAMED_KEYS:
-                    ignored[str(key)[:_KEY_CHARACTERS]] = None
+                if len(seen.ignored) < _NAMED_KEYS:
+                    seen.ignored[str(key)[:_KEY_CHARACTERS]] = None
         except DataError as error:
             errors.add(place, error)
         else:

@@ -12,7 +12,7 @@ from coserve.errors import DataError
 from coserve.jobs.limits import ReadLimits
 
 # Columns of text, which may hold messages too, and columns of lists, in any letter case.
-_TEXT_COLUMNS: Final = ("prompt", "completion", "chosen", "rejected")
+_TEXT_COLUMNS: Final = ("prompt", "completion", "response", "chosen", "rejected")
 _NESTED_COLUMNS: Final = ("messages", "conversations", "history", "preferred_output", "non_preferred_output")
 _DELIMITERS: Final = {",": "comma", ";": "semicolon", "\t": "tab"}
 _QUOTED: Final = re.compile(r'"[^"]*+"?')

@@ -332,6 +332,7 @@ class CostModel:
     _effective: list[float]  # weight times factor, by feature
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
+        self.is_measured = False  # else weights are assumed
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
         self.host = 0.0  # seconds from a step's planning to its tokens that its executor does not count
         self._hosts = 0  # steps that it is known from
@@ -396,6 +397,7 @@ class CostModel:
         relative = [[value / seconds for value in values] for values, seconds in rows]
         found = _solve(relative)
         self._start([found.get(index, weight) for index, weight in enumerate(self._effective)])
+        self.is_measured = True
         misses = [abs(self._computed(row) - 1.0) for row in relative]
         self.error = sum(misses) / len(misses)
 
@@ -480,6 +482,7 @@ class CostModel:
         """Restores parameters that another model has learned; they must be sound."""
         assert costs.is_sound, "no model has learned this"
         self._start([costs.measured[name] for name in NAMES])
+        self.is_measured = True
         self._weights = [costs.weights[name] for name in NAMES]
         self._factors.update(costs.factors)
         self._apply_factors()

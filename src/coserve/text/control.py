@@ -13,8 +13,9 @@ Text without such spellings is encoded by the tokenizer itself.
 import re
 import secrets
 import threading
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken
@@ -41,6 +42,18 @@ class Anchor(NamedTuple):
     start: int
     end: int
     place: int
+
+
+class TokenPlaces(Protocol):
+    """The places of a text's tokens among its characters."""
+
+    def token_to_chars(self, token: int, /) -> Sequence[int] | None:
+        """Start and end of a token; None for one that stands for no character."""
+        ...
+
+    def char_to_token(self, place: int, /) -> int | None:
+        """The token that has the character at this place."""
+        ...
 
 
 class ControlTokens:
@@ -84,6 +97,10 @@ class ControlTokens:
         `add_special_tokens` adds those that the tokenizer puts at the ends of every text. Raises DataError
         where the vocabulary itself maps a spelling to a control token.
         """
+        return self._encoded(text, add_special_tokens)[0]
+
+    def _encoded(self, text: str, add_special_tokens: bool = False) -> tuple[list[int], TokenPlaces]:
+        """Token ids as `ids` has them, and their places in the text that has no stand-ins."""
         copy, guards = self._copied()
         written = self.show(self._renamed(text, self._guard))
         encoded = copy.encode(written, add_special_tokens=add_special_tokens)
@@ -96,11 +113,15 @@ class ControlTokens:
                     "--allow-special-tokens"
                 )
             found.append(guards.get(id, id))
-        return found
+        return found, encoded
 
     def text_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; text that spells a control token is plain text."""
         return self.ids(self.hide(text), add_special_tokens)
+
+    def text_encoding(self, text: str) -> tuple[list[int], TokenPlaces]:
+        """Token ids as `text_ids` has them, and their places in `text`."""
+        return self._encoded(self.hide(text))
 
     def anchors(self, text: str, ids: list[int]) -> list[Anchor]:
         """The control tokens in a text that has these token ids, in order; none where it is not clear which
@@ -170,6 +191,16 @@ def text_ids(tokenizer: Tokenizer, text: str, allow_special_tokens: bool = False
     if not allow_special_tokens and (control := control_tokens(tokenizer)).spelled_in(text):
         return control.text_ids(text)
     return token_ids(tokenizer, text)
+
+
+def text_encoding(
+    tokenizer: Tokenizer, text: str, allow_special_tokens: bool = False
+) -> tuple[list[int], TokenPlaces | None]:
+    """Token ids as `text_ids` has them, and their places; None for a tokenizer that does not know these."""
+    if not allow_special_tokens and (control := control_tokens(tokenizer)).spelled_in(text):
+        return control.text_encoding(text)
+    encoded = tokenizer(text, add_special_tokens=False, verbose=False)
+    return list(encoded["input_ids"]), encoded.encodings[0] if tokenizer.is_fast else None
 
 
 def _any_of(spellings: list[str]) -> "re.Pattern[str] | None":

@@ -16,6 +16,7 @@ from coserve.core.ranges import (
 )
 from coserve.errors import ConfigError
 from coserve.train.example import LossOn
+from coserve.train.lengths import TooLong
 from coserve.train.rates import Schedule
 from coserve.train.save_policy import SavePolicy, SavePolicySetting, save_policy
 
@@ -40,7 +41,8 @@ class TrainingConfig:
     epsilon: float = 1e-8
     max_grad_norm: float | None = 1.0  # None does not clip
     seed: int = 0
-    max_length: int | None = None  # tokens an example is cut to; None cuts nothing
+    max_length: int | None = None  # most tokens of an example; None is what the model takes
+    too_long: TooLong = "error"  # what becomes of longer ones; plain texts are cut into pieces
     loss_on: LossOn = "assistant"  # or "all"
     rows: int = 2048
     keep: SavePolicySetting = SavePolicy.INPUTS  # or the bytes that a micro-batch's activations may take
@@ -64,5 +66,6 @@ class TrainingConfig:
         if self.max_grad_norm is not None:
             check_range("training.max_grad_norm", self.max_grad_norm, SMALLEST, math.inf)
         check_choice("training.schedule", self.schedule, get_args(Schedule))
+        check_choice("training.too_long", self.too_long, get_args(TooLong))
         check_choice("training.loss_on", self.loss_on, get_args(LossOn))
         object.__setattr__(self, "keep", save_policy(self.keep))  # a name stands for the setting

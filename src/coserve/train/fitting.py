@@ -102,12 +102,12 @@ def _changes(job: JobSize) -> Iterator[_Change]:
         return replace(job, config=replace(config, **fields))
 
     def cut(length: int) -> JobSize:
-        shorter = with_config(max_length=length, rows=min(config.rows, length + prompt))
+        shorter = with_config(max_length=length, too_long="truncate", rows=min(config.rows, length + prompt))
         return replace(shorter, lengths=[min(n, length) for n in job.lengths])
 
     def written(length: int) -> str:
         rows = min(config.rows, length + prompt)
-        return f"max_length={length}" + (f", rows={rows}" if rows < config.rows else "")
+        return f"max_length={length}, too_long=truncate" + (f", rows={rows}" if rows < config.rows else "")
 
     yield _Change(longest + prompt, config.rows - 1, lambda n: with_config(rows=n), "rows={}".format)
     if not job.is_session:

@@ -9,7 +9,8 @@ from coserve.jobs.datasets import place_of
 from coserve.jobs.formats import LabelledRecord
 from coserve.text.tokenizer import Tokenizer
 from coserve.train.example import IGNORED, Example, Prepared, digest
-from coserve.train.pairs import cut, encode_answers
+from coserve.train.lengths import Cutter, LengthLimit, cut
+from coserve.train.pairs import encode_answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +24,19 @@ class TokenAnswer:
 def prepare_labelled(
     answers: Iterable[TokenAnswer | LabelledRecord],
     tokenizer: Tokenizer | None,
-    max_length: int | None = None,
+    limit: LengthLimit = LengthLimit(),
     allow_special_tokens: bool = False,
 ) -> Prepared:
-    """Tokenizes records; token answers stay as they are. An example of the data is two of `Prepared`: the
-    answer, and the one before it in the data after the same prompt (before the first comes the last). With
-    the second ones a step estimates the divergence from the reference, as TRL does.
+    """Tokenizes records, token answers stay as they are, and applies the limit. An example of the data is two
+    of `Prepared`: the answer, and the one before it in the data after the same prompt (before the first comes
+    the last). With the second ones a step estimates the divergence from the reference, as TRL does.
 
-    Answers without a label are dropped. DataError names the place of one, or says that fewer than two are
-    left.
+    Answers without a label are left out, and all where fewer than two are left. DataError names the place of
+    a record.
     """
     kept: list[Example] = []
     desirable: list[bool] = []
-    truncated = dropped = 0
+    cutter = Cutter(limit)
     for number, answer in enumerate(answers, 1):
         try:
             made = (
@@ -45,27 +46,20 @@ def prepare_labelled(
             )
         except DataError as error:
             raise DataError(f"{place_of(answers, number)}: {error}") from error
-        example, is_cut = cut(made.example, max_length)
-        truncated += is_cut
-        if example.label_count:
+        for example in cutter.take((made.example,), place_of(answers, number)):
             kept.append(example)
             desirable.append(made.desirable)
-        else:
-            dropped += 1
     if len(kept) < 2:
-        raise DataError(
-            "expected at least two answers with tokens to learn, as KTO compares each prompt with the answer "
-            f"to another; found {len(kept)}, beside {dropped} without"
-        )
+        return Prepared((), cutter.counts)
     longest = max(map(len, kept))
     examples = [
         example
         for own, before in zip(kept, (kept[-1], *kept), strict=False)
-        for example in (own, cut(_mismatched(own, before), longest)[0])
+        for example in (own, cut(_mismatched(own, before), longest))
     ]
     found = hashlib.sha256(digest(examples).encode())
     found.update(bytes(desirable))
-    return Prepared(tuple(examples), truncated, dropped, found.hexdigest(), desirable=tuple(desirable))
+    return Prepared(tuple(examples), cutter.counts, digest=found.hexdigest(), desirable=tuple(desirable))
 
 
 def _tokens_of(

@@ -10,6 +10,7 @@ from coserve.jobs.messages import Message, Tools
 from coserve.text.chat import encode_chat, encode_prompt
 from coserve.text.tokenizer import Tokenizer
 from coserve.train.example import IGNORED, Example, Prepared, digest
+from coserve.train.lengths import Cutter, LengthLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,34 +24,24 @@ class TokenPair:
 def prepare_pairs(
     pairs: Iterable[TokenPair | PreferenceRecord],
     tokenizer: Tokenizer | None,
-    max_length: int | None = None,
+    limit: LengthLimit = LengthLimit(),
     allow_special_tokens: bool = False,
 ) -> Prepared:
-    """Tokenizes records; token pairs stay as they are. An example of the data is two of `Prepared`: the
-    preferred answer, then the other. Only tokens of the answers have labels.
+    """Tokenizes records, token pairs stay as they are, and applies the limit. An example of the data is two
+    of `Prepared`: the preferred answer, then the other. Only tokens of the answers have labels, and only
+    answers are cut.
 
-    Pairs of which an answer has no label left, or whose answers are equal, are dropped. DataError names the
-    place of one, or says that none is left.
+    Pairs of which an answer has no label left, or whose answers are equal, are left out. DataError names the
+    place of a record.
     """
-    kept: list[Example] = []
-    truncated = dropped = 0
+    kept, cutter = list[Example](), Cutter(limit)
     for number, pair in enumerate(pairs, 1):
         try:
             made = pair if isinstance(pair, TokenPair) else _tokens_of(pair, tokenizer, allow_special_tokens)
         except DataError as error:
             raise DataError(f"{place_of(pairs, number)}: {error}") from error
-        shortened = [cut(example, max_length) for example in (made.chosen, made.rejected)]
-        truncated += any(is_cut for _, is_cut in shortened)
-        chosen, rejected = (example for example, _ in shortened)
-        if chosen.label_count and rejected.label_count and chosen != rejected:
-            kept += [chosen, rejected]
-        else:
-            dropped += 1
-    if not kept:
-        raise DataError(
-            f"expected at least one pair of different answers; none of {dropped} has two with tokens to learn"
-        )
-    return Prepared(tuple(kept), truncated, dropped, digest(kept))
+        kept += cutter.take((made.chosen, made.rejected), place_of(pairs, number))
+    return Prepared(tuple(kept), cutter.counts, digest=digest(kept))
 
 
 def _tokens_of(
@@ -90,10 +81,3 @@ def _answer(
         for row, (token, learned) in enumerate(zip(tokens, wanted, strict=True))
     ]
     return Example(tuple(tokens), (*labels[1:], IGNORED))
-
-
-def cut(example: Example, most: int | None) -> tuple[Example, bool]:
-    """The example's first `most` tokens, and whether that is less than all of it."""
-    if most is None or len(example) <= most:
-        return example, False
-    return Example(example.tokens[:most], (*example.labels[: most - 1], IGNORED)), True

@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 
-from coserve.errors import DataError
+from coserve.errors import ConfigError, DataError
 from coserve.jobs.datasets import place_of
 from coserve.jobs.formats import PromptRecord
 from coserve.text.chat import encode_prompt
 from coserve.text.tokenizer import Tokenizer
 from coserve.train.example import IGNORED, Example, Prepared, digest
 from coserve.train.grading.graders import Grader
+from coserve.train.lengths import CUT_PROMPT, Cutter, LengthLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,18 @@ def prepare_prompts(
     prompts: Iterable[TokenPrompt | PromptRecord],
     tokenizer: Tokenizer | None,
     grader: Grader,
-    max_length: int | None = None,
+    limit: LengthLimit = LengthLimit(),
     allow_special_tokens: bool = False,
 ) -> Prepared:
-    """Tokenizes records; token prompts stay as they are. Examples have no labels. Prompts of more than
-    `max_length` tokens are dropped: cut ones would ask something else. DataError names the place of a
-    record that the grader cannot grade, or says that none is left.
+    """Tokenizes records, token prompts stay as they are, and applies the limit. Examples have no labels.
+    DataError names the place of a record that the grader cannot grade. Raises ConfigError for a limit that
+    cuts.
     """
+    if limit.too_long == "truncate":
+        raise ConfigError(CUT_PROMPT.format(limit.names.too_long))
     kept: list[Example] = []
     references: list[Mapping[str, Any]] = []
-    dropped = 0
+    cutter = Cutter(limit)
     for number, prompt in enumerate(prompts, 1):
         try:
             made = (
@@ -48,16 +51,12 @@ def prepare_prompts(
             grader.check(made.reference)
         except DataError as error:
             raise DataError(f"{place_of(prompts, number)}: {error}") from error
-        if not made.tokens or (max_length is not None and len(made.tokens) > max_length):
-            dropped += 1
-            continue
-        kept.append(Example(made.tokens, (IGNORED,) * len(made.tokens)))
-        references.append(made.reference)
-    if not kept:
-        raise DataError(f"expected at least one prompt; all {dropped} are longer than max_length, or empty")
+        if cutter.take_prompt(len(made.tokens), place_of(prompts, number)):
+            kept.append(Example(made.tokens, (IGNORED,) * len(made.tokens)))
+            references.append(made.reference)
     found = hashlib.sha256(digest(kept).encode())
     found.update(msgspec.json.encode([dict(one) for one in references], order="deterministic"))
-    return Prepared(tuple(kept), 0, dropped, found.hexdigest(), tuple(references))
+    return Prepared(tuple(kept), cutter.counts, digest=found.hexdigest(), references=tuple(references))
 
 
 def _tokens_of(record: PromptRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool) -> TokenPrompt:

@@ -100,7 +100,8 @@ class CheckMethod(WireMessage, frozen=True):
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """A requested fine-tuning job, as paths and settings.
 
-    `data` and `validation` are checked JSONL or text files; checkpoints are written under `folder`, one after
+    `data` and `validation` are checked files of training data, which errors call by their names
+    (`data_name`, `validation_name`); checkpoints are written under `folder`, one after
     every `every` optimizer steps. `options` are fields of TrainingConfig, `method` of an adapter method's
     settings (`adapters.settings`), or of several. `start_from` is the folder of an adapter to continue from.
     With `keep_best` the job's result is its checkpoint with the lowest validation loss, and with `patience`
@@ -127,6 +128,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     threshold: float = 0.0
     validated: dict[int, float] = {}
     base: str = BASE
+    data_name: str | None = None
+    validation_name: str | None = None
 
 
 class CheckJob(WireMessage, frozen=True):
@@ -137,6 +140,15 @@ class CheckJob(WireMessage, frozen=True):
 
     ref: int
     spec: JobSpec
+
+
+class PreviewJob(WireMessage, frozen=True):
+    """Has a job read, and looked at, that is not created; a `Reply` with `ref` and a `preview` follows.
+    `records` is the number of its file's records, which are not all read where that takes long."""
+
+    ref: int
+    spec: JobSpec
+    records: int | None = None
 
 
 class StartJob(WireMessage, frozen=True):
@@ -232,9 +244,9 @@ class Drain(WireMessage, frozen=True):
 
 
 Command = (
-    Submit | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | StartJob | StopJob
-    | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining | LoadTraining | CloseTraining
-    | Acknowledge | Drain
+    Submit | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | PreviewJob
+    | StartJob | StopJob | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining | LoadTraining
+    | CloseTraining | Acknowledge | Drain
 )  # fmt: skip
 
 # Engine to server
@@ -317,15 +329,68 @@ class Token(WireMessage, frozen=True):
     alternative: int = 0
 
 
+class TokenCounts(msgspec.Struct, frozen=True):
+    """Lengths of examples in tokens. `quantiles` are by name (p50), the `histogram` has the first and the
+    last length of each bin, and how many there are."""
+
+    total: int
+    least: int
+    most: int
+    quantiles: dict[str, int]
+    histogram: tuple[tuple[int, int, int], ...]
+
+
+class TextPiece(msgspec.Struct, frozen=True):
+    """A stretch of an example's text, and whether it is trained."""
+
+    text: str
+    trained: bool
+
+
+class JobPreview(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job that is not created, as it would be, and the `fault` for which it would be refused.
+
+    Its data are `records` in a `container`, all of them if `is_whole`, with lengths of `tokens`; `over` are
+    longer than the `limit`, the longest is at `longest_place`. Counts of what became of them are as in
+    `JobStarted`, with so many `examples` left. `first` is the first one as it is rendered; of a pair
+    `rejected` is the other answer. `steps`, `seconds` and bytes of `memory`, of `memory_room`, are expected;
+    None where that is not known.
+    """
+
+    fault: Fault | None = None
+    container: str = ""
+    format: str = ""
+    records: int = 0
+    is_whole: bool = True
+    tokens: TokenCounts | None = None
+    limit: int | None = None
+    over: int = 0
+    longest_place: str = ""
+    truncated: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    split: int = 0
+    pieces: int = 0
+    examples: int = 0
+    ignored: tuple[str, ...] = ()
+    first: tuple[TextPiece, ...] = ()
+    rejected: tuple[TextPiece, ...] = ()
+    steps: int = 0
+    seconds: float | None = None
+    memory: int | None = None
+    memory_room: int | None = None
+
+
 class Reply(WireMessage, frozen=True):
     """Outcome of a command with a `ref`. Those of a session say what it came to: a pass its `output`, an
-    optimizer step what was `updated`, others what they are `said` to say."""
+    optimizer step what was `updated`, others what they are `said` to say; of a job there is a `preview`."""
 
     ref: int
     fault: Fault | None = None
     output: PassOutput | None = None
     updated: Updated | None = None
     said: str = ""
+    preview: JobPreview | None = None
 
 
 class JobWaiting(WireMessage, frozen=True):
@@ -366,6 +431,10 @@ class JobStarted(WireMessage, frozen=True):
     batch_size: int
     learning_rate: float
     ignored: tuple[str, ...] = ()  # keys of the data's records that are not read
+    # Of the data's examples that are too long: those left out, and texts that were cut into so many pieces.
+    skipped: int = 0
+    split: int = 0
+    pieces: int = 0
 
 
 class JobStep(WireMessage, frozen=True):

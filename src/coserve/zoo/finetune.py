@@ -21,7 +21,9 @@ from coserve.core.ranges import BELOW_ONE, MOST_COUNT, SMALLEST, check_range
 from coserve.errors import ConfigError, LossNotFinite
 from coserve.jobs.datasets import read
 from coserve.text.tokenizer import load_tokenizer
-from coserve.train.example import IGNORED, Example, check_fit, epochs, prepare, steps_per_epoch
+from coserve.train.example import IGNORED, Example, check_tokens, epochs, steps_per_epoch
+from coserve.train.lengths import Names, TooLong, check_lengths_of, limit_of
+from coserve.train.records import prepare
 from coserve.zoo.adding import add
 from coserve.zoo.chain import model_of
 from coserve.zoo.components import Architecture
@@ -138,8 +140,12 @@ def _examples(
     folder: Path, data: Path, model: PreTrainedModel, settings: FullFineTuning
 ) -> Sequence[Example]:
     text = model.config.get_text_config()
-    prepared = prepare(read(data), load_tokenizer(folder), max_length=settings.max_length)
-    check_fit(prepared, int(getattr(text, "max_position_embeddings", None) or 1 << 30), int(text.vocab_size))
+    positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
+    too_long: TooLong = "error" if settings.max_length is None else "truncate"
+    limit = limit_of(settings.max_length, too_long, positions, names=Names("max_length", None))
+    prepared = prepare(read(data), load_tokenizer(folder), limit=limit)
+    check_lengths_of(prepared, limit)
+    check_tokens(prepared, int(text.vocab_size))
     return prepared.examples
 
 

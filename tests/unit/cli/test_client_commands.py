@@ -225,6 +225,99 @@ def test_finetune_waits_for_the_engine_then_uploads_creates_and_follows(
     }
 
 
+CHECKED: dict[str, Any] = {
+    "valid": True,
+    "error": None,
+    "filename": "data.jsonl",
+    "container": "JSON lines",
+    "format": "chats in messages",
+    "records": {"total": 30, "read": 16, "all_read": False},
+    "tokens": {
+        "total": 600, "min": 10, "p50": 20, "p90": 40, "p99": 80, "max": 90,
+        "histogram": [{"from": 10, "to": 49, "count": 28}, {"from": 50, "to": 89, "count": 2}],
+    },
+    "examples": {"trained": 27, "truncated": 0, "skipped": 2, "dropped": 1},
+    "too_long": {
+        "count": 2, "limit": 64, "setting": "skip", "longest": "data.jsonl, line 7", "split_texts": 1,
+        "pieces": 4,
+    },
+    "ignored": ["id", "source"],
+    "first_example": [{"text": "user: Hi [b]", "trained": False}, {"text": "Hello", "trained": True}],
+    "first_rejected": None,
+    "steps": 81,
+    "expected_seconds": 125.0,
+    "memory": {"needed": 2**20, "available": 2**30},
+}  # fmt: skip
+
+
+def test_a_check_creates_nothing_and_tells_what_the_job_would_be(
+    run: Run, stub: Stub, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "x"}\n')
+    stub.answers = {
+        "GET /v1/models": MODELS,
+        "POST /v1/files": [{"id": "file-1"}, {"id": "file-2"}],
+        "DELETE /v1/files/file-1": {"deleted": True},
+        "DELETE /v1/files/file-2": {"deleted": True},
+        "POST /v1/fine_tuning/validate": CHECKED,
+    }
+    flags = ["--check", "--too-long", "skip", "--max-length", "64", "--validation-file", str(data)]
+    shown = run("finetune", str(data), *flags).stdout.splitlines()
+    assert stub.body("POST /v1/fine_tuning/validate") == {
+        "model": "base",
+        "training_file": "file-1",
+        "validation_file": "file-2",
+        "optimizer": {"max_length": 64, "too_long": "skip"},
+    }
+    assert stub.requests()[-2:] == ["DELETE /v1/files/file-1", "DELETE /v1/files/file-2"]
+    assert f"POST {JOBS}" not in stub.requests()
+    assert shown[0] == (
+        "data.jsonl: JSON lines, chats in messages, 30 records, of which 16 were read for this"
+    )
+    assert shown[1] == "tokens: 600 in all; of one min 10, p50 20, p90 40, p99 80, max 90"
+    assert shown[2:4] == [f"  10-49  {'#' * 40} 28", "  50-89  ### 2"]
+    assert shown[4:12] == [
+        "examples: 27 to train on",
+        "  2 are longer than 64 tokens; the longest is data.jsonl, line 7",
+        "  2 are left out: too long",
+        "  1 is left out: nothing to learn",
+        "  1 is plain text and too long, cut into 4 pieces",
+        "not read: id, source",
+        "optimizer steps: 81; expected: about 2 min 05 s if nothing else runs",
+        "memory: 1 MiB of 1 GiB",
+    ]
+    assert shown[-1] == "user: Hi [b][[Hello]]"
+    stub.answers["POST /v1/files"] = {"id": "file-1"}
+    assert json.loads(run("finetune", str(data), "--check", "--json").stdout) == CHECKED
+
+
+def test_a_check_of_a_job_that_would_be_refused_is_status_1(run: Run, stub: Stub, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "x"}\n')
+    said = "2 of 9 are longer than optimizer.max_length 9: optimizer.too_long 'skip' leaves such examples out"
+    refused = {**CHECKED, "valid": False, "error": {"code": "x", "message": said, "param": "training_file"}}
+    unknown = {"expected_seconds": None, "memory": None, "tokens": None}
+    stub.answers = {
+        "GET /v1/models": MODELS,
+        "POST /v1/files": {"id": "file-1"},
+        "DELETE /v1/files/file-1": {"deleted": True},
+        "POST /v1/fine_tuning/validate": {**refused, **unknown},
+        f"POST {JOBS}": (400, {"error": {"message": said}}),
+    }
+    result = run("finetune", str(data), "--check")
+    assert (
+        result.exit_code == 1 and "expected: unknown" in result.stdout and "memory: unknown" in result.stdout
+    )
+    told = "2 of 9 are longer than --max-length 9: --too-long 'skip' leaves such examples out"
+    assert result.stdout.splitlines()[-1] == f"refused: {told}"
+    stub.answers["POST /v1/fine_tuning/validate"] = (404, {"error": {"message": "no model"}})
+    assert str(run("finetune", str(data), "--check", fails=True).exception) == "no model"
+    assert stub.requests()[-1] == "DELETE /v1/files/file-1"
+    error = run("finetune", str(data), "--max-length", "9", fails=True).exception
+    assert isinstance(error, ServerError) and str(error) == told
+
+
 GRADER = {"type": "regex", "pattern": "a+"}
 METHODS: dict[str, tuple[list[str], Any]] = {
     "dpo": (

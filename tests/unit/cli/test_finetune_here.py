@@ -60,6 +60,17 @@ def test_an_adapter_is_trained_measured_and_written(tmp_path: Path, model: Path)
             refused = CliRunner().invoke(app, [*options, *wrong])
             assert refused.exit_code and not output.exists()
             assert re.search(reason, str(refused.exception)), refused.exception
+        asked = [one for one in options if one not in ("--output", str(output))]
+        checked = CliRunner().invoke(app, [*asked, *base, *measured, "--epochs", "2", "--check", "--json"])
+        assert checked.exit_code == 0, checked.output
+        told = json.loads(checked.output)
+        assert told["valid"] and told["steps"] == 4 and told["records"]["total"] == 4
+        assert told["format"] == "prompts with completions" and told["first_example"][-1]["trained"]
+        long = [*asked, *base, "--check", "--max-length", "2"]
+        refused = CliRunner().invoke(app, long)
+        assert refused.exit_code == 1 and not output.exists()
+        assert "refused: 4 of 4 examples are longer than --max-length 2; " in refused.output
+        assert "--too-long 'skip' leaves such examples out" in refused.output
         done = CliRunner().invoke(app, [*options, *base, *measured, "--epochs", "2"])
         assert done.exit_code == 0, done.output
     assert "step 1/4" in done.output and "step 4/4" in done.output and str(output) in done.output

@@ -173,11 +173,15 @@ def test_settings_that_are_named_do_fit_and_larger_ones_do_not(fixed: int, neede
             fields = {
                 key: int(value) + (more if key != "rows" or "max_length" not in settings else 0)
                 for key, value in settings.items()
-                if key != "keep"
+                if key not in ("keep", "too_long")
             }
             rank = fields.pop("rank", 16)
             keep = SavePolicy(settings.get("keep", "everything"))
-            training = TrainingConfig(**{"batch_size": 4, "rows": 256, "keep": keep, **fields})
+            assert ("too_long" in settings) is ("max_length" in settings)
+            training = TrainingConfig(
+                **{"batch_size": 4, "rows": 256, "keep": keep, **fields},
+                too_long="truncate" if settings.get("too_long") == "truncate" else "error",
+            )
             if fits:
                 start(engine, "one", training, rank).cancel()
             elif change != "keep=inputs":

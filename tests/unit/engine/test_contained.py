@@ -11,7 +11,17 @@ from coserve.core.request import FinishReason
 from coserve.engine import jobs as jobs_module
 from coserve.engine import worker as worker_module
 from coserve.errors import AdapterError, JobError
-from coserve.wire.messages import AddAdapter, CheckJob, CheckMethod, Command, JobEnded, JobSpec, Reply, Token
+from coserve.wire.messages import (
+    AddAdapter,
+    CheckJob,
+    CheckMethod,
+    Command,
+    JobEnded,
+    JobSpec,
+    PreviewJob,
+    Reply,
+    Token,
+)
 from desk import Desk, ask, job, write_data
 from models import tiny, with_lora
 
@@ -74,6 +84,8 @@ COMMANDS: dict[str, tuple[Any, str, Command]] = {
     "naming an adapter": (None, "add_stored", AddAdapter(5, "x", "/nowhere")),
     "a method": (worker_module, "settings_of", CheckMethod(5, {})),
     "a job": (worker_module, "read_beginning", CheckJob(5, JobSpec("j", "/nowhere", ""))),
+    "a preview": (worker_module, "read_preview", PreviewJob(5, JobSpec("j", "/nowhere", ""))),
+    "judging a preview": (worker_module, "judge", PreviewJob(5, JobSpec("j", "/nowhere", ""))),
 }
 
 

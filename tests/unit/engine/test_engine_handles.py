@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,8 +227,12 @@ def test_calibration_leaves_nothing_behind(tmp_path: Path, own: object) -> None:
 
 
 def test_a_job_says_how_many_examples_were_cut_and_what_was_not_read(engine: Engine) -> None:
-    data = [{"text": "abc", "id": 1}, {"text": "abcdefghij"}, {"text": "jihgfedcba"}]
-    job = engine.finetune(data, "cut", training=TrainingConfig(max_length=6, max_steps=1))
-    assert (job.truncated, job.dropped, job.ignored) == (2, 0, ("id",))
+    data = [{"prompt": "a", "completion": "bc", "id": 1}, {"prompt": "ab", "completion": "cdefghij"}]
+    cut = TrainingConfig(max_length=6, max_steps=1, too_long="truncate")
+    job = engine.finetune(data, "cut", training=cut)
+    assert (job.truncated, job.skipped, job.dropped, job.ignored) == (1, 0, 0, ("id",))
+    job.cancel()
+    job = engine.finetune(data, "cut", training=replace(cut, too_long="skip"))
+    assert (job.truncated, job.skipped, job.dropped) == (0, 1, 0)
     job.cancel()
     engine.run()

@@ -70,12 +70,15 @@ def test_prompts_of_another_kind(engine: Engine, prompt: Any) -> None:
     [
         (
             lambda: [Example((1,) * 65, (1,) * 65)],
-            "^example 1 has 65 tokens, the most of 1 among 1 examples that are longer than the model's 64",
+            "^1 of 1 example is longer than the model's 64 positions; the longest, example 1, has 65 tok",
         ),
         (lambda: [Example((1, 10**6), (2, 3))], "example 1 has a token"),
         (lambda: [Example((1, 2), (2, 10**6))], "example 1 has a token"),
         (lambda: [Example((1, -2), (2, 3))], "example 1 has a token"),
-        (lambda: [Example((1, 2), (-100, -100))], "at least one example with a token to learn"),
+        (
+            lambda: [Example((1, 2), (-100, -100))],
+            "none of 1 example is left to train on: 1 has nothing to learn",
+        ),
         (lambda: [Example((1, 2), (2,))], "a label for each"),
         (lambda: [Example((), ())], "a label for each"),
     ],
@@ -88,8 +91,8 @@ def test_examples(engine: Engine, make: Callable[[], list[Example]], said: str) 
 
 def test_token_examples_are_cut_and_counted(engine: Engine) -> None:
     data = [Example(tuple(range(1, 51)), (*range(2, 51), -100)), Example((1, 2), (-100, -100))]
-    prepared = engine.prepare(data, TrainingConfig(max_length=10))
-    assert (prepared.truncated, prepared.dropped) == (1, 1)
+    prepared = engine.prepare(data, TrainingConfig(max_length=10, too_long="truncate"))
+    assert (prepared.counts.truncated, prepared.counts.dropped) == (1, 1)
     assert prepared.examples == (Example(tuple(range(1, 11)), (*range(2, 11), -100)),)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coserve.engine.reading import read_data
+from coserve.engine.reading import Reading, read_data
 from coserve.errors import ConfigError, DataError
 from coserve.text import Text
 from coserve.train.config import TrainingConfig
@@ -56,8 +56,11 @@ def test_files_and_records_of_each_objective(name: str, tmp_path: Path) -> None:
     objective, config, text = objective_of(OBJECTIVES[name]), TrainingConfig(), Text(letter_tokenizer())
     file = tmp_path / "data.jsonl"
     file.write_text(f"{json.dumps(RECORDS[name])}\n" * 3)
-    found = read_data(file, config, objective, text, most=2)
-    assert found == read_data([RECORDS[name]] * 2, config, objective, text)
+    found = read_data(file, config, objective, text, reading=Reading(most=2))
+    held = read_data([RECORDS[name]] * 2, config, objective, text)
+    assert (found.examples, found.digest) == (held.examples, held.digest)
+    assert (found.container, found.is_whole) == ("JSON lines", False) and found.format
+    assert (held.container, held.is_whole, held.format) == ("", True, found.format)
     assert len(found.examples) == 2 * objective.group
     assert found.references == (({"answer": "yes"},) * 2 if name == "reinforcement" else ())
     assert len(read_data([TOKENS[name]] * 2, config, objective, None).examples) == 2 * objective.group
@@ -121,6 +124,8 @@ def test_only_the_first_records_are_read(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(f"{json.dumps(CHAT)}\n" * 2 + "{broken\n")
     text = Text(letter_tokenizer())
-    assert len(read_data(file, TrainingConfig(), objective_of("supervised"), text, most=2).examples) == 2
-    with pytest.raises(DataError, match="line 3"):
-        read_data(file, TrainingConfig(), objective_of("supervised"), text, most=3)
+    objective = objective_of("supervised")
+    found = read_data(file, TrainingConfig(), objective, text, reading=Reading(most=2))
+    assert len(found.examples) == 2 and not found.is_whole
+    with pytest.raises(DataError, match=r"^mine\.jsonl, line 3"):
+        read_data(file, TrainingConfig(), objective, text, reading=Reading(most=3, name="mine.jsonl"))

@@ -24,6 +24,7 @@ from coserve.wire.messages import (
     JobSpec,
     JobStarted,
     JobWaiting,
+    PreviewJob,
     Reply,
     StartJob,
     StopJob,
@@ -145,6 +146,24 @@ def test_a_job_is_checked_before_it_is_taken_on(desk: Desk, data: Path, rank: in
         assert reply.fault.kind == "OutOfMemory" and "it would fit with rank=" in reply.fault.text
 
 
+@pytest.mark.parametrize("rank", [2, 4000])
+def test_a_job_is_looked_at_without_being_taken_on(desk: Desk, data: Path, rank: int) -> None:
+    spec = JobSpec("j", str(data), "", OPTIONS, {**METHOD, "rank": rank}, data_name="mine.jsonl")
+    desk.worker.take(PreviewJob(7, spec, 30))
+    desk.until(lambda: desk.replies)
+    (reply,) = desk.replies
+    found = reply.preview
+    assert reply.ref == 7 and reply.fault is None and found is not None and found.examples and found.steps
+    assert (found.fault is None) == (found.memory is not None) == (rank == 2)
+    assert found.fault is None or found.fault.kind == "OutOfMemory"
+    desk.worker.take(PreviewJob(8, JobSpec("j", str(data.parent / "x"), "", OPTIONS, data_name="mine.jsonl")))
+    desk.until(lambda: len(desk.replies) == 2)
+    missing = desk.replies[1].preview
+    assert missing is not None and missing.fault is not None
+    assert missing.fault.text == "mine.jsonl: cannot be read (No such file or directory)"
+    assert not desk.engine.jobs
+
+
 @pytest.mark.parametrize(
     ("method", "said"),
     [
@@ -175,14 +194,15 @@ LONG = {"text": "x" * 300}
         ("dpo", [PAIR, COMPLETION], None, "DataError", "train.jsonl, line 2: expected .* found \"prompt\""),
         ("supervised", [PAIR], None, "DataError", "train.jsonl, line 1: .* are for preference training"),
         ("supervised", [], None, "DataError", "train.jsonl: expected at least one example"),
-        ("supervised", [LONG], None, "DataError", "example 1 has .* tokens"),
+        ("supervised", [COMPLETION, {**COMPLETION, "completion": "x" * 300}], None, "DataError",
+         "^1 of 2 examples is longer than the .*; the longest, train.jsonl, line 2, has .*: optimizer.too_l"),
         ("supervised", [COMPLETION], [PAIR], "ValidationDataError",
          "validation valid.jsonl, line 1: .* are for preference training"),
         ("dpo", [PAIR], [COMPLETION], "ValidationDataError", "validation valid.jsonl, line 1: expected"),
         ("supervised", [COMPLETION], [], "ValidationDataError", "validation valid.jsonl: expected at least"),
         ("supervised", [COMPLETION], [LONG], "ValidationDataError", "validation example 1 has"),
         ("supervised", [COMPLETION] * 513 + [PAIR], [COMPLETION], None, ""),
-        ("kto", [{**COMPLETION, "label": True}], None, "DataError", "at least two answers"),
+        ("kto", [{**COMPLETION, "label": True}], None, "DataError", "only one of 1 example is left"),
     ],
 )  # fmt: skip
 def test_data_of_another_kind_is_told_before_a_job_is_taken_on(

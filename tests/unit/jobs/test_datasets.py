@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs import datasets
 from coserve.jobs.datasets import parse, read, read_any, read_labelled, read_preferences, read_prompts
 from coserve.jobs.formats import (
     ChatRecord,
@@ -318,9 +317,8 @@ def test_a_record_has_bounds() -> None:
         list(read([{"messages": turns}], limits=ReadLimits(characters=19)))
 
 
-def test_a_beginning_is_read_for_some_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beginning_is_read_for_some_seconds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\n\n" * 1000)
     assert len(list(read(tmp_path / "a.txt", most=500))) == 500
-    monkeypatch.setattr(datasets, "_BEGINNING_SECONDS", 0.0)
-    assert len(list(read(tmp_path / "a.txt", most=500))) == 16
+    assert len(list(read(tmp_path / "a.txt", most=500, seconds=0.0))) == 16
     assert len(list(read(tmp_path / "a.txt"))) == 1000

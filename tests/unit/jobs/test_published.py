@@ -57,7 +57,7 @@ def test_an_array_is_cut_into_its_elements(step: int) -> None:
         (b'[{"text": "a"},\n{"text": "\xff"}]', "a.json, record 2, line 2: expected UTF-8; found byte 0xff"),
         (" [ ]", "a.json: expected at least one example; found none"),
         ('{\n "text": "a"\n}', "a.json, line 1: expected whole objects, one in each"),
-        ('{"text": "a"}'.encode("utf-16"), "a.json: expected UTF-8; found text in UTF-16: save"),
+        ('{"text": "a"}'.encode("utf-32"), "a.json: expected UTF-8; found text in UTF-32: save"),
         (gzip.compress(b"x", mtime=0), "a.json: expected UTF-8; found a gzip file: let its name end"),
         (b"PK\x03\x04aaaa", "a.json: expected UTF-8; found a zip file or a workbook: unpack"),
     ],
@@ -284,9 +284,90 @@ def test_records_that_show_something_are_refused(beside: dict[str, Any], asked: 
 
 def test_keys_that_are_not_read_are_named_once() -> None:
     records = read([{"messages": [ASKED, SAID], "id": n, "images": None, "x": None} for n in range(3)])
-    assert len(list(records)) == 3 and list(records.ignored) == ["id"]
+    assert len(list(records)) == 3 and list(records.seen.ignored) == ["id"]
     many = read([{"text": "a", **{f"{n}" + "k" * 100: 1 for n in range(50)}}])
-    assert len(list(many)) == 1 and len(many.ignored) == 20 and max(map(len, many.ignored)) == 60
+    assert len(list(many)) == 1 and len(many.seen.ignored) == 20 and max(map(len, many.seen.ignored)) == 60
     prompts = read_prompts([{"prompt": "Hi", "id": 1}])
-    assert len(list(prompts)) == 1 and not prompts.ignored  # a grader may read it
+    assert len(list(prompts)) == 1 and not prompts.seen.ignored  # a grader may read it
     assert list(read([{"text": "<image> is a tag"}])) == [TextRecord("<image> is a tag")]
+
+
+# Other encodings, wrapped arrays, and other names
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_text_in_utf16_is_read_as_text_in_utf8(tmp_path: Path, encoding: str, packed: str) -> None:
+    mark = "" if encoding == "utf-16" else "\ufeff"
+    texts = {
+        "a.jsonl": '{"text": "é\u0a0a🚀"}\n{"text": "b"}\n' * 2000,
+        "a.json": '[{"text": "é\u0a0a🚀"},\n{"text": "b"}' + ', {"text": "c"}' * 3998 + "]",
+        "a.csv": "text;id\r\né\u0a0a🚀;1\r\n" + "b;2\r\n" * 3999,
+        "a.txt": "é\u0a0a🚀\n\n" + "b\n\n" * 3999,
+    }
+    for name, text in texts.items():
+        data = (mark + text).encode(encoding)
+        path = put(tmp_path, name + packed, gzip.compress(data, mtime=0) if packed else data)
+        found = list(read(path))
+        assert len(found) == 4000 and found[0] == TextRecord("é\u0a0a🚀"), name
+    odd = (mark + '{"text": "b"}\n').encode(encoding)[:-1]
+    with pytest.raises(
+        DataError, match=r"^b\.jsonl: expected UTF-16, as its first bytes say; truncated data"
+    ):
+        list(read(put(tmp_path, "b.jsonl", odd)))
+    place = put(tmp_path, "c.jsonl", (mark + '{"text": "b"}\n{"text": 3}\n').encode(encoding))
+    with pytest.raises(DataError, match=r"^c\.jsonl, line 2: expected"):
+        list(read(place))
+
+
+@pytest.mark.parametrize("before", ["", '"version": "1.0",\n', '"n": -1.5e3, "ok": true,\n "x": "[{",'])
+@pytest.mark.parametrize("after", ["", ', "more": {"a": [1]}', '\n, "v": 2\n'])
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_an_array_in_an_object_is_read(tmp_path: Path, before: str, after: str, step: int) -> None:
+    text = "\n {" + before + '"data": [{"text": "a]"},\n {"text": "b"}]' + after + "}\n"
+    path = put(tmp_path, "a.json", text)
+    assert list(read(path)) == [TextRecord("a]"), TextRecord("b")]
+    (wrapper, _, _) = text.partition('[{"text')
+    chunks = (text.encode()[at : at + step] for at in range(0, len(text.encode()), step))
+    elements = Elements(chunks, "a", LIMITS, 5, wrapper.encode())
+    assert len(list(elements)) == 2 and elements.place == f"record 2, line {3 + before.count(chr(10))}"
+
+
+AROUND = "a.json: expected the object around the list of records to end after it;"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"data": [{"text": "a"},\n {"text": 3}]}', 'a.json, record 2, line 2: expected "text"'),
+        ('{"data": [{"text": "a"}]', AROUND),
+        ('{"data": [{"text": "a"}]}}', AROUND),
+        ('{"data": [{"text": "a"}]}\n{"data": [{"text": "a"}]}', AROUND),
+        ('{"data": [{"text": "a"}], "x": "' + "y" * 2**17 + '"}', AROUND),
+        ('{"data": [{"text": "a"}', "a.json, record 1, line 1: expected the list to end with ];"),
+        ('{"data": []}', 'a.json, line 1: expected a JSON object with "messages"'),
+    ],
+)  # fmt: skip
+def test_a_fault_of_a_wrapped_array_is_told(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        list(read(put(tmp_path, "a.json", text)))
+    assert str(caught.value).startswith(said)
+
+
+def test_a_line_with_a_list_of_its_own_is_no_array(tmp_path: Path) -> None:
+    line = json.dumps({"data": [{"x": 1}], "prompt": "Hi"}) + "\n"
+    found = list(read_prompts(put(tmp_path, "a.jsonl", line * 2)))
+    assert [one.reference for one in found] == [{"data": [{"x": 1}]}] * 2
+
+
+def test_a_response_is_a_completion(tmp_path: Path) -> None:
+    lines = [{"prompt": "a", "response": "b", "id": 1}, {"prompt": "a", "completion": "c"}]
+    records = read(put(tmp_path, "a.jsonl", "\n".join(map(json.dumps, lines))))
+    assert list(records) == [CompletionRecord("a", "b"), CompletionRecord("a", "c")]
+    assert list(records.seen.ignored) == ["id"]
+    assert list(read(put(tmp_path, "a.csv", "Prompt,Response\na,b\n"))) == [CompletionRecord("a", "b")]
+    chat = {"prompt": [ASKED], "response": [SAID]}
+    (found,) = read([chat])
+    assert isinstance(found, ChatRecord) and found.messages[-1] == ANSWER
+    with pytest.raises(DataError, match='expected "response" to'):
+        list(read([{"prompt": "a", "response": 3}]))

@@ -12,7 +12,8 @@ from coserve.jobs.formats import ChatRecord, CompletionRecord, TextRecord
 from coserve.jobs.messages import Message
 from coserve.jobs.packing import pack
 from coserve.text.chat import plain_chat
-from coserve.train.example import IGNORED, Example, epochs, prepare, steps_per_epoch, tokenize
+from coserve.train.example import IGNORED, Example, epochs, steps_per_epoch
+from coserve.train.records import prepare, tokenize
 
 HEADER = "{% for m in messages %}<|{{ m.role }}|>"
 MARKED = (
@@ -139,26 +140,6 @@ def test_texts_are_learned_between_the_ends_the_tokenizer_has() -> None:
     assert full.decode(tokenize(TextRecord("hello"), full).tokens) == "<s>hello</s>"
     bare = tokenizer_with(eos=False)
     assert bare.decode(tokenize(TextRecord("hello there"), bare).tokens) == "hello there"
-
-
-def test_nothing_is_cut_unless_asked_and_what_is_cut_is_counted() -> None:
-    tokenizer = tokenizer_with(MARKED)
-    records = [TextRecord("x" * 5000), TextRecord("x" * 5), CHAT]
-    whole = prepare(records, tokenizer)
-    assert [len(e) for e in whole.examples][:2] == [5001, 6] and (whole.truncated, whole.dropped) == (0, 0)
-    short = prepare(records, tokenizer, max_length=6)
-    assert [len(e) for e in short.examples] == [6, 6]  # the chat's first six tokens are all the system's
-    assert (short.truncated, short.dropped) == (2, 1)
-    for example in short.examples:
-        assert example.labels == (*example.tokens[1:], IGNORED)
-    assert tokenize(records[0], tokenizer, max_length=6) == short.examples[0]
-
-
-def test_data_that_leaves_nothing_to_learn_is_refused() -> None:
-    with pytest.raises(DataError, match="all 2 have none"):
-        prepare([CHAT, CHAT], tokenizer_with(MARKED), max_length=3)
-    with pytest.raises(ConfigError, match="max_length must be at least 2"):
-        prepare([CHAT], tokenizer_with(MARKED), max_length=1)
 
 
 def test_each_epoch_sees_every_example_once_in_an_order_of_its_own() -> None:

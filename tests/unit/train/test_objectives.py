@@ -10,6 +10,7 @@ from coserve.jobs.messages import Message, ToolCall
 from coserve.train.example import Example
 from coserve.train.grading.graders import RegexGrader, StringCheckGrader
 from coserve.train.labelled import TokenAnswer, prepare_labelled
+from coserve.train.lengths import LengthLimit, check_lengths_of
 from coserve.train.objectives import DPO, KTO, ORPO, Distillation, Reinforcement, Supervised, objective_of
 from coserve.train.pairs import TokenPair, prepare_pairs
 from coserve.train.prompts import TokenPrompt, prepare_prompts
@@ -83,11 +84,11 @@ def test_pairs_that_teach_nothing_are_dropped() -> None:
     other = Example((1, 2, 4, 5), (-100, 4, 5, -100))
     long = Example((1, 2, 3, 4, 5), (-100, -100, -100, 5, -100))
     pairs = [TokenPair(same, other), TokenPair(same, same), TokenPair(long, other)]
-    prepared = prepare_pairs(pairs, None, max_length=3)
-    assert (len(prepared.examples), prepared.dropped, prepared.truncated) == (2, 2, 2)
+    prepared = prepare_pairs(pairs, None, LengthLimit(3, "truncate"))
+    counts = prepared.counts
+    assert (len(prepared.examples), counts.dropped, counts.skipped, counts.truncated) == (2, 1, 1, 1)
     assert prepared.examples[1] == Example((1, 2, 4), (-100, 4, -100))
-    with pytest.raises(DataError, match="pair of different answers"):
-        prepare_pairs(pairs[1:2], None)
+    assert prepare_pairs(pairs[1:2], None).examples == ()
 
 
 def test_an_answer_is_beside_another_one_to_the_same_prompt() -> None:
@@ -105,11 +106,14 @@ def test_an_answer_is_beside_another_one_to_the_same_prompt() -> None:
         second,
         Example((5, 6, 7, 8, 3), (-100, -100, -100, 3, -100)),
     )
-    assert (prepared.desirable, prepared.dropped, prepared.truncated) == ((True, False), 1, 0)
+    counts = prepared.counts
+    assert (prepared.desirable, counts.dropped, counts.truncated) == ((True, False), 1, 0)
     other = prepare_labelled([TokenAnswer(first, True), TokenAnswer(second, True)], None)
     assert other.examples == prepared.examples and other.digest != prepared.digest
-    with pytest.raises(DataError, match=r"at least two answers .* found 1, beside 1 without"):
-        prepare_labelled([TokenAnswer(first, True), TokenAnswer(nothing, False)], None)
+    alone = prepare_labelled([TokenAnswer(first, True), TokenAnswer(nothing, False)], None)
+    words = r"^only one of 2 examples is left to train on: 1 has nothing to learn, and KTO compares each"
+    with pytest.raises(DataError, match=words):
+        check_lengths_of(alone, LengthLimit())
 
 
 def test_labels_are_those_of_the_answer_alone() -> None:
@@ -131,15 +135,17 @@ def test_labels_are_those_of_the_answer_alone() -> None:
 def test_prompts_have_references_that_the_grader_can_use() -> None:
     grader = StringCheckGrader("{{item.answer}}")
     prompts = [TokenPrompt((1, 2), {"answer": "x"}), TokenPrompt((1, 2, 3), {"answer": "y"})]
-    prepared = prepare_prompts(prompts, None, grader, max_length=2)
-    assert prepared.examples == (Example((1, 2), (-100, -100)),) and prepared.dropped == 1
+    prepared = prepare_prompts(prompts, None, grader, LengthLimit(2, "skip"))
+    assert prepared.examples == (Example((1, 2), (-100, -100)),) and prepared.counts.skipped == 1
     assert prepared.references == ({"answer": "x"},)
     other = prepare_prompts([TokenPrompt((1, 2), {"answer": "z"})], None, grader)
     assert other.digest != prepared.digest
     with pytest.raises(DataError, match=r"example 2: .*item\.answer"):
         prepare_prompts([prompts[0], TokenPrompt((1,), {})], None, grader)
-    with pytest.raises(DataError, match="all 1 are longer"):
-        prepare_prompts(prompts[1:], None, grader, max_length=2)
+    with pytest.raises(
+        ConfigError, match=r"^A prompt that is cut .* training\.too_long is 'error' or 'skip'"
+    ):
+        prepare_prompts(prompts, None, grader, LengthLimit(2, "truncate"))
 
 
 TOOLS = ({"type": "function", "function": {"name": "f"}},)

@@ -15,6 +15,7 @@ from coserve.wire.messages import (
     Command,
     Hello,
     PinAdapter,
+    PreviewJob,
     RemoveAdapter,
     Reply,
     SessionCommand,
@@ -45,7 +46,14 @@ class EngineConnection:
         self._outbox.append(packed)
 
     def ask(
-        self, command: AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | SessionCommand
+        self,
+        command: AddAdapter
+        | RemoveAdapter
+        | PinAdapter
+        | CheckMethod
+        | CheckJob
+        | PreviewJob
+        | SessionCommand,
     ) -> asyncio.Future[Reply]:
         """Sends a command with a reply; the future completes with it. It raises the engine's error, or
         ConnectionError where the engine died."""

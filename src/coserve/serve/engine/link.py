@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+from msgspec import structs
+
 from coserve.core.request import BASE
 from coserve.errors import CoserveError, EngineLost, Quarantined, error_named
 from coserve.serve.engine.connection import EngineConnection
@@ -33,6 +35,7 @@ from coserve.wire.messages import (
     JobSpec,
     MethodFields,
     PinAdapter,
+    PreviewJob,
     RemoveAdapter,
     Reply,
     Report,
@@ -156,9 +159,9 @@ class EngineLink:
                 await connection.ask(PinAdapter(next(self._refs), key, pinned))
                 return
 
-    async def check(self, asked: MethodFields | JobSpec) -> None:
+    async def check(self, asked: MethodFields | JobSpec | PreviewJob) -> Reply:
         """Has the engine check the settings of an adapter method, or whether a job could ever run: its sites
-        and its memory. Raises the engine's error.
+        and its memory; or look at a job that is not created. Raises the engine's error.
 
         Retries on the next engine for up to `patience` seconds, unless the check itself crashes engines.
         Raises EngineLost if none completes it.
@@ -173,11 +176,11 @@ class EngineLink:
                     with suppress(ConnectionError):
                         connection, ref = self._current(), next(self._refs)
                         self.probation.enter(item)
+                        if isinstance(asked, PreviewJob):
+                            return await connection.ask(structs.replace(asked, ref=ref))
                         if isinstance(asked, JobSpec):
-                            await connection.ask(CheckJob(ref, asked))
-                        else:
-                            await connection.ask(CheckMethod(ref, asked))
-                        return
+                            return await connection.ask(CheckJob(ref, asked))
+                        return await connection.ask(CheckMethod(ref, asked))
         except TimeoutError:
             raise EngineLost(
                 f"the engine did not get to the end of checking this within {self.patience:g} s; nothing "

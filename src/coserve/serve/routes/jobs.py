@@ -1,15 +1,22 @@
-"""`/v1/fine_tuning/jobs`: OpenAI's fine-tuning API."""
+"""`/v1/fine_tuning`: OpenAI's fine-tuning API, and the validation of jobs."""
 
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
 from coserve.core.job_status import JobStatus
-from coserve.errors import AdapterError, ConfigError, DataError, ValidationDataError
+from coserve.errors import (
+    AdapterError,
+    ConfigError,
+    CoserveError,
+    DataError,
+    ValidationDataError,
+    error_named,
+)
 from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError, error_responses, not_found
@@ -27,28 +34,75 @@ from coserve.serve.schema.jobs import (
     JobList,
     JobObject,
     JobRequest,
+    JobValidation,
 )
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
 from coserve.serve.training.origins import origins_of
 from coserve.serve.training.recipe import checkpoint_interval, method_used, recipe_of, spec_of
+from coserve.serve.training.told import told_preview
 from coserve.train.objectives import objective_of
-from coserve.wire.messages import MethodFields
+from coserve.wire.messages import JobPreview, MethodFields, PreviewJob
 
-router = APIRouter(route_class=JsonRoute, prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/fine_tuning", tags=["Fine-tuning"])
 _NAMED = 8  # characters of a job's id in its adapter's name
 
 After = Annotated[str | None, Query(description="The last one of the page before.")]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
-@router.post("", responses=error_responses(404, 409), summary="Create a fine-tuning job")
+@router.post("/jobs", responses=error_responses(404, 409), summary="Create a fine-tuning job")
 async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObject:
     """Trains an adapter on an uploaded file.
 
     "auto" hyperparameters follow the number of examples and the width of the model.
     """
+    asked = await _asked(state, caller, body)
+    await state.store.jobs.check_room(caller.id)  # before the engine checks it; counted again later
+    job = asked.job
+    async with origins_of(state.catalog, state.store, job, asked.model, asked.teacher):
+        async with state.checks.of(caller.id):
+            await _check_job(state, job)
+        job = await state.job_controller.submit(job)
+    return _shown(state, job)
+
+
+@router.post("/validate", responses=error_responses(404, 409), summary="Check a job's data")
+async def validate_job(body: JobRequest, caller: Caller, state: Shared) -> JobValidation:
+    """Tells what a job with this body would be, and for what reason it would be refused. Nothing is
+    created."""
+    asked = await _asked(state, caller, body)
+    job, training = asked.job, asked.training
+    with ExitStack() as used:
+        for model in filter(None, (asked.model, asked.teacher)):
+            used.enter_context(state.catalog.use(model))
+        async with state.checks.of(caller.id):
+            spec = await spec_of(state.store, job, state.settings.base_id(job.base))
+            if not spec.data or spec.validation == "":
+                raise not_found(
+                    "A file was deleted a moment ago.", param="training_file", code="file_not_found"
+                )
+            reply = await state.link.check(PreviewJob(0, spec, training.examples))
+    preview = reply.preview or JobPreview()
+    refusal = None
+    if preview.fault is not None:
+        refusal = _refusal(error_named(preview.fault.kind, preview.fault.text))
+    return _validation(job, training, preview, refusal)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedJob:
+    """A job as a body asks for it, which is not created yet, with its file and models."""
+
+    job: JobRecord
+    training: File
+    model: Model
+    teacher: Model | None
+
+
+async def _asked(state: State, caller: Tenant, body: JobRequest) -> AskedJob:
+    """Raises ApiError for what can be told without reading the file."""
     engine = state.link.hello or await state.link.wait_ready(CONNECTING)
     model = await state.catalog.find(caller, body.model)
     training = await _training_file(state, caller, body.training_file, "training_file")
@@ -65,7 +119,6 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
             recipe.options["teacher"] = teacher.key
     if body.peft is not None:
         await _check_method(state, body.peft)
-    await state.store.jobs.check_room(caller.id)  # before the engine checks it; counted again later
     id = new_id("ftjob")
     job = JobRecord(
         id=id,
@@ -89,11 +142,7 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         labels=body.metadata,
         start_from=model.key,
     )
-    async with origins_of(state.catalog, state.store, job, model, teacher):
-        async with state.checks.of(caller.id):
-            await _check_job(state, job)
-        job = await state.job_controller.submit(job)
-    return _shown(state, job)
+    return AskedJob(job, training, model, teacher)
 
 
 async def _check_job(state: State, job: JobRecord) -> None:
@@ -104,11 +153,9 @@ async def _check_job(state: State, job: JobRecord) -> None:
     if not spec.data or spec.validation == "":
         return  # a file was deleted a moment ago, which is told when the job is added
     try:
-        with _naming_peft():
-            await state.link.check(spec)
-    except DataError as error:
-        param = "validation_file" if isinstance(error, ValidationDataError) else "training_file"
-        raise ApiError(400, str(error), param=param, code=f"invalid_{param}") from error
+        await state.link.check(spec)
+    except (DataError, AdapterError, ConfigError) as error:
+        raise _refusal(error) from error
 
 
 async def _check_objective(state: State, caller: Tenant, objective: dict[str, Any]) -> None:
@@ -138,19 +185,23 @@ async def _teacher(state: State, caller: Tenant, objective: dict[str, Any], pupi
 
 async def _check_method(state: State, peft: MethodFields) -> None:
     """Raises ApiError 400 for invalid settings of an adapter method."""
-    with _naming_peft():
-        await state.link.check(peft)
-
-
-@contextmanager
-def _naming_peft() -> Iterator[None]:
     try:
-        yield
+        await state.link.check(peft)
     except (AdapterError, ConfigError) as error:
-        raise ApiError(400, str(error), param="peft", code="invalid_value") from error
+        raise _refusal(error) from error
 
 
-@router.get("", response_model=JobList, responses=error_responses(), summary="List fine-tuning jobs")
+def _refusal(error: CoserveError) -> ApiError:
+    """The answer to a job that the engine refuses for this error."""
+    if isinstance(error, DataError):
+        param = "validation_file" if isinstance(error, ValidationDataError) else "training_file"
+        return ApiError(400, str(error), param=param, code=f"invalid_{param}")
+    if isinstance(error, AdapterError | ConfigError):
+        return ApiError(400, str(error), param="peft", code="invalid_value")
+    return ApiError.of(error)
+
+
+@router.get("/jobs", response_model=JobList, responses=error_responses(), summary="List fine-tuning jobs")
 async def list_jobs(
     request: Request, caller: Caller, state: Shared, after: After = None, limit: Limit = 20
 ) -> Response:
@@ -163,32 +214,32 @@ async def list_jobs(
     return await _listed(state, caller, shown, page.has_more)
 
 
-@router.get("/{job_id}", responses=error_responses(404), summary="Retrieve a fine-tuning job")
+@router.get("/jobs/{job_id}", responses=error_responses(404), summary="Retrieve a fine-tuning job")
 async def retrieve_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Describes a job and how far it is."""
     return _shown(state, await _find(state, caller, job_id))
 
 
-@router.post("/{job_id}/cancel", responses=error_responses(404, 409), summary="Cancel a job")
+@router.post("/jobs/{job_id}/cancel", responses=error_responses(404, 409), summary="Cancel a job")
 async def cancel_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Ends a job for good. Its checkpoints stay."""
     return _shown(state, await state.job_controller.cancel(await _find(state, caller, job_id)))
 
 
-@router.post("/{job_id}/pause", responses=error_responses(404, 409), summary="Pause a job")
+@router.post("/jobs/{job_id}/pause", responses=error_responses(404, 409), summary="Pause a job")
 async def pause_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Stops a job after a checkpoint, so that it can be resumed."""
     return _shown(state, await state.job_controller.pause(await _find(state, caller, job_id)))
 
 
-@router.post("/{job_id}/resume", responses=error_responses(404, 409), summary="Resume a job")
+@router.post("/jobs/{job_id}/resume", responses=error_responses(404, 409), summary="Resume a job")
 async def resume_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Lets a paused job go on from where it was."""
     return _shown(state, await state.job_controller.resume(await _find(state, caller, job_id)))
 
 
 @router.get(
-    "/{job_id}/events",
+    "/jobs/{job_id}/events",
     response_model=EventList,
     responses=error_responses(404),
     summary="List a job's events",
@@ -207,7 +258,7 @@ async def list_events(
 
 
 @router.get(
-    "/{job_id}/checkpoints",
+    "/jobs/{job_id}/checkpoints",
     response_model=CheckpointList,
     responses=error_responses(404),
     summary="List a job's checkpoints",
@@ -279,6 +330,13 @@ def _slowdown(state: State, job: JobRecord) -> float | None:
     return stats.slowdown if stats is not None and has_trained else None
 
 
+def _examples(job: JobRecord) -> dict[str, int] | None:
+    counts = {
+        "trained": job.examples, "truncated": job.truncated, "skipped": job.skipped, "dropped": job.dropped
+    }  # fmt: skip
+    return {name: count or 0 for name, count in counts.items()} if job.examples else None
+
+
 def _shown(state: State, job: JobRecord) -> JobObject:
     finish = None
     if job.status == JobStatus.RUNNING and None not in (job.pace, job.stepped, job.steps):
@@ -304,11 +362,29 @@ def _shown(state: State, job: JobRecord) -> JobObject:
             "method": method_used(job),
             "seed": job.seed,
             "trained_tokens": job.trained_tokens if job.status.is_final or job.step else None,
+            "examples": _examples(job),
             "error": job.error,
             "metadata": job.labels,
             "user_provided_suffix": job.suffix,
             "peft": job.peft,
             "optimizer": job.optimizer,
+        }
+    )
+
+
+def _validation(
+    job: JobRecord, training: File, preview: JobPreview, refusal: ApiError | None
+) -> JobValidation:
+    error = refusal and {"code": refusal.code or "", "message": refusal.message, "param": refusal.param}
+    return JobValidation.model_validate(
+        {
+            "valid": refusal is None,
+            "error": error,
+            "model": job.model,
+            "training_file": job.training_file,
+            "filename": training.filename,
+            **told_preview(preview, training.examples, job.options["too_long"]),
+            "method": method_used(job),
         }
     )
 

@@ -1,4 +1,4 @@
-"""`/v1/fine_tuning/jobs`."""
+"""`/v1/fine_tuning`."""
 
 import json
 from difflib import get_close_matches
@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.schema.common import Metadata, MostBytes, RequestBody
+from coserve.train.lengths import TooLong
 from coserve.train.objectives import MOST_TOP_K, NllOn, PolicyLoss, ScaleRewards
 
 MOST_SEED: Final = 2**31 - 1
@@ -43,8 +44,13 @@ class Named(RequestBody):
             known = cls._names()
             for name in value:
                 if name not in known:
-                    raise _unknown(str(name), known)
+                    raise _unknown(str(name), known, cls._elsewhere())
         return value
+
+    @classmethod
+    def _elsewhere(cls) -> dict[str, str]:
+        """Names that a person may look for here, and what they are."""
+        return {}
 
     @classmethod
     def _names(cls) -> list[str]:
@@ -244,7 +250,15 @@ class OptimizerSettings(Named):
     max_grad_norm: float | None = Field(default=1.0, gt=0, le=1e9, description="null does not clip.")
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000, description="Ends before n_epochs do.")
     max_length: int | None = Field(
-        default=None, ge=2, le=10_000_000, description="Tokens an example is cut to."
+        default=None,
+        ge=2,
+        le=10_000_000,
+        description="Most tokens of an example; null is what the model takes.",
+    )
+    too_long: TooLong = Field(
+        default="error",
+        description="What becomes of longer examples: the job is refused, they are left out, or cut at their "
+        "ends, of pairs within the answers. Plain texts are cut into pieces.",
     )
     loss_on: Literal["assistant", "all"] = "assistant"
     rows: int = Field(
@@ -301,6 +315,10 @@ class JobRequest(Named):
     )
     optimizer: OptimizerSettings | None = None
 
+    @classmethod
+    def _elsewhere(cls) -> dict[str, str]:
+        return {name: f"optimizer.{name}" for name in OptimizerSettings._names()}
+
 
 class FineTuningJobError(BaseModel):
     code: str
@@ -328,6 +346,15 @@ class MethodUsed(BaseModel):
     orpo: SettingsUsed | None = None
     kto: SettingsUsed | None = None
     reinforcement: SettingsUsed | None = None
+
+
+class ExamplesUsed(BaseModel):
+    """The training file's examples, by what became of them."""
+
+    trained: int = Field(description="Examples, pairs or prompts, pieces of plain texts counted each.")
+    truncated: int = Field(description="Of these, those that were too long and lost their ends.")
+    skipped: int = Field(description="Left out because they are too long.")
+    dropped: int = Field(description="Left out because there is nothing to learn in them.")
 
 
 class JobObject(BaseModel):
@@ -358,12 +385,88 @@ class JobObject(BaseModel):
     method: MethodUsed
     seed: int
     trained_tokens: int | None
+    examples: ExamplesUsed | None = Field(default=None, description="Once training has begun.")
     error: FineTuningJobError | None
     metadata: dict[str, str] | None
     integrations: list[Any] = []
     user_provided_suffix: str | None
     peft: dict[str, Any] | list[dict[str, Any]] | None = Field(description="As asked for.")
     optimizer: dict[str, Any] | None = Field(description="As asked for.")
+
+
+class RecordCounts(BaseModel):
+    total: int | None
+    read: int
+    all_read: bool = Field(description="Whether counts are of the whole file; a long one is read for 20 s.")
+
+
+class LengthBin(BaseModel):
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    first: int = Field(alias="from")
+    to: int
+    count: int
+
+
+class LengthFigures(BaseModel):
+    """Tokens of examples as they came; of a pair of its longer answer."""
+
+    total: int
+    min: int
+    p50: int
+    p90: int
+    p99: int
+    max: int
+    histogram: list[LengthBin]
+
+
+class LengthCheck(BaseModel):
+    """Examples beyond the limit, and what becomes of them. Plain texts are cut into pieces."""
+
+    count: int
+    limit: int | None
+    setting: TooLong
+    longest: str | None = Field(description="The place of the longest one.")
+    split_texts: int
+    pieces: int
+
+
+class PieceOfText(BaseModel):
+    text: str
+    trained: bool
+
+
+class ExpectedMemory(BaseModel):
+    """Bytes."""
+
+    needed: int
+    available: int
+
+
+class JobValidation(BaseModel):
+    """A job with this body, as it would be. `error` is what its creation would answer, or end with."""
+
+    object: Literal["fine_tuning.validation"] = "fine_tuning.validation"
+    valid: bool
+    error: FineTuningJobError | None
+    model: str
+    training_file: str
+    filename: str
+    container: str | None
+    format: str | None
+    records: RecordCounts
+    tokens: LengthFigures | None
+    examples: ExamplesUsed
+    too_long: LengthCheck
+    ignored: list[str] = Field(description="Keys of the records that are not read, the first of them.")
+    first_example: list[PieceOfText] = Field(description="As it is rendered, its first 2,048 tokens.")
+    first_rejected: list[PieceOfText] | None = Field(description="The other answer of the first pair.")
+    method: MethodUsed
+    steps: int
+    expected_seconds: float | None = Field(
+        description="Of training with nothing else to do; null where that is unknown."
+    )
+    memory: ExpectedMemory | None
 
 
 class JobList(BaseModel):
@@ -408,8 +511,8 @@ class CheckpointList(BaseModel):
     has_more: bool
 
 
-def _unknown(name: str, known: list[str]) -> PydanticCustomError:
-    near = get_close_matches(name, known, 1)
+def _unknown(name: str, known: list[str], elsewhere: dict[str, str]) -> PydanticCustomError:
+    near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 1)
     hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
     shown = name.encode(errors="backslashreplace").decode()  # JSON may hold half a surrogate pair
     return PydanticCustomError("unknown_parameter", "{hint}", {"name": shown, "hint": hint})

@@ -71,6 +71,8 @@ class JobEventStore:
         def write(session: Session, job: JobRecord, now: int) -> None:
             _change_status(job, JobStatus.QUEUED, JobStatus.RUNNING)
             job.step, job.steps, job.stepped = news.step, news.steps, self._clock()
+            job.examples, job.truncated = news.examples, news.truncated
+            job.skipped, job.dropped = news.skipped, news.dropped
             if news.step:
                 add_event(session, job, now, f"Fine-tuning job resumed from step {news.step}")
                 return
@@ -197,13 +199,16 @@ def _add_validation(session: Session, news: JobCheckpoint) -> None:
 
 
 def _lost(news: JobStarted) -> str | None:
-    """A sentence about truncated or dropped examples; None without any."""
-    parts = []
-    if news.truncated:
-        parts.append(f"{news.truncated} examples are longer than the model or max_length allows and were cut")
-    if news.dropped:
-        parts.append(f"{news.dropped} examples have nothing left to learn and were dropped")
-    return "; ".join(parts) or None
+    """A sentence about examples that were cut or left out; None without any."""
+    told = (
+        (news.skipped, "too long and skipped"),
+        (news.truncated, "too long and truncated"),
+        (news.dropped, "left out, as there is nothing to learn"),
+        (news.split, f"plain text and too long, and cut into {news.pieces} pieces"),
+    )
+    total = news.examples + news.skipped + news.dropped + news.split - news.pieces
+    parts = [f"{count} {'is' if count == 1 else 'are'} {what}" for count, what in told if count]
+    return f"Of {total} examples {'; '.join(parts)}" if parts else None
 
 
 def _line(news: JobStep, steps: int | None) -> str:

@@ -143,7 +143,8 @@ class JobRecord(Record):
     `options` and `peft` are passed to the engine unchanged. `name` is the adapter's once there is one,
     `start_from` the id of the adapter that training begins with. There are no foreign keys, as files and that
     adapter may be deleted once the job is over. `pace` is seconds per optimizer step, and `stepped` when the
-    last one ended.
+    last one ended. Of its `examples` (None before it starts) some were `truncated`; others were `skipped` as
+    too long, or `dropped` with nothing to learn.
     """
 
     __tablename__ = "jobs"
@@ -174,6 +175,10 @@ class JobRecord(Record):
     trained_tokens: Mapped[int] = mapped_column(default=0)
     pace: Mapped[float | None] = mapped_column(default=None)
     stepped: Mapped[float | None] = mapped_column(default=None)
+    examples: Mapped[int | None] = mapped_column(default=None)
+    truncated: Mapped[int | None] = mapped_column(default=None)
+    skipped: Mapped[int | None] = mapped_column(default=None)
+    dropped: Mapped[int | None] = mapped_column(default=None)
 
 
 class Event(Record):

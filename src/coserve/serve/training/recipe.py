@@ -12,10 +12,11 @@ from coserve.serve.schema.jobs import (
     OptimizerSettings,
     ReinforcementMethod,
 )
-from coserve.serve.store.records import JobRecord
+from coserve.serve.store.records import File, JobRecord
 from coserve.serve.store.store import Store
 from coserve.serve.store.tinker import as_adapter
 from coserve.serve.training.origins import Origin, origin_folder
+from coserve.train.lengths import CUT_PROMPT
 from coserve.wire.messages import JobSpec
 
 _USUAL_RATE: Final = 2e-4  # for adapters of models with this width:
@@ -68,6 +69,9 @@ def recipe_of(request: JobRequest, examples: int, width: int, seed: int, continu
     batch = auto_batch_size(examples, epochs) if wanted.batch_size == "auto" else wanted.batch_size
     rate, multiplier = _rate(wanted, optimizer, usual_rate(width))
     _check_optimizer(optimizer, request.validation_file is not None)
+    if optimizer.too_long == "truncate" and request.method and request.method.type == "reinforcement":
+        message = f"{CUT_PROMPT.format('optimizer.too_long')}."
+        raise ApiError(400, message, param="optimizer.too_long", code="invalid_value")
     options = optimizer.model_dump(exclude=set(_OTHERS))
     examples_a_step = batch * optimizer.gradient_accumulation_steps
     options |= {"epochs": epochs, "batch_size": examples_a_step, "learning_rate": rate, "seed": seed}
@@ -114,25 +118,32 @@ def _check_optimizer(optimizer: OptimizerSettings, validates: bool) -> None:
 async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
     """The engine's description of a job on the base of the id `base`. The path of a missing file is empty,
     and the job fails there."""
-    paths = {
-        file.id: str(store.file_path(file))
-        for id in (job.training_file, job.validation_file)
+    ids = (job.training_file, job.validation_file)
+    files = {
+        file.id: file
+        for id in ids
         if id is not None and (file := await store.files.get(job.tenant, id)) is not None
     }
+    data, validation = (None if id is None else files.get(id) for id in ids)
     options = {name: value for name, value in job.options.items() if name not in _OF_METHOD}
+    objective = job.options.get("objective", {})
+    # A job of a version without this field cut what was too long, and dropped such prompts.
+    options.setdefault("too_long", "skip" if objective.get("type") == "reinforcement" else "truncate")
     wanted = OptimizerSettings.model_validate(job.optimizer or {})
     checkpoints = await store.jobs.all_checkpoints(job.id)
     costs = ((one.step, _cost(one.metrics)) for one in checkpoints)
     return JobSpec(
         job=job.id,
-        data=paths.get(job.training_file, ""),
+        data=_path(store, data),
+        data_name=None if data is None else data.filename,
         folder=str(store.job_folder(job.id) / "checkpoints"),
         options=options,
-        objective=job.options.get("objective", {}),
+        objective=objective,
         method=job.peft or {},
         start_from=await _folder_of(store, job.id, "start", job.start_from),
         teacher=await _folder_of(store, job.id, "teacher", job.options.get("teacher")),
-        validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
+        validation=None if job.validation_file is None else _path(store, validation),
+        validation_name=None if validation is None else validation.filename,
         every=job.every,
         keep_best=wanted.load_best_model_at_end or wanted.early_stopping_patience is not None,
         patience=wanted.early_stopping_patience,
@@ -140,6 +151,10 @@ async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
         validated={step: cost for step, cost in costs if cost is not None},
         base=base,
     )
+
+
+def _path(store: Store, file: File | None) -> str:
+    return "" if file is None else str(store.file_path(file))
 
 
 def _cost(metrics: Mapping[str, Any]) -> float | None:
