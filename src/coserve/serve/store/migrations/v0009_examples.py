@@ -3,8 +3,8 @@
 from alembic import op
 from sqlalchemy import Column, Integer
 
-revision = "0007"
-down_revision = "0006"
+revision = "0009"
+down_revision = "0008"
 branch_labels = None
 depends_on = None
 
