@@ -18,7 +18,7 @@ JOBS: Final = int(os.environ.get("COSERVE_GROWTH_JOBS", "3000"))
 SETTLED: Final = int(os.environ.get("COSERVE_GROWTH_SETTLED", "100"))  # jobs after which it is to be flat
 GROWTH: Final = 2 << 20  # bytes of a process, from one half of the looks to the other: 1.4 KB a job
 EVERY: Final = 25  # jobs between two looks
-PATIENCE: Final = 300.0  # seconds that a job may take: only one that hangs does
+PATIENCE: Final = 900.0  # seconds that a job or a start may take: only one that hangs does
 PATH: Final = "/v1/fine_tuning/jobs"
 EXAMPLES: Final = ({"prompt": f"{i} times {i}?", "completion": f" it is {i * i}"} for i in range(8))
 DATA: Final = "".join(json.dumps(example) + "\n" for example in EXAMPLES).encode()
@@ -80,7 +80,9 @@ def test_memory_is_flat_over_many_jobs(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv(name, "32")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     looks: list[dict[str, int]] = []
-    with Served(tiny.path(), tmp_path, engine_cache_tokens=2048, engine_calibrate=False) as served:
+    with Served(
+        tiny.path(), tmp_path, patience=PATIENCE, engine_cache_tokens=2048, engine_calibrate=False
+    ) as served:
         served.wait_standby()
         client, first = Client(served, seed=1), served.running
         for number in range(1, JOBS + 1):
