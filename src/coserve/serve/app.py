@@ -77,12 +77,13 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's OpenAPI document, without the unused status 422, and with streams."""
+    """FastAPI's OpenAPI document, without the status 422 where that is FastAPI's own, and with streams."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         for operations in document["paths"].values():
             for operation in operations.values():
-                operation["responses"].pop("422", None)
+                if "HTTPValidationError" in str(operation["responses"].get("422")):
+                    del operation["responses"]["422"]
         for path in STREAMED:
             content = document["paths"][path]["post"]["responses"]["200"]["content"]
             content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -23,6 +23,24 @@ _LONGEST_KEY: Final = 255
 _MOST_PARTS: Final = 1000  # and headers of a form that are told apart, in 20 ms; routes take fewer
 _AGAIN: Final = {"idempotent-replayed": "true"}
 _HEADERS: Final = ("idempotency-key", "x-idempotency-key")  # the second is that of `tinker` clients
+# For routes' `openapi_extra`.
+KEYED: Final[dict[str, Any]] = {
+    "parameters": [
+        {
+            "name": "Idempotency-Key",
+            "in": "header",
+            "required": False,
+            "description": "Sent again with the same key, a request creates nothing, and is answered as the "
+            "first time. Another request with the key is answered 422, and 409 while the first is under way.",
+            "schema": {
+                "type": "string",
+                "minLength": 1,
+                "maxLength": _LONGEST_KEY,
+                "pattern": "^[!-~]([ -~]*[!-~])?$",
+            },
+        }
+    ]
+}
 
 
 class Idempotency:

@@ -10,6 +10,7 @@ from coserve.serve.adapter_registry.imports import folder_below
 from coserve.serve.adapter_registry.registry import base_warning, import_adapter, pin_adapter, remove_adapter
 from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.routes.models import card_of
 from coserve.serve.schema.models import LoadAdapterRequest, ModelCard, UnloadAdapterRequest
@@ -21,7 +22,8 @@ router = APIRouter(route_class=JsonRoute, tags=["Adapters"])
 @router.post(
     "/v1/load_lora_adapter",
     response_class=PlainTextResponse,
-    responses=error_responses(403, 404, 409),
+    responses=error_responses(403, 404, 409, 422),
+    openapi_extra=KEYED,
     summary="Load an adapter",
 )
 async def load_lora_adapter(body: LoadAdapterRequest, caller: Caller, state: Shared) -> PlainTextResponse:

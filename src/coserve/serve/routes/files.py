@@ -16,6 +16,7 @@ from coserve.jobs.limits import limits_of
 from coserve.sandbox.pool import Cancellation
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.http.streams import ClientGone, unless_gone
 from coserve.serve.http.uploads import Upload
@@ -39,7 +40,12 @@ _MOST = 10_000  # files of one page
 _DIGITS = 10  # of a number of seconds
 
 
-@router.post("/v1/files", responses=error_responses(413), openapi_extra=UPLOAD, summary="Upload a file")
+@router.post(
+    "/v1/files",
+    responses=error_responses(409, 413, 422),
+    openapi_extra={**UPLOAD, **KEYED},
+    summary="Upload a file",
+)
 async def upload_file(request: Request, caller: Caller, state: Shared) -> FileObject:
     """Takes training data: JSONL, a JSON array, a table (`.csv`, `.tsv`), each also compressed (`.gz`),
     a `.parquet`, or a `.txt` corpus of paragraphs. Each record is checked, and the first three bad ones are

@@ -21,6 +21,7 @@ from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.routes.files import find_file, unknown_cursor
@@ -52,7 +53,9 @@ After = Annotated[str | None, Query(description="The last one of the page before
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
-@router.post("/jobs", responses=error_responses(404, 409), summary="Create a fine-tuning job")
+@router.post(
+    "/jobs", responses=error_responses(404, 409, 422), openapi_extra=KEYED, summary="Create a fine-tuning job"
+)
 async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObject:
     """Trains an adapter on an uploaded file.
 

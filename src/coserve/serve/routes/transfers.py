@@ -13,6 +13,7 @@ from coserve.adapters.folder import CONFIG, WEIGHTS
 from coserve.serve.adapter_registry.registry import base_warning, import_adapter
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.idempotency import KEYED
 from coserve.serve.routes.models import card_of
 from coserve.serve.schema.models import AdapterName, ModelCard
 from coserve.serve.state import Shared, State
@@ -22,7 +23,12 @@ _PIECE = 2**20
 Name = Annotated[AdapterName, Form(description="What to call the adapter.")]
 
 
-@router.post("/v1/adapters", responses=error_responses(409), summary="Upload an adapter")
+@router.post(
+    "/v1/adapters",
+    responses=error_responses(409, 422),
+    openapi_extra=KEYED,
+    summary="Upload an adapter",
+)
 async def upload_adapter(
     name: Name, config: UploadFile, weights: UploadFile, caller: Caller, state: Shared
 ) -> ModelCard:
