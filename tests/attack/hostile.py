@@ -127,7 +127,7 @@ def hostile_job(seed: int) -> tuple[dict[str, Any], Any]:
     fields = (
         "batch_size", "epochs", "learning_rate", "betas", "eps", "weight_decay", "max_grad_norm",
         "warmup_steps",
-        "schedule", "seed", "max_length", "loss_on", "rows", "keep", "weight", "optimizer", "x",
+        "schedule", "seed", "max_length", "too_long", "loss_on", "rows", "keep", "weight", "optimizer", "x",
     )  # fmt: skip
     plain = [value for value in VALUES if value is None or isinstance(value, int | float | str)]
     # No truth values and no whole numbers beyond 64 bits: the API's schema has refused these.

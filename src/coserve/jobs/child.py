@@ -25,16 +25,16 @@ read; itself in msgpack."""
 
 def read(
     what: str, path: str, name: str, most: int | None, limits: dict[str, Any]
-) -> Iterator[list[Item]] | int:
+) -> Iterator[list[Item]] | tuple[int, list[str]]:
     """Reads what is wanted of a file or folder: "rows" for the rows of columns, "count" for the number of its
-    records of any format, or the name of a set in `formats.SETS` for the first `most` records of these
-    formats."""
+    records of any format and the keys of these that are not read, or the name of a set in `formats.SETS` for
+    the first `most` records of these formats."""
     file, bounds = Path(path), ReadLimits(**limits)
     if what == "rows":
         return _batches(((place, ROW, row) for place, row in values(file, name, "", bounds)), name)
     seen = Seen()
     if what == "count":
-        return sum(1 for _ in _records(file, name, "any", bounds, seen))
+        return sum(1 for _ in _records(file, name, "any", bounds, seen)), list(seen.ignored)
     records = islice(_records(file, name, what, bounds, seen), most)
     return _batches(_items(records, file, seen), name)
 

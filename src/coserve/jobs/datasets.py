@@ -146,11 +146,19 @@ def read_any(source: Source, name: str | None = None, limits: ReadLimits = LIMIT
 def count(
     path: Path, name: str, limits: ReadLimits = LIMITS, cancellation: Cancellation | None = None
 ) -> int:
-    """The number of records in a file, all of which are checked. Raises DataError; `cancellation` ends the
-    work, which raises it too."""
+    """The number of records in a file, as `survey` has it."""
+    return survey(path, name, limits, cancellation)[0]
+
+
+def survey(
+    path: Path, name: str, limits: ReadLimits = LIMITS, cancellation: Cancellation | None = None
+) -> tuple[int, tuple[str, ...]]:
+    """The number of records in a file, all of which are checked, and the first of their keys that are not
+    read. Raises DataError; `cancellation` ends the work, which raises it too."""
     with _reader(path, name) as sandbox, (cancellation or Cancellation()).of(sandbox):
         arguments = "count", str(path), name, None, asdict(limits)
-        return int(sandbox.call(*arguments, seconds=limits.most_seconds(size_of(path))))
+        number, ignored = sandbox.call(*arguments, seconds=limits.most_seconds(size_of(path)))
+    return int(number), tuple(map(str, ignored))
 
 
 def read_rows(path: Path, name: str, limits: ReadLimits = LIMITS) -> Iterator[dict[str, Any]]:

@@ -58,7 +58,8 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         file = _described(upload, id, caller)
         path = state.store.file_path(file)
         upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
-        file = replace(file, examples=await _count(request, state, caller, upload.path, file.filename))
+        examples, ignored = await _survey(request, state, caller, upload.path, file.filename)
+        file = replace(file, examples=examples)
         await asyncio.to_thread(settle, upload.path, path)
     finally:
         upload.path.unlink(missing_ok=True)
@@ -67,7 +68,10 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
     except QuotaExceeded:
         await asyncio.to_thread(path.unlink)
         raise
-    return _shown(file)
+    shown = _shown(file)
+    if ignored:
+        shown.status_details = f"Not read of its records: {', '.join(ignored)}"
+    return shown
 
 
 @router.get("/v1/files", response_model=FileList, responses=error_responses(), summary="List files")
@@ -169,13 +173,15 @@ def _expires(upload: Upload, now: int) -> int | None:
     return now + int(seconds or 0)
 
 
-async def _count(request: Request, state: State, tenant: Tenant, path: Path, name: str) -> int:
-    """Counts the examples of a file, all of which are read; that ends once the client disconnects. Raises
-    ApiError 400, naming the first invalid line."""
+async def _survey(
+    request: Request, state: State, tenant: Tenant, path: Path, name: str
+) -> tuple[int, tuple[str, ...]]:
+    """The number of a file's examples, all of which are read, and their keys that are not; reading ends once
+    the client disconnects. Raises ApiError 400, naming the first invalid line."""
     cancellation = Cancellation()
     limits = limits_of(state.settings.engine)
     work = state.data.run(
-        tenant.id, datasets.count, path, name, limits, cancellation, cancellation=cancellation
+        tenant.id, datasets.survey, path, name, limits, cancellation, cancellation=cancellation
     )
     try:
         return await unless_gone(request.receive, work)

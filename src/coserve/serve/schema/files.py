@@ -21,7 +21,9 @@ class FileObject(BaseModel):
     status: Literal["processed"] = Field(
         default="processed", description="Files are checked while they come in."
     )
-    status_details: str | None = None
+    status_details: str | None = Field(
+        default=None, description="After the upload the keys of records that are not read."
+    )
     expires_at: int | None = Field(
         default=None, description="When the file is deleted, unless an unfinished job reads it then."
     )
