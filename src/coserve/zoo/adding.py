@@ -256,7 +256,9 @@ def _with_weights_of(folder: Path, there: Mapping[str, Application]) -> Applicat
     except ZooError:
         return None
     tensors = {name: tensor for content in contents for name, tensor in content.tensors.items()}
-    alike = [one for one in there.values() if not one.is_adapter and _by_name(one.weights).keys() == {*tensors}]
+    alike = [
+        one for one in there.values() if not one.is_adapter and _by_name(one.weights).keys() == {*tensors}
+    ]
     ids = {name: tensor_id(tensor) for name, tensor in tensors.items()} if alike else {}  # reads all of it
     return next((one for one in alike if _by_name(one.weights) == ids), None)
 
