@@ -1,5 +1,5 @@
-"""Someone with a laptop and exported data: a JSON array of chats, one command, and a question to a checkpoint while
-the job trains."""
+"""Someone with a laptop and exported data: a JSON array of chats, one command, and a question to a checkpoint
+while the job trains."""
 
 import json
 import subprocess

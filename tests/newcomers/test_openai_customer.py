@@ -25,7 +25,8 @@ def test_files_jobs_events_and_checkpoints(client: openai.OpenAI) -> None:
     assert len(client.files.content(file).text.splitlines()) == 12
     jobs = client.fine_tuning.jobs
     job = jobs.create(
-        model="coserve-tiny", training_file=file, validation_file=upload(client, 3), suffix="customer", seed=3,
+        model="coserve-tiny", training_file=file, validation_file=upload(client, 3), seed=3,
+        suffix="customer",
         method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 3, "batch_size": 4}}},
         metadata={"team": "support"},
     )  # fmt: skip

@@ -9,10 +9,10 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import ASKED
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from conftest import ASKED
 from coserve import tiny
 from documented import Desk
 

@@ -1,4 +1,4 @@
-"""Every command and snippet of the README and of docs runs as it is written, but for those that a table names."""
+"""Every command and snippet of the README and of docs runs as it is written, but for those in a table."""
 
 import json
 import re
@@ -35,8 +35,8 @@ NOT_RUN: Final = {
 # Blocks that take more than a few seconds: engines that start, or plans of whole models.
 SLOW: Final = {
     "memory-1", "policies-1", "policies-2", "privacy-1", "simulate-1", "simulate-2", "simulate-3", "split-1",
-    "split-2", "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "training-2", "zoo-1", "zoo-2",
-    "zoo-3",
+    "split-2", "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "training-2", "zoo-1",
+    "zoo-2", "zoo-3",
 }  # fmt: skip
 # Blocks that another test runs as they are written.
 ELSEWHERE: Final = dict.fromkeys(
@@ -85,7 +85,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
 def desk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Desk]:
     """A desk of its own, on whose port the server is unless the block starts services itself."""
     block: Block = request.getfixturevalue("block")
-    asks = block.tag == PYTHON and "client" in block.text or "tinker" in block.text
+    asks = block.tag == PYTHON and ("client" in block.text or "tinker" in block.text)
     asks |= SERVE in block.commands() or any(one.startswith("coserve finetune") for one in block.commands())
     ports = request.getfixturevalue("server").ports if asks and block.name not in BEFORE else None
     made = Desk(tmp_path, ports, COSERVE_EXECUTOR_KEY="secret")
@@ -125,7 +125,7 @@ def test_it_runs_as_it_is_written(block: Block, desk: Desk) -> None:
 
 
 def test_the_tables_name_what_is_there() -> None:
-    """An entry that nothing matches is of a command that has gone; each other block has a tag that is known."""
+    """An entry that nothing matches is of a command that has gone; every block has a tag that is known."""
     found = blocks()
     commands = [(one.page, command) for one in found if one.tag in SHELL for command in one.commands()]
     assert {excuse(*command) for command in commands} - {None} == {*NOT_RUN}
@@ -166,8 +166,9 @@ def test_the_container_file_has_what_it_copies_and_starts() -> None:
     assert copied and all((ROOT / name).exists() for name in copied)
     (torch,) = re.findall(r"torch==\S+", text)
     assert f"TORCH := {torch}\n" in (ROOT / "Makefile").read_text()
-    start = [json.loads(found) for found in re.findall(r"^(?:ENTRYPOINT|CMD) (.*)$", text, re.MULTILINE)]
-    assert sum(start, []) == ["coserve", "serve", "--host", "0.0.0.0", "--state", "/state"]
+    found = re.findall(r"^(?:ENTRYPOINT|CMD) (.*)$", text, re.MULTILINE)
+    words = [word for said in found for word in json.loads(said)]
+    assert words == ["coserve", "serve", "--host", "0.0.0.0", "--state", "/state"]
 
 
 def test_the_proxy_is_one_for_nginx(tmp_path: Path) -> None:
