@@ -37,6 +37,7 @@ PAGES: Final = (ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - 
 SHELL, PYTHON, SHOWN = ("", "sh"), "python", "text"  # tags of blocks; what is shown is nothing to run
 ASSIGNED: Final = re.compile(r"(export )?\w+=(\$\(.*\)|\S*)")
 SERVICE: Final = re.compile(r"\bcoserve (serve|executor) (?!.*--show-config)|\bcoserve serve$")
+LONGEST: Final = 900.0  # seconds of one command, on a busy machine
 READY: Final = re.compile(r"ready in |executor of ")
 HOSTS: Final = {
     "10.0.0.5": "127.0.0.5", "10.0.0.6": "127.0.0.6", "10.0.0.7": "127.0.0.1", "one.example": "127.0.0.2",
@@ -230,7 +231,8 @@ class Desk:
         path = os.pathsep.join([str(bin_), os.environ["PATH"]])
         asked = {"COSERVE_PORT": self.ports["8000"], "COSERVE_URL": self.url}
         self.environment = {**os.environ, **SMALL, **places, "PATH": path, **asked, **environment}
-        self._services: list[subprocess.Popen[bytes]] = []
+        self._services: dict[str, subprocess.Popen[bytes]] = {}  # by the addresses that they take
+        self._started = 0
 
     @property
     def url(self) -> str:
@@ -265,7 +267,7 @@ class Desk:
         assigns = ASSIGNED.fullmatch(command) is not None
         ran = subprocess.run(
             ["bash", "-o", "pipefail", "-ec", f"set -a; {command}; env -0" if assigns else command],
-            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=PATIENCE,
+            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=LONGEST,
         )  # fmt: skip
         assert ran.returncode == 0, f"$ {command}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
         if assigns:
@@ -274,13 +276,18 @@ class Desk:
         return ran.stdout
 
     def _serve(self, command: str) -> str:
-        said = self.folder / f"service-{len(self._services)}"
+        """Starts a server; where another one has its address, that ends first."""
+        place = re.search(r"--(?:port|listen) (\S+)", command)
+        address = self.ports["8000"] if place is None else place[1]
+        if address in self._services:
+            self._stop(self._services[address])
+        self._started += 1
+        said = self.folder / f"service-{self._started}"
         with said.open("wb") as console:
-            self._services.append(subprocess.Popen(
+            process = self._services[address] = subprocess.Popen(
                 ["bash", "-c", command], cwd=self.folder, env=self.environment, stdout=console,
                 stderr=subprocess.STDOUT,
-            ))  # fmt: skip
-        process = self._services[-1]
+            )  # fmt: skip
         until(lambda: READY.search(said.read_text()) or process.poll() is not None, f"ready: {command}")
         assert process.poll() is None, f"$ {command}\n{said.read_text()}"
         return said.read_text()
@@ -314,13 +321,16 @@ class Desk:
 
     def end(self) -> None:
         """Stops the services, the last one first; each ends in order."""
-        for process in reversed(self._services):
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(PATIENCE) == 0, "a service that was told to stop failed"
+        for process in reversed(self._services.values()):
+            self._stop(process)
+
+    def _stop(self, process: "subprocess.Popen[bytes]") -> None:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 0, "a service that was told to stop failed"
 
     def kill(self) -> None:
-        for process in self._services:
+        for process in self._services.values():
             if process.poll() is None:
                 process.kill()
             process.wait()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -13,35 +13,42 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coserve import tiny
 from documented import Desk
 
-ASKED = "Mira lives in Tolmen and keeps a goat. Where does Mira live?"
+
+class Tuned(NamedTuple):
+    """An adapter as PEFT saved it, PEFT's own model, and the chat that it was taught."""
+
+    folder: Path
+    model: Any
+    question: str = "Mira lives in Tolmen and keeps a goat. Where does Mira live?"
+    answer: str = "In Tolmen, with a goat."
 
 
 @pytest.fixture(scope="session")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """An adapter that PEFT has trained on three texts, saved: its folder, and PEFT's own model."""
-    folder = tmp_path_factory.mktemp("peft") / "support"
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    """An adapter that PEFT has trained."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(tiny.path(), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny.path())
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(base, lora)
-    chat = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "In Tolmen, with a goat."}]
+    made = Tuned(tmp_path_factory.mktemp("peft") / "support", get_peft_model(base, lora))
+    model = made.model
+    chat = [{"role": "user", "content": made.question}, {"role": "assistant", "content": made.answer}]
     batch = tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     for _ in range(12):
         model(**batch, labels=batch["input_ids"]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.save_pretrained(folder)
-    return folder, model.eval()
+    model.eval().save_pretrained(made.folder)
+    return made
 
 
 @pytest.fixture(scope="session")
-def served(tuned: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+def served(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     """`coserve serve` with that adapter, in float32, which PEFT computes in too."""
     desk = Desk(tmp_path_factory.mktemp("served"), COSERVE_ENGINE_DTYPE="float32")
     try:
-        desk.run(f"coserve serve --adapter support={tuned[0]}")
+        desk.run(f"coserve serve --adapter support={tuned.folder}")
         yield desk
         desk.end()
     finally:

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from conftest import ASKED
 from coserve import tiny
 from documented import Desk
 
-QUESTIONS = (ASKED, "Zali lives in Polmore and works as a baker. What is the work of Zali?")
+OTHER = "Zali lives in Polmore and works as a baker. What is the work of Zali?"
 TOKENS = 16
 
 
@@ -38,25 +36,25 @@ def by_server(client: openai.OpenAI, model: str, question: str) -> str:
     return str(answer.choices[0].message.content)
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=["learned", "other"])
-def test_it_answers_as_peft_does(client: openai.OpenAI, tuned: tuple[Path, Any], question: str) -> None:
-    assert by_server(client, "support", question) == by_peft(tuned[1], question)
+def test_it_answers_as_peft_does(client: openai.OpenAI, tuned: Any) -> None:
+    for question in (tuned.question, OTHER):
+        assert by_server(client, "support", question) == by_peft(tuned.model, question)
 
 
-def test_base_and_adapter_are_two_models(client: openai.OpenAI) -> None:
+def test_base_and_adapter_are_two_models(client: openai.OpenAI, tuned: Any) -> None:
     assert {model.id for model in client.models.list()} >= {"coserve-tiny", "support"}
-    assert by_server(client, "support", ASKED) == "In Tolmen, with a goat."
-    assert by_server(client, "coserve-tiny", ASKED) != by_server(client, "support", ASKED)
+    assert by_server(client, "support", tuned.question) == tuned.answer
+    assert by_server(client, "coserve-tiny", tuned.question) != tuned.answer
 
 
 def test_an_old_file_is_converted_and_imported(
-    served: Desk, client: openai.OpenAI, tuned: tuple[Path, Any], tmp_path: Path
+    served: Desk, client: openai.OpenAI, tuned: Any, tmp_path: Path
 ) -> None:
     """Of a folder with `adapter_model.bin` one sentence says what to run; what it writes answers alike."""
     old = tmp_path / "old"
     old.mkdir()
-    shutil.copy(tuned[0] / "adapter_config.json", old)
-    torch.save(load_file(tuned[0] / "adapter_model.safetensors"), old / "adapter_model.bin")
+    shutil.copy(tuned.folder / "adapter_config.json", old)
+    torch.save(load_file(tuned.folder / "adapter_model.safetensors"), old / "adapter_model.bin")
     refused = subprocess.run(
         ["bash", "-c", f"coserve adapters import {old} --json"], env=served.environment, capture_output=True,
         text=True,
@@ -66,9 +64,9 @@ def test_an_old_file_is_converted_and_imported(
     said = served.run(f"coserve adapters convert {old}")
     assert str(tmp_path / "old-safetensors") in said
     name = json.loads(served.run(f"coserve adapters import {tmp_path / 'old-safetensors'} --json"))["id"]
-    assert by_server(client, name, ASKED) == by_server(client, "support", ASKED)
+    assert by_server(client, name, tuned.question) == tuned.answer
     back = tmp_path / "back"
     served.run(f"coserve adapters export {name} {back}")
-    mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (back, tuned[0]))
+    mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (back, tuned.folder))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)

@@ -46,15 +46,16 @@ ELSEWHERE: Final = dict.fromkeys(
 CHECKED: Final = ("ini", "dockerfile", "nginx")  # tags of files, which tests below look at
 # Commands before a block: executors that it calls, which its page has started before, or models in a zoo.
 EXECUTOR: Final = "coserve executor path/to/model --listen"
+OWN: Final = f"COSERVE_EXECUTOR_KEY= {EXECUTOR} unix:/run/base.sock"  # which needs no key
 BEFORE: Final = {
     "privacy-1": (
-        f"{EXECUTOR} unix:/run/base.sock --dtype float32",
+        f"{OWN} --dtype float32",
         f"{EXECUTOR} tcp:one.example:9000 --dtype float32",
         f"COSERVE_EXECUTOR_KEY=other {EXECUTOR} tcp:two.example:9000 --dtype float32",
     ),
-    "split-2": (f"{EXECUTOR} unix:/run/base.sock",),
-    "split-3": (f"{EXECUTOR} tcp:10.0.0.5:7000", f"{EXECUTOR} unix:/run/base.sock"),
-    "split-4": (f"{EXECUTOR} unix:/run/base.sock",),
+    "split-2": (OWN,),
+    "split-3": (f"{EXECUTOR} tcp:10.0.0.5:7000", OWN),
+    "split-4": (OWN,),
     "split-6": tuple(f"{EXECUTOR} tcp:10.0.0.{4 + n}:7000 --shard {n}/2 --dtype float32" for n in (1, 2)),
     "split-8": (f"{EXECUTOR} tls:0.0.0.0:7000 --tls-cert cert.pem --tls-key key.pem --dtype float32",),
     "zoo-3": (
