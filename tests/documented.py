@@ -251,10 +251,10 @@ class Desk:
 
     def lay_out(self, text: str) -> None:
         """Makes the files that a text names."""
-        text = self.local(text)
+        text = f"{' '.join(self.local(text).split())} "
         for name, make in FILES.items():
             place = self.folder / name.split()[0]
-            if name in f"{text} " and not place.exists():
+            if name in text and not place.exists():
                 place.parent.mkdir(parents=True, exist_ok=True)
                 make(place)
 
@@ -292,7 +292,7 @@ class Desk:
         assert process.poll() is None, f"$ {command}\n{said.read_text()}"
         return said.read_text()
 
-    def python(self, block: Block, patience: float = PATIENCE) -> None:
+    def python(self, block: Block) -> None:
         """Runs a block of Python, in a process that has imported the libraries already."""
         before: list[str] = []
         todo = list(unmade(block.text))
@@ -314,7 +314,7 @@ class Desk:
             target=run_source, args=(code, block.text, self.folder, said, self.environment)
         )
         child.start()
-        child.join(patience)
+        child.join(LONGEST)
         if child.is_alive():
             child.kill()
         assert child.exitcode == 0, f"{code}\n{said.read_text()[-3000:]}"
