@@ -34,13 +34,17 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="METHOD[:OPTIONS]",
-            help="An adapter, such as lora:rank=16,targets=q_proj+v_proj; may be repeated. Else all methods.",
+            help="An adapter, such as lora:rank=16,targets=q_proj+v_proj; may be repeated. Else all methods, "
+            "or lora where they are measured.",
         ),
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Sequences at once; may be repeated, to compare.")
+        list[int] | None,
+        typer.Option(min=1, help="Sequences at once; may be repeated, to compare. 4, or 1 where measured."),
     ] = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 512,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each; 512, or 128 where they are measured.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
     keep: Annotated[
         str,
@@ -58,7 +62,8 @@ def plan(
     ] = "labels",
     device: Annotated[str, typer.Option(help="Where it is measured: cpu, or cuda, cuda:1, ...")] = "cpu",
     measure: Annotated[
-        bool, typer.Option("--measure", help="Run it all in fresh processes, and compare.")
+        bool,
+        typer.Option("--measure", help="Run it all in fresh processes, and compare; some 20 s for each row."),
     ] = False,
     activations: Annotated[
         bool,
@@ -76,7 +81,7 @@ def plan(
     """
     check_writable("--plot", plot)
     subject = _subject(model, dtype)
-    recipes = _recipes(adapter)
+    recipes = _recipes(adapter, measure)
     if activations:
         from coserve.cli.activations import activations as explain
 
@@ -130,18 +135,19 @@ def _subject(model: str, dtype: str) -> "Subject":
     )
 
 
-def _recipes(adapters: list[str] | None) -> "Recipes":
+def _recipes(adapters: list[str] | None, measured: bool) -> "Recipes":
     from coserve.plan.recipes import METHODS, read_recipe
 
     if not adapters:
-        return {name: [fields] for name, fields in METHODS.items()}
+        names = ("lora",) if measured else tuple(METHODS)  # each is two more processes
+        return {name: [METHODS[name]] for name in names}
     return dict(read_recipe(adapter) for adapter in adapters)
 
 
 def _asked(
     recipes: "Recipes",
     batches: list[int] | None,
-    length: int,
+    length: int | None,
     loss: str,
     keep: str,
     cache_tokens: int,
@@ -165,8 +171,8 @@ def _asked(
         raise ConfigError(f"--device {device}: torch finds no such device")
     return PlanRequest(
         recipes,
-        tuple(batches or (4,)),
-        length,
+        tuple(batches or ((1,) if measure else (4,))),
+        length or (128 if measure else 512),
         cache_tokens,
         PlainLoss(loss),
         _keep(keep),

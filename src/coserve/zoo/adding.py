@@ -15,6 +15,7 @@ from coserve.zoo.disk import check_no_link, folder_entries, read_file
 from coserve.zoo.export import architecture_of, without_weights
 from coserve.zoo.manifest import Application, Component, WeightsEntry, check_file_names, check_name
 from coserve.zoo.store import Zoo
+from coserve.zoo.tensors import tensor_id
 from coserve.zoo.weight_file import MOST_TENSORS, WeightFileContent, open_weight_file
 
 _TOKENIZER: Final = "tokenizer.json"
@@ -247,17 +248,34 @@ def _model_named(name: str, there: Mapping[str, Application]) -> Application:
     return model_of(there[name])
 
 
+def _with_weights_of(folder: Path, there: Mapping[str, Application]) -> Application | None:
+    """The model in the zoo that has the weights of a model's folder: PEFT names the folder that it trained
+    on, whatever the model is called here. None for others, and where there is no such folder."""
+    try:
+        contents = [open_weight_file(_own(folder, file)) for file in _weight_files(folder)]
+    except ZooError:
+        return None
+    tensors = {name: tensor for content in contents for name, tensor in content.tensors.items()}
+    alike = [
+        one for one in there.values() if not one.is_adapter and _by_name(one.weights).keys() == {*tensors}
+    ]
+    ids = {name: tensor_id(tensor) for name, tensor in tensors.items()} if alike else {}  # reads all of it
+    return next((one for one in alike if _by_name(one.weights) == ids), None)
+
+
 def _foundation(
     fields: Mapping[str, Any], parent: str | None, there: Mapping[str, Application]
 ) -> Application:
     """The model that an adapter belongs to: the one given; else the one its file names, by the last part of
-    that name; else the only foundation. Raises ZooError."""
+    that name, or as a folder with the same weights; else the only foundation. Raises ZooError."""
     if parent is not None:
         return _model_named(parent, there)
     named = fields.get("base_model_name_or_path")
     last = named.replace("\\", "/").rstrip("/").rpartition("/")[2] if isinstance(named, str) else ""
     if last in there and not there[last].is_adapter:
         return there[last]
+    if last and (same := _with_weights_of(Path(str(named)), there)) is not None:
+        return same
     models = [one for one in there.values() if not one.is_adapter and not one.parent]
     if len(models) == 1 and not last:
         return models[0]

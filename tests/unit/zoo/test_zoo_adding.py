@@ -96,6 +96,18 @@ def test_a_foundation_is_found_by_the_name_in_the_file(zoo: Zoo, sources: Path, 
     assert add(zoo, lora, "given", "base").parent == "base"
 
 
+def test_a_foundation_is_found_by_its_weights_where_it_has_another_name(
+    zoo: Zoo, sources: Path, tmp_path: Path
+) -> None:
+    add(zoo, sources / "base", "foundation")
+    assert add(zoo, sources / "lora", "mine").parent == "foundation"
+    lora = shutil.copytree(sources / "lora", tmp_path / "lora")
+    for other in (sources / "wide", sources / "tuned", tmp_path / "nowhere"):
+        edit_config(lora, base_model_name_or_path=str(other))
+        with pytest.raises(ZooError, match=f"foundation {other.name} is unknown: say which with --parent"):
+            add(zoo, lora, "of-another")
+
+
 def refused(zoo: Zoo, folder: Path, name: str = "new", parent: str | None = None) -> str:
     """The reason, after which the zoo is as it was."""
     before = zoo.names()
