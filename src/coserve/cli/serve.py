@@ -285,7 +285,7 @@ def _check_model(model: str) -> None:
         return
     if not HUB_NAME.fullmatch(model):
         raise ConfigError(f"there is no model folder {model}")
-    from coserve.core.hub import check_hub
+    from coserve.model.hub import check_hub
 
     check_hub(model)
 

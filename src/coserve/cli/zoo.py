@@ -330,7 +330,7 @@ def _source(source: str) -> tuple[Path, str]:
         return tiny.path(), EMBEDDED
     from huggingface_hub import snapshot_download
 
-    from coserve.core.hub import check_hub
+    from coserve.model.hub import check_hub
 
     check_hub(source)
     try:

@@ -50,7 +50,7 @@ _KEYS = count(-1, -1)  # negative, unlike a scheduler's
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Calibration:
     """Steps with their quickest seconds, and whether these are certain: other load did not lengthen them."""
 
     samples: list[Sample]
@@ -64,7 +64,7 @@ def measure(
     pages: int,
     lean: bool = False,
     seconds: float = _SECONDS,
-) -> Measured:
+) -> Calibration:
     """Costs of decode, prefill and, where the base has sites for adapters, training and mixed steps, which
     leave no state behind.
 
@@ -85,7 +85,7 @@ def measure(
             is_certain = certain([sorted(taken for _, taken in same) for same in runs.values()])
             if is_certain or (time.monotonic() - began) * (rounds + 1) > seconds * rounds:
                 break
-    return Measured([min(same, key=lambda sample: sample[1]) for same in runs.values()], is_certain)
+    return Calibration([min(same, key=lambda sample: sample[1]) for same in runs.values()], is_certain)
 
 
 def certain(runs: list[list[float]]) -> bool:

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
-from coserve.core.hub import check_hub
 from coserve.errors import CoserveError, LimitExceeded, ModelError, ModelNotFound
+from coserve.model.hub import check_hub
 from coserve.model.refusal import refuse_kind, refuse_layers, refuse_quantized, told_by
 from coserve.sandbox.process import Sandbox
 

@@ -8,7 +8,7 @@ import pytest
 
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.plan import Plan, StepResult
-from coserve.engine.calibrate import Measured, measure, measure_lanes
+from coserve.engine.calibrate import Calibration, measure, measure_lanes
 from coserve.schedule.cost import Features
 from models import tiny
 
@@ -70,8 +70,10 @@ def test_an_engine_that_calibrates_knows_its_lanes() -> None:
     assert (lanes.inference, lanes.training) != lanes.UNKNOWN
 
 
-def measured_at(monkeypatch: pytest.MonkeyPatch, taken: Callable[[int], float], seconds: float) -> Measured:
-    """What is measured where each step of the n-th round takes `taken(n)` seconds."""
+def measured_at(
+    monkeypatch: pytest.MonkeyPatch, taken: Callable[[int], float], seconds: float
+) -> Calibration:
+    """A calibration in which each step of the n-th round takes `taken(n)` seconds."""
     engine = make_engine()
     config, run, first = engine.config, engine.executor.run, list[list[float]]()
 

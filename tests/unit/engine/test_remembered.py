@@ -12,7 +12,7 @@ from coserve.core.plan import Plan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.engine import engine as engine_module
-from coserve.engine.calibrate import Measured
+from coserve.engine.calibrate import Calibration
 from coserve.engine.process import know_costs
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.model.load import load_base
@@ -125,9 +125,9 @@ def test_circumstances_are_those_of_one_model_machine_and_setting(tmp_path: Path
 def test_a_start_after_a_certain_one_does_not_measure(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
 
-    def measure(*_: object, lean: bool) -> Measured:
+    def measure(*_: object, lean: bool) -> Calibration:
         measured.append("measured")
-        return Measured([(Features.of(step()), 0.5)], is_certain=len(measured) > 2)  # not the first
+        return Calibration([(Features.of(step()), 0.5)], is_certain=len(measured) > 2)  # not the first
 
     monkeypatch.setattr(engine_module, "measure", measure)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from coserve.core import hub
-from coserve.core.hub import check_hub
 from coserve.errors import ModelNotFound
+from coserve.model import hub
+from coserve.model.hub import check_hub
 
 
 @pytest.fixture
