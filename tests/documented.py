@@ -30,7 +30,8 @@ from typing import Any, Final
 from certificates import Authority
 from coserve import tiny
 from coserve.tiny import newtasks
-from whole_server import PATIENCE, RUN, until
+from waiting import wait_until
+from whole_server import PATIENCE, RUN
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = (ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "LOG.md"}))
@@ -288,7 +289,7 @@ class Desk:
                 ["bash", "-c", command], cwd=self.folder, env=self.environment, stdout=console,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip
-        until(lambda: READY.search(said.read_text()) or process.poll() is not None, f"ready: {command}")
+        wait_until(lambda: READY.search(said.read_text()) or process.poll() is not None, LONGEST)
         assert process.poll() is None, f"$ {command}\n{said.read_text()}"
         return said.read_text()
 
