@@ -235,9 +235,12 @@ def serve(
 
         print_json(json.loads(encode_line(settings)))
         return
+    from coserve.model.hub import check_hub
     from coserve.serve.processes.device import require_device
 
-    require_device(settings.engine.device)  # before all that takes longer to import than to find this out
+    # Before all that takes longer to import than to find these out.
+    require_device(settings.engine.device)
+    check_hub(settings.model)
 
     from rich.console import Console
 
@@ -279,15 +282,9 @@ def _from_zoo(
 
 
 def _check_model(model: str) -> None:
-    """Raises ConfigError for a folder that is missing: the hub would report it as a malformed name. Raises
-    ModelNotFound for a model of the hub that cannot be had."""
-    if Path(model).exists():
-        return
-    if not HUB_NAME.fullmatch(model):
+    """Raises ConfigError for a folder that is missing: the hub would report it as a malformed name."""
+    if not Path(model).exists() and not HUB_NAME.fullmatch(model):
         raise ConfigError(f"there is no model folder {model}")
-    from coserve.model.hub import check_hub
-
-    check_hub(model)
 
 
 def _slowdowns(given: list[str]) -> dict[str, dict[str, float]]:
