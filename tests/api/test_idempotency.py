@@ -25,7 +25,8 @@ async def send(world: World, kind: str, variant: str, key: str | None, who: str 
     headers = {"authorization": f"Bearer {who}", **({} if key is None else {"Idempotency-Key": key})}
     post = world.http.post
     if kind == "file":
-        data = jsonl(*[{**CHAT, "id": variant}] * 3)
+        question, *answer = CHAT["messages"]
+        data = jsonl(*[{"messages": [{**question, "content": variant}, *answer]}] * 3)
         return await post(
             "/v1/files", headers=headers, data={"purpose": "fine-tune"}, files={"file": ("a.jsonl", data)}
         )
