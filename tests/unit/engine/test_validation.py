@@ -267,4 +267,5 @@ def test_prompts_that_leave_no_room_for_an_answer_are_refused(desk: Desk, tmp_pa
     desk.send(job(data, tmp_path / "j", validation=str(long), objective=GRADED))
     ended = desk.ended()
     assert ended.status == "failed" and ended.fault is not None
-    assert "validation example 1 has" in ended.fault.text
+    said = f"validation 1 of 1 example is longer than the {most - 4} of the model's {most} positions that"
+    assert said in ended.fault.text and "the longest, long.jsonl, line 1, has" in ended.fault.text

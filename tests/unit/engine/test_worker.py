@@ -271,9 +271,9 @@ def test_what_a_job_may_not_be(desk: Desk, data: Path, tmp_path: Path) -> None:
         assert ended.status == "failed" and said in ended.fault.text, said
         desk.send(Acknowledge(10**9))
     long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"text": "x" * 300}))
+    long.write_text(json.dumps({"prompt": "x", "completion": "x" * 300}))
     desk.send(job(data, tmp_path / "j", validation=str(long)))
-    assert "validation example 1" in desk.ended().fault.text
+    assert "validation 1 of 1 example is longer than the model's" in desk.ended().fault.text
 
 
 def test_going_on_from_an_adapter(desk: Desk, data: Path, tmp_path: Path) -> None:
