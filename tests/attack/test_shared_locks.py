@@ -3,11 +3,14 @@
 import asyncio
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from coserve import Engine, EngineConfig
+from coserve.engine import checking
+from coserve.engine.reading import Reading
 from coserve.jobs import datasets
 from coserve.wire.messages import CheckJob, Reply
 from desk import Desk, job, write_data
@@ -30,7 +33,7 @@ def hostile_data(file: Path) -> Path:
 
 
 def test_an_engine_checks_jobs_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "_BEGINNING_SECONDS", 0.3)
+    monkeypatch.setattr(checking, "Reading", partial(Reading, seconds=0.3))
     monkeypatch.setattr(datasets, "_LEAST", 2)
     tokenizer = letter_tokenizer()
     tokenizer.chat_template = TEMPLATE

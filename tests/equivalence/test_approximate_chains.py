@@ -27,7 +27,7 @@ from zoo_made import make_fine_tune, make_model, mixed_layers
 
 PROMPT = [5, 17, 33, 8, 60, 2, 41, 77, 12, 9, 21, 50, 3]
 TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. " * 6
-TOLERANCE = 1e-5
+TOLERANCE = 1e-6  # in float64; log-probabilities are told in float32
 LAYERS = 3
 SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True, prompt_logprobs=20)
 
@@ -57,7 +57,7 @@ def made(folder: Path) -> tuple[Served, dict[str, Ladder]]:
 
 
 def make_engine(served: Served, **config: Any) -> Engine:
-    settings = {"calibrate": False, "cache_tokens": 1024, "page_size": 4, **config}
+    settings = {"calibrate": False, "cache_tokens": 1024, "page_size": 4, "dtype": "float64", **config}
     engine = Engine(str(served.model), EngineConfig(**settings))
     for name, own in served.adapters.items():
         engine.adapters.register(name, own)
@@ -76,7 +76,8 @@ def cost(engine: Engine, name: str) -> int:
 def swapped(folder: Path, ladder: Ladder, chain: int) -> Iterator[PreTrainedModel]:
     """A full fine-tune with the base's components of one of its chains."""
     tuned, base = (
-        AutoModelForCausalLM.from_pretrained(folder / one).eval() for one in (ladder.model, ladder.foundation)
+        AutoModelForCausalLM.from_pretrained(folder / one, dtype=torch.float64).eval()
+        for one in (ladder.model, ladder.foundation)
     )
     with LayeredModel(tuned).swapped(mixed_layers(tuned, base, ladder.chains[chain].places)):
         yield tuned
@@ -105,11 +106,11 @@ def test_adapted_answers_beside_exact_ones(folder: Path, made: tuple[Served, dic
         answer.result()
     for name in ladders:
         assert exact[name].alternative == 0
-        check(exact[name], AutoModelForCausalLM.from_pretrained(folder / name).eval())
+        check(exact[name], AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval())
         for number, answer in enumerate(direct[name]):
             with swapped(folder, ladders[name], number) as model:
                 check(answer, model)
-    check(plain, AutoModelForCausalLM.from_pretrained(folder / "base").eval())
+    check(plain, AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float64).eval())
 
 
 def test_without_room_a_chain_answers_and_who_does_not_allow_it_waits(
@@ -134,7 +135,7 @@ def test_without_room_a_chain_answers_and_who_does_not_allow_it_waits(
     with swapped(folder, ladders["two"], 1) as model:
         check(adapted, model)
     exact.result()
-    check(exact, AutoModelForCausalLM.from_pretrained(folder / "two").eval())
+    check(exact, AutoModelForCausalLM.from_pretrained(folder / "two", dtype=torch.float64).eval())
     again = engine.generate(PROMPT, "two", SAMPLING, alternatives=chains)
     assert again.alternative == 0, "it is there now"
     again.result()
