@@ -4,8 +4,6 @@ import threading
 from pathlib import Path
 from typing import Final
 
-import httpx
-
 from coserve.errors import ModelNotFound
 
 _SECONDS: Final = 3.0  # for an answer; the hub's client asks again for minutes where packets are dropped
@@ -32,6 +30,8 @@ def check_hub(model: str | Path) -> None:
 
 def _answers(url: str) -> bool:
     """Tells whether a server answers in time. A thread asks: nothing bounds how long a name is looked up."""
+    import httpx  # here: few models come from the hub
+
     found = threading.Event()
 
     def ask() -> None:
