@@ -139,7 +139,9 @@ def test_examples_have_to_fit_behind_the_virtual_tokens() -> None:
         if fits:
             engine.finetune([example], f"of {length}", PromptTuningConfig(7), TRAINING)
             continue
-        with pytest.raises(DataError, match=r"250 tokens, which come after 7 .* 256 positions"):
+        with pytest.raises(
+            DataError, match=r"the 249 of the model's 256 positions that virtual .* has 250 tokens"
+        ):
             engine.finetune([example], f"of {length}", PromptTuningConfig(7), TRAINING)
 
 
