@@ -9,6 +9,7 @@ import pytest
 from coserve import Engine, EngineConfig
 from coserve.core.plan import InferenceSegment, Plan
 from coserve.core.request import Request, SamplingParams
+from coserve.engine.calibrate import Calibration
 from coserve.executors.simulated import SimulatedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -85,7 +86,11 @@ def test_errors_are_relative_to_the_real_run() -> None:
 
 def test_the_pace_of_a_run_is_the_mean_of_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = iter([(1.0, 4.0), (2.0, 8.0), (1.0, 2.0)])  # seconds of two steps, at each calibration
-    monkeypatch.setattr(runs, "measure", lambda *_: [(Features(), seconds) for seconds in next(measured)])
+
+    def measure(*_: object, seconds: float) -> Calibration:
+        return Calibration([(Features(), taken) for taken in next(measured)], is_certain=True)
+
+    monkeypatch.setattr(runs, "measure", measure)
     pace = Pace(Engine(tiny("llama"), EngineConfig(calibrate=False)))
     assert (pace.since_last(), pace.since_last()) == (1.5, pytest.approx((2 + 0.75) / 2))
 
