@@ -10,19 +10,12 @@
 Importing the package does not import torch; the names below do when they are first used.
 """
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from coserve.config import EngineConfig
 from coserve.core.request import SLO, FinishReason, SamplingParams
 from coserve.core.training import AdamParams, Datum
-
-# OpenMP's threads spin at a barrier before they sleep, and read this where torch is first loaded. By default
-# they spin for 13 ms (300,000 times 45 ns), longer than the time slice of a thread that they wait for: on two
-# cores beside other processes two threads took 760 ms a token where one took 41. With this it is 40.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from coserve.adapters.methods.lora import LoRAConfig as LoRAConfig
