@@ -229,11 +229,13 @@ class LocalExecutor(Executor):
         )
 
     def _threads_for(self, plan: Plan) -> AbstractContextManager[None]:
-        """Context in which a step that only answers may leave a core to the reading of weights."""
-        reader = self.base.reader
-        if reader is None or reader.dry or plan.training or plan.split or not plan.inference:
+        """Context in which a step computes with the number of threads that suits the moment."""
+        if plan.split is not None or not (plan.inference or plan.training):  # lanes have their own numbers
             return nullcontext()
-        return self._threads.step(sum(segment.length for segment in plan.inference).bit_length())
+        reader = self.base.reader
+        rows = (sum(segment.length for segment in plan.inference), sum(s.length for s in plan.training))
+        is_reading = reader is not None and not reader.dry and not plan.training
+        return self._threads.step((is_reading, *map(int.bit_length, rows)), is_reading)
 
     @property
     def _read(self) -> WeightReads:

@@ -1,6 +1,10 @@
-"""The number of threads that computes a step of a streamed base."""
+"""The number of threads that computes a step."""
 
+import multiprocessing
+import random
+import time
 from collections.abc import Hashable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,10 +17,12 @@ from coserve.train.example import Example
 from models import save, tiny
 
 
-def run(chooser: ComputeThreads, seconds: dict[int, float], steps: int, kind: object = 1) -> list[int]:
+def run(
+    chooser: ComputeThreads, seconds: dict[int, float], steps: int, kind: object = 1, is_reading: bool = True
+) -> list[int]:
     chosen = []
     for _ in range(steps):
-        threads = chooser.choose(kind)
+        threads = chooser.choose(kind, is_reading)
         chooser.observe(kind, threads, seconds[threads])
         chosen.append(threads)
     return chosen
@@ -25,8 +31,8 @@ def run(chooser: ComputeThreads, seconds: dict[int, float], steps: int, kind: ob
 @pytest.mark.parametrize("faster", [3, 4])
 def test_the_faster_number_has_nearly_all_steps(faster: int) -> None:
     chooser = ComputeThreads(4)
-    chosen = run(chooser, {3: 1.0, 4: 1.0} | {faster: 0.9}, 300)
-    assert set(chosen) == {3, 4} and chosen.count(faster) >= 290
+    chosen = run(chooser, {1: 2.0, 2: 1.5, 3: 1.0, 4: 1.0} | {faster: 0.9}, 300)
+    assert {3, 4} <= {*chosen} and chosen.count(faster) >= 280  # two trials of each neighbour
 
 
 def test_kinds_are_apart_and_a_change_is_noticed() -> None:
@@ -41,32 +47,108 @@ def test_a_thread_alone_computes_always() -> None:
     assert run(ComputeThreads(1), {1: 1.0}, 10) == [1] * 10
 
 
-def test_steps_that_only_answer_from_a_streamed_base_choose(tmp_path: Path) -> None:
-    """A step with training has all threads, as after each step; a base in memory never chooses."""
+def test_on_an_idle_machine_nothing_is_tried() -> None:
+    assert run(ComputeThreads(8), dict.fromkeys(range(1, 9), 1.0), 1000, is_reading=False) == [8] * 1000
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_trials_cost_is_bounded_and_the_best_number_is_found(seed: int) -> None:
+    """Steps of 1 to 8 threads, whose seconds fall to a best number and rise from there, by up to a hundred
+    times; twice within the run the machine changes. Whatever is drawn, the steps after the first 300 of
+    each machine take at most 4 % more than with the best number, which a brute-force search finds."""
+    draw = random.Random(seed)
+    chooser = ComputeThreads(8)
+    for _ in range(3):
+        counts = [1, 2, 4, 7, 8]
+        best = draw.choice(counts)
+        seconds = {best: draw.uniform(0.5, 2.0)}
+        for side in (counts[counts.index(best) :], counts[counts.index(best) :: -1]):
+            for near, far in pairwise(side):
+                seconds[far] = seconds[near] * draw.choice([1.2, 2.0, 10.0])
+        chosen = run(chooser, seconds, 4000)
+        cost = sum(seconds[threads] for threads in chosen[300:]) / 3700
+        assert min(seconds, key=seconds.__getitem__) == best
+        assert cost <= 1.04 * seconds[best], (seed, seconds, best)
+
+
+def _compute_for_ever() -> None:
+    while True:
+        pass
+
+
+def test_beside_busy_processes_steps_have_fewer_threads() -> None:
+    """Two threads beside two busy loops on two cores take up to a hundred times as long as one, where the
+    system lets a thread that waits keep its core. Chosen by what steps take, they have about one's rate."""
+    before = torch.get_num_threads()
+    weights = [torch.randn(256, 256) for _ in range(10)]
+
+    def compute() -> None:
+        rows = torch.ones(16, 256)
+        for weight in weights:
+            rows = torch.tanh(rows @ weight)
+
+    context = multiprocessing.get_context("fork")
+    busy = [context.Process(target=_compute_for_ever, daemon=True) for _ in range(2)]
+    chooser = ComputeThreads(2)
+    took = {"one": 0.0, "chosen": 0.0}
+    try:
+        for process in busy:
+            process.start()
+        torch.set_num_threads(2)
+        until = time.monotonic() + 3
+        while time.monotonic() < until:  # it learns
+            with chooser.step("kind"):
+                compute()
+        for _ in range(40):
+            torch.set_num_threads(1)
+            began = time.perf_counter()
+            compute()
+            took["one"] += time.perf_counter() - began
+            torch.set_num_threads(2)
+            began = time.perf_counter()
+            with chooser.step("kind"):
+                compute()
+            took["chosen"] += time.perf_counter() - began
+    finally:
+        for process in busy:
+            process.kill()
+            process.join()
+        torch.set_num_threads(before)
+    assert took["chosen"] <= 5 * took["one"], took  # the system's turns of 4 ms fall on either
+
+
+def test_steps_choose_by_what_they_are_and_whether_weights_are_read(tmp_path: Path) -> None:
+    """Steps that only answer from a streamed base choose with a reader beside them; all others, with the
+    cores that other processes leave."""
     folder = save(tiny("llama", num_hidden_layers=4), tmp_path)
-    kinds: list[tuple[Hashable, int]] = []
+    kinds: set[tuple[Hashable, int]] = set()
 
     class Noted(ComputeThreads):
         def observe(self, kind: Hashable, threads: int, seconds: float) -> None:
-            kinds.append((kind, threads))
+            kinds.add((kind, threads))
+            self.is_preempted = False
             super().observe(kind, threads, seconds)
 
+        def _look(self, switches: int, seconds: float) -> None:
+            assert switches >= 0 and seconds > 0
+
     before = torch.get_num_threads()
-    for memory in ("auto", 400_000):
-        torch.set_num_threads(2)
-        engine = Engine(folder, EngineConfig(calibrate=False, cache_tokens=256, base_memory=memory))
-        assert isinstance(engine.executor, LocalExecutor)
-        engine.executor._threads = Noted(2)
-        try:
+    try:
+        for memory, is_read in (("auto", False), (400_000, True)):
+            kinds.clear()
+            torch.set_num_threads(2)
+            engine = Engine(folder, EngineConfig(calibrate=False, cache_tokens=256, base_memory=memory))
+            assert isinstance(engine.executor, LocalExecutor)
+            engine.executor._threads = Noted(2)
             engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=12, ignore_eos=True))
             engine.run()
             assert torch.get_num_threads() == 2
-            assert bool(kinds) == (memory != "auto")
-            count = len(kinds)
+            # One row, and a prompt of three.
+            assert {kind for kind, _ in kinds} == {(is_read, 1, 0), (is_read, 2, 0)}
+            assert {threads for _, threads in kinds} == ({1, 2} if is_read else {2})
+            kinds.clear()
             engine.finetune([Example((1, 2, 3), (2, 3, 4))], "mine", LoRAConfig(rank=1))
             engine.run()
-            assert len(kinds) == count
-        finally:
-            torch.set_num_threads(before)
-    assert {threads for _, threads in kinds} == {1, 2}
-    assert {kind for kind, _ in kinds} == {1, 2}  # one row, and a prompt of three
+            assert kinds and all(kind[0] is False and kind[2] for kind, _ in kinds)
+    finally:
+        torch.set_num_threads(before)
