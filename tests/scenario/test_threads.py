@@ -11,8 +11,8 @@ import pytest
 
 from models import save, tiny
 
-# Joins a control group or one core, before anything is imported, then says how many tokens an adapter is
-# trained on in a second of processor time: the best of three jobs, as a busy machine makes single ones slower.
+# Joins a control group or one core before anything is imported, then says how many tokens an adapter is
+# trained on in a second of processor time: the best of three jobs: a busy machine makes some slower.
 _TRAINS = """
 import os, sys
 if sys.argv[2]:

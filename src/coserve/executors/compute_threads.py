@@ -87,8 +87,8 @@ class ComputeThreads:
     else needs the cores, the thread that all wait for is the one without a core: beside two busy processes on
     two cores a step takes up to a hundred times as long with two threads as with one (`docs/LOG.md`, "Threads
     that spin"). Fewer threads are tried where they may help, which is where the system takes cores from this
-    process, or where a streamed base is read beside the step; more threads are tried from time to time. Trials
-    cost at most 4 % of the time. On an idle machine there are no trials, and steps have all threads.
+    process, or where a streamed base is read beside the step; more threads are tried from time to time.
+    Trials cost at most 4 % of the time. On an idle machine there are none, and steps have all threads.
     """
 
     def __init__(self, most: int) -> None:
