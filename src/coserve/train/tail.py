@@ -122,13 +122,13 @@ class Tail:
         try:
             for chunk in self._chunks(window):
                 gradient[chunk] = self._chunk_gradient(hidden[chunk], chunk + window.start, bypasses)
-                done.append(chunk + window.start)
+                done.append(chunk)
         except WeightsUnreadable:
             if self._begun is None:
                 self._begun = hidden.new_zeros(self._store.rows, hidden.shape[1])
             self._begun[window.span] = gradient
-            for rows in done:
-                self._is_done[rows] = True
+            for chunk in done:
+                self._is_done[chunk + window.start] = True
             raise
         self._store.hidden.save_gradient(window, gradient[None])
 

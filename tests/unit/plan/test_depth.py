@@ -9,7 +9,7 @@ from transformers import AutoConfig, LlamaConfig
 from coserve.plan.depth import deepened, shallow
 from coserve.plan.estimate import estimate_of, estimates, recorded, spread
 from coserve.plan.recipes import METHODS
-from coserve.plan.stages import PlainLoss, Program, ProgramSize, System
+from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage, System
 from coserve.plan.subject import Subject, subject_of
 from coserve.train import tail
 
@@ -52,16 +52,18 @@ def test_processes_tell_the_same() -> None:
         assert list(estimates(subject(7), programs, run_all)) == list(estimates(subject(7), programs))
 
 
-@pytest.mark.parametrize("length", [48, 51])
-def test_chunks_of_the_loss_that_are_alike_are_run_twice(
-    monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    """With data, or were all of them run, the bytes are the same."""
-    monkeypatch.setitem(tail._LOGITS_PER_CHUNK, "cpu", 320 * 8)
-    asked = Program("lora", System.COSERVE, replace(LOAD, length=length), True, (METHODS["lora"],))
-    few = recorded(subject(3), asked)
+def test_chunks_of_the_loss_that_are_alike_are_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are those of all chunks, at sizes where the loss has the peak: the last of five, which is
+    smaller, has fewer."""
+    own = subject(3)
+    own.config.vocab_size = 40_000
+    monkeypatch.setitem(tail._LOGITS_PER_CHUNK, "cpu", own.config.vocab_size * 64)
+    asked = Program("lora", System.COSERVE, replace(LOAD, batch=5, length=55), True, (METHODS["lora"],))
+    few = recorded(own, asked)
     monkeypatch.setattr(tail, "unlike", lambda chunks: chunks)
-    assert few.peaks == recorded(subject(3), asked).peaks
+    assert few.peaks == recorded(own, asked).peaks
+    monkeypatch.setattr(tail, "unlike", lambda chunks: chunks[-1:])
+    assert few.peaks[Stage.STEP] - recorded(own, asked).peaks[Stage.STEP] > 2 * 20 * own.config.vocab_size
 
 
 def test_layers_that_differ_are_all_run() -> None:
