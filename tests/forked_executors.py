@@ -1,6 +1,6 @@
 """Executors' processes that begin within milliseconds: forked from one that has imported everything.
 
-A start of `coserve.executors.service` by itself imports for seconds, which a suite of hundreds of engines
+A start of `coserve.worker.service` by itself imports for seconds, which a suite of hundreds of engines
 cannot afford. What runs in the process is the same.
 """
 
@@ -22,17 +22,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from coserve.executors.deterministic import DeterministicExecutor
 from coserve.executors.local import LocalExecutor
-from coserve.executors.opening import open_remote
 from coserve.executors.remote import RemoteExecutor
 from coserve.model import load
+from coserve.worker.opening import open_remote
 from models import MIXTURES, Exact
 
 _ZYGOTE = """
 import os, socket, sys
 import forked_executors
-from coserve.executors import service
+from coserve.worker import service
 forked_executors.compute_as_tests_do(int(sys.argv[2]))
 listener = socket.socket(fileno=int(sys.argv[1]))
 while True:
@@ -82,9 +81,8 @@ def compute_as_tests_do(shared: int) -> None:
         return run
 
     load.load_model = loaded
-    for kind in (LocalExecutor, DeterministicExecutor):
-        for name in ("collect", "call"):  # a plan runs where its result is collected
-            setattr(kind, name, exactly(getattr(kind, name)))
+    for name in ("collect", "call"):  # a plan runs where its result is collected
+        setattr(LocalExecutor, name, exactly(getattr(LocalExecutor, name)))
 
 
 class Forked:

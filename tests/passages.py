@@ -134,7 +134,7 @@ class Passage:
         placed = dict(zip(shuffled, range(count) if order is None else order, strict=True))
         data = [case.examples[placed[i]] for i in range(count)]
         self.run = TrainingRun(
-            case.engine.base, case.engine.executor.loaded, "probe", case.adapter, data, config
+            case.engine.base, case.engine.executor.worker.loaded, "probe", case.adapter, data, config
         )
         adopt(case.engine, self.run)
         self.before = self.run.state().adapter.parameters()

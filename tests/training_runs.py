@@ -84,7 +84,7 @@ class TrainingRun:
 def adopt(engine: Engine, run: TrainingRun) -> None:
     """Has the engine's executor train the run, as one that it had opened itself."""
     session = run.session
-    engine.executor.sessions[session.job] = session
+    engine.executor.worker.sessions[session.job] = session
     engine.adapters.bank.publish(known(session.weights.current))
 
 

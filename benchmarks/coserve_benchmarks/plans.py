@@ -61,7 +61,8 @@ def watch_plans(engine: Engine, look: Callable[[Plan], None]) -> Iterator[None]:
 def local_sessions(engine: Engine) -> Mapping[str, TrainingSession]:
     """Training sessions of an engine whose executor is in this process, by job."""
     assert isinstance(engine.executor, LocalExecutor), "what a session holds is looked at here"
-    return engine.executor.sessions
+    sessions: Mapping[str, TrainingSession] = engine.executor.worker.sessions
+    return sessions
 
 
 @contextmanager

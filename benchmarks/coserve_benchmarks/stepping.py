@@ -39,7 +39,7 @@ def run(bench: Bench) -> None:
     contestants = {
         "step": decode_step(small, engine, SEQUENCES),
         "kernels": lambda: (clocked(), clock.seconds / STEPS)[1],
-        "products": seconds_of(products(executor.base, SEQUENCES)),
+        "products": seconds_of(products(executor.worker.base, SEQUENCES)),
     }
     times = alternate(contestants, bench.settings.rounds, bench.machine.threads)
     for name, taken in times.items():

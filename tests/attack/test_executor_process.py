@@ -26,11 +26,11 @@ from coserve.errors import (
 )
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, DeviceMemory, FetchAdapter, ReadMemory
-from coserve.executors.opening import open_local
 from coserve.executors.remote import RemoteExecutor
-from coserve.executors.service import Service
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
+from coserve.worker.opening import open_local
+from coserve.worker.service import Service
 from forked_executors import Forked, fork_executors
 from models import tiny
 

@@ -124,4 +124,4 @@ def test_malformed_jobs_end_nothing(count: int, desk: Desk, tmp_path: Path) -> N
         if seed % _BESIDE == 0:
             assert answer(desk, f"beside {seed}") == expected, (options, method)
     print(f"\nmalformed jobs: {count // 3} tried, 0 engine ends, {dict(became)}")
-    assert became["failed"] > count / 10 and not desk.engine.executor.sessions
+    assert became["failed"] > count / 10 and not desk.engine.executor.worker.sessions

@@ -8,9 +8,9 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.executors.local import LocalExecutor
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
+from coserve.worker.worker import Worker
 from layouts import BACKENDS
 from models import prompts, tiny
 
@@ -29,7 +29,7 @@ ANSWER = SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0)
 def run(name: str, backend: str, patch: pytest.MonkeyPatch) -> Outcome:
     """Answers and their log-probabilities, of a run in which prompts are cut, share pages, stand behind
     virtual tokens, lose their pages, and pass beside a job's rows."""
-    patch.setattr(LocalExecutor, "attention_type", staticmethod(BACKENDS[backend]))
+    patch.setattr(Worker, "attention_type", staticmethod(BACKENDS[backend]))
     config = EngineConfig(
         calibrate=False, page_size=4, cache_tokens=84, max_running=6, scheduler={"max_prefill_rows": 20}
     )

@@ -35,8 +35,10 @@ class Fused:
         example = Example(tuple(tokens), (*tokens[1:], -100))
         start = fresh_adapter(self.engine.base, "mine", LoRAConfig(rank=4), 0)
         config = TrainingConfig(batch_size=1, keep=keep)
-        self.run = TrainingRun(self.engine.base, self.engine.executor.loaded, "job", start, [example], config)
-        self.executor.sessions["job"] = self.run.session
+        self.run = TrainingRun(
+            self.engine.base, self.engine.executor.worker.loaded, "job", start, [example], config
+        )
+        self.executor.worker.sessions["job"] = self.run.session
         self.keys = itertools.count(1)
         (self.micro_batch,) = self.run.next_step(self.keys)
 

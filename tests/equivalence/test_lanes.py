@@ -119,13 +119,13 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
 
 def in_exact_threads(engine: Engine) -> None:
     """`Exact` is its thread's own: lanes have it too."""
-    work = engine.executor._run_lane
+    work = engine.executor.worker._run_lane
 
     def exact(lane: Lane) -> Any:
         with Exact():
             return work(lane)
 
-    engine.executor._run_lane = exact  # type: ignore[method-assign]
+    engine.executor.worker._run_lane = exact  # type: ignore[method-assign]
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ def test_answers_that_come_later_are_the_same(name: str, keep: SavePolicy) -> No
     with Exact():
         wanted = everything(make_engine(name, torch.float64), configs, training)
         engine = make_engine(name, torch.float64)
-        place = send_elsewhere(engine.executor.base)
+        place = send_elsewhere(engine.executor.worker.base)
         found = everything(engine, configs, training)
     assert found.keys() == wanted.keys()
     for key, numbers in wanted.items():

@@ -173,7 +173,7 @@ def test_a_scheduler_sends_a_coupled_loss_through_the_tail_twice() -> None:
         )
         start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2), 0)
         run = TrainingRun(
-            engine.base, engine.executor.loaded, "j", start, examples, TrainingConfig(batch_size=4)
+            engine.base, engine.executor.worker.loaded, "j", start, examples, TrainingConfig(batch_size=4)
         )
         adopt(engine, run)
         (batch,) = run.supervised.next_step(iter([1]))

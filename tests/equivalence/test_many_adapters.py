@@ -18,9 +18,9 @@ from peft import LoraConfig
 from coserve import Engine, EngineConfig
 from coserve.adapters import slot_pools
 from coserve.adapters.lora_batch import LoraBatch
-from coserve.executors import cuda_graphs
-from coserve.executors.cuda_graphs import Run
-from coserve.executors.fused_pass import FusedPass
+from coserve.worker import cuda_graphs
+from coserve.worker.cuda_graphs import Run
+from coserve.worker.fused_pass import FusedPass
 from methods import SHAPES, SMALL, with_peft
 from mixed import SAMPLING, Logits, Mixture, make_engine
 from models import Exact, logits_of, tiny
@@ -172,7 +172,7 @@ def test_few_slots_are_enough_and_versions_that_are_gone_hold_none(tmp_path: Pat
     engine.run()
     errors = mixture.errors(alone)
     assert errors.keys() == set(kinds) and max(errors.values()) <= mixture.allowed(alone, single()), errors
-    assert engine.executor.slot_pools.nbytes > 0
+    assert engine.executor.worker.slot_pools.nbytes > 0
     for kind in kinds:
         engine.adapters.unload(kind)
-    assert not engine.executor.slot_pools.adapters
+    assert not engine.executor.worker.slot_pools.adapters

@@ -18,10 +18,10 @@ from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.core.plan import InferenceSegment
-from coserve.executors import fused_pass, inference, sampler
-from coserve.executors.fused_pass import FusedPass
-from coserve.executors.sequence_table import SequenceTable
 from coserve.kernels.lora.backend import LoraSegment
+from coserve.worker import fused_pass, inference, sampler
+from coserve.worker.fused_pass import FusedPass
+from coserve.worker.sequence_table import SequenceTable
 from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
 from mixed import SAMPLING, STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
 from models import Exact, tiny

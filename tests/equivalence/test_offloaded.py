@@ -180,7 +180,7 @@ def test_a_file_that_became_short_is_noticed() -> None:
     lost = ask(engine, prompts(random.Random(1), [LONG])[0])
     for _ in range(3):
         engine.step()
-    os.ftruncate(engine.executor._offloaded._tier._file._descriptor, 0)
+    os.ftruncate(engine.executor.worker._offloaded._tier._file._descriptor, 0)
     engine.run()
     with pytest.raises(OffloadFailed):
         lost.result()

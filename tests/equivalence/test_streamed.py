@@ -149,7 +149,7 @@ def test_training_and_answers_are_the_same(
     wanted = everything(Engine(folder, EngineConfig(**FIELDS)), kinds)
     whole = load_base(folder)
     engine = Engine(folder, EngineConfig(base_memory=whole.nbytes * 9 // 10, **FIELDS))
-    base = engine.executor.base  # type: ignore[attr-defined]
+    base = engine.executor.worker.base  # type: ignore[attr-defined]
     assert 0 <= len(residents(base)) < base.depth
     found = everything(engine, kinds)
     assert found.keys() == wanted.keys()

@@ -13,11 +13,11 @@ import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
-from coserve.executors import swap_space
-from coserve.executors.swap_space import FileTier
 from coserve.schedule.swap_tier import Rate
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
+from coserve.worker import swap_space
+from coserve.worker.swap_space import FileTier
 from models import prompts, tiny
 
 PAGE = 4

@@ -132,7 +132,7 @@ class Passage:
             keep=keep,
         )
         self.run = TrainingRun(
-            base, case.engine.executor.loaded, "probe", case.adapter, case.examples, config
+            base, case.engine.executor.worker.loaded, "probe", case.adapter, case.examples, config
         )
         adopt(case.engine, self.run)
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
@@ -167,7 +167,7 @@ class Passage:
     def error(self) -> float:
         """The worst relative error of any gradient, and of the loss."""
         result = self.case.engine.executor.run(Plan(updates=(self.run.supervised.optim_step,)))
-        updated = self.case.engine.executor.loaded.find(result.updated["probe"].version)
+        updated = self.case.engine.executor.worker.loaded.find(result.updated["probe"].version)
         before, after = self.case.adapter.parameters(), updated.parameters()
         errors = [abs(result.updated["probe"].loss - self.case.loss) / self.case.loss]
         assert before.keys() == self.case.wanted.keys()

@@ -220,7 +220,7 @@ def spoil(engine: Engine) -> None:
     pages = range(engine.config.pages)
     for layer, shape in enumerate(engine.base.caches):
         nan = torch.full((shape.groups, len(pages) * PAGE, shape.key), float("nan"))
-        engine.executor.attention.fill(layer, pages, nan, nan[..., : shape.value])
+        engine.executor.worker.attention.fill(layer, pages, nan, nan[..., : shape.value])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -67,7 +67,7 @@ def test_other_executors_and_placements_visit_too(fields: dict[str, object]) -> 
         return engine_of("llama", config=fields, vocab_size=SMALL)
 
     wanted, engine = everything(make(), KINDS), make()
-    send_away(engine.executor.base)
+    send_away(engine.executor.worker.base)
     found = everything(engine, KINDS)
     close = 0.0 if "deterministic" in fields else 1e-3
     for key, numbers in wanted.items():
@@ -84,7 +84,7 @@ def test_nobody_uses_parameters_outside_of_a_visit(name: str) -> None:
     with Exact():
         wanted = everything(make_engine(name, torch.float64, **changes), kinds)
         engine = make_engine(name, torch.float64, **changes)
-        parts = send_away(engine.executor.base)
+        parts = send_away(engine.executor.worker.base)
         found = everything(engine, kinds)
     assert found.keys() == wanted.keys()
     for key, numbers in wanted.items():

@@ -20,13 +20,13 @@ from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
-from coserve.executors.deterministic import DeterministicExecutor
 from coserve.kernels.lora.segments import LoraSegments
 from coserve.schedule.segments import training_segment
 from coserve.train import backward
 from coserve.train.backward import BackwardWindow, LayerGradients
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
+from coserve.worker.deterministic import DeterministicWorker
 from models import VOCABULARY, Exact, tiny
 from training_runs import TrainingRun, adopt
 
@@ -95,7 +95,7 @@ def examples(job: Job) -> list[Example]:
 def begin(engine: Engine, name: str, job: Job) -> MicroBatch:
     config = TrainingConfig(batch_size=len(job.lengths), keep=job.keep)
     run = TrainingRun(
-        engine.base, engine.executor.loaded, name, drawn(engine, name, job), examples(job), config
+        engine.base, engine.executor.worker.loaded, name, drawn(engine, name, job), examples(job), config
     )
     adopt(engine, run)
     (micro_batch,) = run.next_step(itertools.count(secrets.randbits(30)))
@@ -129,7 +129,7 @@ def travel(engine: Engine, jobs: dict[str, Job]) -> dict[str, dict[str, Tensor]]
             engine.executor.run(Plan(training=tuple(segment for segment in step if segment is not None)))
     found = {}
     for name in jobs:
-        masters = engine.executor.sessions.pop(name).weights.optimizer.weights
+        masters = engine.executor.worker.sessions.pop(name).weights.optimizer.weights
         found[name] = {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
     return found
 
@@ -271,6 +271,6 @@ def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> Non
 @pytest.mark.local
 def test_the_deterministic_mode_keeps_everybody_apart(passes: list[int]) -> None:
     engine = make_engine(deterministic=True)
-    assert isinstance(engine.executor, DeterministicExecutor)
+    assert isinstance(engine.executor.worker, DeterministicWorker)
     travel(engine, named(GROUPS["alike"]))
     assert not passes

@@ -35,6 +35,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"train"}),
     frozenset({"zoo"}),
     frozenset({"executors"}),
+    frozenset({"worker"}),
     frozenset({"engine"}),
     frozenset({"plan", "simulate"}),
     frozenset({"tiny", "demo", "serve"}),

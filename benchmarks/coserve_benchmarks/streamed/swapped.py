@@ -18,9 +18,9 @@ from coserve.core.events import Event
 from coserve.core.plan import StepResult
 from coserve.core.sequence import Sequence
 from coserve.engine.engine import Engine
-from coserve.executors import swap_space
-from coserve.executors.swap_space import FileTier
 from coserve.schedule.swap_tier import Rate
+from coserve.worker import swap_space
+from coserve.worker.swap_space import FileTier
 from coserve.workload.requests import Tokens, fixed_prompts, greedy
 from coserve_benchmarks.streamed.orders import StreamedOrder, SwapCase
 

@@ -96,12 +96,12 @@ def executor(
 
     A client is a script with transformers and PEFT that calls `coserve.split.attach.attach(model, ADDRESS)`.
     """
-    from coserve.executors.compute_threads import set_threads
     from coserve.split.batching import BatchingConfig
     from coserve.split.layers import LayerChoice
     from coserve.split.service import run_service
     from coserve.split.shard import Shard
     from coserve.split.tls import TlsFiles
+    from coserve.worker.compute_threads import set_threads
 
     config = BatchingConfig(batching, wait_factor, wait_cap, client_rows, products)  # type: ignore[arg-type]
     if tls_cert is None and (tls_key is not None or tls_client_ca is not None):

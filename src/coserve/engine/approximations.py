@@ -19,11 +19,10 @@ from coserve.schedule.scheduler import Scheduler
 @dataclass(frozen=True, slots=True)
 class ChainOfBases:
     """A chain of two bases (`model/stitched.py`) as an alternative: its id, the bytes of the weights that a
-    row passes of each, with the id of the base whose rows pass with it (its own where none do), and the most
-    tokens of a sequence on it."""
+    row passes, and the most tokens of a sequence on it."""
 
     base: str
-    legs: tuple[tuple[str, int], ...]
+    nbytes: int
     most: int
 
 
@@ -167,7 +166,7 @@ class Approximations:
 
         Modules that no row of other answers passes are read once more, and take the share of a forward pass
         that their bytes are of the base's. Those of the base are a version's as far as it has none of its
-        own. Those of a leg of a chain of two are read once more unless the base that it passes with has rows.
+        own. Those of a chain of two bases are read once more unless it has rows.
         All modules of a row cost it the share of a row's time that their bytes are of the base's.
         """
         under_way = self._scheduler.requests
@@ -183,9 +182,8 @@ class Approximations:
         read, passed = list[float](), list[float]()
         for version in versions:
             if isinstance(version, ChainOfBases):
-                absent = [nbytes for base, nbytes in version.legs if not {base, version.base} & bases]
-                read.append(sum(absent))
-                passed.append(sum(nbytes for _, nbytes in version.legs))
+                read.append(0 if version.base in bases else version.nbytes)
+                passed.append(version.nbytes)
                 continue
             own, rest = 0 if version is None else version.cost, self._of_base(version)
             is_there = version is not None and version.key in keys

@@ -17,7 +17,6 @@ from coserve.config import EngineConfig
 from coserve.core.size import read_memory, read_size, show_size
 from coserve.errors import ConfigError
 from coserve.executors.executor import Executor
-from coserve.executors.opening import dtype_of, open_local
 from coserve.memory.compiled import built_bytes
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.ledger import Ledger
@@ -28,6 +27,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.streamed.model_files import saved_bytes, stored_bytes
 from coserve.streamed.shapes import enough_to_stream
 from coserve.train.needs import step_bytes
+from coserve.worker.opening import dtype_of, open_local
 
 # Bytes that loading a base as a whole takes beside it in a process of the engine's own: 57 MiB for one of 342
 # MiB. One that is streamed takes none.

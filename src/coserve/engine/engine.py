@@ -39,9 +39,7 @@ from coserve.engine.stats import count
 from coserve.engine.training import Training
 from coserve.engine.training_client import TrainingClient
 from coserve.errors import ConfigError, CoserveError, RequestError
-from coserve.executors.compute_threads import set_threads
 from coserve.executors.executor import CompileGrammar
-from coserve.executors.opening import Opened, open_executor, open_stitched
 from coserve.jobs.limits import limits_of
 from coserve.memory.pages import PagePool
 from coserve.model.sampling_table import check_sampling
@@ -64,6 +62,8 @@ from coserve.train.needs import Steps
 from coserve.train.objectives import Distillation, Objective, Supervised, objective_of
 from coserve.train.state import TrainingState
 from coserve.wire.messages import EngineStats
+from coserve.worker.compute_threads import set_threads
+from coserve.worker.opening import Opened, open_executor, open_stitched
 
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages
@@ -111,7 +111,6 @@ class Engine:
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
         self._plans_ahead = config.plans_ahead and not reads and not config.base
         self.text = texts()
-        self._halves: tuple[str, str] | None = None  # ids of its bases, if this is a chain of two
         self._random = random.Random(config.seed)
         self._requests = 0
         settings = scheduler_config(config, self.base, self.executor.spec.eos_ids)
@@ -208,9 +207,7 @@ class Engine:
         opened = open_stitched(chain.folder, (one.executor, other.executor), config, other.grammars)
         tokenizer = getattr(other.text, "tokenizer", None)
         model = other.base.model  # whose own tokenizer is not read
-        added = Engine(model, config, tokenizer, self.clock, beside=self, base_id=base, opened=opened)
-        added._halves = chain.first, chain.second
-        return added
+        return Engine(model, config, tokenizer, self.clock, beside=self, base_id=base, opened=opened)
 
     def _check_more(self, base: str) -> None:
         """Raises ConfigError where no base of this id can join."""
@@ -368,15 +365,12 @@ class Engine:
         AdapterNotFound and AdapterError."""
         if name is None:
             return None
-        if name not in self.bases or (chain := self.bases[name])._halves is None:
+        if name not in self.bases or not isinstance((chain := self.bases[name]).base, StitchedBase):
             return self.adapters.look(name)
-        assert isinstance(chain.base, StitchedBase)
         most = min(chain.base.max_positions, self.config.pages * self.config.page_size)
         if has_grammar and chain.grammars is not self.grammars:
             most = 0  # it would be compiled once more, while everybody's step waits
-        halves = zip(chain._halves, chain.base.legs, strict=True)
-        legs = ((half if leg.is_shared else name, leg.nbytes) for half, leg in halves)
-        return ChainOfBases(name, tuple(legs), most)
+        return ChainOfBases(name, sum(leg.nbytes for leg in chain.base.legs), most)
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt. Messages go through the chat template, which raises DataError."""

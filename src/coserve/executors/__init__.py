@@ -1,2 +1,3 @@
-"""Executors run plans: `local` on this device, `deterministic` bit for bit, `remote` in another process,
-`scripted` without a model, for tests."""
+"""The seam between the host and a device: the protocol (`executor`), its codec, transports to a worker
+(`local`, in this process; `remote`, in another), several bases as one (`composed`), and `scripted`, which has
+no model and checks every plan, for tests."""

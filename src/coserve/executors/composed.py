@@ -8,7 +8,6 @@ from coserve.core.plan import Plan, StepResult
 from coserve.core.request import BASE
 from coserve.errors import WeightsUnreadable
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
-from coserve.executors.stitched import StitchedExecutor
 
 
 class ComposedExecutor(Executor):
@@ -22,9 +21,6 @@ class ComposedExecutor(Executor):
     on those of the first base. Where an executor cannot run its part yet (WeightsUnreadable) the others are
     launched, so that commands come behind them, and those that have run keep their results until the plan
     is tried again.
-
-    Chains of two bases come first: each has the parts of its two bases run when its rows are ready to pass
-    with them.
     """
 
     def __init__(self, first: Executor) -> None:
@@ -39,8 +35,6 @@ class ComposedExecutor(Executor):
         """Adds the executor of one more base; no plan may be under way."""
         assert not self._launched, "plans are split between the bases that are there"
         self._executors[base] = executor
-        if isinstance(executor, StitchedExecutor):
-            executor.run_hosts_by(self._run_host)
 
     @property
     def spec(self) -> ExecutorSpec:
@@ -55,7 +49,7 @@ class ComposedExecutor(Executor):
         """See `Executor`."""
         if not self._launched:
             return None
-        for base in sorted(self._launched[0], key=lambda one: not self._is_chain(one)):
+        for base in self._launched[0]:
             if not self._collect(base, wait):
                 return None
         self._launched.popleft()
@@ -77,15 +71,6 @@ class ComposedExecutor(Executor):
         if result is not None:
             self._done[base] = result
         return result is not None
-
-    def _run_host(self, host: Executor) -> None:
-        """Runs the part of the oldest plan that an executor has, if there is one that has not run."""
-        base = next(base for base, executor in self._executors.items() if executor is host)
-        if self._launched and base in self._launched[0]:
-            self._collect(base)
-
-    def _is_chain(self, base: str) -> bool:
-        return isinstance(self._executors[base], StitchedExecutor)
 
     def _send(self, base: str) -> None:
         """Launches a base's part of the oldest plan, once."""

@@ -1,134 +1,70 @@
-"""Runs plans on the local device: their passes, commands between them, and what came of each."""
+"""Runs plans of a worker in this process, on the thread that collects their results."""
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
-from typing import Any, ClassVar, Final
+from contextlib import suppress
+from typing import Generic, Protocol, TypeVar
 
-import torch
-
-from coserve.adapters.loaded import LoadedAdapters
-from coserve.adapters.slot_pools import LoraSlotPools
-from coserve.attention.backend import AttentionBackend
-from coserve.attention.paged import make_batched
-from coserve.core.plan import (
-    Lane,
-    OffloadReads,
-    Plan,
-    Sampled,
-    StepResult,
-    TrainingSegment,
-    WeightReads,
-)
-from coserve.core.sequence import Direction
+from coserve.core.plan import Plan, StepResult
 from coserve.errors import WeightsUnreadable
-from coserve.executors.compute_threads import ComputeThreads
-from coserve.executors.executor import (
-    CloseSession,
-    Command,
-    Executor,
-    ExecutorSpec,
-    R,
-    ReadMemory,
-    RestartStep,
-)
-from coserve.executors.fused_pass import FusedPass
-from coserve.executors.held import HeldState
-from coserve.executors.lanes import LaneRunner
-from coserve.executors.offload_space import OffloadSpace
-from coserve.executors.sequence_table import SequenceTable
-from coserve.executors.swap_space import SwapSpace
-from coserve.executors.training_passes import TrainingPasses
-from coserve.model.base import Base
-from coserve.model.together import linears_together
-from coserve.streamed.planner import Streaming
-from coserve.train.optimizer_offload import MakeOffload
-
-_log = logging.getLogger(__name__)
-
-_NAP: Final = 0.001  # seconds of idle time in one step, so that arrivals wait no longer
-
-Swapped = tuple[tuple[int, ...], tuple[float, float]]  # copies that failed, seconds of writing and of reading
-_NO_SWAPS: Final[Swapped] = (), (0.0, 0.0)
+from coserve.executors.executor import Command, Executor, ExecutorSpec, R, ReadMemory
 
 
-class LocalExecutor(Executor):
-    """The `Executor` of one device: runs plans on its caches and sequence rows, and makes no decisions."""
-
-    pass_type: ClassVar[type[FusedPass]] = FusedPass
-    attention_type: ClassVar[Callable[..., AttentionBackend[Any]]] = make_batched
-    is_deterministic: ClassVar[bool] = False  # bits may depend on the number of threads
-
-    def __init__(
-        self,
-        base: Base,
-        attention: AttentionBackend[Any],
-        table: SequenceTable,
-        make_offload: MakeOffload | None = None,
-        grown: int = 0,
-        streaming: Streaming | None = None,
-        swap_space: SwapSpace | None = None,
-        offload_space: OffloadSpace | None = None,
-    ) -> None:
-        """`grown` are the bytes that loading the base took, and keeps, beside its weights; `streaming` says
-        how it is streamed, `swap_space` where pages move to as plans say, `offload_space` where those of
-        longer sequences are."""
-        self.base, self.attention, self.table = base, attention, table
-        self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
-        self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
-        self.held = HeldState(base, self.loaded, self.slot_pools, table.sampling.grammars, make_offload)
-        self.sessions, self.arena = self.held.sessions, self.held.arena
-        self._launched: deque[Plan] = deque()
-        self._begun: Plan | None = None  # the first of these, where weights that it needs could not be read
-        self._is_stuck = False  # weights that the oldest plan needs could not be read
-        self._results: deque[StepResult] = deque()  # not collected yet
-        self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
-        self._offload_space = offload_space
-        self._offloaded = None if offload_space is None else offload_space.cache
-        self._swapped: Swapped | None = None  # what came of moving the pages of the oldest plan
-        self._lanes = LaneRunner(base.device)
-        is_free = self.base.device.type == "cpu" and not self.is_deterministic
-        self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
-        self._has_lanes = not base.makes_calls  # whether lanes may be side by side
-        self._failed: set[str] = set()  # jobs without training until their sessions close or restart
-        self._pauses = 0  # results with paused training
-        self._training = TrainingPasses(self.held)
-        self._pause, self._short = self._training.pause, self._training.short
-        self.fused = self.pass_type(self.held, attention, table, self._training, self._offloaded)
-        self._prove()
-
-    def _prove(self) -> None:
-        """Raises UnsupportedModel if the executor cannot run the base."""
+class DeviceWorker(Protocol):
+    """The owner of a device (`worker/worker.py`), as its transport sees it."""
 
     @property
     def spec(self) -> ExecutorSpec:
         """See `Executor`."""
-        return ExecutorSpec(
-            sequences=self.table.capacity,
-            eos_ids=self.table.sampling.eos_ids,
-            cache_nbytes=self.attention.nbytes,
-            grown=self._grown,
-            host_room=self.held.host_copies.room,
-            fingerprint=self.base.fingerprint,
-            parameters=self.base.parameters,
-            dtype=str(self.base.dtype).removeprefix("torch."),
-            row_buckets=self.base.row_buckets,
-            sites=tuple(self.base.sites.values()),
-            streaming=self._streaming,
-            swap_pages=0 if self._swap_space is None else self._swap_space.pages,
-            offload_pages=0 if self._offload_space is None else self._offload_space.pages,
-            offload_refusal="" if self._offload_space is None else self._offload_space.refusal,
-            elsewhere=frozenset(p for p, own in self.base.linears.items() if own.placement.is_elsewhere),
-        )
+        ...
+
+    def run(self, plan: Plan) -> StepResult:
+        """Runs a plan. One that raised WeightsUnreadable may be run again: what of it has run computes the
+        same once more."""
+        ...
+
+    def call(self, command: Command[R]) -> R:
+        """Executes a command between two plans."""
+        ...
+
+    def pause_training(self) -> None:
+        """See `Executor`."""
+        ...
+
+    def resume_training(self) -> None:
+        """See `Executor`."""
+        ...
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """See `Executor`."""
+        ...
+
+    def beat(self) -> None:
+        """Tells that a plan that is tried again and again is no hang."""
+        ...
+
+
+W = TypeVar("W", bound=DeviceWorker)
+
+
+class LocalExecutor(Executor, Generic[W]):
+    """The transport to a worker of this process: a queue of plans. A thread of its own for each plan would
+    compete with the planning of the next."""
+
+    def __init__(self, worker: W) -> None:
+        self.worker = worker
+        self._launched: deque[Plan] = deque()
+        self._is_stuck = False  # weights that the oldest plan needs could not be read
+        self._results: deque[StepResult] = deque()  # not collected yet
+
+    @property
+    def spec(self) -> ExecutorSpec:
+        """See `Executor`."""
+        return self.worker.spec
 
     def launch(self, plan: Plan) -> None:
-        """See `Executor`. A plan runs on the thread that collects its result: a thread of its own would
-        compete with the planning of the next. Where linears are computed elsewhere two lanes would share
-        nothing of this device but Python, so there is one."""
-        self._launched.append(plan if self._has_lanes else replace(plan, split=None))
+        """See `Executor`."""
+        self._launched.append(plan)
 
     def collect(self, wait: bool = True) -> StepResult | None:
         """See `Executor`."""
@@ -136,21 +72,23 @@ class LocalExecutor(Executor):
             self._run_next()
         return self._results.popleft() if self._results else None
 
+    def pause_training(self) -> None:
+        """See `Executor`."""
+        self.worker.pause_training()
+
+    def resume_training(self) -> None:
+        """See `Executor`."""
+        self.worker.resume_training()
+
     def on_progress(self, beat: Callable[[], object]) -> None:
         """See `Executor`."""
-        self.base.chain.on_layer = beat
-        if self.base.reader is not None:
-            self.base.reader.on_wait = beat
+        self.worker.on_progress(beat)
 
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
         if not command.beside:
             self._run_all(waits=not isinstance(command, ReadMemory))
-        if isinstance(command, CloseSession | RestartStep):
-            self._lanes.settle()
-            self.held.note_step()
-            self._failed.discard(command.job)
-        return self.held.do(command)
+        return self.worker.call(command)
 
     def _run_all(self, waits: bool) -> None:
         """Runs all plans before a command. One that does not wait for plans that cannot run does not raise
@@ -161,116 +99,12 @@ class LocalExecutor(Executor):
 
     def _run_next(self) -> None:
         """Runs the oldest plan. Where weights of the base cannot be read it stays the oldest, and runs again
-        next time: what of it has run computes the same once more."""
+        next time."""
         if self._launched:
-            self._swapped = self._swapped or self._swap(self._launched[0])
             if self._is_stuck:
-                self.base.chain.on_layer()  # a plan that is tried again and again is no hang
+                self.worker.beat()
             self._is_stuck = True
-            result = self._run(self._launched[0])
+            result = self.worker.run(self._launched[0])
             self._is_stuck = False
             self._launched.popleft()
-            self._begun = self._swapped = None
             self._results.append(result)
-
-    @torch.no_grad()
-    def _swap(self, plan: Plan) -> Swapped:
-        """Moves the pages of a plan; once, as what runs again may have written into them."""
-        return _NO_SWAPS if self._swap_space is None else self._swap_space.run(plan)
-
-    @torch.no_grad()
-    def _run(self, plan: Plan) -> StepResult:
-        plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
-        if plan.split is None:
-            self._lanes.settle()
-        self._pause.begin(plan.pausable, plan.abandons)
-        started, read = time.perf_counter(), self._read
-        is_again = self._begun is not None
-        if not is_again:
-            for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
-                self.fused.fill(prefix)
-            self._begin(plan)
-            self._begun = plan
-        with self._threads_for(plan):
-            sampled, trained, is_paused, lanes = self._lanes.run(plan.lanes, self._run_lane, is_again)
-        if (failure := self._pause.failure) is not None:
-            if not plan.inference and not trained and plan.split is None:  # the plan is as if it had not run
-                raise failure
-            _log.warning("training is paused: %s", failure)
-        if plan.idle:
-            time.sleep(min(plan.idle, _NAP))
-        outputs = self._training.outputs(trained)
-        updated, failed = self._training.update(plan.updates)
-        if not self._lanes.is_training:  # else rows of failed jobs may still run in the lane
-            failed |= self._short.take()
-        if self.base.device.type == "cuda" and plan.split is None:  # lanes wait for their own streams
-            torch.cuda.synchronize(self.base.device)
-        self._failed |= failed.keys()
-        self._pauses += is_paused
-        self.held.note_step()
-        seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
-        seconds -= self.fused.take_lent()
-        copies_failed, moving = self._swapped or _NO_SWAPS
-        return StepResult(
-            seconds + sum(moving),
-            sampled,
-            updated,
-            failed,
-            trained,
-            is_paused,
-            lanes,
-            self._read - read,
-            copies_failed,
-            moving,
-            self.fused.sampler.take_failed()
-            | ({} if self._offloaded is None else self._offloaded.take_lost()),
-            OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
-            outputs,
-        )
-
-    def _threads_for(self, plan: Plan) -> AbstractContextManager[None]:
-        """Context in which a step computes with the number of threads that suits the moment."""
-        if plan.split is not None or not (plan.inference or plan.training):  # lanes have their own numbers
-            return nullcontext()
-        reader = self.base.reader
-        rows = (sum(segment.length for segment in plan.inference), sum(s.length for s in plan.training))
-        is_reading = reader is not None and not reader.dry and not plan.training
-        return self._threads.step((is_reading, *map(int.bit_length, rows)), is_reading)
-
-    @property
-    def _read(self) -> WeightReads:
-        """Reads of a streamed base so far."""
-        return WeightReads() if self.base.reader is None else self.base.reader.total
-
-    def _begin(self, plan: Plan) -> None:
-        used = [self.table.release(key) for key in plan.released]
-        self.table.start(plan.sequences)
-        for adapter in (*used, *(sequence.adapter for sequence in plan.sequences)):
-            if adapter and adapter in self.loaded:  # else it was dropped after its sequences had ended
-                self.slot_pools.use(self.loaded.find(adapter).bypasses)
-        for micro_batch in plan.micro_batches:
-            self.sessions[micro_batch.job].begin(micro_batch)
-        self.table.extend(plan.inference)
-        if self._offloaded is not None:
-            for key in plan.released:
-                self._offloaded.end(key)
-            for segment in plan.inference:
-                if segment.offloaded and segment.new_pages:
-                    self._offloaded.begin(segment.key, len(segment.new_pages))
-
-    def pause_training(self) -> None:
-        """See `Executor`."""
-        self._pause.ask()
-
-    def resume_training(self) -> None:
-        """See `Executor`."""
-        self._pause.withdraw()
-
-    @torch.no_grad()  # a setting of the thread, and lanes have their own
-    def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Returns the tokens, and the training that ran."""
-        sampled, kept = self.fused.run(lane)
-        forward = {segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD}
-        if not forward <= {*kept}:  # stopped
-            return sampled, kept
-        return sampled, kept + self._training.run(lane)

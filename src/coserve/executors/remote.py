@@ -61,7 +61,7 @@ class Process(Protocol):
 def start_process(descriptors: Sequence[int]) -> Process:
     """Starts a process that serves an executor on sockets with these descriptors."""
     return subprocess.Popen(
-        [sys.executable, "-m", "coserve.executors.service", *map(str, descriptors)],
+        [sys.executable, "-m", "coserve.worker.service", *map(str, descriptors)],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         stdout=2,  # to stderr, as libraries print to it

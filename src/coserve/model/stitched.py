@@ -2,8 +2,8 @@
 (BlockLLM, 4.4).
 
 `StitchedBase` is one more base to the engine, with keys and values of its own, and shares all blocks, the
-embedding and the tail with the two. Its rows pass the layers in the passes of these
-(`executors/stitched.py`). It answers only: it has no sites, so no adapter rides on it.
+embedding and the tail with the two. Its rows have passes of their own
+(`worker/stitched.py`). It answers only: it has no sites, so no adapter rides on it.
 """
 
 import hashlib
@@ -23,17 +23,13 @@ from coserve.adapters.bypass import exact_type
 from coserve.errors import ConfigError
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
-from coserve.model.block import Block, ModelPart
+from coserve.model.block import ModelPart
 from coserve.model.origin import Origin
 from coserve.model.parameters import held_bytes
 
 PLACE: Final = "stitching.json"
 WEIGHTS: Final = "stitching.safetensors"
 _ROWS: Final = (3, 5)  # numbers of rows that the layers' arguments are compared for
-# Bytes of a layer from which one pass for both bases' rows is faster than two on a CPU: reading the weights
-# once gains more than calls for rows of two kinds cost. Of one pass beside two, 4 to 12 rows: 0.75 to 0.85 of
-# the speed with 1.4 MiB, 0.95 to 1.04 with 12, 1.12 to 1.15 with 22.
-WORTH = 12 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +82,13 @@ class Stitch:
 class Leg:
     """The layers of a chain that are one base's: `layers` by that base's numbers, which are `shift` less than
     the chain's; `own` are its calls among the chain's distinct ones. `nbytes` are those of all weights that
-    a row passes there. Where the leg `is_shared` its rows pass with the base's own; on a GPU, whose decode
-    steps are graphs of one base's rows, they do not."""
+    a row passes there."""
 
     base: Base
     layers: range
     shift: int
     own: slice
     nbytes: int
-    is_shared: bool
 
     def calls(self, calls: LayerCalls) -> LayerCalls:
         """The arguments of the base's layers, of those of the chain's."""
@@ -136,14 +130,13 @@ class StitchedBase(Base):
         fewer, more = (torch.arange(rows, device=self.device) for rows in _ROWS)
         own = len(first.prologue(torch.zeros_like(fewer), fewer)[1].calls)
         self.legs = (
-            Leg(first, range(stitch.layers), 0, slice(0, own), _nbytes(head), self._shares(head)),
+            Leg(first, range(stitch.layers), 0, slice(0, own), _nbytes(head)),
             Leg(
                 second,
                 range(stitch.enters, second.depth),
                 stitch.layers - stitch.enters,
                 slice(own, None),
                 _nbytes([*tail, second.chain.ends]) + stitch.nbytes,
-                self._shares(tail),
             ),
         )
         self._arguments = RowArguments(*(self.prologue(torch.zeros_like(n), n)[1] for n in (fewer, more)))
@@ -151,9 +144,6 @@ class StitchedBase(Base):
     @property
     def _parts(self) -> list[ModelPart]:
         return []  # all are counted as those of their own bases
-
-    def _shares(self, blocks: Sequence[Block]) -> bool:
-        return self.device.type == "cpu" and _nbytes(blocks) >= WORTH * len(blocks)
 
     def tail(self, hidden: Tensor, rows: Rows | None = None) -> Tensor:
         """Logits by the second base's tail; see `Base.tail`."""

@@ -6,7 +6,6 @@ from typing import Any
 from coserve.config import EngineConfig
 from coserve.engine.base_memory import BaseNeeds
 from coserve.errors import ConfigError
-from coserve.executors.opening import base_room
 from coserve.memory.budget import budget_of, process_capacity
 from coserve.memory.compiled import built_bytes
 from coserve.model.base import Base
@@ -14,6 +13,7 @@ from coserve.plan.subject import Subject
 from coserve.streamed.planner import Streaming
 from coserve.streamed.shapes import ASSUMED_RATE, least_streamed, stream_shapes
 from coserve.streamed.trial import model_rate
+from coserve.worker.opening import base_room
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from typing import Final
 
 from coserve.core.request import SLO, Request
 from coserve.core.sequence import MicroBatch
-from coserve.executors.simulated import SimulatedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.simulate.simulated import SimulatedExecutor
 from coserve.workload.requests import greedy
 
 WAITING: Final = (100, 1000, 10_000)

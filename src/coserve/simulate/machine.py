@@ -16,8 +16,6 @@ from coserve.core.plan import Plan, WeightReads
 from coserve.core.request import Request
 from coserve.core.sequence import MicroBatch
 from coserve.core.sequence import Sequence as Answer
-from coserve.executors.pipelined import PipelinedExecutor
-from coserve.executors.simulated import SimulatedExecutor
 from coserve.jobs.packing import pack
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -25,6 +23,8 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.jitter import Jitter
+from coserve.simulate.pipelined import PipelinedExecutor
+from coserve.simulate.simulated import SimulatedExecutor
 from coserve.simulate.times import Times
 from coserve.workload.requests import TimedJob, TimedRequest, greedy
 

@@ -11,13 +11,13 @@ from coserve.core.plan import OptimStep, Plan, WeightReads
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import ConfigError
-from coserve.executors.pipelined import StageSeconds
 from coserve.schedule.cost import CostModel, Costs, Features
 from coserve.schedule.reads import ReadCosts
 from coserve.schedule.segments import inference_plan, training_segment
 from coserve.simulate.aiconfigurator import PREFIX, measured_roofline
 from coserve.simulate.counting import PassKind, PlanCounter
 from coserve.simulate.hardware import MeasuredTable, Roofline, Table, hardware_named
+from coserve.simulate.pipelined import StageSeconds
 from coserve.simulate.streaming import beside_reads, read_costs, streaming_of
 from coserve.streamed.planner import Streaming
 

@@ -12,7 +12,7 @@ _MEASURED: dict[Hashable, list[Sample]] = {}
 
 
 def _measure_once(executor: LocalExecutor, *room: int, lean: bool) -> list[Sample]:
-    base = executor.base
+    base = executor.worker.base
     key = base.fingerprint, str(base.dtype), room
     if key not in _MEASURED:
         _MEASURED[key] = measure(executor, *room, lean=lean)

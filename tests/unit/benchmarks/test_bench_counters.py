@@ -397,7 +397,7 @@ def test_products_beside_a_decode_step_are_those_of_the_step(
     while any(len(answer.tokens) < 2 for answer in answers):
         engine.step()
     called: Counter[tuple[int, int]] = Counter()  # the placement, and its rows
-    for linear in engine.executor.base.linears.values():
+    for linear in engine.executor.worker.base.linears.values():
         own = linear.placement
 
         def counted(x: Tensor, own: Any = own, forward: Any = own.forward) -> Tensor:
@@ -408,9 +408,9 @@ def test_products_beside_a_decode_step_are_those_of_the_step(
     engine.step()
     by_the_step = Counter(called)
     called.clear()
-    for product in stepping.products(engine.executor.base, len(answers)):
+    for product in stepping.products(engine.executor.worker.base, len(answers)):
         product()
-    assert called == by_the_step and called.total() == len(engine.executor.base.linears)
+    assert called == by_the_step and called.total() == len(engine.executor.worker.base.linears)
 
 
 def test_a_kernel_clock_counts_kernels_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +576,7 @@ def forget_pieces(engine: Engine) -> None:
     """Frees what calibration has left in the arena: a tensor may lie in a piece of up to twice its size, of
     which its own bytes count."""
     assert isinstance(engine.executor, LocalExecutor)
-    engine.executor.arena.empty()
+    engine.executor.worker.arena.empty()
 
 
 @pytest.mark.sample(3)
@@ -641,7 +641,8 @@ def test_bytes_of_a_peer_are_those_that_autograd_saves(method: str) -> None:
 def test_bytes_of_a_cache_are_those_of_its_tensors(kind: str, bench: Bench) -> None:
     engine = make_engine(bench, cache_dtype=kind, calibrate=False)
     assert isinstance(engine.executor, LocalExecutor)
-    keys_and_values = storages(engine.executor.attention._keys, engine.executor.attention._values)
+    attention = engine.executor.worker.attention
+    keys_and_values = storages(attention._keys, attention._values)
     assert engine.executor.spec.cache_nbytes == sum(keys_and_values.values()) > 0
 
 

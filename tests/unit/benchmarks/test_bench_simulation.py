@@ -10,7 +10,6 @@ from coserve import Engine, EngineConfig
 from coserve.core.plan import InferenceSegment, Plan
 from coserve.core.request import Request, SamplingParams
 from coserve.engine.calibrate import Calibration
-from coserve.executors.simulated import SimulatedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -18,6 +17,7 @@ from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.replay import AnswerTimes, LoadResult
+from coserve.simulate.simulated import SimulatedExecutor
 from coserve_benchmarks.rows_page import render
 from coserve_benchmarks.simulation import real as runs
 from coserve_benchmarks.simulation.real import Pace, Pair, StepRecorder, Timings

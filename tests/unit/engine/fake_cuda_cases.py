@@ -13,11 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
-from coserve.executors.cuda_graphs import rerun
-from coserve.executors.fused_pass import FusedPass
 from coserve.kernels.triton import is_installed
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
+from coserve.worker.cuda_graphs import rerun
+from coserve.worker.fused_pass import FusedPass
 from fake_cuda import DEVICE, Waits, install, on_fake_cuda, stub_triton
 from mixed import TRAINED
 from models import ARCHITECTURES

@@ -233,7 +233,7 @@ def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: in
 def test_a_process_counts_what_libraries_take_beside_the_model(fixed: int) -> None:
     """And a job that needs those bytes waits for others, or is refused, as with any bytes."""
     engine = make_engine(fixed * 3 + 2 * built_bytes())
-    engine.executor._grown = 1000  # type: ignore[attr-defined]
+    engine.executor.worker._grown = 1000  # type: ignore[attr-defined]
     room = engine.memory.job_room()
     engine.memory.count_process()
     assert engine.stats().memory["libraries"] == built_bytes() + 1000

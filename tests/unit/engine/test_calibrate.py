@@ -31,8 +31,8 @@ def test_lanes_are_measured_and_nothing_remains() -> None:
     before = list(engine.generate([5, 17, 3], sampling=few))
     found = measured(engine)
     assert found is not None and all(0.0 < factor < 1e9 for factor in found)  # on a busy machine, too
-    assert not engine.executor.sessions and engine.executor.arena._out == 0
-    assert not len(engine.executor.loaded)
+    assert not engine.executor.worker.sessions and engine.executor.worker.arena._out == 0
+    assert not len(engine.executor.worker.loaded)
     assert list(engine.generate([5, 17, 3], sampling=few)) == before
 
 
@@ -49,7 +49,7 @@ def test_nothing_remains_of_the_steps_that_were_measured(monkeypatch: pytest.Mon
     config = engine.config
     room = engine.executor, engine.base, config.page_size, config.pages
     found = measure(*room, seconds=PATIENCE).samples
-    engine.executor._pauses = 3
+    engine.executor.worker._pauses = 3
     run, trained = engine.executor.run, list[bool]()
 
     def watched(plan: Plan) -> StepResult:
@@ -61,8 +61,8 @@ def test_nothing_remains_of_the_steps_that_were_measured(monkeypatch: pytest.Mon
     again = measure(*room, seconds=PATIENCE).samples
     assert [features.values for features, _ in again] == [features.values for features, _ in found]
     assert all(trained)
-    assert not engine.executor.sessions and engine.executor.arena._out == 0
-    assert not len(engine.executor.loaded)
+    assert not engine.executor.worker.sessions and engine.executor.worker.arena._out == 0
+    assert not len(engine.executor.worker.loaded)
 
 
 def test_an_engine_that_calibrates_knows_its_lanes() -> None:

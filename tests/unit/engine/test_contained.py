@@ -76,7 +76,7 @@ def bystander(desk: Desk, request: pytest.FixtureRequest) -> Iterator[None]:
     desk.until(lambda: mine()[-1].finish is not None)
     assert len(mine()) == 40 and mine()[-1].finish is FinishReason.LENGTH
     desk.until(lambda: not desk.worker.has_work)
-    assert desk.engine.stats().free_pages == 64 and not desk.engine.executor.sessions
+    assert desk.engine.stats().free_pages == 64 and not desk.engine.executor.worker.sessions
 
 
 COMMANDS: dict[str, tuple[Any, str, Command]] = {

@@ -134,7 +134,7 @@ def test_adapters_belong_to_a_base(engines: tuple[Engine, Engine], tmp_path: Pat
     for base, name in ((engine, "one"), (wide, "two")):  # one bank: any of them takes it away
         base.adapters.unload(name)
     assert engine.stats().adapters == 0
-    assert not any(len(one.executor.loaded) for one in engines)  # type: ignore[attr-defined]
+    assert not any(len(one.executor.worker.loaded) for one in engines)  # type: ignore[attr-defined]
     engine.adapters.register("one", tmp_path / "small")  # the name is free
     assert tokens(engine, "one")
     engine.adapters.unload("one")

@@ -53,7 +53,7 @@ def test_what_was_asked_of_the_sampler_goes_with_the_request(engine: Engine) -> 
     params = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, presence_penalty=1.0, ignore_eos=True)
     engine.generate([1, 2, 3], sampling=params).result()
     engine.run()
-    sampling = engine.executor.table.sampling
+    sampling = engine.executor.worker.table.sampling
     assert sampling.is_plain and not sampling.drawing and not sampling.nucleus
 
 

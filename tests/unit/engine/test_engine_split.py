@@ -12,8 +12,8 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import Lane
 from coserve.engine.finetuning import FineTuning
-from coserve.executors.lanes import Lanes
 from coserve.train.example import Example
+from coserve.worker.lanes import Lanes
 from models import greedy, prompts, tiny
 
 pytestmark = pytest.mark.local
@@ -46,13 +46,13 @@ def held() -> tuple[threading.Event, Callable[[Engine], None]]:
     go = threading.Event()
 
     def hold(engine: Engine) -> None:
-        work = engine.executor._run_lane
+        work = engine.executor.worker._run_lane
 
         def waiting(lane: Lane) -> Any:
             assert not lane.training or go.wait(WAIT)
             return work(lane)
 
-        engine.executor._run_lane = waiting  # type: ignore[method-assign]
+        engine.executor.worker._run_lane = waiting  # type: ignore[method-assign]
 
     return go, hold
 
@@ -111,7 +111,7 @@ def test_an_error_beside_the_answers_is_raised() -> None:
         assert lane.training and lane.share < 1
         raise ZeroDivisionError("in a lane")
 
-    engine.executor._run_lane = fail  # type: ignore[method-assign]
+    engine.executor.worker._run_lane = fail  # type: ignore[method-assign]
     train(engine)
     with pytest.raises(ZeroDivisionError, match="in a lane"):
         engine.run()

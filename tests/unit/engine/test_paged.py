@@ -91,7 +91,7 @@ def test_those_that_are_not_used_leave_and_come_again_as_they_were(
         finish(engine, script)
         assert handle.tokens == expected[number]
         assert sum(engine.adapters.cache.nbytes()) <= 2 * cost
-        assert engine.executor.slot_pools.adapters <= 2
+        assert engine.executor.worker.slot_pools.adapters <= 2
     assert script.begun == ["a0", "a1", "a2", "a0", "a3", "a4", "a1", "a2"]
     assert engine.stats().paging.resident == ("a1", "a2")
 
@@ -103,7 +103,7 @@ def test_many_that_wait_are_all_served_and_no_byte_more_is_used(
     handles = [(number, ask(engine, number)) for number in (0, 1, 2, 3, 4, 2, 0, 1, 4, 3, 3, 0)]
     assert script.begun == ["a0", "a1"], "the next one's turn comes when one of them is there"
     finish(engine, script)
-    assert engine.executor.slot_pools.adapters <= 2, "who leaves gives its slot back"
+    assert engine.executor.worker.slot_pools.adapters <= 2, "who leaves gives its slot back"
     assert all(handle.tokens == expected[number] for number, handle in handles)
 
 
@@ -304,7 +304,7 @@ def test_bytes_are_reserved_before_anything_is_read(
     handles = [ask(engine, 1), ask(engine, 2)]
     finish(engine, script)
     assert engine.memory.audit()[Account.ADAPTERS] == before + 3 * cost
-    assert engine.executor.slot_pools.nbytes > 0 and handles[0].tokens
+    assert engine.executor.worker.slot_pools.nbytes > 0 and handles[0].tokens
 
 
 def test_what_could_never_fit_is_refused_at_once(

@@ -79,7 +79,7 @@ def failing(
 
     def run_of(found: Any) -> TrainingSession | None:
         part = found.backward if isinstance(found, BackwardWindow) else found
-        for run in engine.executor.sessions.values():
+        for run in engine.executor.worker.sessions.values():
             parts: list[object] = [run.weights]
             for micro_batch in run.micro_batches.values():
                 made = vars(micro_batch)
@@ -133,7 +133,7 @@ def test_a_job_that_runs_out_tries_again_with_less(
         while not jobs[1].notes and engine.step():
             pass
         assert engine.memory.ledger.of("job two") < reserved
-        assert engine.executor.arena.nbytes == 0, "what waited was given back"
+        assert engine.executor.worker.arena.nbytes == 0, "what waited was given back"
         engine.run()
     assert allocator.failed == allocator.times
     assert [job.status for job in jobs] == ["succeeded", "succeeded"]
@@ -157,7 +157,7 @@ def test_a_second_time_the_job_fails_and_nobody_else(
     assert [job.status for job in jobs] == ["succeeded", "failed"] and answer.tokens == undisturbed[0]
     with pytest.raises(OutOfMemory, match=r"job two ran out of memory: .*can't allocate"):
         jobs[1].result()
-    assert "two" not in engine.executor.sessions and engine.memory.ledger.of("job two") == 0
+    assert "two" not in engine.executor.worker.sessions and engine.memory.ledger.of("job two") == 0
     assert engine.adapters.weights("two").version == 1, "its last good version stays"
 
 
@@ -195,7 +195,7 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
     """Two jobs' rows and an answer's in one pass: only the job that fails alone as well has failed."""
     engine = make_engine()
     together: list[int] = []
-    real = engine.executor.fused.forward
+    real = engine.executor.worker.fused.forward
 
     def forward(batches: Any, kept: Any) -> Any:
         jobs = {segment.job for segment in kept}
@@ -206,7 +206,7 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
 
     ask(engine)
     jobs = [start(engine, name) for name in ("one", "two")]
-    monkeypatch.setattr(engine.executor.fused, "forward", forward)
+    monkeypatch.setattr(engine.executor.worker.fused, "forward", forward)
     engine.run()
     assert max(together) > 1 and [job.status for job in jobs] == ["succeeded", "failed"]
 
@@ -218,7 +218,7 @@ def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch
     wanted = [make_engine().generate(prompt, sampling=params).result().tokens for prompt in prompts]
     engine = make_engine()
     again: list[int] = []
-    real = engine.executor.fused.forward
+    real = engine.executor.worker.fused.forward
 
     def forward(batches: Any, kept: Any) -> Any:
         if batches and kept:
@@ -228,7 +228,7 @@ def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch
 
     answers = [engine.generate(prompt, sampling=params) for prompt in prompts]
     start(engine, "one")
-    monkeypatch.setattr(engine.executor.fused, "forward", forward)
+    monkeypatch.setattr(engine.executor.worker.fused, "forward", forward)
     engine.run()
     assert any(again), "steps that passed again brought new pages"
     assert [answer.tokens for answer in answers] == wanted

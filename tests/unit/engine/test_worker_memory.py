@@ -13,7 +13,6 @@ from coserve import Engine, EngineConfig
 from coserve.engine.background import Background
 from coserve.engine.link import Inbox
 from coserve.engine.worker import Worker
-from coserve.executors.training_passes import TrainingPasses
 from coserve.wire.codec import decode_answer, encode_answer
 from coserve.wire.messages import (
     CheckJob,
@@ -30,6 +29,7 @@ from coserve.wire.messages import (
     StopJob,
     WeighJob,
 )
+from coserve.worker.training_passes import TrainingPasses
 from models import letter_tokenizer, tiny
 
 HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 16, 512, 64, (0,), False, 0.0)

@@ -31,7 +31,6 @@ from coserve.executors.executor import (
     SaveState,
     SetLimits,
 )
-from coserve.executors.opening import Opened, open_local, open_remote
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.ledger import Account
 from coserve.model.load import load_base
@@ -39,6 +38,7 @@ from coserve.schedule.segments import announce_batches, inference_plan, training
 from coserve.streamed.load import load_streamed
 from coserve.train.session import SessionConfig
 from coserve.train.state import Identity
+from coserve.worker.opening import Opened, open_local, open_remote
 from forked_executors import fork_executors
 from models import save, tiny
 

@@ -76,7 +76,7 @@ def test_answers_parse_and_validate_beside_free_ones(engine: Engine) -> None:
         msgspec.json.decode(answer.text, type=Person)
     assert len({answer.text for answer in answers}) > 20
     assert all(other.tokens == wanted for other in others)
-    assert engine.executor.table.sampling.is_plain  # nobody who comes later pays for it
+    assert engine.executor.worker.table.sampling.is_plain  # nobody who comes later pays for it
 
 
 def test_wherever_it_was_cut_it_goes_on_as_it_would_have(engine: Engine) -> None:
@@ -136,7 +136,7 @@ def test_what_does_not_go_together(engine: Engine) -> None:
 
 def test_an_answer_that_outgrows_the_parser_ends(engine: Engine) -> None:
     """llguidance gives up on it; nobody else notices."""
-    table = engine.executor.table.sampling
+    table = engine.executor.worker.table.sampling
     matcher = table.grammars.matcher(GRAMMAR)
     matcher.advance(TOKENIZER.encode("x")[0])  # not allowed: it fails as one that outgrew its limits
     allowed = matcher.allowed(len(TOKENIZER), table.device)

@@ -23,7 +23,6 @@ from coserve.attention.batched import BatchedBackend
 from coserve.attention.store import Int8KVStore
 from coserve.core.sequence import Direction
 from coserve.errors import UnsupportedModel
-from coserve.executors.inference import InferenceBatch
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.native.build import library, torch_only
 from coserve.model import chain, native_layer
@@ -33,6 +32,7 @@ from coserve.model.block import Block
 from coserve.model.load import load_base
 from coserve.model.native_layer import find_native_layers
 from coserve.model.placement import place_locally
+from coserve.worker.inference import InferenceBatch
 from models import PANELS, tiny
 
 pytestmark = pytest.mark.skipif(

@@ -79,7 +79,7 @@ def test_a_file_is_refused_when_it_is_read_and_a_job_when_it_is_asked_for(tmp_pa
     with_peft("llama", config, torch.float32).save_pretrained(str(tmp_path))
     engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=64))
     read_adapter(tmp_path, "mine", engine.base, engine.base.dtype, engine.base.device)
-    send(engine.executor.base, Offer.BACKWARD)
+    send(engine.executor.worker.base, Offer.BACKWARD)
     with pytest.raises(NotOffered, match=PATH):
         engine.adapters.load("theirs", tmp_path)
     examples = [Example((1, 2, 3), (2, 3, -100))]

@@ -14,12 +14,12 @@ from coserve.core.size import read_size
 from coserve.engine.base_memory import BaseNeeds, Fixed
 from coserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel, WeightsUnreadable
 from coserve.executors.executor import ReadMemory
-from coserve.executors.opening import base_room, open_local
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.model.block import Resident
 from coserve.model.load import load_base
 from coserve.streamed.files import WeightFile, read_header
 from coserve.streamed.load import load_streamed
+from coserve.worker.opening import base_room, open_local
 from mixed import TRAINING, make_examples, trained
 from models import save, tiny
 

@@ -19,13 +19,13 @@ from coserve.core.sequence import Sequence
 from coserve.engine.finetuning import Keeping
 from coserve.errors import WeightsUnreadable
 from coserve.executors.executor import Executor, ReadMemory
-from coserve.executors.opening import Opened, open_local, open_remote
 from coserve.executors.remote import RemoteExecutor
 from coserve.model.fixed import ROWS
 from coserve.model.load import load_base
 from coserve.schedule.segments import inference_plan
 from coserve.streamed.files import WeightFile
 from coserve.train.state import TrainingState
+from coserve.worker.opening import Opened, open_local, open_remote
 from forked_executors import fork_executors
 from mixed import STEPS, TRAINING, make_examples, trained
 from models import save, tiny
@@ -210,7 +210,7 @@ def test_a_disk_that_hangs_is_waited_for_with_signs_of_life(
     monkeypatch.setattr(WeightFile, "read", held_up)
     run = Run(base)
     run.engine.executor.on_progress(beat)
-    ring = run.engine.executor.base.reader  # type: ignore[attr-defined]
+    ring = run.engine.executor.worker.base.reader  # type: ignore[attr-defined]
     hung = 0
     while run.engine.has_work:
         answers.clear()

@@ -39,7 +39,7 @@ def test_no_job_holds_more_than_it_was_promised(name: str, keep: SavePolicy, met
     engine = Engine(tiny(name, torch.bfloat16), config)
     training = TrainingConfig(batch_size=4, rows=64, keep=keep)
     job = engine.finetune(examples([60] * 8), "mine", method, training, job="j")
-    run, most = engine.executor.sessions["j"], dict.fromkeys(Account, 0)
+    run, most = engine.executor.worker.sessions["j"], dict.fromkeys(Account, 0)
     promised = {account: engine.memory.ledger.of("job j", account) for account in Account}
     while job.is_under_way:
         for account, nbytes in run.held.items():

@@ -47,12 +47,12 @@ def test_an_ended_job_gives_its_activations_back(end: Callable[[Engine], None]) 
     back to the system."""
     engine = make_engine()
     engine.finetune([EXAMPLE] * 4, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, max_steps=2))
-    run = engine.executor.sessions["job-1"]
+    run = engine.executor.worker.sessions["job-1"]
     held = sum(run.held.values())
     engine.step()
-    assert sum(run.held.values()) > held and engine.executor.arena.nbytes == 0
+    assert sum(run.held.values()) > held and engine.executor.worker.arena.nbytes == 0
     end(engine)
-    assert engine.executor.arena.nbytes == 0 and not engine.executor.sessions
+    assert engine.executor.worker.arena.nbytes == 0 and not engine.executor.worker.sessions
     assert engine.stats().memory["activations"] == 0 and run.held[Account.ACTIVATIONS] == 0
 
 

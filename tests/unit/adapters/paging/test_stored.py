@@ -34,7 +34,7 @@ def test_an_outline_is_the_adapter_but_for_its_values(engine: Engine, method: st
     assert all(tensor.is_meta for tensor in outline.parameters().values())
     found = engine.adapters.look_at("a", folder)
     assert found.outline.nbytes == whole.nbytes
-    assert found.cost == whole.nbytes + engine.executor.slot_pools.slot_nbytes(whole.bypasses)
+    assert found.cost == whole.nbytes + engine.executor.worker.slot_pools.slot_nbytes(whole.bypasses)
     counts = whole.virtual.count, whole.virtual.prompt_count
     assert (found.virtual.count, found.virtual.prompt_count) == counts
     read = found.read(engine.base, engine.base.dtype, engine.base.device)

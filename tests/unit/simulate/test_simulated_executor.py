@@ -12,7 +12,6 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.executors.executor import Executor
 from coserve.executors.scripted import ScriptedExecutor
-from coserve.executors.simulated import SimulatedExecutor
 from coserve.executors.virtual_clock import VirtualClock
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -22,6 +21,7 @@ from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping
+from coserve.simulate.simulated import SimulatedExecutor
 
 LAYERS = 4
 
@@ -73,7 +73,7 @@ def test_both_take_the_same_steps_at_the_same_times(policy: str, pages: int, ahe
 def test_it_is_an_executor_that_needs_no_torch() -> None:
     executor: Executor = SimulatedExecutor(CostModel().predict, swap_pages=3)
     assert executor.spec.swap_pages == 3
-    code = "import sys, coserve.executors.simulated; print('torch' in sys.modules)"
+    code = "import sys, coserve.simulate.simulated; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
 

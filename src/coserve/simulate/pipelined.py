@@ -16,7 +16,7 @@ from typing import Final
 
 from coserve.core.plan import Plan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction
-from coserve.executors.simulated import SimulatedExecutor
+from coserve.simulate.simulated import SimulatedExecutor
 
 _BACK: Final = (Direction.LOSS, Direction.BACKWARD)
 

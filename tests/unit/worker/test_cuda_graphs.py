@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.executors import cuda_graphs
-from coserve.executors.cuda_graphs import ROWS, DecodeGraphs, Run
+from coserve.worker import cuda_graphs
+from coserve.worker.cuda_graphs import ROWS, DecodeGraphs, Run
 
 PADDING, PAGE, MOST_PAGES = 300, 16, 100
 

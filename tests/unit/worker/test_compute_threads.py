@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
-from coserve.executors.compute_threads import ComputeThreads
 from coserve.executors.local import LocalExecutor
 from coserve.train.example import Example
+from coserve.worker.compute_threads import ComputeThreads
 from models import save, tiny
 
 
@@ -139,7 +139,7 @@ def test_steps_choose_by_what_they_are_and_whether_weights_are_read(tmp_path: Pa
             torch.set_num_threads(2)
             engine = Engine(folder, EngineConfig(calibrate=False, cache_tokens=256, base_memory=memory))
             assert isinstance(engine.executor, LocalExecutor)
-            engine.executor._threads = Noted(2)
+            engine.executor.worker._threads = Noted(2)
             engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=12, ignore_eos=True))
             engine.run()
             assert torch.get_num_threads() == 2

@@ -11,10 +11,10 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
 from coserve.errors import CoserveError, RequestError
-from coserve.executors.inference import PassedRows, adapter_ranges, outside_layers
-from coserve.executors.sequence_table import SequenceTable
 from coserve.model.base import Base
 from coserve.model.sample import NO_TOKEN, sample, token_logprobs
+from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
+from coserve.worker.sequence_table import SequenceTable
 
 _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
 _NO_TOKEN_LEFT = (

@@ -17,14 +17,9 @@ from coserve.attention.store import Int8KVStore, KVStore
 from coserve.config import EngineConfig
 from coserve.core.size import read_memory
 from coserve.errors import ConfigError
-from coserve.executors.deterministic import DeterministicExecutor
 from coserve.executors.executor import Executor
 from coserve.executors.local import LocalExecutor
-from coserve.executors.offload_space import OffloadSpace
 from coserve.executors.remote import RemoteExecutor
-from coserve.executors.sequence_table import SequenceTable
-from coserve.executors.stitched import StitchedExecutor
-from coserve.executors.swap_space import SwapSpace
 from coserve.memory.budget import budget_of, process_capacity
 from coserve.memory.fake_tensors import fake_tensors, is_fake
 from coserve.memory.malloc import keep_freed_memory, private_bytes, resident_bytes, return_freed_memory
@@ -42,6 +37,12 @@ from coserve.streamed.planner import Streaming
 from coserve.streamed.shapes import stream_shapes
 from coserve.train.optimizer_offload import offload_for
 from coserve.train.proof import prove_training
+from coserve.worker.deterministic import DeterministicWorker
+from coserve.worker.offload_space import OffloadSpace
+from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.stitched import StitchedWorker
+from coserve.worker.swap_space import SwapSpace
+from coserve.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +85,8 @@ def open_local(
     grown = max(taken - base.nbytes, 0)
     tokenizer = read_tokenizer()
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
-    executor = _make(base, config, grammars, grown, streaming)
-    return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars)
+    worker = _make(base, config, grammars, grown, streaming)
+    return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, grammars)
 
 
 def open_remote(
@@ -121,15 +122,15 @@ def open_stitched(
     cache does not fit."""
     if config.deterministic:
         raise ConfigError("an answer of a chain of two bases depends on load: engine.deterministic is set")
-    local = [host for host in hosts if isinstance(host, LocalExecutor)]
-    if len(local) != len(hosts):
+    legs: list[Worker] = [host.worker for host in hosts if isinstance(host, LocalExecutor)]
+    if len(legs) != len(hosts):
         raise ConfigError("a chain of two bases needs both in one process: engine.executor = local")
-    first, second = local
+    first, second = legs
     base = StitchedBase(first.base, second.base, Stitch.read(folder))
-    executor = _make(base, config, grammars, 0, None, StitchedExecutor)
-    assert isinstance(executor, StitchedExecutor)
-    executor.join(local)
-    return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars)
+    worker = _make(base, config, grammars, 0, None, StitchedWorker)
+    assert isinstance(worker, StitchedWorker)
+    worker.join(legs)
+    return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, grammars)
 
 
 def open_executor(model: Model, config: EngineConfig, read_tokenizer: ReadTokenizer) -> Opened:
@@ -199,9 +200,9 @@ def _make(
     grammars: Grammars | None,
     grown: int,
     streaming: Streaming | None,
-    kind: type[LocalExecutor] = LocalExecutor,
-) -> LocalExecutor:
-    kind = DeterministicExecutor if config.deterministic else kind
+    kind: type[Worker] = Worker,
+) -> Worker:
+    kind = DeterministicWorker if config.deterministic else kind
     store = Int8KVStore if config.cache_dtype == "int8" else KVStore
     try:
         attention = kind.attention_type(

@@ -12,7 +12,6 @@ from coserve.attention.batched import BatchedBackend
 from coserve.core.plan import InferenceSegment, Prefix
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
-from coserve.executors.sequence_table import SequenceTable
 from coserve.kernels import reference
 from coserve.kernels.aligned import QUERIES
 from coserve.kernels.attention import AttentionSpec, causal_mask
@@ -20,6 +19,7 @@ from coserve.memory.pages import PagePool
 from coserve.model.sampling_table import SamplingTable
 from coserve.schedule.prefixes import Prefixes
 from coserve.schedule.segments import inference_plan
+from coserve.worker.sequence_table import SequenceTable
 from layouts import BACKENDS, Make, draw
 
 SIZE, PAGES, HEADS = 4, 64, 6

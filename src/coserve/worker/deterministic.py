@@ -1,4 +1,4 @@
-"""The executor of the deterministic mode: a row's bits depend on its sequence alone.
+"""The worker of the deterministic mode: a row's bits depend on its sequence alone.
 
 Inference rows pass in groups of exactly `ROWS`, one group after the other; training windows pass alone, and
 the scheduler never chooses their size (`SchedulerConfig.training_window`), so every product of a job always
@@ -22,16 +22,16 @@ from coserve.core.plan import (
     TrainingSegment,
 )
 from coserve.core.sequence import Direction
-from coserve.executors.fused_pass import FusedPass
-from coserve.executors.inference import InferenceBatch, adapter_ranges
-from coserve.executors.local import LocalExecutor
-from coserve.executors.sampler import Sampler
 from coserve.kernels.native.build import torch_only
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged
 from coserve.model.sample import sample, token_logprobs
 from coserve.train.window_group import ForwardWindow
+from coserve.worker.fused_pass import FusedPass
+from coserve.worker.inference import InferenceBatch, adapter_ranges
+from coserve.worker.sampler import Sampler
+from coserve.worker.worker import Worker
 
 
 class DeterministicSampler(Sampler):
@@ -98,8 +98,8 @@ class DeterministicPass(FusedPass):
         return FixedRows([one.part], one.adapters), one.calls
 
 
-class DeterministicExecutor(LocalExecutor):
-    """A `LocalExecutor` whose tokens, log-probabilities and weights are the same bit for bit, however the
+class DeterministicWorker(Worker):
+    """A `Worker` whose tokens, log-probabilities and weights are the same bit for bit, however the
     scheduler mixed, cut or repeated the work, on one machine with one number of threads.
 
     Raises UnsupportedModel for a base that does not allow this.
@@ -118,9 +118,9 @@ class DeterministicExecutor(LocalExecutor):
         with torch_only():
             return super()._run(plan)
 
-    def launch(self, plan: Plan) -> None:
-        """Takes a split plan without its split, which changes the numbers of threads."""
-        super().launch(replace(plan, split=None))
+    def run(self, plan: Plan) -> StepResult:
+        """Runs a split plan without its split, which changes the numbers of threads."""
+        return super().run(replace(plan, split=None))
 
 
 def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegment]]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from coserve.core.plan import Lane, MicroBatchOutput, OptimStep, TrainingSegment, Updated
 from coserve.core.sequence import Direction
 from coserve.errors import CoserveError, LossNotFinite, WeightsUnreadable
-from coserve.executors.held import HeldState
 from coserve.train.backward import BackwardWindow, backward_windows
 from coserve.train.micro_batch import MicroBatchState
 from coserve.train.pause import TrainingPause
@@ -14,6 +13,7 @@ from coserve.train.session import TrainingSession
 from coserve.train.shortage import Shortages
 from coserve.train.updating import update_all
 from coserve.train.window import Window
+from coserve.worker.held import HeldState
 
 
 class TrainingPasses:

@@ -15,8 +15,8 @@ from coserve import EngineConfig
 from coserve.attention.backend import AttentionBackend, CacheShape
 from coserve.attention.batched import BatchedBackend
 from coserve.core.plan import Plan, SwapIn, SwapOut
-from coserve.executors import swap_space
-from coserve.executors.swap_space import FileTier, HostTier, SwapSpace
+from coserve.worker import swap_space
+from coserve.worker.swap_space import FileTier, HostTier, SwapSpace
 from layouts import BACKENDS, Make
 
 PAGES, SIZE, ROOM = 24, 4, 18

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from coserve.executors.lanes import Lanes
+from coserve.worker.lanes import Lanes
 
 WAIT = 30.0  # seconds until a test that would hang fails instead
 

@@ -33,7 +33,6 @@ class InferenceBatch(PassedRows):
     adapters: list[tuple[slice, Bypasses]]
     layers: range  # all of the model's, or those of a chain's leg
     slots: Sequence[SlotRows] = ()  # instead of `adapters`
-    seconds: float = 0.0  # that a pass with other rows took for these
 
     @property
     def padding(self) -> slice:

@@ -1,6 +1,5 @@
 """The fused pass of a step: all forward rows, of answers and of training, through the layers together."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,25 +16,21 @@ from coserve.attention.paged import PagedBackend
 from coserve.core.plan import InferenceSegment, Lane, Prefix, Sampled, TrainingSegment
 from coserve.core.sequence import Direction
 from coserve.errors import WeightsUnreadable
-from coserve.executors.cuda_graphs import CudaGraphs, DecodeGraphs, Record
-from coserve.executors.held import HeldState
-from coserve.executors.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
-from coserve.executors.sampler import Sampler
-from coserve.executors.sequence_table import SequenceTable
-from coserve.executors.training_passes import TrainingPasses
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.pause import LayerAbandoned
 from coserve.train.window_group import ForwardWindow, KeptRows
+from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
+from coserve.worker.held import HeldState
+from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
+from coserve.worker.sampler import Sampler
+from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.training_passes import TrainingPasses
 
 
 class FusedPass:
     """Runs the forward rows of a lane, and samples. `offloaded` has the pages that are not on the device;
-    `training` knows the windows, and stops them.
-
-    `guests` are rows of a chain of two bases for the next pass, whose keys and values and sampling are
-    elsewhere. `lent` are seconds of runs so far that belong to other executors' rows.
-    """
+    `training` knows the windows, and stops them."""
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
 
@@ -50,8 +45,6 @@ class FusedPass:
         self.base, self.loaded, self.slot_pools = held.base, held.adapters, held.slot_pools
         self.attention, self.table = attention, table
         self.sampler = self.sampler_type(self.base, self.loaded, table)
-        self.guests: list[InferenceBatch] = []
-        self.lent = 0.0
         self._training, self._pause, self._short = training, training.pause, training.short
         self._offloaded = offloaded
         record = self._recorder()
@@ -77,25 +70,15 @@ class FusedPass:
         Where memory runs out inference and each window pass again alone, and overwrite their own results.
         """
         kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
-        guests, self.guests = self.guests, []
-        if not kept and not guests and (decoded := self._replayed(lane.inference)) is not None:
+        if not kept and (decoded := self._replayed(lane.inference)) is not None:
             return self.sampler.sample(decoded), []
         own = self._own(lane)
-        entered, started = [guest.hidden for guest in guests], time.perf_counter()
-        trained = self._together([*own, *guests], kept)
+        trained = self._together(own, kept)
         if trained is None:
             own = self._own(lane)
-            for guest, hidden in zip(guests, entered, strict=True):
-                guest.hidden = hidden
-            self.forward([*own, *guests], [])
+            self.forward(own, [])
             trained = [done for segment in kept for done in self._keep_alone(segment)]
-        self._lend(guests, [*own, *guests], trained, time.perf_counter() - started)
         return (self.sampler.sample(own[0]) if own else {}), trained
-
-    def take_lent(self) -> float:
-        """Returns `lent`, which is 0 then."""
-        lent, self.lent = self.lent, 0.0
-        return lent
 
     def fill(self, prefix: Prefix) -> None:
         """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their
@@ -187,24 +170,6 @@ class FusedPass:
     def _own(self, lane: Lane) -> list[InferenceBatch]:
         """The lane's inference rows, if there are any."""
         return [self._inference_rows(lane.inference)] if lane.inference else []
-
-    def _lend(
-        self,
-        guests: Sequence[InferenceBatch],
-        batches: Sequence[InferenceBatch],
-        trained: Sequence[TrainingSegment],
-        seconds: float,
-    ) -> None:
-        """Counts the seconds of a pass that were for guests: their share of all rows, each by the layers that
-        it passed."""
-        if not guests:
-            return
-        rows = [batch.hidden.shape[1] * len(batch.layers) for batch in batches]
-        windows = [one.length * (one.span.last - one.span.first) for one in trained]
-        for guest in guests:
-            share = guest.hidden.shape[1] * len(guest.layers) / sum([*rows, *windows])
-            guest.seconds = share * seconds
-            self.lent += guest.seconds
 
     def _together(
         self, batches: Sequence[InferenceBatch], kept: Sequence[TrainingSegment]

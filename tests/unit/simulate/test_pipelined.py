@@ -10,8 +10,6 @@ from coserve.core.events import StepDone, TokenEvent
 from coserve.core.plan import Plan, StepResult
 from coserve.core.request import SLO, Request
 from coserve.core.sequence import MicroBatch
-from coserve.executors.pipelined import Pipeline, PipelinedExecutor, StageSeconds
-from coserve.executors.simulated import SimulatedExecutor
 from coserve.executors.virtual_clock import VirtualClock
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -19,6 +17,8 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.simulate.pipelined import Pipeline, PipelinedExecutor, StageSeconds
+from coserve.simulate.simulated import SimulatedExecutor
 from coserve.workload.requests import greedy
 
 LAYERS = 8

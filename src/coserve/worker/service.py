@@ -35,12 +35,12 @@ from coserve.executors.channel import (
 )
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, Executor
-from coserve.executors.opening import open_local
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.text.tokenizer import load_tokenizer
 from coserve.wire.frames import FrameReader, send_frame
 from coserve.wire.plans import decode_plan, encode_result
+from coserve.worker.opening import open_local
 
 _ALIVE_EVERY: Final = 0.25  # seconds, while a step runs
 _ORPHANED: Final = 3  # exit status

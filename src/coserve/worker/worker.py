@@ -1,0 +1,241 @@
+"""The worker owns a device: it runs plans, their passes and optimizer steps, and commands between them."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar, Final
+
+import torch
+
+from coserve.adapters.loaded import LoadedAdapters
+from coserve.adapters.slot_pools import LoraSlotPools
+from coserve.attention.backend import AttentionBackend
+from coserve.attention.paged import make_batched
+from coserve.core.plan import (
+    Lane,
+    OffloadReads,
+    Plan,
+    Sampled,
+    StepResult,
+    TrainingSegment,
+    WeightReads,
+)
+from coserve.core.sequence import Direction
+from coserve.executors.executor import CloseSession, Command, ExecutorSpec, R, RestartStep
+from coserve.model.base import Base
+from coserve.model.together import linears_together
+from coserve.streamed.planner import Streaming
+from coserve.train.optimizer_offload import MakeOffload
+from coserve.worker.compute_threads import ComputeThreads
+from coserve.worker.fused_pass import FusedPass
+from coserve.worker.held import HeldState
+from coserve.worker.lanes import LaneRunner
+from coserve.worker.offload_space import OffloadSpace
+from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.swap_space import SwapSpace
+from coserve.worker.training_passes import TrainingPasses
+
+_log = logging.getLogger(__name__)
+
+_NAP: Final = 0.001  # seconds of idle time in one step, so that arrivals wait no longer
+
+Swapped = tuple[tuple[int, ...], tuple[float, float]]  # copies that failed, seconds of writing and of reading
+_NO_SWAPS: Final[Swapped] = (), (0.0, 0.0)
+
+
+class Worker:
+    """The owner of one device: runs plans on its caches and sequence rows, and makes no decisions.
+    `executors/local.py` brings it plans."""
+
+    pass_type: ClassVar[type[FusedPass]] = FusedPass
+    attention_type: ClassVar[Callable[..., AttentionBackend[Any]]] = make_batched
+    is_deterministic: ClassVar[bool] = False  # bits may depend on the number of threads
+
+    def __init__(
+        self,
+        base: Base,
+        attention: AttentionBackend[Any],
+        table: SequenceTable,
+        make_offload: MakeOffload | None = None,
+        grown: int = 0,
+        streaming: Streaming | None = None,
+        swap_space: SwapSpace | None = None,
+        offload_space: OffloadSpace | None = None,
+    ) -> None:
+        """`grown` are the bytes that loading the base took, and keeps, beside its weights; `streaming` says
+        how it is streamed, `swap_space` where pages move to as plans say, `offload_space` where those of
+        longer sequences are."""
+        self.base, self.attention, self.table = base, attention, table
+        self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
+        self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
+        self.held = HeldState(base, self.loaded, self.slot_pools, table.sampling.grammars, make_offload)
+        self.sessions, self.arena = self.held.sessions, self.held.arena
+        self._begun: Plan | None = None  # a plan that has begun, and needs weights that could not be read
+        self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
+        self._offload_space = offload_space
+        self._offloaded = None if offload_space is None else offload_space.cache
+        self._swapped: Swapped | None = None  # what came of moving the pages of the plan under way
+        self._lanes = LaneRunner(base.device)
+        is_free = self.base.device.type == "cpu" and not self.is_deterministic
+        self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
+        self._has_lanes = not base.makes_calls  # whether lanes may be side by side
+        self._failed: set[str] = set()  # jobs without training until their sessions close or restart
+        self._pauses = 0  # results with paused training
+        self._training = TrainingPasses(self.held)
+        self._pause, self._short = self._training.pause, self._training.short
+        self.fused = self.pass_type(self.held, attention, table, self._training, self._offloaded)
+        self._prove()
+
+    def _prove(self) -> None:
+        """Raises UnsupportedModel if the executor cannot run the base."""
+
+    @property
+    def spec(self) -> ExecutorSpec:
+        """See `Executor`."""
+        return ExecutorSpec(
+            sequences=self.table.capacity,
+            eos_ids=self.table.sampling.eos_ids,
+            cache_nbytes=self.attention.nbytes,
+            grown=self._grown,
+            host_room=self.held.host_copies.room,
+            fingerprint=self.base.fingerprint,
+            parameters=self.base.parameters,
+            dtype=str(self.base.dtype).removeprefix("torch."),
+            row_buckets=self.base.row_buckets,
+            sites=tuple(self.base.sites.values()),
+            streaming=self._streaming,
+            swap_pages=0 if self._swap_space is None else self._swap_space.pages,
+            offload_pages=0 if self._offload_space is None else self._offload_space.pages,
+            offload_refusal="" if self._offload_space is None else self._offload_space.refusal,
+            elsewhere=frozenset(p for p, own in self.base.linears.items() if own.placement.is_elsewhere),
+        )
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """See `Executor`."""
+        self.base.chain.on_layer = beat
+        if self.base.reader is not None:
+            self.base.reader.on_wait = beat
+
+    def beat(self) -> None:
+        """See `DeviceWorker`."""
+        self.base.chain.on_layer()
+
+    def call(self, command: Command[R]) -> R:
+        """See `DeviceWorker`."""
+        if isinstance(command, CloseSession | RestartStep):
+            self._lanes.settle()
+            self.held.note_step()
+            self._failed.discard(command.job)
+        return self.held.do(command)
+
+    def run(self, plan: Plan) -> StepResult:
+        """See `DeviceWorker`. Where linears are computed elsewhere two lanes would share nothing of this
+        device but Python, so there is one."""
+        plan = plan if self._has_lanes else replace(plan, split=None)
+        self._swapped = self._swapped or self._swap(plan)
+        result = self._run(plan)
+        self._begun = self._swapped = None
+        return result
+
+    @torch.no_grad()
+    def _swap(self, plan: Plan) -> Swapped:
+        """Moves the pages of a plan; once, as what runs again may have written into them."""
+        return _NO_SWAPS if self._swap_space is None else self._swap_space.run(plan)
+
+    @torch.no_grad()
+    def _run(self, plan: Plan) -> StepResult:
+        plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
+        if plan.split is None:
+            self._lanes.settle()
+        self._pause.begin(plan.pausable, plan.abandons)
+        started, read = time.perf_counter(), self._read
+        is_again = self._begun is not None
+        if not is_again:
+            for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
+                self.fused.fill(prefix)
+            self._begin(plan)
+            self._begun = plan
+        with self._threads_for(plan):
+            sampled, trained, is_paused, lanes = self._lanes.run(plan.lanes, self._run_lane, is_again)
+        if (failure := self._pause.failure) is not None:
+            if not plan.inference and not trained and plan.split is None:  # the plan is as if it had not run
+                raise failure
+            _log.warning("training is paused: %s", failure)
+        if plan.idle:
+            time.sleep(min(plan.idle, _NAP))
+        outputs = self._training.outputs(trained)
+        updated, failed = self._training.update(plan.updates)
+        if not self._lanes.is_training:  # else rows of failed jobs may still run in the lane
+            failed |= self._short.take()
+        if self.base.device.type == "cuda" and plan.split is None:  # lanes wait for their own streams
+            torch.cuda.synchronize(self.base.device)
+        self._failed |= failed.keys()
+        self._pauses += is_paused
+        self.held.note_step()
+        seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
+        copies_failed, moving = self._swapped or _NO_SWAPS
+        return StepResult(
+            seconds + sum(moving),
+            sampled,
+            updated,
+            failed,
+            trained,
+            is_paused,
+            lanes,
+            self._read - read,
+            copies_failed,
+            moving,
+            self.fused.sampler.take_failed()
+            | ({} if self._offloaded is None else self._offloaded.take_lost()),
+            OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
+            outputs,
+        )
+
+    def _threads_for(self, plan: Plan) -> AbstractContextManager[None]:
+        """Context in which a step computes with the number of threads that suits the moment."""
+        if plan.split is not None or not (plan.inference or plan.training):  # lanes have their own numbers
+            return nullcontext()
+        reader = self.base.reader
+        rows = (sum(segment.length for segment in plan.inference), sum(s.length for s in plan.training))
+        is_reading = reader is not None and not reader.dry and not plan.training
+        return self._threads.step((is_reading, *map(int.bit_length, rows)), is_reading)
+
+    @property
+    def _read(self) -> WeightReads:
+        """Reads of a streamed base so far."""
+        return WeightReads() if self.base.reader is None else self.base.reader.total
+
+    def _begin(self, plan: Plan) -> None:
+        used = [self.table.release(key) for key in plan.released]
+        self.table.start(plan.sequences)
+        for adapter in (*used, *(sequence.adapter for sequence in plan.sequences)):
+            if adapter and adapter in self.loaded:  # else it was dropped after its sequences had ended
+                self.slot_pools.use(self.loaded.find(adapter).bypasses)
+        for micro_batch in plan.micro_batches:
+            self.sessions[micro_batch.job].begin(micro_batch)
+        self.table.extend(plan.inference)
+        if self._offloaded is not None:
+            for key in plan.released:
+                self._offloaded.end(key)
+            for segment in plan.inference:
+                if segment.offloaded and segment.new_pages:
+                    self._offloaded.begin(segment.key, len(segment.new_pages))
+
+    def pause_training(self) -> None:
+        """See `Executor`."""
+        self._pause.ask()
+
+    def resume_training(self) -> None:
+        """See `Executor`."""
+        self._pause.withdraw()
+
+    @torch.no_grad()  # a setting of the thread, and lanes have their own
+    def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """Returns the tokens, and the training that ran."""
+        sampled, kept = self.fused.run(lane)
+        forward = {segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD}
+        if not forward <= {*kept}:  # stopped
+            return sampled, kept
+        return sampled, kept + self._training.run(lane)
