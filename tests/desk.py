@@ -13,7 +13,7 @@ from coserve.core.request import BASE
 from coserve.engine.background import Background
 from coserve.engine.link import Done, Inbox
 from coserve.engine.remembered import CostFile
-from coserve.engine.worker import Worker
+from coserve.engine.served_engine import ServedEngine
 from coserve.wire.codec import decode_answer, encode_answer
 from coserve.wire.messages import (
     Command,
@@ -51,7 +51,7 @@ class Desk:
         )
         self.inbox = Inbox()
         hello = msgspec.structs.replace(HELLO, stitched=stitched)
-        self.worker = Worker(self.engine, hello, Background(self.inbox, threads=1), {BASE: costs})
+        self.worker = ServedEngine(self.engine, hello, Background(self.inbox, threads=1), {BASE: costs})
         self.reports: list[Report] = []
         self.asked = 0  # ends of jobs
         self.worker.connected()

@@ -142,6 +142,7 @@ def test_what_crashes_engines_is_quarantined_and_nothing_else(world: Crashing, w
     assert found.kind == what and found.reason in answer.text.replace('\\"', '"')
 
 
+@pytest.mark.slow
 def test_a_session_that_crashes_engines_is_quarantined_and_another_goes_on(world: Crashing) -> None:
     """With the `tinker` client: another tenant's run and stream notice nothing."""
     served, before = world.served, world.quarantine()

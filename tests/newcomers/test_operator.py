@@ -64,6 +64,7 @@ def kill_all(state: Path) -> None:
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), PATIENCE)
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_survives_a_kill_and_comes_back_from_a_backup(desk: Desk) -> None:
     state = desk.folder / "var" / "lib" / "coserve"
     key = desk.run("coserve keys create alice --state /var/lib/coserve").strip()

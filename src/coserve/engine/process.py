@@ -39,7 +39,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.intake import Intake
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Item, Link, Received
 from coserve.engine.remembered import CostFile, circumstances
-from coserve.engine.worker import Worker
+from coserve.engine.served_engine import ServedEngine
 from coserve.errors import ConfigError, CoserveError, WeightsUnreadable
 from coserve.text.tokenizer import reads_alike
 from coserve.train.pruning.once import TRACING
@@ -87,7 +87,7 @@ def main(pipes: SupervisorPipes) -> None:
     seconds = time.monotonic() - started
     hello = _hello(start, engine, seconds)
     inbox.pauses(engine.arrivals)
-    worker = Worker(engine, hello, Background(inbox), costs)
+    worker = ServedEngine(engine, hello, Background(inbox), costs)
     engine.bases.device.on_progress(pipes.beat)
     TRACING.on_progress = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
@@ -113,7 +113,7 @@ class Loop:
     """
 
     def __init__(
-        self, worker: Worker, inbox: Inbox, beat: Callable[[], object], intake: Intake | None = None
+        self, worker: ServedEngine, inbox: Inbox, beat: Callable[[], object], intake: Intake | None = None
     ) -> None:
         self._worker, self._inbox, self._beat, self._intake = worker, inbox, beat, intake or Intake()
         self._server: Connection | None = None

@@ -50,8 +50,8 @@ class _Kind:
 
     @property
     def is_due(self) -> bool:
-        """Whether another number of threads may be tried now. What trials told before steps became twice
-        as slow is forgotten."""
+        """Tells whether another number of threads may be tried now. What trials told before steps became
+        twice as slow is forgotten."""
         if len(self.usual) < _FIRST:
             return False
         if self.steps >= _FIRST and median(self.usual) > _SURPRISE * self.level:
@@ -153,5 +153,5 @@ class ComputeThreads:
 
 
 def _preemptions() -> int:
-    """How often the system has taken a core from a thread of this process that wanted to go on."""
+    """Counts the times that the system took a core from a thread of this process that wanted to go on."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

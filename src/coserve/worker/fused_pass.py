@@ -70,6 +70,8 @@ class FusedPass:
         Where memory runs out inference and each window pass again alone, and overwrite their own results.
         """
         kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
+        if not (kept or lane.inference):
+            return {}, []
         if not kept and (decoded := self._replayed(lane.inference)) is not None:
             return self.sampler.sample(decoded), []
         own = self._own(lane)

@@ -71,6 +71,7 @@ def test_the_server_is_told_the_bounds_and_nothing_else_of_them() -> None:
     assert found["adapters"] == {"a b": "/x/y"}
 
 
+@pytest.mark.slow
 def test_what_clients_of_a_server_see(testbed: ServerTestbed) -> None:
     load = testbed.run("hybrid", WORKLOAD, patience=20.0)
     assert [len(answer.tokens) for answer in load.answers] == [4, 3, 2]

@@ -24,6 +24,7 @@ from coserve_benchmarks.streams import StreamRequest
 KEYS = {"overhead": "overhead.ratio", "latency": "first_byte_p99_ms", "restart": "restart.ready_s"}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("group", KEYS)
 def test_a_group_on_a_tiny_shape(group: str) -> None:

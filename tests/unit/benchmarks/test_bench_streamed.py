@@ -67,6 +67,7 @@ def test_settings_are_in_its_environment() -> None:
     assert run_limited(command, "", LIMIT, 60.0, {"COLOUR": "blue"}).stdout == "blue\n"
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_compared_with_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_Limited", None)  # makes a model of which this needs nothing
     found = run_streamed("tiny", quick=True, only=["long"])

@@ -98,6 +98,7 @@ def test_real_questions_and_real_arrivals(tmp_path: Path) -> None:
     assert all(learned.held_out_loss_after is not None for learned in report.adapters)
 
 
+@pytest.mark.slow
 def test_ctrl_c_closes_with_what_was_measured(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     code = "from coserve.cli.app import main; main()"

@@ -44,6 +44,7 @@ def test_few_layers_tell_the_bytes_of_many(
     assert estimate_of(found).components == estimate_of(whole).components
 
 
+@pytest.mark.slow
 def test_processes_tell_the_same() -> None:
     programs = [
         Program("lora", system, LOAD, True, (METHODS["lora"],)) for system in (System.TORCH, System.COSERVE)

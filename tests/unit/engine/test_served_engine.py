@@ -79,7 +79,7 @@ def test_one_report_a_step_and_none_without_news(desk: Desk) -> None:
 
 
 def test_statistics_know_that_a_cancelled_answer_is_gone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coserve.engine.worker._STATS_EVERY", 0.0)
+    monkeypatch.setattr("coserve.engine.served_engine._STATS_EVERY", 0.0)
     desk.send(ask("a", 50))
     desk.step()
     told = [report.stats for report in desk.reports if report.stats]

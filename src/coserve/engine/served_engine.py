@@ -67,7 +67,7 @@ _SPEAK_EVERY = 1.0  # seconds; a server takes several of them without a report f
 _REMEMBER_EVERY = 60.0  # seconds
 
 
-class Worker:
+class ServedEngine:
     """Serves one server at a time on one engine, all on the loop's thread.
 
     Requests and replies belong to the connected server; jobs and their events outlive the connection. `costs`

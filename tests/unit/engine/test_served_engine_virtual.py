@@ -9,7 +9,7 @@ from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.request import FinishReason
 from coserve.engine.background import Background
 from coserve.engine.link import Inbox
-from coserve.engine.worker import Worker
+from coserve.engine.served_engine import ServedEngine
 from coserve.wire.messages import Hello, Submit, Token
 from models import POSITIONS, tiny
 from virtual import with_virtual
@@ -27,7 +27,7 @@ def engine(tmp_path: Path) -> Engine:
 
 
 def answer(engine: Engine, prompt: int, adapter: str | None, **sampling: int) -> list[Token]:
-    worker = Worker(engine, HELLO, Background(Inbox(), threads=1))
+    worker = ServedEngine(engine, HELLO, Background(Inbox(), threads=1))
     worker.connected()
     params = SamplingParams(ignore_eos=not sampling.get("min_tokens"), seed=1, **sampling)
     worker.take(Submit("r", (5,) * prompt, params, adapter=adapter))

@@ -9,7 +9,7 @@ from coserve import Engine, SamplingParams
 from coserve.adapters.files import WEIGHTS
 from coserve.engine.background import Background
 from coserve.engine.link import Done, Inbox
-from coserve.engine.worker import Worker
+from coserve.engine.served_engine import ServedEngine
 from coserve.wire.messages import (
     AddAdapter,
     Command,
@@ -32,7 +32,7 @@ class Desk:
     def __init__(self) -> None:
         self.engine: Engine = make_engine()
         self._inbox = Inbox()
-        self._worker = Worker(self.engine, HELLO, Background(self._inbox, threads=1))
+        self._worker = ServedEngine(self.engine, HELLO, Background(self._inbox, threads=1))
         self._worker.connected()
         self.replies: dict[int, Reply] = {}
         self.tokens: dict[str, list[Token]] = {}

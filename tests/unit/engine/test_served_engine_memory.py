@@ -12,7 +12,7 @@ import pytest
 from coserve import Engine, EngineConfig
 from coserve.engine.background import Background
 from coserve.engine.link import Inbox
-from coserve.engine.worker import Worker
+from coserve.engine.served_engine import ServedEngine
 from coserve.wire.codec import decode_answer, encode_answer
 from coserve.wire.messages import (
     CheckJob,
@@ -48,7 +48,7 @@ class Desk:
     def __init__(self, memory: int | str) -> None:
         self.inbox = Inbox()
         self.engine = make_engine(memory)
-        self.worker = Worker(self.engine, HELLO, Background(self.inbox, threads=1))
+        self.worker = ServedEngine(self.engine, HELLO, Background(self.inbox, threads=1))
         self.hello = self.worker.connected()
         self.news: list[JobNews] = []
         self.replies: list[Reply] = []
