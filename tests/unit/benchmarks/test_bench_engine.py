@@ -20,7 +20,7 @@ def test_a_group_on_a_tiny_shape(group: str, tmp_path: Path) -> None:
     results = run_engine("tiny", quick=True, only=[group], plans=tmp_path / "plans.json")
     measured = [key for key in BARS if key in results]
     for key in measured:
-        # The overhead is what one time is longer than another, which on a busy machine may be less than nothing.
+        # The overhead is a difference of two times, which may be negative on a busy machine.
         assert math.isfinite(results[key]) and (results[key] > 0 or key == "step.overhead"), key
     assert set(results["spreads"]) <= set(results["spreads_are"])
     assert measured or group == "coserve"  # whose denominators the others measure

@@ -9,7 +9,7 @@ import pytest
 from coserve.core.contained import contained
 from coserve.core.request import FinishReason
 from coserve.engine import jobs as jobs_module
-from coserve.engine import worker as worker_module
+from coserve.engine import served_engine as served_module
 from coserve.errors import AdapterError, JobError
 from coserve.wire.messages import (
     AddAdapter,
@@ -82,10 +82,10 @@ def bystander(desk: Desk, request: pytest.FixtureRequest) -> Iterator[None]:
 COMMANDS: dict[str, tuple[Any, str, Command]] = {
     "looking at an adapter": (None, "look_at", AddAdapter(5, "x", "/nowhere")),
     "naming an adapter": (None, "add_stored", AddAdapter(5, "x", "/nowhere")),
-    "a method": (worker_module, "settings_of", CheckMethod(5, {})),
-    "a job": (worker_module, "read_beginning", CheckJob(5, JobSpec("j", "/nowhere", ""))),
-    "a preview": (worker_module, "read_preview", PreviewJob(5, JobSpec("j", "/nowhere", ""))),
-    "judging a preview": (worker_module, "judge", PreviewJob(5, JobSpec("j", "/nowhere", ""))),
+    "a method": (served_module, "settings_of", CheckMethod(5, {})),
+    "a job": (served_module, "read_beginning", CheckJob(5, JobSpec("j", "/nowhere", ""))),
+    "a preview": (served_module, "read_preview", PreviewJob(5, JobSpec("j", "/nowhere", ""))),
+    "judging a preview": (served_module, "judge", PreviewJob(5, JobSpec("j", "/nowhere", ""))),
 }
 
 

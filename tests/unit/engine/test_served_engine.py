@@ -10,7 +10,7 @@ from coserve.adapters.files import read_adapter
 from coserve.core import disk
 from coserve.core.request import SLO, FinishReason
 from coserve.engine import jobs as jobs_module
-from coserve.engine import worker as worker_module
+from coserve.engine import served_engine as served_module
 from coserve.engine.remembered import CostFile
 from coserve.engine.scoring import LossScoring
 from coserve.schedule import training_queue
@@ -54,7 +54,7 @@ def test_what_steps_cost_is_written_down_now_and_then(
     desk.send(ask("soon"))
     desk.until(lambda: len(desk.tokens) == 3)
     assert not costs.path.exists()
-    monkeypatch.setattr(worker_module, "_REMEMBER_EVERY", 0.0)
+    monkeypatch.setattr(served_module, "_REMEMBER_EVERY", 0.0)
     desk.send(ask("later"))
     desk.until(lambda: len(desk.tokens) == 6)
     monkeypatch.undo()
