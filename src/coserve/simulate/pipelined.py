@@ -74,6 +74,7 @@ class Pipeline:
         self.now = 0.0
         self._forward = [deque[Passing]() for _ in range(stages)]
         self._back = [deque[Passing]() for _ in range(stages)]
+        self._arrivals = [[0.0] * stages for _ in range(2)]  # of the newest plan, by way and stage
         self._busy = [False] * stages
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -123,7 +124,7 @@ class Pipeline:
         if not stage and line is self._forward:
             self._left = self.now
         if line is self._forward and stage < last:
-            self._at(self.now + taken.sending, partial(self._arrive, plan, stage + 1, line))
+            self._send(plan, stage + 1, line, taken.sending)
         elif line is self._forward:
             plan.there = self.now
             if any(taken.back):
@@ -131,9 +132,15 @@ class Pipeline:
             else:
                 plan.ended = self.now
         elif stage:
-            self._at(self.now + taken.returning, partial(self._arrive, plan, stage - 1, line))
+            self._send(plan, stage - 1, line, taken.returning)
         else:
             plan.ended = self.now
+
+    def _send(self, plan: Passing, stage: int, line: list[deque[Passing]], seconds: float) -> None:
+        """Has a plan arrive at another stage in so many seconds, but not before the plans ahead of it."""
+        arrivals = self._arrivals[line is self._back]
+        arrivals[stage] = max(self.now + seconds, arrivals[stage])
+        self._at(arrivals[stage], partial(self._arrive, plan, stage, line))
 
     def _at(self, then: float, happens: Callable[[], None]) -> None:
         heappush(self._events, (then, next(self._numbers), happens))

@@ -1,8 +1,13 @@
 """Fleets: routing, and that one machine behind a router does what it does alone."""
 
+import random
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
 from coserve.core.request import SLO
+from coserve.core.sequence import Sequence
 from coserve.errors import ConfigError
 from coserve.schedule.cost import DEFAULT_WEIGHTS
 from coserve.simulate.fleet import Answered, Fleet, LeastLoaded, RoundRobin, make_router
@@ -93,6 +98,58 @@ def test_an_answers_figures() -> None:
     assert answer.is_within
     answer.note(4.5)
     assert not answer.is_within
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_answer_is_within_its_bounds_where_none_is_missed(seed: int) -> None:
+    """Each of the bounds alone decides in some cases."""
+    draw, decided = random.Random(seed), set[str]()
+    for _ in range(200):
+        times = sorted(draw.uniform(1.0, 3.0) for _ in range(draw.randint(1, 4)))
+        deferred = draw.uniform(0.0, 1.0)
+        taken = {
+            "first_token": times[0] - 1.0,
+            "between_tokens": max((b - a for a, b in pairwise(times)), default=0.0),
+            "end_to_end": times[-1] - 1.0,
+            "deferral": deferred,
+        }
+        bounds = {name: draw.choice([None, draw.uniform(0.3, 2.0) * had]) for name, had in taken.items()}
+        answer = Answered(1.0, SLO(**bounds))
+        for at in times:
+            answer.note(at)
+        answer.deferred, answer.is_done = deferred, draw.random() < 0.9
+        missed = [name for name, bound in bounds.items() if bound is not None and taken[name] > bound]
+        assert answer.is_within is (answer.is_done and not missed)
+        decided |= {*missed} if len(missed) == 1 else set()
+    assert len(decided) == 4
+
+
+class Noting(SimulatedMachine):
+    """A machine that keeps the sequences of its requests, by their arrival."""
+
+    def __init__(self, policy: str, seed: int) -> None:
+        super().__init__(policy, TIMES, MachineSettings(jitter=Jitter(0.0, 0.0)), seed)
+        self.asked: dict[float, Sequence] = {}
+
+    def ask(self, request: TimedRequest, arrival: float) -> Sequence:
+        self.asked[arrival] = super().ask(request, arrival)
+        return self.asked[arrival]
+
+
+@pytest.mark.parametrize("policy", ["temporal:2,grain=batch", "temporal:5,grain=batch", "deferred:0.2"])
+def test_answers_that_training_deferred_beyond_their_bound_are_late(policy: str) -> None:
+    """The seconds are those that the schedulers of the machines have counted."""
+    draw, machines = random.Random(policy), [Noting(policy, seed) for seed in range(2)]
+    asked = [
+        replace(one, slo=SLO(deferral=draw.choice([None, 10.0 ** draw.uniform(-3, 0.5)])))
+        for one in poisson_requests(20.0, 2.0, 24, 4, 100)
+    ]
+    found = Fleet(machines, RoundRobin(2)).run(asked, [JOB] * 2, 2.0, 30.0)
+    deferred = {at: one.deferred for each in machines for at, one in each.asked.items()}
+    assert [answer.deferred for answer in found.answers] == [deferred[one.at] for one in asked]
+    late = [one for one in asked if one.slo.deferral is not None and deferred[one.at] > one.slo.deferral]
+    assert [answer.arrival for answer in found.answers if not answer.is_within] == [one.at for one in late]
+    assert found.late == len(late) and 3 < len(late) < len(asked) - 3
 
 
 def test_who_bears_a_step_does_not_stop_its_training() -> None:

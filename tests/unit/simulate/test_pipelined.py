@@ -110,6 +110,48 @@ def test_stages_do_one_thing_at_a_time_and_keep_the_order() -> None:
             assert max(one[2] for one in found) >= work - 1e-9
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_stages_serve_what_goes_forward_first_in_the_order_of_the_plans(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(20):
+        stages, plans, at = draw.randint(1, 4), list[tuple[float, StageSeconds]](), 0.0
+        for _ in range(8):
+            at += draw.random()
+            there, again = (tuple(draw.uniform(0.2, 1.0) for _ in range(stages)) for _ in range(2))
+            back = again if draw.random() < 0.7 else (0.0,) * stages
+            plans.append((at, StageSeconds(there, back, draw.random(), draw.random())))
+        assert play(stages, plans) == walk(stages, plans)
+
+
+def walk(stages: int, plans: list[tuple[float, StageSeconds]]) -> list[tuple[float, float, float]]:
+    """The reference for `play`: whenever something changes, each idle stage begins with the first plan that
+    has not passed it on its way forward, if that is there, or else with the first one on its way back."""
+    there = [(False, stage) for stage in range(stages)]
+    ways = [there + [(True, one) for _, one in there[::-1] if any(taken.back)] for _, taken in plans]
+    done, ready = [0 for _ in plans], [at for at, _ in plans]  # steps that are over, and when the next may be
+    over: list[float | None] = [None for _ in plans]  # when the step under way is over
+    found, now = [(-1.0, -1.0, -1.0) for _ in plans], -1.0
+    while left := [n for n in range(len(plans)) if done[n] < len(ways[n])]:
+        times = [ready[n] if (end := over[n]) is None else end for n in left]
+        now = min(time for time in times if time > now)
+        for n in left:
+            if over[n] == now:
+                (is_back, stage), taken = ways[n][done[n]], plans[n][1]
+                is_last = stage == (0 if is_back else stages - 1)
+                ready[n] = now + (0.0 if is_last else taken.returning if is_back else taken.sending)
+                found[n] = found[n][0], found[n][1] if is_back else now, now
+                done[n], over[n] = done[n] + 1, None
+        for step in sorted((is_back, stage) for is_back in (False, True) for stage in range(stages)):
+            at_work = any(over[n] is not None and ways[n][done[n]][1] == step[1] for n in left)
+            first = next((n for n in left if step in ways[n][done[n] :]), None)
+            if at_work or first is None or ways[first][done[first]] != step or ready[first] > now:
+                continue
+            taken = plans[first][1]
+            over[first] = now + (taken.back if step[0] else taken.forward)[step[1]]
+            found[first] = found[first] if done[first] else (now, now, now)
+    return found
+
+
 # With the scheduler
 
 

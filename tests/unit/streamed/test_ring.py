@@ -99,6 +99,36 @@ def test_a_pass_back_finds_what_the_pass_forward_left(buffers: int) -> None:
             assert len(reads(notes)) - before <= 8 + 6 - buffers
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_block_that_nobody_expects_takes_no_buffer_from_those_that_come_next(seed: int) -> None:
+    """Passes repeat, with some jumps. Each visit follows the one that followed the same block last time, so
+    the blocks that come next are known: none of those in a buffer is read again."""
+    draw = random.Random(seed)
+    count, buffers = draw.randint(5, 9), draw.randint(3, 4)
+    ring, _, notes = make(range(count), buffers)
+    after = dict[int, int]()
+    last, kept = count - 1, 0
+    for number in range(80):
+        place = (last + 1) % count
+        if number > 2 * count and draw.random() < 0.4:
+            place = (last + draw.randint(-3, 2)) % count
+        if number:
+            after[last] = place
+        last, coming = place, list[int]()
+        while len(coming) < 2 * count:
+            coming.append(after.get(coming[-1] if coming else place, 0))
+        held, before = {slot.place for slot in ring._slots}, len(reads(notes))
+        ring.enter(place, FORWARD)
+        settle(ring)
+        if number > count:
+            soon = [*dict.fromkeys(coming)][: buffers - 1]
+            assert reads(notes)[before:] == [one for one in dict.fromkeys([place, *soon]) if one not in held]
+            kept += place not in held and not held.isdisjoint(soon)
+        ring.leave(place)
+        settle(ring)
+    assert kept > 2, "some blocks come unexpectedly while others that come next are there"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_any_order_gets_its_own_blocks(seed: int) -> None:
     draws = random.Random(seed)

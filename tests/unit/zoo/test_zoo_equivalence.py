@@ -1,13 +1,17 @@
 """Equivalence: states behind components are the model's own, and the paper's example on real models."""
 
+import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from coserve.errors import ZooError
+from coserve.zoo import equivalence
 from coserve.zoo.adding import add
 from coserve.zoo.equivalence import comparisons, damaged_measurements, evaluate, measurements
 from coserve.zoo.figures import blocks_of, labels_of, storage
@@ -46,6 +50,88 @@ def test_states_are_those_of_transformers(name: str) -> None:
     logits: Tensor = torch.cat([one.logits[0] for one in given])
     expected = torch.nn.functional.normalize(logits.softmax(-1), dim=-1)
     torch.testing.assert_close(directions(model, states[-1], logits.shape[-1]), expected)
+
+
+def drawn_llama(draw: random.Random, depth: int) -> PreTrainedModel:
+    """A model of any width and vocabulary. Its weights are large, so that its words differ."""
+    width, vocabulary = draw.choice([32, 64]), draw.choice([60, 96])
+    changes: dict[str, Any] = {"hidden_size": width, "vocab_size": vocabulary, "num_hidden_layers": depth}
+    model = tiny("llama", seed=draw.randrange(1000), **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    return model
+
+
+@torch.no_grad()
+def words(model: Any, windows: list[list[int]], vocabulary: int) -> list[Tensor]:
+    """The reference for states as words: probabilities of the first `vocabulary` tokens, [rows, vocabulary],
+    behind the embedding, each attention, each feed-forward, and for the head once more."""
+    places: list[list[Tensor]] = [[] for _ in range(2 * len(model.model.layers) + 2)]
+    for window in windows:
+        x = model.model.embed_tokens(torch.tensor([window]))
+        rotations = model.model.rotary_emb(x, torch.arange(len(window))[None])
+        mask = torch.full((len(window), len(window)), float("-inf")).triu(1)[None, None]
+        states = [x]
+        for layer in model.model.layers:
+            x = x + layer.self_attn(layer.input_layernorm(x), rotations, mask)[0]
+            states.append(x)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            states.append(x)
+        for place, state in zip(places, (*states, x), strict=True):
+            place.append(model.lm_head(model.model.norm(state[0])).softmax(-1)[:, :vocabulary])
+    return [torch.cat(place) for place in places]
+
+
+def similarity(one: Tensor, other: Tensor) -> float:
+    """Mean cosine of rows of words."""
+    return float(torch.cosine_similarity(one, other, dim=-1).mean())
+
+
+def compared(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
+    """What `compare` finds for two models on some windows, in pieces of any size, and their words. One pair
+    in four has one depth."""
+    draw = random.Random(seed)
+    depths = [draw.randint(1, 3)] * 2 if seed % 4 == 0 else draw.sample(range(1, 6), 2)
+    one, other = (drawn_llama(draw, depth) for depth in depths)
+    windows = [[draw.randrange(60) for _ in range(draw.randint(1, 9))] for _ in range(3)]
+    monkeypatch.setattr(equivalence, "_BYTES", draw.choice([1, 4 * 96 * 20 * 3, 1 << 20]))
+    vocabulary = min(one.config.vocab_size, other.config.vocab_size)
+    groups, layers = equivalence.compare(one, other, windows)
+    return groups, layers, words(one, windows, vocabulary), words(other, windows, vocabulary)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_of_components_are_compared_behind_the_last_one_of_each(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models of unlike depth, where a group has several layers of the deeper one; else place by place."""
+    groups, _, ours, theirs = compared(seed, monkeypatch)
+    depths = [len(places) // 2 - 1 for places in (ours, theirs)]
+    if depths[0] == depths[1]:
+        ends = [(place, place) for place in range(len(ours))]
+    else:
+        count = min(depths)
+        ends = [(0, 0)]
+        for part in range(1, count + 1):  # as many layers as there is room for in `part` of `count` parts
+            passed = [max(n for n in range(depth + 1) if n * count <= depth * part) for depth in depths]
+            ends.append((2 * passed[0], 2 * passed[1]))
+        ends.append((len(ours) - 1, len(theirs) - 1))
+    assert [(group.one[1] - 1, group.other[1] - 1) for group in groups] == ends
+    found = [group.similarity for group in groups]
+    assert found == pytest.approx([similarity(ours[a], theirs[b]) for a, b in ends], abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_layer_is_compared_with_each_layer_of_the_other_model(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind both, as figure 3 has them."""
+    _, layers, ours, theirs = compared(seed, monkeypatch)
+    expected = [[similarity(a, b) for b in theirs[2:-1:2]] for a in ours[2:-1:2]]
+    assert len(layers) == len(expected)
+    for row, wanted in zip(layers, expected, strict=True):
+        assert row == pytest.approx(wanted, abs=1e-5)
 
 
 def test_a_feed_forward_that_is_no_module_has_one_state_with_its_attention() -> None:
