@@ -64,7 +64,7 @@ def expect_empty(engine: Engine) -> None:
     cache = engine.scheduler.caches.first
     copies = cache.swapping.copies
     assert cache.offloading.used == 0 and copies.used == len(copies.evictable)
-    assert engine._pages.free_count == engine._pages.pages
+    assert engine.pages.free_count == engine.pages.pages
     held = getattr(engine.executor, "_offloaded", None)
     assert held is None or not held._held
 

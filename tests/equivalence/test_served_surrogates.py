@@ -313,7 +313,7 @@ def test_nobody_changes_beside_one_who_stays(served: Served, held: str | None) -
         answer.cancel()
         waiting.result()
     engine.run()
-    pages = engine._pages
+    pages = engine.pages
     assert pages.free_count == pages.pages and not engine.has_work
 
 

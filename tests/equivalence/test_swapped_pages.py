@@ -90,7 +90,7 @@ def run(asked: list[Asked], tokens: int, swap: str, **settings: Any) -> tuple[li
         for a, o in zip(answers, asked, strict=True)
     ]
     swapping = engine.scheduler.caches.first.swapping
-    assert engine._pages.free_count == engine._pages.pages and swapping.copies.used == len(
+    assert engine.pages.free_count == engine.pages.pages and swapping.copies.used == len(
         swapping.copies.evictable
     )
     return found, engine

@@ -134,7 +134,7 @@ class Preemptions:
     def preempt(self, tokens: int, moves: bool | None) -> _Seconds:
         """Preempts a sequence of `tokens` and those of its answer; returns the seconds in which its pages
         moved, those of steps that computed tokens again, and those until its next token."""
-        engine, pages = self._engine, self._engine._pages
+        engine, pages = self._engine, self._engine.pages
         self.moves = moves
         victim = engine.generate(self._prompt(tokens), sampling=greedy(_ANSWERED + 2))
         while len(victim.tokens) < _ANSWERED:

@@ -1,7 +1,6 @@
 """One engine: frozen bases, mostly one, their answers and their training."""
 
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,28 +16,26 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.paging.stored import StoredVersion
 from coserve.attention.offloaded import offloaded_page_nbytes
 from coserve.config import EngineConfig, StitchedChain
-from coserve.core.events import Event, Finished, JobFailed, PassDone, RequestFailed, StepDone, TokenEvent
-from coserve.core.plan import StepResult
+from coserve.core.events import Event
 from coserve.core.request import BASE, SLO, FinishReason, Request, SamplingParams
 from coserve.engine.adapters import EngineAdapters
 from coserve.engine.admission import Admission
 from coserve.engine.approximations import Approximations, ChainOfBases, Version, for_version
-from coserve.engine.arrivals import Arrivals
 from coserve.engine.base_memory import base_memory, scheduler_config
-from coserve.engine.bases import Bases
 from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.chain_changes import ChainChanges
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, reserved_positions
+from coserve.engine.loop import StepLoop
 from coserve.engine.memory import EngineMemory
 from coserve.engine.openings import Openings
 from coserve.engine.reading import Data, Reading, read_data
-from coserve.engine.rollouts import SCOPE, Rollouts
+from coserve.engine.rollouts import Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.engine.stats import count
 from coserve.engine.training import Training
 from coserve.engine.training_client import TrainingClient
-from coserve.errors import ConfigError, CoserveError, RequestError
+from coserve.errors import ConfigError, RequestError
 from coserve.executors.executor import CompileGrammar
 from coserve.jobs.limits import limits_of
 from coserve.memory.pages import PagePool
@@ -109,22 +106,21 @@ class Engine:
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.streaming = self.executor.spec.streaming
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
-        self._plans_ahead = config.plans_ahead and not reads and not config.base
         self.text = texts()
         self._random = random.Random(config.seed)
         self._requests = 0
         settings = scheduler_config(config, self.base, self.executor.spec.eos_ids)
-        self._pages, self.cost = PagePool(config.pages, config.page_size), CostModel()
+        self.pages, self.cost = PagePool(config.pages, config.page_size), CostModel()
         if beside is None:
-            self.bases: Bases[Engine] = Bases(self.executor)
-            self.completions: dict[int, Completion] = {}
-            self._lock = threading.RLock()
-            self.arrivals = Arrivals(self.executor)
-            tier = SwapTier(config.swap_nbytes, GUESS)
-            self.scheduler = Scheduler(self._cache(settings, tier), self.cost, policy)
+            caches = self._cache(settings, SwapTier(config.swap_nbytes, GUESS))
+            plans_ahead = config.plans_ahead and not reads and not config.base
+            schedule = Scheduler(caches, self.cost, policy)
+            self.loop: StepLoop[Engine] = StepLoop(self.executor, schedule, clock, plans_ahead)
         else:
-            self.bases, self.completions, self._lock = beside.bases, beside.completions, beside._lock
-            self.arrivals, self.scheduler = beside.arrivals, beside.scheduler
+            self.loop = beside.loop
+            caches = self._cache(settings, self.loop.scheduler.tier)
+        self.bases, self.scheduler = self.loop.bases, self.loop.scheduler
+        self.arrivals, self.completions = self.loop.arrivals, self.loop.completions
         if self.streaming is not None:
             places = {*range(self.base.depth)} - self.streaming.plan.resident
             self.cost.reads.start(places, self.streaming.plan.read_nbytes, self.streaming.rate)
@@ -136,7 +132,7 @@ class Engine:
             opened.slot_nbytes,
             self._refuse_while_trained,
             lambda: self.training.admission.advance(),
-            self._lock,
+            self.loop.lock,
             self.arrivals.pause_training,
             None if beside is None else beside.adapters,
             base_id,
@@ -153,7 +149,7 @@ class Engine:
             bound,
             base_id,
         )
-        self._changes = ChainChanges(
+        self.changes = ChainChanges(
             self.scheduler, self.adapters.cache, self._approximations, self.completions, base_id
         )
         admission = Admission(
@@ -166,14 +162,14 @@ class Engine:
         )
         self.openings = Openings(self.executor, self.adapters.bank, base_id)
         own = self.executor, self.base, self.adapters.bank, self.scheduler, admission, self.openings
-        self.sessions = Sessions(*own, self._drive, self._lock, base_id)
-        self.rollouts = Rollouts(self.generate, self.text, self._others_wait, config.max_running)
+        self.sessions = Sessions(*own, self.loop.drive, self.loop.lock, base_id)
+        self.rollouts = Rollouts(self.generate, self.text, lambda: self.loop.others_wait, config.max_running)
         self.training: Training = Training(
-            *own, self.sessions, self.rollouts, self._drive, self.adapters.save, self._lock, base_id
+            *own, self.sessions, self.rollouts, self.loop.drive, self.adapters.save, self.loop.lock, base_id
         )
         if config.calibrate:
             self.calibrate()
-        self._join(settings)
+        self.loop.join(base_id, self, self.executor, self.cost, caches)
 
     def add_base(
         self, base: str, model: str | Path | PreTrainedModel | StitchedChain, tokenizer: Any = None
@@ -186,7 +182,7 @@ class Engine:
         answers, and nothing trains on it. Its id is an alternative for requests to either. Takes seconds, in
         which nobody steps. Raises ModelError or ConfigError, with nothing changed.
         """
-        with self.arrivals.arriving(), self._lock:
+        with self.arrivals.arriving(), self.loop.lock:
             first = self.bases.first
             first._check_more(base)
             config = replace(self.config, calibrate=False)
@@ -227,24 +223,6 @@ class Engine:
         for engine in self.bases:
             engine.training.refuse_while_trained(adapter)
 
-    def _join(self, settings: SchedulerConfig) -> None:
-        """Takes the work of this base into the steps from now on."""
-        if self.base_id != BASE:
-            self.bases.first._end_plans_ahead()
-        self.bases.add(self.base_id, self, self.executor)
-        self.arrivals.watch(self.bases.device)
-        self.adapters.open()
-        if self.base_id != BASE:
-            self.scheduler.caches.add(self.base_id, self._cache(settings, self.scheduler.tier))
-            self.scheduler.cost.others[self.base_id] = self.cost
-
-    def _end_plans_ahead(self) -> None:
-        """Plans no step while another runs from now on: after a pause in one base's part others would go on
-        with training that the scheduler has taken back."""
-        self._plans_ahead = False
-        while self.scheduler.under_way:
-            self._step(self.scheduler.config.interruptible)
-
     def calibrate(self) -> bool:
         """Measures the costs of this base's steps on this machine, in some seconds; nothing else may be under
         way. False where they are rough, as the machine was busy."""
@@ -270,34 +248,11 @@ class Engine:
         after the step. With `scheduler.interruptible` all requests are announced (`arrivals`), and training
         lasts until one is, at most `scheduler.max_quantum`.
         """
-        return self.bases.first._step(self.scheduler.config.interruptible)
-
-    def _step(self, interruptible: bool) -> list[Event]:
-        """Runs one step of all bases; a method of the first one's engine."""
-        with self._lock:
-            self.scheduler.interruptible = interruptible
-            is_awaited = self.arrivals.before_step()
-            if not self._is_stuck:  # else commands would wait for the plan
-                self.adapters.paged.advance()
-                for engine in self.bases:
-                    engine._changes.advance(self.clock())
-            # A caller that waits already gets the next step after one layer: no large window in this one.
-            self.scheduler.window_rows = 0 if is_awaited else self._window_rows()
-            result = self._next_result()
-            self.adapters.publish(result.updated.values())
-            events = self.scheduler.apply(result, self.clock())
-            for event in events:
-                self._deliver(event)
-            for engine in self.bases:
-                for event in engine.rollouts.advance():
-                    events.append(event)
-                    self._deliver(event)
-            self.memory.return_excess()
-            return [e for e in events if not (isinstance(e, JobFailed) and self._is_retried(e.job))]
+        return self.loop.step(self.scheduler.config.interruptible)
 
     def run(self) -> None:
         """Steps until nothing is left to do."""
-        while self._drive():
+        while self.loop.drive():
             pass
 
     # Answers
@@ -334,7 +289,7 @@ class Engine:
         grammar = check_sampling(sampling, self.base.vocabulary, self.grammars, continued)
         if grammar is not None:
             self.executor.call(CompileGrammar(grammar.text))
-        with self.arrivals.arriving(presses=not slo.bounds_deferral_alone), self._lock:
+        with self.arrivals.arriving(presses=not slo.bounds_deferral_alone), self.loop.lock:
             tokens = self.tokenize(prompt)
             asked = None if adapter is None else self.adapters.look(adapter)
             versions = [asked, *(self._alternative(one, grammar is not None) for one in alternatives)]
@@ -349,11 +304,11 @@ class Engine:
             stream = self.text.stream(sampling.stop) if text and self.text else None
             blocked = isinstance(version, StoredVersion)
             sequence = self.scheduler.requests.submit(request, self.clock(), continued, blocked)
-            cancel = partial(self._cancel_sequence, sequence.key)
-            completion = Completion(sequence, stream, self._drive, cancel, grammar, chosen)
+            cancel = partial(self.loop.cancel, sequence.key)
+            completion = Completion(sequence, stream, self.loop.drive, cancel, grammar, chosen)
             self.completions[sequence.key] = completion
             if not isinstance(version, ChainOfBases):
-                self._changes.allow(sequence.key, versions)
+                self.changes.allow(sequence.key, versions)
             if completion.skip(continued):
                 self.scheduler.requests.finish(sequence.key, FinishReason.STOP)
             if request.adapter is not None and not sequence.is_finished:
@@ -412,7 +367,7 @@ class Engine:
             objective, method = method, LoRAConfig()
         aim = objective_of(objective)
         methods = tuple(method) if isinstance(method, Sequence) else (method,)
-        with self._lock:
+        with self.loop.lock:
             start = self.adapters.weights(start_from) if isinstance(start_from, str) else start_from
             reference = start if aim.has_reference else None
             if isinstance(aim, Distillation) and aim.teacher is not None:
@@ -423,7 +378,7 @@ class Engine:
             first = start or sketch_adapter(self.base, adapter, methods, training.seed)
             reserved = reserved_positions(first, reference, aim)
             prepared = self.prepare(data, training, aim, Reading(reserved=reserved))
-        with self._lock:
+        with self.loop.lock:
             asked = PreparedJob(
                 job or f"job-{self._started + 1}", adapter, prepared, methods, training,
                 start if resume is None else resume.adapter, resume, aim, reference,
@@ -447,7 +402,7 @@ class Engine:
         which memory is reserved. `session` is the session's name. Where bytes are missing it opens later, and
         its operations wait. Raises AdapterError, JobError, and OutOfMemory where it would never fit.
         """
-        with self._lock:
+        with self.loop.lock:
             start = self.adapters.weights(from_adapter) if isinstance(from_adapter, str) else from_adapter
             methods = tuple(method) if isinstance(method, Sequence) else (method,)
             name = session or f"session-{sum(one.sessions.opened for one in self.bases) + 1}"
@@ -488,52 +443,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Tells whether a step would do anything."""
-        return self.scheduler.has_work or any(one.rollouts.has_work for one in self.bases)
-
-    @property
-    def _is_stuck(self) -> bool:
-        """Tells whether the last step raised WeightsUnreadable: its plan is the next one to run, and no
-        command that changes adapters or jobs can be executed before it."""
-        return not self._plans_ahead and bool(self.scheduler.under_way)
+        return self.loop.has_work
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the current state."""
-        with self._lock:
-            pages = [one._pages for one in self.bases]
+        with self.loop.lock:
+            pages = [one.pages for one in self.bases]
             return count(self.scheduler, self.memory, pages, self.adapters.cache)
 
     # Inside
-
-    def _next_result(self) -> StepResult:
-        """The result of the oldest plan under way. A plan stays under way where the base's weights could not
-        be read.
-
-        With asynchronous scheduling the next plan is launched first, if it can be made already. A streamed or
-        remote base has none: a command that a result leads to, such as one for a job's state, would have to
-        wait until that plan can run, and planning takes milliseconds of its longer steps.
-        """
-        if not self.scheduler.under_way:
-            plan = self.scheduler.plan(self.clock())
-            if not self._plans_ahead:
-                return self.bases.device.run(plan)
-            self.bases.device.launch(plan)
-        if self._plans_ahead and (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
-            self.bases.device.launch(ahead)
-        result = self.bases.device.collect()
-        assert result is not None, "a plan that was launched has a result"
-        return result
-
-    def _others_wait(self) -> bool:
-        """Tells whether a request other than a job's rollout waits for room."""
-        return any(not (s.request.scope or "").startswith(SCOPE) for s in self.scheduler.requests.waiting)
-
-    def _window_rows(self) -> int:
-        """The most rows of a window that runs alone in the next step, of whatever base that trains."""
-        return min(one.training.admission.window_rows() for one in self.bases if one.base.sites)
-
-    def _is_retried(self, job: str) -> bool:
-        """Tells whether a job whose step failed goes on."""
-        return any(job in one.jobs for one in self.bases)
 
     def _steps(self, policy: Policy, settings: SchedulerConfig) -> Steps:
         """Limits of a job's work under way at once."""
@@ -550,7 +468,7 @@ class Engine:
         )
         page_nbytes = offloaded_page_nbytes(self.base.caches, config.page_size, self.base.dtype)
         self.cost.offload = OffloadCosts(GUESS * page_nbytes / config.page_size)
-        return BaseCache(settings, self._pages, swapping, offloading)
+        return BaseCache(settings, self.pages, swapping, offloading)
 
     def _request(
         self,
@@ -572,48 +490,6 @@ class Engine:
             base=self.base_id,
         )
         return for_version(request, version)
-
-    def _drive(self) -> bool:
-        """Runs one step if there is anything to do; callers on other threads take the lock before it."""
-        self.arrivals.give_way()
-        with self._lock:
-            if not self.has_work:
-                return False
-            self.bases.first._step(interruptible=True)  # other threads announce their requests
-            return True
-
-    def _deliver(self, event: Event) -> None:
-        match event:
-            case TokenEvent():
-                completion = self.completions[event.key]
-                stopped = completion.take(event)
-                if event.finish_reason is not None:
-                    self._complete(event.key, event.finish_reason)
-                elif stopped:
-                    self.scheduler.requests.finish(event.key, FinishReason.STOP)
-            case Finished():
-                self._complete(event.key, event.finish_reason)
-            case RequestFailed():
-                self._complete(event.key, FinishReason.CANCELLED, event.error)
-            case PassDone() | StepDone() | JobFailed():
-                for engine in self.bases:
-                    engine.training.deliver(event)
-                    engine.sessions.deliver(event)
-
-    def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
-        completion = self.completions.pop(key)
-        for engine in self.bases:
-            engine._changes.forget(key)
-        completion.finish(reason, error)
-        adapter = completion.sequence.request.adapter
-        if adapter is not None:
-            self.adapters.cache.release(adapter, key)
-            if self.training.admission.waiting:  # some may wait for this adapter's bytes
-                self.training.admission.advance()
-
-    def _cancel_sequence(self, key: int) -> None:
-        with self.arrivals.arriving(), self._lock:
-            self.scheduler.requests.cancel(key)
 
 
 def _text_of(model: str | Path | PreTrainedModel, special: bool) -> Text | None:

@@ -262,7 +262,7 @@ def test_output_tokens_are_those_in_the_handles_and_in_the_peers_answers(
     tokens = 2 * figures_of(bench)["inference.ours"]
     engine, prompts = make_engine(bench, calibrate=False), inference._prompts(bench)
     came = 0
-    step = engine._step
+    step = engine.loop.step
 
     def counted(interruptible: bool) -> list[Event]:
         nonlocal came
@@ -270,7 +270,7 @@ def test_output_tokens_are_those_in_the_handles_and_in_the_peers_answers(
         came += sum(isinstance(event, TokenEvent) and event.token is not None for event in events)
         return events
 
-    monkeypatch.setattr(engine, "_step", counted)
+    monkeypatch.setattr(engine.loop, "step", counted)
     inference.answer_all(engine, prompts, bench.settings.answer)
     assert came == tokens
     peer = StaticGenerate(SHAPE, prompts, bench.settings.answer)

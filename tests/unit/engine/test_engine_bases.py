@@ -187,7 +187,7 @@ def test_a_cancelled_answer_frees_its_pages(engines: tuple[Engine, Engine]) -> N
     answers[1].cancel()
     engine.step()
     assert answers[1].finish_reason == "cancelled" and answers[0].finish_reason is None
-    assert wide._pages.free_count == wide._pages.pages
+    assert wide.pages.free_count == wide.pages.pages
     answers[0].cancel()
     engine.run()
     assert not engine.has_work and not wide.has_work

@@ -348,6 +348,6 @@ def test_a_pass_is_checked_and_packed_without_the_engine_s_lock() -> None:
     """By a thread that steps would wait for if it took the lock."""
     engine = make_engine()
     session = engine.open_training("mine", LORA, TrainingConfig(rows=64))
-    with engine._lock, ThreadPoolExecutor(1) as pool:
+    with engine.loop.lock, ThreadPoolExecutor(1) as pool:
         work = pool.submit(session.prepare, batch(20, 30, 40), "cross_entropy", None, True).result(60)
     assert session.submit(work, backward=True).result().loss > 0

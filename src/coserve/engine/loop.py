@@ -1,0 +1,200 @@
+"""The loop of an engine: one step of all bases after the other, and the handles that wait for them."""
+
+import threading
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from coserve.core.events import Event, Finished, JobFailed, PassDone, RequestFailed, StepDone, TokenEvent
+from coserve.core.plan import StepResult
+from coserve.core.request import BASE, FinishReason
+from coserve.engine.adapters import EngineAdapters
+from coserve.engine.arrivals import Arrivals
+from coserve.engine.bases import Bases
+from coserve.engine.chain_changes import ChainChanges
+from coserve.engine.completion import Completion
+from coserve.engine.memory import EngineMemory
+from coserve.engine.rollouts import SCOPE, Rollouts
+from coserve.engine.sessions import Sessions
+from coserve.engine.training import Training
+from coserve.errors import CoserveError
+from coserve.executors.executor import Executor
+from coserve.model.base import Base
+from coserve.schedule.base_cache import BaseCache
+from coserve.schedule.cost import CostModel
+from coserve.schedule.scheduler import Scheduler
+
+
+class BaseHost(Protocol):
+    """What one base has on the host, as the loop sees it."""
+
+    base: Base
+    memory: EngineMemory
+    adapters: EngineAdapters
+    training: Training
+    sessions: Sessions
+    rollouts: Rollouts
+    changes: ChainChanges
+
+
+H = TypeVar("H", bound=BaseHost)
+
+
+class StepLoop(Generic[H]):
+    """Plans, runs and applies the steps of all bases, and delivers what comes of them.
+
+    `bases` are the hosts, `completions` the handles of open requests by key. All that happens between two
+    steps happens under `lock`; `arrivals` announces who waits for it. A step is `Scheduler.plan`, the
+    executor, `Scheduler.apply`.
+    """
+
+    def __init__(
+        self, device: Executor, scheduler: Scheduler, clock: Callable[[], float], plans_ahead: bool
+    ) -> None:
+        """`plans_ahead` has the next step planned while one runs (asynchronous scheduling)."""
+        self.bases: Bases[H] = Bases(device)
+        self.scheduler, self.clock = scheduler, clock
+        self.completions: dict[int, Completion] = {}
+        self.lock = threading.RLock()
+        self.arrivals = Arrivals(device)
+        self._plans_ahead = plans_ahead
+
+    def join(self, base: str, host: H, executor: Executor, cost: CostModel, cache: BaseCache) -> None:
+        """Takes the work of one more base into the steps from now on; of the first base where that is
+        `BASE`."""
+        if base != BASE:
+            self._end_plans_ahead()
+        self.bases.add(base, host, executor)
+        self.arrivals.watch(self.bases.device)
+        host.adapters.open()
+        if base != BASE:
+            self.scheduler.caches.add(base, cache)
+            self.scheduler.cost.others[base] = cost
+
+    @property
+    def has_work(self) -> bool:
+        """Tells whether a step would do anything."""
+        return self.scheduler.has_work or any(one.rollouts.has_work for one in self.bases)
+
+    @property
+    def others_wait(self) -> bool:
+        """Tells whether a request other than a job's rollout waits for room."""
+        return any(not (s.request.scope or "").startswith(SCOPE) for s in self.scheduler.requests.waiting)
+
+    def step(self, interruptible: bool) -> list[Event]:
+        """Runs one step of all bases. Returns the events of all requests and jobs."""
+        with self.lock:
+            self._before(interruptible)
+            result = self._next_result()
+            self.bases.first.adapters.publish(result.updated.values())
+            events = self.scheduler.apply(result, self.clock())
+            for event in events:
+                self._deliver(event)
+            events += self._advance_rollouts()
+            self.bases.first.memory.return_excess()
+            return [e for e in events if not (isinstance(e, JobFailed) and self._is_retried(e.job))]
+
+    def cancel(self, key: int) -> None:
+        """Cancels a request; what it holds is free after the step under way."""
+        with self.arrivals.arriving(), self.lock:
+            self.scheduler.requests.cancel(key)
+
+    def drive(self) -> bool:
+        """Runs one step if there is anything to do; callers on other threads take the lock before it, and
+        announce their requests."""
+        self.arrivals.give_way()
+        with self.lock:
+            if not self.has_work:
+                return False
+            self.step(interruptible=True)
+            return True
+
+    # Inside
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Tells whether the last step raised WeightsUnreadable: its plan is the next one to run, and no
+        command that changes adapters or jobs can be executed before it."""
+        return not self._plans_ahead and bool(self.scheduler.under_way)
+
+    def _before(self, interruptible: bool) -> None:
+        """Takes up what has changed since the last step, and tells the scheduler who waits."""
+        is_awaited = self.arrivals.before_step()
+        if not self._is_stuck:  # else commands would wait for the plan
+            self.bases.first.adapters.paged.advance()
+            for host in self.bases:
+                host.changes.advance(self.clock())
+        self.scheduler.interruptible = interruptible
+        # A caller that waits already gets the next step after one layer: no large window in this one.
+        self.scheduler.window_rows = 0 if is_awaited else self._window_rows()
+
+    def _window_rows(self) -> int:
+        """The most rows of a window that runs alone in the next step, of whatever base that trains."""
+        return min(one.training.admission.window_rows() for one in self.bases if one.base.sites)
+
+    def _next_result(self) -> StepResult:
+        """The result of the oldest plan under way. A plan stays under way where the base's weights could not
+        be read.
+
+        With asynchronous scheduling the next plan is launched first, if it can be made already. A streamed or
+        remote base has none: a command that a result leads to, such as one for a job's state, would have to
+        wait until that plan can run, and planning takes milliseconds of its longer steps.
+        """
+        if not self.scheduler.under_way:
+            plan = self.scheduler.plan(self.clock())
+            if not self._plans_ahead:
+                return self.bases.device.run(plan)
+            self.bases.device.launch(plan)
+        if self._plans_ahead and (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
+            self.bases.device.launch(ahead)
+        result = self.bases.device.collect()
+        assert result is not None, "a plan that was launched has a result"
+        return result
+
+    def _end_plans_ahead(self) -> None:
+        """Plans no step while another runs from now on: after a pause in one base's part others would go on
+        with training that the scheduler has taken back."""
+        self._plans_ahead = False
+        while self.scheduler.under_way:
+            self.step(self.scheduler.config.interruptible)
+
+    def _deliver(self, event: Event) -> None:
+        match event:
+            case TokenEvent():
+                completion = self.completions[event.key]
+                stopped = completion.take(event)
+                if event.finish_reason is not None:
+                    self._complete(event.key, event.finish_reason)
+                elif stopped:
+                    self.scheduler.requests.finish(event.key, FinishReason.STOP)
+            case Finished():
+                self._complete(event.key, event.finish_reason)
+            case RequestFailed():
+                self._complete(event.key, FinishReason.CANCELLED, event.error)
+            case PassDone() | StepDone() | JobFailed():
+                for host in self.bases:
+                    host.training.deliver(event)
+                    host.sessions.deliver(event)
+
+    def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
+        completion = self.completions.pop(key)
+        for host in self.bases:
+            host.changes.forget(key)
+        completion.finish(reason, error)
+        adapter, first = completion.sequence.request.adapter, self.bases.first
+        if adapter is not None:
+            first.adapters.cache.release(adapter, key)
+            if first.training.admission.waiting:  # some may wait for this adapter's bytes
+                first.training.admission.advance()
+
+    def _advance_rollouts(self) -> list[Event]:
+        """Goes on with the rollouts of reinforcement jobs. Returns what came of them."""
+        events: list[Event] = []
+        for host in self.bases:
+            for event in host.rollouts.advance():
+                events.append(event)
+                self._deliver(event)
+        return events
+
+    def _is_retried(self, job: str) -> bool:
+        """Tells whether a job whose step failed goes on."""
+        return any(job in one.training.jobs for one in self.bases)
