@@ -65,7 +65,7 @@ def expect_empty(engine: Engine) -> None:
     copies = cache.swapping.copies
     assert cache.offloading.used == 0 and copies.used == len(copies.evictable)
     assert engine.pages.free_count == engine.pages.pages
-    held = getattr(engine.executor, "_offloaded", None)
+    held = getattr(getattr(engine.executor, "worker", None), "_offloaded", None)
     assert held is None or not held._held
 
 
@@ -152,7 +152,7 @@ def test_a_failing_disk_ends_one_request_and_no_other(
     full, few = engine_of(1024), engine_of(FEW, async_scheduling=ahead)
     wanted = [ask(full, prompt), ask(full, short, "lora")]
     full.run()
-    broken: Any = few.executor
+    broken: Any = few.executor.worker
     file = broken._offloaded._tier._file
 
     def fail(*_: object) -> None:

@@ -20,6 +20,7 @@ from coserve.core.request import SLO
 from coserve.core.sequence import Direction
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
+from coserve.engine.loop import StepLoop
 from coserve.errors import ServerError
 from coserve.executors.local import LocalExecutor
 from coserve.memory.arena import Lease
@@ -78,13 +79,13 @@ class StepClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
         self.steps = 0
-        step = Engine._step
+        step = StepLoop.step
 
-        def counted(engine: Engine, interruptible: bool) -> list[Event]:
+        def counted(loop: StepLoop[Engine], interruptible: bool) -> list[Event]:
             self.steps += 1
-            return step(engine, interruptible)
+            return step(loop, interruptible)
 
-        monkeypatch.setattr(Engine, "_step", counted)
+        monkeypatch.setattr(StepLoop, "step", counted)
         for module in modules:
             monkeypatch.setattr(module, "time", self)
 
@@ -293,16 +294,16 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
         self.rounds: list[tuple[str, int, int]] = []
         self._answered = self._trained = 0
-        step = Engine._step
+        step = StepLoop.step
 
-        def counted(engine: Engine, interruptible: bool) -> list[Event]:
-            events = step(engine, interruptible)
+        def counted(loop: StepLoop[Engine], interruptible: bool) -> list[Event]:
+            events = step(loop, interruptible)
             for event in events:
                 self._answered += isinstance(event, TokenEvent) and event.token is not None
                 self._trained += event.updated.tokens if isinstance(event, StepDone) else 0
             return events
 
-        monkeypatch.setattr(Engine, "_step", counted)
+        monkeypatch.setattr(StepLoop, "step", counted)
         for module in modules:
             monkeypatch.setattr(module, "alternate", self)
 
