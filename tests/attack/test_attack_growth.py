@@ -4,6 +4,7 @@ import json
 import os
 import random
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,7 +99,25 @@ def test_memory_is_flat_over_many_jobs(tmp_path: Path, monkeypatch: pytest.Monke
             print(number, shown, "now", f"{since[-1]['engine'] / 2**20:.1f} MiB", flush=True)
         client.close()
         assert (served.running.engine, served.running.api) == (first.engine, first.api), "none was replaced"
-    early, late = looks[: len(looks) // 2], looks[len(looks) // 2 :]
-    peaks = [{key: max(look[key] for look in half) for key in looks[0]} for half in (early, late)]
-    grown = {key: peaks[1][key] - peaks[0][key] for key in peaks[0]}
+    grown = {key: _growth([look[key] for look in looks]) for key in looks[0]}
     assert max(grown.values()) <= GROWTH, grown
+
+
+def _growth(sizes: list[int]) -> int:
+    """The growth of the highest size from the first half to the second, without the largest step between two
+    looks: Python's table of interned strings doubles once in a process's life, by 1.9 or 3.7 MiB."""
+    steps = [after - before for before, after in pairwise(sizes)]
+    at = max(range(len(steps)), key=steps.__getitem__)
+    level = [size - steps[at] if place > at else size for place, size in enumerate(sizes)]
+    half = len(level) // 2
+    return max(level[half:]) - max(level[:half])
+
+
+def test_a_slope_is_growth_and_one_step_is_none() -> None:
+    """A leak of 6 KiB in each of 1,000 jobs is seen, beside noise and a step."""
+    draw = random.Random(0)
+    noise = [draw.randrange(200 << 10) for _ in range(37)]
+    step = [(3 << 20) * (place > 25) for place in range(37)]
+    assert _growth([a + b for a, b in zip(noise, step, strict=True)]) <= 200 << 10
+    leak = [place * EVERY * (6 << 10) for place in range(37)]
+    assert _growth([sum(all) for all in zip(noise, step, leak, strict=True)]) > GROWTH
