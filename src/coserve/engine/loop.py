@@ -25,7 +25,7 @@ from coserve.schedule.scheduler import Scheduler
 
 
 class BaseHost(Protocol):
-    """What one base has on the host, as the loop sees it."""
+    """One base on the host, as the loop sees it: its adapters, its training, its memory."""
 
     base: Base
     memory: EngineMemory

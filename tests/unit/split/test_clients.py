@@ -1,4 +1,4 @@
-"""What a client will call next, as its account foresees it, against the list of all its calls."""
+"""Tests of the calls that an account foresees, against the list of all calls of its client."""
 
 import random
 

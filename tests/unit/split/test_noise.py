@@ -108,7 +108,7 @@ def test_the_level_says_how_much_larger_the_noise_is_than_the_rows(seed: int) ->
 
 
 def misses(added: Tensor, values: Tensor, size: Tensor) -> float:
-    """How far what was added to rows is from the nearest of the values times `size`, relative to this."""
+    """Returns the distance of added rows from the nearest of the values times `size`, relative to it."""
     apart = torch.cdist(added / size, values, compute_mode="donot_use_mm_for_euclid_dist").min(1).values
     return float(apart.max()) / math.sqrt(values.shape[1])
 

@@ -89,8 +89,8 @@ def similarity(one: Tensor, other: Tensor) -> float:
 
 
 def compared(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
-    """What `compare` finds for two models on some windows, in pieces of any size, and their words. One pair
-    in four has one depth."""
+    """Returns what `compare` finds for two models on some windows, in pieces of any size, and their words.
+    One pair in four has one depth."""
     draw = random.Random(seed)
     depths = [draw.randint(1, 3)] * 2 if seed % 4 == 0 else draw.sample(range(1, 6), 2)
     one, other = (drawn_llama(draw, depth) for depth in depths)
