@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from coserve_benchmarks.history import History
 
-_CORE: Final = ("adapters", "attention", "core", "engine", "executors", "kernels", "memory", "model")
+_DEVICE: Final = ("attention", "executors", "kernels", "memory", "model", "worker")
+_CORE: Final = ("adapters", "core", "engine", *_DEVICE)
 _ENGINE: Final = (
     *(f"src/coserve/{room}" for room in (*_CORE, "schedule", "train", "workload")),
     "src/coserve/config.py",
@@ -49,7 +50,6 @@ RESULTS: Final[Mapping[str, Presented]] = {
         "docs/results/policies.md",
         (
             *(f"src/coserve/{room}" for room in ("core", "schedule", "workload")),
-            "src/coserve/executors/simulated.py",
             "src/coserve/executors/virtual_clock.py",
             "src/coserve/simulate",
             *_LOADS,

@@ -1,4 +1,4 @@
-"""What newcomers share: one server, as its users start it, and the embedded model."""
+"""Fixtures that newcomers share: one server, as its users start it, and the embedded model."""
 
 from collections.abc import Iterator
 from pathlib import Path

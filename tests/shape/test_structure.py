@@ -204,8 +204,8 @@ def questions_in(tree: ast.AST) -> Iterator[str]:
 
 
 def test_docstrings_of_tests_name_their_subject() -> None:
-    found = {file.name: list(questions_in(ast.parse(file.read_text()))) for file in TESTS}
-    assert not {name: texts for name, texts in found.items() if texts}
+    found = {file: list(questions_in(ast.parse(file.read_text()))) for file in TESTS}
+    assert not {file: texts for file, texts in found.items() if texts}
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)

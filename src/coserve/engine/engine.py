@@ -112,13 +112,12 @@ class Engine:
         settings = scheduler_config(config, self.base, self.executor.spec.eos_ids)
         self.pages, self.cost = PagePool(config.pages, config.page_size), CostModel()
         if beside is None:
-            caches = self._cache(settings, SwapTier(config.swap_nbytes, GUESS))
             plans_ahead = config.plans_ahead and not reads and not config.base
-            schedule = Scheduler(caches, self.cost, policy)
+            first = self._cache(settings, SwapTier(config.swap_nbytes, GUESS))
+            schedule = Scheduler(first, self.cost, policy)
             self.loop: StepLoop[Engine] = StepLoop(self.executor, schedule, clock, plans_ahead)
         else:
             self.loop = beside.loop
-            caches = self._cache(settings, self.loop.scheduler.tier)
         self.bases, self.scheduler = self.loop.bases, self.loop.scheduler
         self.arrivals, self.completions = self.loop.arrivals, self.loop.completions
         if self.streaming is not None:
@@ -169,7 +168,7 @@ class Engine:
         )
         if config.calibrate:
             self.calibrate()
-        self.loop.join(base_id, self, self.executor, self.cost, caches)
+        self.loop.join(base_id, self, self.executor, self.cost, partial(self._cache, settings))
 
     def add_base(
         self, base: str, model: str | Path | PreTrainedModel | StitchedChain, tokenizer: Any = None

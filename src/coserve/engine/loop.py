@@ -22,6 +22,7 @@ from coserve.model.base import Base
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.cost import CostModel
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.swap_tier import SwapTier
 
 
 class BaseHost(Protocol):
@@ -58,16 +59,23 @@ class StepLoop(Generic[H]):
         self.arrivals = Arrivals(device)
         self._plans_ahead = plans_ahead
 
-    def join(self, base: str, host: H, executor: Executor, cost: CostModel, cache: BaseCache) -> None:
+    def join(
+        self,
+        base: str,
+        host: H,
+        executor: Executor,
+        cost: CostModel,
+        cache: Callable[[SwapTier], BaseCache],
+    ) -> None:
         """Takes the work of one more base into the steps from now on; of the first base where that is
-        `BASE`."""
+        `BASE`. `cache` makes the base's cache in the second tier of all, which counts it from then on."""
         if base != BASE:
             self._end_plans_ahead()
         self.bases.add(base, host, executor)
         self.arrivals.watch(self.bases.device)
         host.adapters.open()
         if base != BASE:
-            self.scheduler.caches.add(base, cache)
+            self.scheduler.caches.add(base, cache(self.scheduler.tier))
             self.scheduler.cost.others[base] = cost
 
     @property

@@ -21,8 +21,8 @@ _REGRET: Final = 50.0  # a number that lost a second is not tried for so many: 2
 _GAIN: Final = 0.97  # a number of threads is better if its steps take at most so much of the others' time
 _SURPRISE: Final = 2.0
 _HOPELESS: Final = 3.0  # a trial ends with a step that takes so many times the usual
-# An idle machine takes a core from a step's threads some ten times a second; other processes that compute on
-# the same two cores do so 200 to 400 times.
+# For each of its threads a second: an idle machine takes a core from them 1 to 18 times, and other processes
+# that compute on the same two cores do so 185 to 434 times.
 _PREEMPTED: Final = 50.0
 _LOOK: Final = 0.3  # seconds of steps between two looks at that
 
@@ -98,7 +98,7 @@ class ComputeThreads:
         self._counts = sorted({most, max(1, most - 1), *halves})
         self._kinds: dict[Hashable, _Kind] = {}
         self._newest = most  # the number that a kind's first step has
-        self._switches, self._seconds = 0, 0.0  # since the last look
+        self._switches, self._expected, self._seconds = 0, 0.0, 0.0  # since the last look
         self.is_preempted = False  # whether other processes took cores from the latest steps
 
     @contextmanager
@@ -113,7 +113,7 @@ class ComputeThreads:
             yield
             seconds = time.perf_counter() - began
             self.observe(kind, threads, seconds)
-            self._look(_preemptions() - switches, seconds)
+            self._look(_preemptions() - switches, threads, seconds)
         finally:
             if threads != most:
                 torch.set_num_threads(most)
@@ -144,12 +144,14 @@ class ComputeThreads:
         ]
         return min(due)[1] if due else None
 
-    def _look(self, switches: int, seconds: float) -> None:
+    def _look(self, switches: int, threads: int, seconds: float) -> None:
+        """Notes how often the system took a core in a step of so many threads and seconds."""
         self._switches += switches
+        self._expected += _PREEMPTED * threads * seconds
         self._seconds += seconds
         if self._seconds >= _LOOK:
-            self.is_preempted = self._switches > _PREEMPTED * self._seconds
-            self._switches, self._seconds = 0, 0.0
+            self.is_preempted = self._switches > self._expected
+            self._switches, self._expected, self._seconds = 0, 0.0, 0.0
 
 
 def _preemptions() -> int:

@@ -220,8 +220,7 @@ class FusedPass:
         slots = [slots for batch in batches for slots in batch.slots]
         lora = LoraBatch((), slots) if slots else self.slot_pools.batch(answering)
         lora = lora.with_rows(training)
-        # Between two batches padding is computed like any rows.
-        padding = batches[0].padding if len(batches) == 1 else slice(0, 0)
+        padding = batches[0].padding if batches else slice(0, 0)
         fused = FusedRows(parts, lora.rest, lora, not batches, padding)
         return fused, self.base.arguments.concat([one.calls for one in there])
 

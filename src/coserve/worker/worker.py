@@ -177,20 +177,20 @@ class Worker:
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
         copies_failed, moving = self._swapped or _NO_SWAPS
         return StepResult(
-            seconds + sum(moving),
-            sampled,
-            updated,
-            failed,
-            trained,
-            is_paused,
-            lanes,
-            self._read - read,
-            copies_failed,
-            moving,
-            self.fused.sampler.take_failed()
+            seconds=seconds + sum(moving),
+            sampled=sampled,
+            updated=updated,
+            failed=failed,
+            trained=trained,
+            paused=is_paused,
+            lanes=lanes,
+            reads=self._read - read,
+            swap_failed=copies_failed,
+            swap_seconds=moving,
+            lost=self.fused.sampler.take_failed()
             | ({} if self._offloaded is None else self._offloaded.take_lost()),
-            OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
-            outputs,
+            offload_reads=OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
+            outputs=outputs,
         )
 
     def _threads_for(self, plan: Plan) -> AbstractContextManager[None]:

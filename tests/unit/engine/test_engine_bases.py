@@ -87,6 +87,21 @@ def test_memory_that_is_too_small_for_one_more() -> None:
     assert engine.memory.ledger.used == used and tokens(engine)
 
 
+def test_a_base_that_fails_at_the_end_has_no_place_in_the_second_tier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=256, executor="local"))
+
+    def fail(*_: Any) -> None:
+        raise ConfigError("at the end")
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="at the end"):
+        patch.setattr("coserve.engine.engine.Sessions", fail)
+        engine.add_base(WIDE, wide_model())
+    assert [*engine.scheduler.tier._of] == ["base"] and tokens(engine)
+    assert tokens(engine.add_base(WIDE, wide_model()))
+
+
 @pytest.mark.parametrize(("name", "value"), [("async_scheduling", True), ("base", "unix:/nowhere")])
 def test_what_is_for_one_base_alone(name: str, value: Any) -> None:
     engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=256, executor="local"))

@@ -51,6 +51,16 @@ def test_on_an_idle_machine_nothing_is_tried() -> None:
     assert run(ComputeThreads(8), dict.fromkeys(range(1, 9), 1.0), 1000, is_reading=False) == [8] * 1000
 
 
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_cores_are_taken_by_others_where_that_is_often_for_each_thread(threads: int) -> None:
+    """An idle machine takes a core from each of two threads up to 18 times a second, a busy one 185 times."""
+    chooser = ComputeThreads(threads)
+    for often, is_preempted in ((18, False), (185, True), (18, False)):
+        for _ in range(10):
+            chooser._look(often * threads // 10, threads, 0.1)
+        assert chooser.is_preempted == is_preempted
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_trials_cost_is_bounded_and_the_best_number_is_found(seed: int) -> None:
     """Steps of 1 to 8 threads, whose seconds fall to a best number and rise from there, by up to a hundred
@@ -131,8 +141,8 @@ def test_steps_choose_by_what_they_are_and_whether_weights_are_read(tmp_path: Pa
             self.is_preempted = False
             super().observe(kind, threads, seconds)
 
-        def _look(self, switches: int, seconds: float) -> None:
-            assert switches >= 0 and seconds > 0
+        def _look(self, switches: int, threads: int, seconds: float) -> None:
+            assert switches >= 0 and threads > 0 and seconds > 0
 
     before = torch.get_num_threads()
     try:
