@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from coserve import Engine, EngineConfig
 from coserve.core.events import Event
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.engine.completion import Completion
@@ -55,8 +55,8 @@ class TwoBases:
         offloading = Offloading(swapping, wide_pages + 1, swap // 2, PAGE)
         self.it.caches.add(WIDE, BaseCache(its, self.pools[WIDE], swapping, offloading))
         self.executor, self.executors = scripted(swap)
-        self.plans: list[Plan] = []
-        self.results: list[StepResult] = []
+        self.plans: list[BasePlan] = []
+        self.results: list[BaseResult] = []
         self.now = 0.0
 
     def submit(self, request: Request) -> Sequence:
@@ -119,13 +119,13 @@ def wide_model(name: str = "llama", dtype: torch.dtype = torch.float32, **fields
 
 
 @contextmanager
-def planned(engine: Engine) -> Iterator[list[Plan]]:
+def planned(engine: Engine) -> Iterator[list[BasePlan]]:
     """The plans that an engine of several bases runs."""
-    plans: list[Plan] = []
+    plans: list[BasePlan] = []
     device = engine.bases.device
     launch = device.launch
 
-    def watched(plan: Plan) -> None:
+    def watched(plan: BasePlan) -> None:
         plans.append(plan)
         launch(plan)
 

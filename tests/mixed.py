@@ -27,7 +27,7 @@ from coserve.adapters.methods.ln_tuning import LNTuningConfig
 from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
 from coserve.train.example import Example
@@ -170,7 +170,7 @@ class Mixture:
     def __post_init__(self) -> None:
         run = self.engine.executor.run
 
-        def watched(plan: Plan) -> StepResult:
+        def watched(plan: BasePlan) -> BaseResult:
             answering = {segment.adapter for segment in plan.inference}
             self.steps.append((answering, {segment.job for segment in plan.training}))
             return run(plan)

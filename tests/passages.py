@@ -19,7 +19,7 @@ from adapters import lora_adapter
 from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.lowrank import LoRABypass
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.sequence import Direction, LossSpec, MicroBatch, Span
 from coserve.schedule.segments import batch_start, training_segment
 from coserve.train.example import Example, epochs
@@ -156,7 +156,7 @@ class Passage:
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:
         segment = training_segment(self.micro_batch, start, rows, direction, span)
-        self.executor.run(Plan(training=(segment,)))
+        self.executor.run(BasePlan(training=(segment,)))
 
     def forward(self, start: int, rows: int, span: Span) -> None:
         self.go(Direction.TRAIN_FORWARD, start, rows, span)
@@ -183,7 +183,7 @@ class Passage:
 
     def finish(self) -> float:
         """The loss, once all rows have been there and back; sets `gradients`."""
-        result = self.executor.run(Plan(updates=(self.run.supervised.optim_step,)))
+        result = self.executor.run(BasePlan(updates=(self.run.supervised.optim_step,)))
         after = self.run.state().adapter.parameters()
         self.gradients = {name: (then - after[name]) / 1e6 for name, then in self.before.items()}
         return result.updated["probe"].loss

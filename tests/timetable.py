@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from coserve.core.events import StepDone
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
@@ -143,7 +143,7 @@ class World:
             if isinstance(event, StepDone):
                 self._feed(event.job)
 
-    def _write(self, now: float, plan: Plan) -> None:
+    def _write(self, now: float, plan: BasePlan) -> None:
         jobs = {s.job for s in plan.training} | {update.job for update in plan.updates}
         iteration = ", ".join(f"{job} {self._steps[job]}" for job in sorted(jobs))
         if iteration and iteration != self._iteration:
@@ -155,7 +155,7 @@ class World:
         if iteration or plan.inference:
             self._iteration = "" if plan.inference else iteration
 
-    def _note(self, now: float, plan: Plan, *training: str) -> None:
+    def _note(self, now: float, plan: BasePlan, *training: str) -> None:
         by_key = {sequence.key: sequence.request for sequence in self.sequences.values()}
         decoding, filling = [], []
         for segment in plan.inference:

@@ -7,7 +7,7 @@ from typing import Any
 from adapters import known
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.loaded import LoadedAdapters
-from coserve.core.plan import Plan, Updated
+from coserve.core.plan import BasePlan, Updated
 from coserve.core.sequence import MicroBatch
 from coserve.engine.engine import Engine
 from coserve.errors import LossNotFinite
@@ -92,5 +92,7 @@ def there_and_back(engine: Engine, batch: MicroBatch) -> None:
     """Runs a micro-batch forward and back, all its rows in one window each way."""
     while not batch.done:
         span = batch.next_span(batch.layers)
-        engine.executor.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
+        engine.executor.run(
+            BasePlan(training=(training_segment(batch, 0, batch.length, batch.direction, span),))
+        )
         batch.advance(0, batch.length, span)

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.sequence import Direction
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
@@ -77,7 +77,7 @@ def _activation_bytes(engine: Engine) -> int:
     """Bytes of a micro-batch's activations when its last row has come through the last layer."""
     found: list[int] = []
 
-    def look(plan: Plan) -> None:
+    def look(plan: BasePlan) -> None:
         for segment in plan.training:
             micro_batch = local_sessions(engine)[segment.job].micro_batches[segment.key]
             length = sum(micro_batch.start.lengths)

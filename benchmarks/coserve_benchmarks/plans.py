@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.sequence import Direction, Span
 from coserve.engine.engine import Engine
 from coserve.executors.local import LocalExecutor
@@ -40,11 +40,11 @@ class RecordedStep:
 
 
 @contextmanager
-def watch_plans(engine: Engine, look: Callable[[Plan], None]) -> Iterator[None]:
+def watch_plans(engine: Engine, look: Callable[[BasePlan], None]) -> Iterator[None]:
     """Calls `look` with every plan the engine has run, before the schedule takes its result in."""
     outer, original = vars(engine.executor).get("run"), engine.executor.run
 
-    def run(plan: Plan) -> StepResult:
+    def run(plan: BasePlan) -> BaseResult:
         result = original(plan)
         look(plan)
         return result
@@ -72,7 +72,7 @@ def record_plans(engine: Engine) -> Iterator[list[RecordedStep]]:
 
     lengths: dict[int, tuple[int, ...]] = {}
 
-    def look(plan: Plan) -> None:
+    def look(plan: BasePlan) -> None:
         lengths.update({start.key: start.lengths for start in plan.micro_batches})
         if plan.training or plan.updates:
             steps.append(_recorded(plan, lengths))
@@ -125,7 +125,7 @@ def _compact(step: RecordedStep) -> list[object]:
     return [step.inference, segments, step.updates]
 
 
-def _recorded(plan: Plan, lengths: Mapping[int, tuple[int, ...]]) -> RecordedStep:
+def _recorded(plan: BasePlan, lengths: Mapping[int, tuple[int, ...]]) -> RecordedStep:
     training = tuple(
         RecordedSegment(s.job, s.key, lengths[s.key], s.start, s.length, s.direction, s.span)
         for s in plan.training

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.core.plan import Plan, StepResult, TokenLogprobs, Updated
+from coserve.core.plan import BasePlan, BaseResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
@@ -197,7 +197,7 @@ class Watched:
         self.run_plan, self.job = executor.run, job
         self.spans: list[tuple[Direction, int]] = []
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: BasePlan) -> BaseResult:
         for segment in plan.training:
             if segment.job == self.job:
                 self.spans.append((segment.direction, len(segment.span)))

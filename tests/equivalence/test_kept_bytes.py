@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
-from coserve.core.plan import Plan, TrainingSegment
+from coserve.core.plan import BasePlan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import inference_plan, training_segment
@@ -46,7 +46,7 @@ class Fused:
         assert isinstance(self.micro_batch, MicroBatch)
         return training_segment(self.micro_batch, 0, ROWS, direction, Span(0, self.depth))
 
-    def prompts(self, count: int, length: int) -> Plan:
+    def prompts(self, count: int, length: int) -> BasePlan:
         """A step of `count` prompts of `length` tokens, for the base and the adapter in turn."""
         draws = random.Random("beside")
         rows = []
@@ -76,7 +76,7 @@ def kept_beside(keep: SavePolicy, count: int, length: int) -> tuple[int, int]:
     fused = Fused(keep)
     warm = fused.prompts(1, 4)  # what a first run of any kind leaves in caches is not the store's
     fused.executor.run(warm)
-    fused.executor.run(Plan(released=(warm.sequences[0].key,)))
+    fused.executor.run(BasePlan(released=(warm.sequences[0].key,)))
     inference = fused.prompts(count, length)
     before = live_storages()
     fused.executor.run(replace(inference, training=(fused.window(Direction.TRAIN_FORWARD),)))
@@ -120,11 +120,11 @@ def test_the_fused_forward_has_no_graph(keep: SavePolicy) -> None:
 
 def test_a_window_that_is_through_leaves_no_activations() -> None:
     fused = Fused(SavePolicy.EVERYTHING)
-    fused.executor.run(Plan(training=(fused.window(Direction.TRAIN_FORWARD),)))
+    fused.executor.run(BasePlan(training=(fused.window(Direction.TRAIN_FORWARD),)))
     before = fused.run.nbytes
     stored = fused.run.micro_batches[fused.micro_batch.key].nbytes
     assert 0 < stored < before
-    fused.executor.run(Plan(training=(fused.window(Direction.BACKWARD),)))
+    fused.executor.run(BasePlan(training=(fused.window(Direction.BACKWARD),)))
     gradients = sum(
         p.nbytes for b in fused.run.weights.current.bypasses.outputs.values() for p in b.parameters().values()
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
-from coserve.core.plan import Lane, Plan
+from coserve.core.plan import BasePlan, Lane
 from coserve.train.example import Example
 from coserve_benchmarks.plans import watch_plans
 from models import Exact, prompts, tiny, with_lora
@@ -90,7 +90,7 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
     config = EngineConfig(calibrate=False, cache_tokens=2048, page_size=8, policy=policy, scheduler=scheduler)
     split = fused = 0
 
-    def look(plan: Plan) -> None:
+    def look(plan: BasePlan) -> None:
         nonlocal split, fused
         split += bool(plan.split and plan.inference)  # training has begun or is under way beside it
         fused += plan.is_fused

@@ -21,7 +21,7 @@ import coserve.tiny
 from bases import CHAIN, SMALL, WIDE, check_scored, draw_stitch, planned, wide_model, write_stitch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.config import StitchedChain
-from coserve.core.plan import StepResult
+from coserve.core.plan import BaseResult
 from coserve.engine.completion import Completion
 from coserve.errors import AdapterMismatch, AdapterNotFound, ConfigError
 from coserve.memory.ledger import Account
@@ -188,10 +188,10 @@ def test_seconds_of_a_step_are_counted_once(tmp_path: Path) -> None:
     engines = three("llama to llama", folder)
     for base in engines:
         engines[base].generate([*range(5, 45)], None, SCORED)
-    device, found = engines[SMALL].bases.device, list[tuple[float, StepResult]]()
+    device, found = engines[SMALL].bases.device, list[tuple[float, BaseResult]]()
     collect = device.collect
 
-    def timed(wait: bool = True) -> StepResult | None:
+    def timed(wait: bool = True) -> BaseResult | None:
         started = time.perf_counter()
         result = collect(wait)
         assert result is not None

@@ -23,7 +23,7 @@ from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.virtual import embedding_of
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
@@ -139,7 +139,7 @@ class Passage:
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:
         segment = training_segment(self.micro_batch, start, rows, direction, span)
-        self.case.engine.executor.run(Plan(training=(segment,)))
+        self.case.engine.executor.run(BasePlan(training=(segment,)))
 
     def travel(self, there: int, back: int, draws: random.Random | None) -> None:
         """In windows of `there` rows forward and `back` rows back, whose layers `draws` cuts at random."""
@@ -166,7 +166,7 @@ class Passage:
 
     def error(self) -> float:
         """The worst relative error of any gradient, and of the loss."""
-        result = self.case.engine.executor.run(Plan(updates=(self.run.supervised.optim_step,)))
+        result = self.case.engine.executor.run(BasePlan(updates=(self.run.supervised.optim_step,)))
         updated = self.case.engine.executor.worker.loaded.find(result.updated["probe"].version)
         before, after = self.case.adapter.parameters(), updated.parameters()
         errors = [abs(result.updated["probe"].loss - self.case.loss) / self.case.loss]

@@ -18,7 +18,7 @@ from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.core.plan import Plan, TrainingSegment
+from coserve.core.plan import BasePlan, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.kernels.lora.segments import LoraSegments
 from coserve.schedule.segments import training_segment
@@ -126,7 +126,7 @@ def travel(engine: Engine, jobs: dict[str, Job]) -> dict[str, dict[str, Tensor]]
     for direction in (Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD):
         columns = [list(pieces(job, batches[name], direction)) for name, job in jobs.items()]
         for step in itertools.zip_longest(*columns):
-            engine.executor.run(Plan(training=tuple(segment for segment in step if segment is not None)))
+            engine.executor.run(BasePlan(training=tuple(segment for segment in step if segment is not None)))
     found = {}
     for name in jobs:
         masters = engine.executor.worker.sessions.pop(name).weights.optimizer.weights

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
@@ -41,7 +41,7 @@ class World:
         request = Request("r", tuple(range(prompt)), sampling, slo=slo, arrival=self.executor.now)
         return self.it.requests.submit(request, self.executor.now)
 
-    def step(self) -> Plan:
+    def step(self) -> BasePlan:
         self.executor.step(self.it)
         return self.executor.plans[-1]
 
@@ -86,7 +86,7 @@ def test_a_hopeless_prompt_costs_the_others_no_more_than_the_largest_step() -> N
     world = World(between=0.012)
     drain(world, [world.submit(2000, 1, first_token=0.001) for _ in range(4)])
     longest = max(result.seconds for result in world.executor.results)
-    assert longest <= world.it.cost.predict(Plan()) + 0.013 + world.config.max_prefill_rows * 1.5 * ROW
+    assert longest <= world.it.cost.predict(BasePlan()) + 0.013 + world.config.max_prefill_rows * 1.5 * ROW
     assert max(sum(s.length for s in p.inference) for p in world.executor.plans) <= 512 + len(world.answers)
 
 

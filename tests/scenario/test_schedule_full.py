@@ -5,7 +5,7 @@ without training answers them in time.
 """
 
 from coserve.core.events import Event
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import SLO
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import SimulatedMachine
@@ -42,7 +42,7 @@ def test_who_is_deferred_does_not_wait_for_more_than_there_are_places() -> None:
     """Sixteen patient requests and four places: four enter at once."""
     patient = SLO(end_to_end=30.0)
     machine = weighted_machine("adaptive", jitter=EXACT, max_running=4)
-    plans: list[Plan] = []
+    plans: list[BasePlan] = []
     machine.executor.observe = lambda plan, result, began: plans.append(plan)
     run(machine, *(asked(0.05 * number, 8, patient) for number in range(16)))
     most = max(len(plan.inference) for plan in plans[:40])
@@ -60,7 +60,7 @@ def test_nobody_awaits_a_piece_whose_answers_have_ended() -> None:
     load = traffic.tiers(WorkloadSettings(1000, count / rate), classes, rate=rate, adapters=adapters)
     machine = weighted_machine("adaptive", known=256)
     idle = []  # steps in which somebody waited and nobody was answered
-    run_step, ran = machine.step, list[tuple[Plan, StepResult]]()
+    run_step, ran = machine.step, list[tuple[BasePlan, BaseResult]]()
     machine.executor.observe = lambda plan, result, began: ran.append((plan, result))
 
     def step(arrival: float = float("inf")) -> list[Event]:

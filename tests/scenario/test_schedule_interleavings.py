@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.core.events import Event, Finished, PassDone, StepDone, TokenEvent
-from coserve.core.plan import InferenceSegment, Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import OutOfPages
@@ -96,7 +96,7 @@ def answer_alone(request: Request) -> list[int]:
 class AcrossBytes(ScriptedExecutor):
     """As one in another process: it sees of a plan what bytes hold, and the scheduler so of its result."""
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: BasePlan) -> BaseResult:
         copy = decode_plan(encode_plan(plan))
         assert copy == plan
         result = super().run(copy)

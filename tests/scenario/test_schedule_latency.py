@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from coserve.core.events import StepDone
-from coserve.core.plan import Plan, TrainingSegment
+from coserve.core.plan import BasePlan, TrainingSegment
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
@@ -38,7 +38,7 @@ class World:
         batches = [MicroBatch(self.it.new_key(), "job", "job@0", (rows // 2,) * 2, DEPTH) for _ in range(2)]
         self.it.training.add("job", batches)
 
-    def step(self) -> Plan:
+    def step(self) -> BasePlan:
         if any(isinstance(event, StepDone) for event in self.executor.step(self.it)):
             self.more_training()
         return self.executor.plans[-1]
@@ -264,7 +264,7 @@ def test_a_job_behind_another_ones_steps_blames_no_request() -> None:
         segment = TrainingSegment(
             batch.key, "other", "o@0", 0, 8, 1, Direction.TRAIN_FORWARD, batch.next_span(1), DEPTH
         )
-        queue.planned(Plan(training=(segment,)), now)
+        queue.planned(BasePlan(training=(segment,)), now)
     queue.turns(16.0, None)
     assert starved(queue, "late") == (0.0, "jobs") and starved(queue, "other") is None
 

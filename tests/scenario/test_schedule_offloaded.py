@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import InferenceSegment, OffloadReads, Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, OffloadReads
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.executors.scripted import ScriptedExecutor
@@ -23,7 +23,7 @@ PAGE, READ = 4, 1e-3  # seconds to read one offloaded token
 class Slow(ScriptedExecutor):
     """Waits `READ` seconds for each offloaded token that a step reads."""
 
-    def collect(self, wait: bool = True) -> StepResult | None:
+    def collect(self, wait: bool = True) -> BaseResult | None:
         result = super().collect(wait)
         if result is None:
             return None
@@ -33,7 +33,7 @@ class Slow(ScriptedExecutor):
         return replace(result, seconds=result.seconds + reads.seconds, offload_reads=reads)
 
 
-def long_rows(plan: Plan) -> list[InferenceSegment]:
+def long_rows(plan: BasePlan) -> list[InferenceSegment]:
     return [segment for segment in plan.inference if segment.offloaded]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from coserve.core.events import StepDone
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.executors.scripted import ScriptedExecutor
@@ -37,7 +37,7 @@ def keep_training(
                 give(it, event.job, *jobs[event.job])
 
 
-def rows_by_job(plans: list[Plan]) -> dict[str, float]:
+def rows_by_job(plans: list[BasePlan]) -> dict[str, float]:
     rows: dict[str, float] = {}
     for plan in plans:
         for segment in plan.training:

@@ -3,7 +3,7 @@
 import pytest
 
 from coserve.core.events import StepDone
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.executors.scripted import ScriptedExecutor
@@ -48,7 +48,7 @@ class Machine:
         sampling, now = SamplingParams(max_tokens=tokens), self.executor.now
         self.it.requests.submit(Request(name, (1,) * prompt, sampling, slo=slo, arrival=now), now)
 
-    def steps(self, count: int) -> list[Plan]:
+    def steps(self, count: int) -> list[BasePlan]:
         """Plans of so many steps."""
         before = len(self.executor.plans)
         for _ in range(count):
@@ -65,7 +65,7 @@ class Machine:
         self.it.training.add(job, [self._batch(job, self.it.new_key())])
 
 
-def directions(plan: Plan) -> set[Direction]:
+def directions(plan: BasePlan) -> set[Direction]:
     return {segment.direction for segment in plan.training}
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from coserve.core.events import StepDone
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
@@ -61,19 +61,19 @@ class World:
         self.answer: Sequence = self.it.requests.submit(request, self.executor.now)
         self.step()
 
-    def step(self) -> Plan:
+    def step(self) -> BasePlan:
         events = self.executor.step(self.it)
         assert not any(isinstance(event, StepDone) for event in events), "the micro-batch is too short"
         return self.executor.plans[-1]
 
-    def beside(self, steps: int = 100) -> list[Plan]:
+    def beside(self, steps: int = 100) -> list[BasePlan]:
         """Plans of so many decode steps."""
         plans = [self.step() for _ in range(steps)]
         assert all(plan.inference for plan in plans)
         return plans
 
 
-def rows_through_layers(plans: list[Plan]) -> int:
+def rows_through_layers(plans: list[BasePlan]) -> int:
     return sum(segment.length * len(segment.span) for plan in plans for segment in plan.training)
 
 
@@ -84,7 +84,7 @@ def test_where_arithmetic_counts_decode_steps_come_between_the_layers_of_a_whole
     trained = [number for number, plan in enumerate(plans) if plan.training]
     assert {segment.length for plan in plans for segment in plan.training} == {ROWS}
     assert len(trained) > 5 and min(b - a for a, b in pairwise(trained)) > 1
-    alone = CostModel(PROCESSOR).predict(Plan(inference=plans[-1].inference))
+    alone = CostModel(PROCESSOR).predict(BasePlan(inference=plans[-1].inference))
     taken = sum(result.seconds for result in world.executor.results[-100:])
     assert 1.4 < taken / (100 * alone) <= 1.51, "all that the slowdown of 1.5 leaves, and no more"
 
@@ -116,7 +116,7 @@ def test_patient_answers_have_windows_beside_them_as_training_alone_has(
     assert max(segment.length for plan in plans for segment in plan.training) == rows
     assert {plan.abandons for plan in plans} == {slo.deferral is not None}
     cost = CostModel(PROCESSOR)
-    longest = max(cost.predict(plan) - cost.predict(Plan(inference=plan.inference)) for plan in plans)
+    longest = max(cost.predict(plan) - cost.predict(BasePlan(inference=plan.inference)) for plan in plans)
     assert 0.3 * seconds < longest <= seconds
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.sequence import Direction
 from coserve.engine.engine import Engine
 from coserve.memory.ledger import Account
@@ -103,7 +103,7 @@ def held_bytes(engine: Engine) -> ActivationBytes:
     border: list[int] = []
     peak: list[int] = []
 
-    def look(plan: Plan) -> None:
+    def look(plan: BasePlan) -> None:
         for segment in plan.training:
             session = local_sessions(engine)[segment.job]
             peak.append(session.held[Account.ACTIVATIONS])  # none where the micro-batch is through

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.schedule.policies import make_policy
 from coserve.simulate.intervals import interval
 from coserve.workload.requests import Workload, greedy
@@ -77,7 +77,7 @@ class _Turns:
         executor = self._engine.executor
         run = executor.run
 
-        def watched(plan: Plan) -> StepResult:
+        def watched(plan: BasePlan) -> BaseResult:
             started = time.perf_counter()
             result = run(plan)
             ran.append((bool(plan.training or plan.updates), started, time.perf_counter()))

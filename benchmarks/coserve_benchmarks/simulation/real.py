@@ -14,7 +14,7 @@ from statistics import fmean, median, pstdev
 from types import MappingProxyType
 from typing import Any, Final
 
-from coserve.core.plan import OffloadReads, Plan, StepResult, WeightReads
+from coserve.core.plan import BasePlan, BaseResult, OffloadReads, WeightReads
 from coserve.core.request import SLO
 from coserve.engine.calibrate import measure
 from coserve.engine.engine import Engine
@@ -115,7 +115,7 @@ class StepRecorder:
         planned: float | None = None
         executed = 0.0
 
-        def watch_plan(now: float) -> Plan:
+        def watch_plan(now: float) -> BasePlan:
             nonlocal planned
             begun = time.perf_counter()
             if planned is not None and executed:
@@ -123,7 +123,7 @@ class StepRecorder:
             planned = begun if scheduler.has_work else None
             return plan(now)
 
-        def watch_apply(result: StepResult, now: float) -> Any:
+        def watch_apply(result: BaseResult, now: float) -> Any:
             nonlocal planned, executed
             executed = result.seconds
             events = apply(result, now)
@@ -132,12 +132,12 @@ class StepRecorder:
             return events
 
         def watch_observe(
-            work: Plan | Features,
+            work: BasePlan | Features,
             seconds: float,
             host: float = 0.0,
             reads: WeightReads = WeightReads(),
             offload: OffloadReads = OffloadReads(),
-            beside: Mapping[str, StepResult] = MappingProxyType({}),
+            beside: Mapping[str, BaseResult] = MappingProxyType({}),
         ) -> None:
             features = work if isinstance(work, Features) else Features.of(work)
             self.samples.append((features.copy(), seconds))

@@ -1,9 +1,13 @@
-"""Plans, from the scheduler to an executor, and results, from the executor to the scheduler. No tensors."""
+"""Plans, from the scheduler to executors, and results, from executors to the scheduler. No tensors.
+
+A `StepPlan` has a `BasePlan` for each base that the step concerns, and a `StepResult` the `BaseResult` of each.
+What is inside one base's plan or result does not say which base it is.
+"""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
-from coserve.core.request import BASE, SamplingParams
+from coserve.core.request import SamplingParams
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec, Span
 from coserve.errors import CoserveError
 
@@ -17,8 +21,7 @@ class SequenceStart:
     of its own. That beginning is to be copied from page `template`, unless that is the page itself. Only
     sequences of one `scope` share pages with own tokens. The `swapped` pages after the shared ones were
     filled by an earlier `SwapIn`. An `offloaded` sequence has all its pages in slower memory from its first
-    segment on: they are numbered behind those of the device, and no other sequence reads them. `base` is the
-    id of the base that its rows pass, here and in all that follows.
+    segment on: they are numbered behind those of the device, and no other sequence reads them.
     """
 
     key: int
@@ -33,7 +36,6 @@ class SequenceStart:
     scope: str | None = ""
     swapped: int = 0
     offloaded: bool = False
-    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,6 @@ class InferenceSegment:
     adapter: str | None = None
     new_pages: tuple[int, ...] = ()
     offloaded: bool = False
-    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,6 @@ class MicroBatchStart:
     pass_number: int = 0
     reference: bool = False
     top_k: int = 0
-    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,6 @@ class TrainingSegment:
     direction: Direction
     span: Span
     layers: int
-    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,6 @@ class OptimStep:
     learning_rate: float = 0.0
     max_grad_norm: float | None = None
     optimizer: AdamW = AdamW()
-    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,6 @@ class Prefix:
     pages: tuple[int, ...]
     tokens: int
     rows: int = 0
-    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +165,6 @@ class SwapOut:
 
     copy: int
     pages: tuple[int, ...]
-    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +174,6 @@ class SwapIn:
     copy: int
     pages: tuple[int, ...]
     first: int = 0
-    base: str = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +186,14 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One step's work: ids, token ids, pages and spans, immutable and independent of the scheduler's objects.
+class BasePlan:
+    """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the scheduler's
+    objects.
 
     `sequences` and `micro_batches` are those named for the first time. `prefixes` have new pages, which are
     filled before any segment runs. `updates` are optimizer steps, taken after the segments; `released` are
     keys of sequences and micro-batches that ended since the last plan, whose device state the executor drops
-    first. `predicted` is the cost model's estimate, seconds. `split` is the share of the machine for
+    first. `predicted` is the cost model's estimate for the step, seconds. `split` is the share of the machine for
     inference, with training in a lane of its own; None fuses them. A step does not wait for training beside
     its inference, which may go on through further split steps without other training. `idle` is how long
     nothing runs although requests wait, seconds. `pausable`: `Executor.pause_training` stops this plan's
@@ -239,7 +235,7 @@ class Plan:
         moves = self.swap_out or self.swap_in or self.swap_dropped
         return not (self.inference or self.training or self.updates or self.released or moves)
 
-    def without_training(self, jobs: Container[str] | None = None) -> "Plan":
+    def without_training(self, jobs: Container[str] | None = None) -> "BasePlan":
         """The plan without the training of these jobs, or of all jobs."""
         gone = self.jobs if jobs is None else jobs
         return replace(
@@ -259,6 +255,57 @@ class Plan:
     def is_fused(self) -> bool:
         """Tells whether inference and training share a pass over the weights."""
         return bool(self.inference) and bool(self.training) and self.split is None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's work on all bases: the plan of each base that has some, by the base's id, in the order in which
+    they run. A step with no work at all has an empty plan of one base, which tells how long it rests.
+    """
+
+    bases: Mapping[str, BasePlan]
+
+    @classmethod
+    def of(cls, parts: Mapping[str, BasePlan]) -> "StepPlan":
+        """From the parts of all bases, of which the empty ones are left out while there is another."""
+        return cls(
+            {base: part for base, part in parts.items() if not part.is_empty} or dict([*parts.items()][:1])
+        )
+
+    @property
+    def only(self) -> BasePlan:
+        """The plan of the one base that the step concerns."""
+        (part,) = self.bases.values()
+        return part
+
+    @property
+    def is_empty(self) -> bool:
+        return all(part.is_empty for part in self.bases.values())
+
+    @property
+    def inference(self) -> list[InferenceSegment]:
+        """Segments of sequences, of all bases."""
+        return [segment for part in self.bases.values() for segment in part.inference]
+
+    @property
+    def training(self) -> list[TrainingSegment]:
+        """Windows of micro-batches, of all bases."""
+        return [segment for part in self.bases.values() for segment in part.training]
+
+    @property
+    def updates(self) -> list[OptimStep]:
+        """Optimizer steps, of all bases."""
+        return [update for part in self.bases.values() for update in part.updates]
+
+    @property
+    def first(self) -> BasePlan:
+        """The part that runs first. `predicted`, `split`, `idle`, `pausable`, `abandons` and `pauses` are those
+        of the step, in each of its parts."""
+        return next(iter(self.bases.values()))
+
+    def without_training(self) -> "StepPlan":
+        """The plan without its training."""
+        return StepPlan({base: part.without_training() for base, part in self.bases.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +365,8 @@ class OffloadReads:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """Result of a plan. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
+class BaseResult:
+    """Result of one base's plan. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
 
     `trained` are the training segments done since the last result, each with the layers really passed:
     segments stopped by `pause_training` have fewer than planned or are missing, and the step is `paused`.
@@ -329,8 +376,7 @@ class StepResult:
     are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
     that writing and reading copies took. `lost` are sequences that end with an error: offloaded ones whose
     keys and values could not be written or read, and those that have no next token; `offload_reads` what was
-    read of all of them. `outputs` are those of micro-batches that report and have ended, by key. `beside` are
-    the results of each base but the first, which this one has in it but for what was read.
+    read of all of them. `outputs` are those of micro-batches that report and have ended, by key.
     """
 
     seconds: float
@@ -346,9 +392,40 @@ class StepResult:
     lost: Mapping[int, CoserveError] = field(default_factory=dict)
     offload_reads: OffloadReads = OffloadReads()
     outputs: Mapping[int, MicroBatchOutput] = field(default_factory=dict)
-    beside: Mapping[str, "StepResult"] = field(default_factory=dict)
 
     @property
     def computing(self) -> float:
         """Seconds without those of moving pages."""
         return self.seconds - sum(self.swap_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results of a `StepPlan`, by base. Bases compute one after the other, so that their seconds add up."""
+
+    bases: Mapping[str, BaseResult]
+
+    @property
+    def only(self) -> BaseResult:
+        """The result of the one base that the step concerned."""
+        (part,) = self.bases.values()
+        return part
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.bases.values())
+
+    @property
+    def computing(self) -> float:
+        """Seconds without those of moving pages."""
+        return sum(part.computing for part in self.bases.values())
+
+    @property
+    def paused(self) -> bool:
+        """Tells whether training of any base was stopped."""
+        return any(part.paused for part in self.bases.values())
+
+    @property
+    def trained(self) -> list[TrainingSegment]:
+        """Training segments done since the last result, of all bases."""
+        return [segment for part in self.bases.values() for segment in part.trained]

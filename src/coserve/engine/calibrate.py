@@ -14,7 +14,7 @@ from itertools import chain, count, islice
 from statistics import median
 
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.core.plan import OptimStep, Plan, StepResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, OptimStep, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.executor import (
@@ -112,7 +112,7 @@ def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) ->
     with _micro_batch(probe, 1, rows) as micro_batch:
         while not micro_batch.done:  # a half of the layers alone, the other beside answers
             with _next_half(micro_batch, rows) as window:
-                alone = probe.timed(Plan(training=(window,)))[1]
+                alone = probe.timed(BasePlan(training=(window,)))[1]
             if micro_batch.is_paused:
                 with _next_half(micro_batch, rows) as window:
                     steps, seconds = _beside(probe, window)
@@ -150,10 +150,10 @@ class _Probe:
         """The sizes of steps, the smallest first, until the time is over; always the first."""
         yield from (size for size in sizes if size == sizes[0] or time.monotonic() < self._ends)
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: BasePlan) -> BaseResult:
         return self.executor.run(replace(plan, pauses=sys.maxsize))  # made after all that there were
 
-    def timed(self, plan: Plan) -> Sample:
+    def timed(self, plan: BasePlan) -> Sample:
         features, result = Features.of(plan), self.run(plan)
         return features, result.seconds - result.reads.waited
 
@@ -180,23 +180,23 @@ def _beside(probe: _Probe, window: TrainingSegment) -> tuple[list[float], float]
         result = probe.run(replace(next(steps), training=(window,), split=0.5))
         answering = [result.lanes[0]]
         while not result.trained:
-            step = next(steps, Plan())
+            step = next(steps, BasePlan())
             result = probe.run(replace(step, split=0.5))
             answering += [result.lanes[0]] if step.inference else []
     return answering, result.lanes[1]
 
 
 @contextmanager
-def _decoding(probe: _Probe) -> Iterator[Iterator[Plan]]:
+def _decoding(probe: _Probe) -> Iterator[Iterator[BasePlan]]:
     """Decode steps of `_BESIDE`'s sequences, `_STEPS` of them."""
     batch, context, _ = _BESIDE
     needed = -(-(context + _STEPS) // probe.page_size)
     answers = [probe.sequence(context, 1, i * needed, room=_STEPS) for i in range(batch)]
     yield (_next_tokens(answers) for _ in range(_STEPS))
-    probe.run(Plan(released=tuple(answer.key for answer in answers)))
+    probe.run(BasePlan(released=tuple(answer.key for answer in answers)))
 
 
-def _next_tokens(answers: list[Sequence]) -> Plan:
+def _next_tokens(answers: list[Sequence]) -> BasePlan:
     """One decode row of each, counted as answered."""
     plan = inference_plan((answer, answer.length - 1, 1) for answer in answers)
     for answer in answers:
@@ -213,7 +213,7 @@ def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
         answers = [probe.sequence(context, int(is_decoded), i * pages) for i in range(batch)]
         start, rows = (context - 1, 1) if is_decoded else (0, context)
         yield probe.timed(inference_plan((answer, start, rows) for answer in answers))
-        probe.run(Plan(released=tuple(a.key for a in answers)))
+        probe.run(BasePlan(released=tuple(a.key for a in answers)))
 
 
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
@@ -225,7 +225,7 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
             continue
         with _micro_batch(probe, batch, rows) as micro_batch:
             yield from _there_and_back(probe, micro_batch, batch * rows, half)
-            yield probe.timed(Plan(updates=(OptimStep(_JOB, learning_rate=1e-30),)))
+            yield probe.timed(BasePlan(updates=(OptimStep(_JOB, learning_rate=1e-30),)))
 
 
 @contextmanager
@@ -238,7 +238,7 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, training, probe.base.depth, buckets)
     executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=FreshAdapter.of((method,), 0)))
     (micro_batch,) = steps.next_step(_KEYS)
-    probe.run(Plan(micro_batches=announce_batches([micro_batch])))
+    probe.run(BasePlan(micro_batches=announce_batches([micro_batch])))
     yield micro_batch
     executor.call(CloseSession(_JOB))
     executor.call(DropAdapters((f"{_JOB}@0", f"{_JOB}@1")))
@@ -255,5 +255,5 @@ def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int
         window = training_segment(micro_batch, 0, rows, micro_batch.direction, span)
         yield probe.timed(replace(inference, training=(window,)))
         micro_batch.advance(0, rows, span)
-        inference = Plan()
-    probe.run(Plan(released=(answer.key,)))
+        inference = BasePlan()
+    probe.run(BasePlan(released=(answer.key,)))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from coserve.core.events import Event, Finished, JobFailed, PassDone, RequestFailed, StepDone, TokenEvent
-from coserve.core.plan import StepResult
+from coserve.core.plan import BaseResult
 from coserve.core.request import BASE, FinishReason
 from coserve.engine.adapters import EngineAdapters
 from coserve.engine.arrivals import Arrivals
@@ -139,7 +139,7 @@ class StepLoop(Generic[H]):
         """The most rows of a window that runs alone in the next step, of whatever base that trains."""
         return min(one.training.admission.window_rows() for one in self.bases if one.base.sites)
 
-    def _next_result(self) -> StepResult:
+    def _next_result(self) -> BaseResult:
         """The result of the oldest plan under way. A plan stays under way where the base's weights could not
         be read.
 

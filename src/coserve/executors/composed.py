@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import BASE
 from coserve.errors import WeightsUnreadable
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
@@ -27,9 +27,9 @@ class ComposedExecutor(Executor):
         self._executors: dict[str, Executor] = {BASE: first}
         self._base_of: dict[int, str] = {}  # of sequences and micro-batches that executors know, by key
         self._base_of_copy: dict[int, str] = {}  # in the second tier, by number
-        self._launched: deque[dict[str, Plan]] = deque()  # the parts of each plan under way, by base
+        self._launched: deque[dict[str, BasePlan]] = deque()  # the parts of each plan under way, by base
         self._sent: set[str] = set()  # the bases whose part of the oldest plan was launched
-        self._done: dict[str, StepResult] = {}  # of the oldest plan, by base
+        self._done: dict[str, BaseResult] = {}  # of the oldest plan, by base
 
     def add(self, base: str, executor: Executor) -> None:
         """Adds the executor of one more base; no plan may be under way."""
@@ -41,11 +41,11 @@ class ComposedExecutor(Executor):
         """Facts of the first base's executor."""
         return self._executors[BASE].spec
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: BasePlan) -> None:
         """See `Executor`."""
         self._launched.append(self._split(plan))
 
-    def collect(self, wait: bool = True) -> StepResult | None:
+    def collect(self, wait: bool = True) -> BaseResult | None:
         """See `Executor`."""
         if not self._launched:
             return None
@@ -97,7 +97,7 @@ class ComposedExecutor(Executor):
         for executor in self._executors.values():
             executor.on_progress(beat)
 
-    def _split(self, plan: Plan) -> dict[str, Plan]:
+    def _split(self, plan: BasePlan) -> dict[str, BasePlan]:
         """The parts of a plan by base, without empty ones; a plan with nothing in it is the first base's."""
         parts = {base: self._part(plan, base) for base in self._executors}
         for key in plan.released:
@@ -110,7 +110,7 @@ class ComposedExecutor(Executor):
             self._base_of_copy.pop(number, None)
         return {base: part for base, part in parts.items() if not part.is_empty} or {BASE: parts[BASE]}
 
-    def _part(self, plan: Plan, base: str) -> Plan:
+    def _part(self, plan: BasePlan, base: str) -> BasePlan:
         """The part of a plan that is for one base."""
         return replace(
             plan,
@@ -128,9 +128,9 @@ class ComposedExecutor(Executor):
         )
 
 
-def _together(done: Mapping[str, StepResult]) -> StepResult:
+def _together(done: Mapping[str, BaseResult]) -> BaseResult:
     """The result of a step of its bases' parts."""
-    whole, *others = (done.get(BASE, StepResult(0.0)), *(done[base] for base in done if base != BASE))
+    whole, *others = (done.get(BASE, BaseResult(0.0)), *(done[base] for base in done if base != BASE))
     for part in others:
         whole = replace(
             whole,

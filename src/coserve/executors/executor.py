@@ -15,7 +15,7 @@ from coserve.adapters.methods import method_of
 from coserve.adapters.paging.cache import AdapterTier
 from coserve.adapters.paging.stored import Outline, StoredVersion
 from coserve.adapters.sites import Site
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.row_buckets import RowBuckets
 from coserve.memory.ledger import Account
 from coserve.streamed.planner import Streaming
@@ -242,11 +242,11 @@ class Executor(Protocol):
     @property
     def spec(self) -> ExecutorSpec: ...
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: BasePlan) -> None:
         """Queues a plan and returns at once; several may be under way, and run in this order."""
         ...
 
-    def collect(self, wait: bool = True) -> StepResult | None:
+    def collect(self, wait: bool = True) -> BaseResult | None:
         """The result of the oldest plan without one collected. None if no plan was launched or, without
         `wait`, if it is not done."""
         ...
@@ -273,7 +273,7 @@ class Executor(Protocol):
         some times a second if the executor is remote."""
         ...
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: BasePlan) -> BaseResult:
         """Launches one plan and waits for its result; no other may be under way."""
         self.launch(plan)
         result = self.collect()

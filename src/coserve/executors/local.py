@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.errors import WeightsUnreadable
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R, ReadMemory
 
@@ -18,7 +18,7 @@ class DeviceWorker(Protocol):
         """See `Executor`."""
         ...
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: BasePlan) -> BaseResult:
         """Runs a plan. One that raised WeightsUnreadable may be run again: what of it has run computes the
         same once more."""
         ...
@@ -53,20 +53,20 @@ class LocalExecutor(Executor, Generic[W]):
 
     def __init__(self, worker: W) -> None:
         self.worker = worker
-        self._launched: deque[Plan] = deque()
+        self._launched: deque[BasePlan] = deque()
         self._is_stuck = False  # weights that the oldest plan needs could not be read
-        self._results: deque[StepResult] = deque()  # not collected yet
+        self._results: deque[BaseResult] = deque()  # not collected yet
 
     @property
     def spec(self) -> ExecutorSpec:
         """See `Executor`."""
         return self.worker.spec
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: BasePlan) -> None:
         """See `Executor`."""
         self._launched.append(plan)
 
-    def collect(self, wait: bool = True) -> StepResult | None:
+    def collect(self, wait: bool = True) -> BaseResult | None:
         """See `Executor`."""
         if wait and not self._results:
             self._run_next()

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve.config import EngineConfig
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.errors import EngineLost, WeightsUnreadable, error_named
 from coserve.executors.channel import (
     AGAIN,
@@ -94,7 +94,7 @@ class RemoteExecutor(Executor):
         self._poll.register(self._steps, select.POLLIN)
         self._under_way = 0  # launched plans without a received result
         self._is_stuck = False  # the oldest of these cannot run until the process is told to try again
-        self._results: deque[StepResult] = deque()
+        self._results: deque[BaseResult] = deque()
         self._pausing = threading.Lock()
         self._pauses = self._withdrawn = 0
         self._on_progress: Callable[[], object] = int  # nothing
@@ -109,7 +109,7 @@ class RemoteExecutor(Executor):
         """See `Executor`."""
         return self._spec
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: BasePlan) -> None:
         """See `Executor`."""
         with self._pausing:
             pauses = PAUSES.pack(self._pauses, self._withdrawn)
@@ -123,7 +123,7 @@ class RemoteExecutor(Executor):
             send_frame(self._steps, message)
         self._under_way += 1
 
-    def collect(self, wait: bool = True) -> StepResult | None:
+    def collect(self, wait: bool = True) -> BaseResult | None:
         """See `Executor`."""
         while self._under_way and not self._results and (wait or self._is_there()):
             self._receive()

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from coserve.core.plan import (
+    BasePlan,
+    BaseResult,
     InferenceSegment,
     MicroBatchOutput,
     MicroBatchStart,
-    Plan,
     Prefix,
     Sampled,
     SequenceStart,
-    StepResult,
     SwapIn,
     SwapOut,
     TokenLogprobs,
@@ -62,7 +62,7 @@ class ScriptedExecutor(VirtualClock, Executor):
     def __init__(
         self,
         page_size: int,
-        seconds: Callable[[Plan], float] | None = None,
+        seconds: Callable[[BasePlan], float] | None = None,
         vocabulary: int = 1000,
         failures: Mapping[str, CoserveError] | None = None,
         plans_ahead: int = 0,
@@ -73,8 +73,8 @@ class ScriptedExecutor(VirtualClock, Executor):
         reads: Callable[[], WeightReads] = WeightReads,
     ) -> None:
         super().__init__(seconds or CostModel().predict, plans_ahead)
-        self.plans: list[Plan] = []
-        self.results: list[StepResult] = []
+        self.plans: list[BasePlan] = []
+        self.results: list[BaseResult] = []
         self.trained: dict[str, int] = {}  # rows that passed forward and back, by job
         self._page_size = page_size
         self._host = host
@@ -90,18 +90,18 @@ class ScriptedExecutor(VirtualClock, Executor):
         self._ended: set[int] = set()
         self._pauses = 0  # results with paused training
         self._failed: set[str] = set()
-        self._launched: deque[Plan] = deque()
+        self._launched: deque[BasePlan] = deque()
 
     @property
     def spec(self) -> ExecutorSpec:
         """See `Executor`. There is no model, and no bound on sequences."""
         return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), swap_pages=self._swap_pages)
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: BasePlan) -> None:
         """See `Executor`. The plan runs, and the clock advances, when its result is collected."""
         self._launched.append(plan)
 
-    def collect(self, wait: bool = True) -> StepResult | None:
+    def collect(self, wait: bool = True) -> BaseResult | None:
         """See `Executor`."""
         return self._run(self._launched.popleft()) if wait and self._launched else None
 
@@ -112,7 +112,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         """Raises NotImplementedError: there is no model, and no state for commands."""
         raise NotImplementedError(f"{type(command).__name__}: there is no model here")
 
-    def _run(self, plan: Plan) -> StepResult:
+    def _run(self, plan: BasePlan) -> BaseResult:
         """Checks the plan, runs it, and advances the clock."""
         plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         self._release(plan.released)
@@ -142,7 +142,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         self.now += seconds + plan.idle + (0.0 if plan.is_empty else self._host())
         self.plans.append(plan)
         self.results.append(
-            StepResult(
+            BaseResult(
                 seconds,
                 sampled,
                 updated,
@@ -159,7 +159,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         )
         return self.results[-1]
 
-    def _swap(self, plan: Plan) -> tuple[tuple[int, ...], tuple[float, float]]:
+    def _swap(self, plan: BasePlan) -> tuple[tuple[int, ...], tuple[float, float]]:
         """Moves pages; returns the copies that failed, and the seconds of writing and reading."""
         lost = list[int]()
         for number in plan.swap_dropped:
@@ -190,12 +190,12 @@ class ScriptedExecutor(VirtualClock, Executor):
         writing, reading = (count * each for count, each in zip(pages, self._swap_seconds, strict=True))
         return tuple(lost), (writing, reading)
 
-    def _lose(self, plan: Plan) -> dict[int, CoserveError]:
+    def _lose(self, plan: BasePlan) -> dict[int, CoserveError]:
         """Offloaded sequences whose keys and values are lost in this step, with the error."""
         segments = [segment for segment in plan.inference if segment.offloaded]
         return {segment.key: OffloadFailed("as told") for segment in segments if self._loses(segment)}
 
-    def _begin(self, plan: Plan) -> None:
+    def _begin(self, plan: BasePlan) -> None:
         for start in plan.sequences:
             assert start.key not in self._sequences, "a sequence is named once"
             self._sequences[start.key] = _Sequence(start, [*start.prompt, *start.output], start.computed)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coserve.core.events import Event
-from coserve.core.plan import Plan, StepResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, TrainingSegment
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.scheduler import Scheduler
 
@@ -20,7 +20,7 @@ class VirtualClock(ABC):
 
     def __init__(
         self,
-        seconds: Callable[[Plan], float],
+        seconds: Callable[[BasePlan], float],
         plans_ahead: int = 0,
         lanes: tuple[float, float] = (2.0, 2.0),
     ) -> None:
@@ -49,11 +49,11 @@ class VirtualClock(ABC):
         self.now += seconds
 
     @abstractmethod
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: BasePlan) -> None:
         """See `Executor`."""
 
     @abstractmethod
-    def collect(self, wait: bool = True) -> StepResult | None:
+    def collect(self, wait: bool = True) -> BaseResult | None:
         """See `Executor`."""
 
     def pause_training(self) -> None:
@@ -64,7 +64,7 @@ class VirtualClock(ABC):
         """See `Executor`."""
         self._pausing = False
 
-    def _time(self, plan: Plan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
+    def _time(self, plan: BasePlan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
         """Seconds of a plan, the training done after it, and the seconds of its lanes."""
         if plan.split is None:
             assert not self._beside, "the whole machine, while a lane of it trains"
@@ -75,17 +75,17 @@ class VirtualClock(ABC):
             assert not self._beside, "one piece of training beside inference at a time"
             self._beside = training.training
             slower = self._slower[1] / (2 * training.share)
-            self._training = self._seconds(Plan(training=training.training)) * slower
+            self._training = self._seconds(BasePlan(training=training.training)) * slower
             self._until = self.now + self._training
         slower = self._slower[0] / (2 * answers.share)
-        answering = self._seconds(Plan(answers.inference)) * slower if answers.inference else 0.0
+        answering = self._seconds(BasePlan(answers.inference)) * slower if answers.inference else 0.0
         waited = max(self._until - self.now, 0.0) if self._beside and not answers.inference else 0.0
         if not self._beside or self._until > self.now + answering + waited:
             return answering + waited, (), (answering, 0.0)
         trained, self._beside = self._beside, ()
         return answering + waited, trained, (answering, self._training)
 
-    def _before_pause(self, plan: Plan) -> tuple[TrainingSegment, ...]:
+    def _before_pause(self, plan: BasePlan) -> tuple[TrainingSegment, ...]:
         """The layers of a plan's training that run before a pause."""
         if not (self._pausing and plan.pausable):
             return plan.training

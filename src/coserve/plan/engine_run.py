@@ -10,7 +10,7 @@ import torch
 
 from coserve.adapters.settings import settings_of
 from coserve.config import EngineConfig
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.core.sequence import Sequence as Answer
@@ -69,7 +69,7 @@ class EngineRun:
             if not step:
                 yield Stage.BACKWARD
             self.optimizer = _held(engine)
-            (updated,) = engine.executor.run(Plan(updates=(steps.optim_step,))).updated.values()
+            (updated,) = engine.executor.run(BasePlan(updates=(steps.optim_step,))).updated.values()
             steps.ended(updated)
         yield Stage.STEP
 
@@ -119,7 +119,7 @@ class EngineRun:
             answers.append(answer)
         if answers:
             engine.executor.run(inference_plan((answer, 0, load.length) for answer in answers))
-            engine.executor.run(Plan(released=tuple(answer.key for answer in answers)))
+            engine.executor.run(BasePlan(released=tuple(answer.key for answer in answers)))
 
     def _start(self, engine: Engine) -> SupervisedSteps:
         examples, config = self.job()
@@ -136,7 +136,7 @@ class EngineRun:
         depth = engine.base.depth
         span = Span(depth, depth + 1) if direction is Direction.LOSS else Span(0, depth)
         segment = training_segment(micro_batch, 0, micro_batch.length, direction, span)
-        engine.executor.run(Plan(training=(segment,), micro_batches=announce_batches([micro_batch])))
+        engine.executor.run(BasePlan(training=(segment,), micro_batches=announce_batches([micro_batch])))
 
 
 def refusals(

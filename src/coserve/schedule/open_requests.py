@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
-from coserve.core.plan import InferenceSegment, StepResult
+from coserve.core.plan import BaseResult, InferenceSegment
 from coserve.core.request import FinishReason, Request
 from coserve.core.sequence import Sequence
 from coserve.errors import CoserveError
@@ -119,7 +119,7 @@ class OpenRequests:
 
     # Results
 
-    def apply(self, segments: Iterable[InferenceSegment], result: StepResult, now: float) -> list[Event]:
+    def apply(self, segments: Iterable[InferenceSegment], result: BaseResult, now: float) -> list[Event]:
         """Applies the result of a step that ran `segments` and ended at `now`. Returns the events, those of
         ends since the last step first."""
         events, self._events = self._events, []
@@ -155,7 +155,7 @@ class OpenRequests:
             self.finish(sequence.key, reason)
 
     def _record(
-        self, sequence: Sequence, segment: InferenceSegment, result: StepResult, now: float
+        self, sequence: Sequence, segment: InferenceSegment, result: BaseResult, now: float
     ) -> TokenEvent | None:
         """Records a segment that ran; ends the sequence with the last token of its answer."""
         if segment.length == 1:

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Final
 
 from coserve.core.events import Event, JobFailed, PassDone, StepDone, TrainingProgress
-from coserve.core.plan import Plan, StepResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, TrainingSegment
 from coserve.core.sequence import Direction, Position
 from coserve.errors import OffloadFailed
 from coserve.schedule.base_cache import BaseCache
@@ -41,7 +41,7 @@ _FREE: Final = 1.05  # a step with training that costs nothing takes at most so 
 class Launched:
     """A plan under way. Times are seconds on the scheduler's clock."""
 
-    plan: Plan
+    plan: BasePlan
     planned: float  # when it was planned
     free_at: float  # when the next plan may begin
     ends: float  # when it is expected to end
@@ -100,13 +100,13 @@ class Scheduler:
 
     # One step
 
-    def plan(self, now: float) -> Plan:
+    def plan(self, now: float) -> BasePlan:
         """Plans the next step: inference first, then the training that the policy allows."""
         plan = self._plan(now)
         self._launch(plan, now, now)
         return plan
 
-    def plan_ahead(self, now: float) -> Plan | None:
+    def plan_ahead(self, now: float) -> BasePlan | None:
         """Plans the step after those under way, for the time at which these are expected to end, or have left
         a pipeline's first stage. None where a plan needs their results."""
         last = self._launched[-1].plan
@@ -119,7 +119,7 @@ class Scheduler:
         self._launch(plan, now, begins)
         return plan
 
-    def _plan(self, now: float) -> Plan:
+    def _plan(self, now: float) -> BasePlan:
         builder = PlanBuilder(now)
         if self.tier.nbytes:
             self.tier.begin(now, longest_moves(self._queues.running, now, self.cost, self.config))
@@ -142,7 +142,7 @@ class Scheduler:
         plan = self._close(builder)
         return replace(plan, idle=self._idle(view)) if plan.is_empty else plan
 
-    def apply(self, result: StepResult, now: float) -> list[Event]:
+    def apply(self, result: BaseResult, now: float) -> list[Event]:
         """Applies the executor's result of the oldest plan under way; `now` is when the step ended. Returns
         the events."""
         launched = self._launched.popleft()
@@ -277,14 +277,14 @@ class Scheduler:
             return _NAP if self._queues.blocked_on_adapter else 0.0
         return max(self.policy.wake(view) - view.now, 0.0)
 
-    def _close(self, builder: PlanBuilder) -> Plan:
+    def _close(self, builder: PlanBuilder) -> BasePlan:
         released = (*self._queues.released, *self.training.released)
         self._queues.released.clear()
         self.training.released.clear()
         sequences, inference = announce(builder.inference, self.requests.sequences)
         moves = self.tier.take(builder.now)
         named = [batch for segment in builder.training if (batch := self.training.find(segment)) is not None]
-        return Plan(
+        return BasePlan(
             sequences=sequences,
             micro_batches=announce_batches(named),
             inference=inference,
@@ -310,7 +310,7 @@ class Scheduler:
         alone = self.cost.predict_features(Features.of_segments(builder.inference))
         return builder.predict(self.cost) > _FREE * alone
 
-    def _launch(self, plan: Plan, now: float, begins: float) -> None:
+    def _launch(self, plan: BasePlan, now: float, begins: float) -> None:
         """Records a plan as under way, and its work as done."""
         taken = self.tier.planned + plan.predicted
         ends = begins + taken + plan.idle
@@ -326,7 +326,7 @@ class Scheduler:
 
     # Applying
 
-    def _account(self, plan: Plan, result: StepResult, now: float, seconds: float) -> None:
+    def _account(self, plan: BasePlan, result: BaseResult, now: float, seconds: float) -> None:
         """Counts the step, corrects the cost model, and charges the training to the requests that waited for
         it.
 
@@ -352,14 +352,14 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.fused_steps += plan.is_fused
 
-    def _as_run(self, plan: Plan, result: StepResult) -> Plan:
+    def _as_run(self, plan: BasePlan, result: BaseResult) -> BasePlan:
         """The plan without the training that was paused before it ran."""
         if plan.split is not None or plan.training == result.trained:
             return plan
         plan = replace(plan, training=result.trained)
         return replace(plan, predicted=self.cost.predict(plan))
 
-    def _training_seconds(self, plan: Plan, answering: Features, seconds: float) -> float:
+    def _training_seconds(self, plan: BasePlan, answering: Features, seconds: float) -> float:
         """Seconds that training added to a step; `answering` are the features of its inference."""
         if not (plan.training or plan.updates or self._underway):
             return 0.0
@@ -375,7 +375,7 @@ class Scheduler:
         alone, empty = map(self.cost.predict_features, (answering, answering.without_rows))
         return inference * max(1.0 - empty / max(alone, 1e-9), 0.0)
 
-    def _take_moves(self, plan: Plan, result: StepResult, now: float) -> None:
+    def _take_moves(self, plan: BasePlan, result: BaseResult, now: float) -> None:
         """Applies the moves of pages to and from the second tier, and counts them."""
         written, read = self.tier.apply(plan, result, now)
         self.stats.swapped_out_pages += written
@@ -386,7 +386,7 @@ class Scheduler:
         self.stats.offload_failures += sum(isinstance(error, OffloadFailed) for error in result.lost.values())
         self._offload_turns.read(sum(each.seconds for each in reads), now)
 
-    def _rewind(self, launched: "Launched", result: StepResult) -> None:
+    def _rewind(self, launched: "Launched", result: BaseResult) -> None:
         """Rewinds the training that was stopped, also in a lane of its own, and that of later plans, which
         will not run."""
         self._pauses += 1
@@ -396,7 +396,7 @@ class Scheduler:
         unbegun = {start.key for later in self._launched for start in later.plan.micro_batches}
         self.training.paused(positions, result.trained, unbegun)
 
-    def _note_underway(self, plan: Plan, positions: Mapping[int, Position], result: StepResult) -> None:
+    def _note_underway(self, plan: BasePlan, positions: Mapping[int, Position], result: BaseResult) -> None:
         """Keeps training in a lane of its own as under way until it is done or stopped. Other training has
         ended with its step."""
         launched = () if plan.split is None or result.paused else (*self._underway, *plan.training)
@@ -404,7 +404,7 @@ class Scheduler:
         self._underway_from = {**positions, **self._underway_from} if self._underway else {}
         self._split = plan.split
 
-    def _take_progress(self, result: StepResult) -> list[Event]:
+    def _take_progress(self, result: BaseResult) -> list[Event]:
         events: list[Event] = []
         for segment in result.trained:
             batch = self.training.find(segment)
@@ -421,7 +421,7 @@ class Scheduler:
                 events.append(PassDone(batch.job, ended))
         return events
 
-    def _take_updates(self, plan: Plan, result: StepResult) -> list[Event]:
+    def _take_updates(self, plan: BasePlan, result: BaseResult) -> list[Event]:
         """Applies the optimizer steps that ran, but those of jobs that were removed meanwhile."""
         due = {update.job for update in plan.updates if update in self.training}
         assert due <= result.updated.keys(), f"no answer for the updates of {due - result.updated.keys()}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from coserve.core.plan import InferenceSegment, MicroBatchStart, Plan, SequenceStart, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, MicroBatchStart, SequenceStart, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 
 
@@ -64,12 +64,12 @@ def note_planned(sequence: Sequence, segment: InferenceSegment, expected_at: flo
         sequence.expected_at = expected_at
 
 
-def inference_plan(rows: Iterable[tuple[Sequence, int, int]]) -> Plan:
+def inference_plan(rows: Iterable[tuple[Sequence, int, int]]) -> BasePlan:
     """A plan of (sequence, start, rows) alone, for measuring and testing executors."""
     chosen = list(rows)
     segments = [inference_segment(*one) for one in chosen]
     starts, completed = announce(segments, {sequence.key: sequence for sequence, _, _ in chosen})
-    return Plan(sequences=starts, inference=completed)
+    return BasePlan(sequences=starts, inference=completed)
 
 
 def _start(sequence: Sequence) -> SequenceStart:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, Protocol
 
-from coserve.core.plan import Plan, StepResult, SwapIn, SwapOut
+from coserve.core.plan import BasePlan, BaseResult, SwapIn, SwapOut
 from coserve.core.sequence import Sequence
 from coserve.schedule.newcomers import INFINITE
 
@@ -143,7 +143,7 @@ class SwapTier:
                 sequence.swapped = None
         return moves
 
-    def apply(self, plan: Plan, result: StepResult, now: float) -> tuple[int, int]:
+    def apply(self, plan: BasePlan, result: BaseResult, now: float) -> tuple[int, int]:
         """Applies the result of a plan's moves: sequences whose pages were read run from now on. Returns the
         pages written and read."""
         written, read = result.swap_seconds

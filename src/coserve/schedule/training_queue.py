@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Final
 
 from coserve.core.job_words import Rival
-from coserve.core.plan import MicroBatchOutput, OptimStep, Plan, TrainingSegment
+from coserve.core.plan import BasePlan, MicroBatchOutput, OptimStep, TrainingSegment
 from coserve.core.request import BASE
 from coserve.core.sequence import MicroBatch, Position
 
@@ -170,7 +170,7 @@ class TrainingQueue:
             batch for job in jobs for batch in self.ready(job) if batch.has_begun or job.progress <= reach
         ]
 
-    def planned(self, plan: Plan, now: float) -> None:
+    def planned(self, plan: BasePlan, now: float) -> None:
         """Counts the training of a plan launched at `now` as done."""
         self._advance(plan.training)
         for update in plan.updates:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
-from coserve.core.plan import InferenceSegment, Plan, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, TrainingSegment
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import causal_pairs
 from coserve.workload.shapes import ModelShape
@@ -96,11 +96,11 @@ class PlanCounter:
         inside = (shape.layer_weights + norms) * len(layers) / shape.layers
         return (inside + ends * shape.head_weights) * shape.item_bytes / self.degree
 
-    def count(self, plan: Plan) -> list[PassWork]:
+    def count(self, plan: BasePlan) -> list[PassWork]:
         """The passes of a plan, in order."""
         return [*self._passes(plan)]
 
-    def _passes(self, plan: Plan) -> Iterator[PassWork]:
+    def _passes(self, plan: BasePlan) -> Iterator[PassWork]:
         for prefix in plan.prefixes:
             if prefix.rows:
                 pairs = causal_pairs(prefix.tokens - prefix.rows, prefix.rows)

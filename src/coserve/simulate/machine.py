@@ -12,7 +12,7 @@ from itertools import count, islice
 from typing import Any, Final
 
 from coserve.core.events import Event, StepDone
-from coserve.core.plan import Plan, WeightReads
+from coserve.core.plan import BasePlan, WeightReads
 from coserve.core.request import Request
 from coserve.core.sequence import MicroBatch
 from coserve.core.sequence import Sequence as Answer
@@ -119,7 +119,7 @@ class SimulatedMachine:
         """Seconds of the host beside a step."""
         return self._times.host * self._factor() if self._times.host else 0.0
 
-    def _time(self, plan: Plan) -> float:
+    def _time(self, plan: BasePlan) -> float:
         """Seconds of a plan, and notes what it reads meanwhile."""
         factor = self._factor()
         if self._is_streamed:
@@ -138,7 +138,7 @@ class SimulatedMachine:
         executor.launch(plan)
         if plan.pausable and plan.training and arrival < float("inf"):
             layers = sum(len(segment.span) for segment in plan.training)
-            inference = predict(Plan(inference=plan.inference))
+            inference = predict(BasePlan(inference=plan.inference))
             training = predict(plan) - inference
             left = arrival - executor.now - inference
             if layers and training > 0 and left < training:  # the loss may take no seconds by a table

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Final
 
-from coserve.core.plan import Plan, StepResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, TrainingSegment
 from coserve.core.sequence import Direction
 from coserve.simulate.simulated import SimulatedExecutor
 
@@ -162,18 +162,18 @@ class PipelinedExecutor(SimulatedExecutor):
     def __init__(
         self,
         stages: int,
-        seconds: Callable[[Plan], StageSeconds],
+        seconds: Callable[[BasePlan], StageSeconds],
         host: Callable[[], float] = float,
-        observe: Callable[[Plan, StepResult, float], object] = lambda plan, result, began: None,
+        observe: Callable[[BasePlan, BaseResult, float], object] = lambda plan, result, began: None,
     ) -> None:
         super().__init__(lambda plan: 0.0, host, plans_ahead=stages - 1, observe=observe)
         self._stage_seconds, self._pipeline = seconds, Pipeline(stages)
         self._nothing = StageSeconds((0.0,) * stages, (0.0,) * stages)
         self._passing = deque[Passing]()  # of plans under way, whose results have not been collected
-        self._going_back = deque[tuple[Passing, Plan]]()  # whose ways back no result has told of
+        self._going_back = deque[tuple[Passing, BasePlan]]()  # whose ways back no result has told of
         self._earlier = deque[Passing](maxlen=stages)  # of the plans collected last
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: BasePlan) -> None:
         """See `Executor`. The plan enters the first stage once that is free."""
         assert plan.split is None, "no lanes in a pipeline"
         taken = self._nothing if plan.is_empty else self._stage_seconds(plan)
@@ -186,7 +186,7 @@ class PipelinedExecutor(SimulatedExecutor):
     def pause_training(self) -> None:
         """See `Executor`. Stages are at different plans, and go on."""
 
-    def _time(self, plan: Plan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
+    def _time(self, plan: BasePlan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
         """See `VirtualClock`; advances the clock to when the result is there."""
         own = self._passing[0]
         awaited = [own] if plan.updates else []
@@ -210,12 +210,12 @@ class PipelinedExecutor(SimulatedExecutor):
             seconds += passing.taken.again
         return seconds, tuple(trained), (0.0, 0.0)
 
-    def _is_paused(self, plan: Plan, trained: tuple[TrainingSegment, ...]) -> bool:
+    def _is_paused(self, plan: BasePlan, trained: tuple[TrainingSegment, ...]) -> bool:
         return False
 
     def _began(self) -> float:
         return self._passing[0].begun
 
-    def _end(self, plan: Plan, seconds: float, host: float) -> None:
+    def _end(self, plan: BasePlan, seconds: float, host: float) -> None:
         self._earlier.append(self._passing.popleft())
         self.now += plan.idle + host

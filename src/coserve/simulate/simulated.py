@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from coserve.core.plan import (
+    BasePlan,
+    BaseResult,
     InferenceSegment,
     MicroBatchOutput,
     MicroBatchStart,
-    Plan,
     Sampled,
-    StepResult,
     TokenLogprobs,
     TrainingSegment,
     Updated,
@@ -43,14 +43,14 @@ class SimulatedExecutor(VirtualClock):
 
     def __init__(
         self,
-        seconds: Callable[[Plan], float],
+        seconds: Callable[[BasePlan], float],
         host: Callable[[], float] = float,
         plans_ahead: int = 0,
         swap_pages: int = 0,
         swap_seconds: tuple[float, float] = (0.0, 0.0),
         reads: Callable[[], WeightReads] = WeightReads,
         lanes: tuple[float, float] = (2.0, 2.0),
-        observe: Callable[[Plan, StepResult, float], object] = lambda plan, result, began: None,
+        observe: Callable[[BasePlan, BaseResult, float], object] = lambda plan, result, began: None,
     ) -> None:
         super().__init__(seconds, plans_ahead, lanes)
         self.observe = observe
@@ -60,7 +60,7 @@ class SimulatedExecutor(VirtualClock):
         self._batches: dict[int, _Batch] = {}
         self._steps: dict[str, int] = {}  # optimizer steps of each job
         self._pauses = 0  # results with paused training
-        self._launched: deque[Plan] = deque()
+        self._launched: deque[BasePlan] = deque()
 
     @property
     def spec(self) -> "ExecutorSpec":
@@ -69,15 +69,15 @@ class SimulatedExecutor(VirtualClock):
 
         return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), swap_pages=self._swap_pages)
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: BasePlan) -> None:
         """See `Executor`. The plan runs, and the clock advances, when its result is collected."""
         self._launched.append(plan)
 
-    def collect(self, wait: bool = True) -> StepResult | None:
+    def collect(self, wait: bool = True) -> BaseResult | None:
         """See `Executor`."""
         return self._run(self._launched.popleft()) if wait and self._launched else None
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: BasePlan) -> BaseResult:
         """See `Executor`."""
         assert not self._launched, "no other plan is under way"
         self.launch(plan)
@@ -92,7 +92,7 @@ class SimulatedExecutor(VirtualClock):
         """Raises NotImplementedError: there is no model, and no state for commands."""
         raise NotImplementedError(f"{type(command).__name__}: there is no model here")
 
-    def _run(self, plan: Plan) -> StepResult:
+    def _run(self, plan: BasePlan) -> BaseResult:
         if plan.pauses < self._pauses:
             plan = plan.without_training()
         for key in plan.released:
@@ -107,7 +107,7 @@ class SimulatedExecutor(VirtualClock):
         self._pauses += paused
         writing = sum(len(move.pages) for move in plan.swap_out) * self._swap_seconds[0]
         reading = sum(len(move.pages) for move in plan.swap_in) * self._swap_seconds[1]
-        result = StepResult(
+        result = BaseResult(
             seconds + writing + reading,
             {segment.key: self._sample(segment.key, segment) for segment in plan.inference},
             {update.job: self._update(update.job) for update in plan.updates},
@@ -123,7 +123,7 @@ class SimulatedExecutor(VirtualClock):
         self.observe(plan, result, began)
         return result
 
-    def _is_paused(self, plan: Plan, trained: tuple[TrainingSegment, ...]) -> bool:
+    def _is_paused(self, plan: BasePlan, trained: tuple[TrainingSegment, ...]) -> bool:
         """Tells whether training of a plan was stopped, of which `trained` was done."""
         return plan.split is None and trained != plan.training
 
@@ -131,7 +131,7 @@ class SimulatedExecutor(VirtualClock):
         """Time at which the oldest plan under way began."""
         return self.now
 
-    def _end(self, plan: Plan, seconds: float, host: float) -> None:
+    def _end(self, plan: BasePlan, seconds: float, host: float) -> None:
         """Advances the clock to the end of the oldest plan under way, which took `seconds`, and by the host's
         own."""
         self.now += seconds + plan.idle + host

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import count
 from typing import Final
 
-from coserve.core.plan import OptimStep, Plan, WeightReads
+from coserve.core.plan import BasePlan, OptimStep, WeightReads
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import ConfigError
@@ -45,14 +45,14 @@ class Times(ABC):
         """Costs of reading a streamed base; without layers where it stays in memory."""
 
     @abstractmethod
-    def predict(self, plan: Plan) -> float:
+    def predict(self, plan: BasePlan) -> float:
         """Seconds that a plan takes."""
 
     @abstractmethod
-    def computed(self, plan: Plan) -> float:
+    def computed(self, plan: BasePlan) -> float:
         """Seconds of these without waiting for weights."""
 
-    def reads(self, plan: Plan, factor: float) -> WeightReads:
+    def reads(self, plan: BasePlan, factor: float) -> WeightReads:
         """Reads of a streamed base by a plan that takes `factor` times the predicted seconds."""
         costs = self.read_costs
         if not costs.layers:
@@ -61,7 +61,7 @@ class Times(ABC):
         waited = max((self.predict(plan) - self.computed(plan)) * factor, 0.0)
         return WeightReads(int(visits * costs.nbytes), costs.seconds(visits) * factor, waited)
 
-    def by_stage(self, plan: Plan) -> StageSeconds:
+    def by_stage(self, plan: BasePlan) -> StageSeconds:
         """Seconds of a plan in each stage of a pipeline; a machine is a single stage."""
         return StageSeconds((self.predict(plan),), (0.0,))
 
@@ -88,11 +88,11 @@ class WeightedTimes(Times):
         self._weights, self._streamed = weights, streamed
         self._truth, self._arithmetic = self.known(), CostModel(weights)
 
-    def predict(self, plan: Plan) -> float:
+    def predict(self, plan: BasePlan) -> float:
         """See `Times`."""
         return self._truth.predict(plan)
 
-    def computed(self, plan: Plan) -> float:
+    def computed(self, plan: BasePlan) -> float:
         """See `Times`."""
         return self._arithmetic.predict(plan)
 
@@ -123,7 +123,7 @@ class RooflineTimes(Times):
         self.streaming = streaming
         self._counter, self._table = counter, table
 
-    def predict(self, plan: Plan) -> float:
+    def predict(self, plan: BasePlan) -> float:
         """See `Times`."""
         costs = self.read_costs
         if not costs.layers:
@@ -134,14 +134,14 @@ class RooflineTimes(Times):
         work = self._counter.count(plan)
         return beside_reads(self._table, self._counter, work, costs.seconds(there), costs.seconds(back))
 
-    def computed(self, plan: Plan) -> float:
+    def computed(self, plan: BasePlan) -> float:
         """See `Times`."""
         if len(self._stages) > 1:
             return self.by_stage(plan).total
         counter = self._counter
         return self._table.seconds(counter.count(plan), counter.shape.dtype, counter.degree)
 
-    def by_stage(self, plan: Plan) -> StageSeconds:
+    def by_stage(self, plan: BasePlan) -> StageSeconds:
         """See `Times`."""
         dtype, degree = self._counter.shape.dtype, self._counter.degree
         forward, back = [], []
@@ -181,7 +181,7 @@ class RooflineTimes(Times):
         return model.learned
 
 
-def probes(layers: int) -> Iterator[Plan]:
+def probes(layers: int) -> Iterator[BasePlan]:
     """Plans that a cost model is fitted to: decode, prefill, windows both ways, updates, and mixed steps."""
     keys = count(-1, -1)
     for sequences, tokens in _DECODE:
@@ -192,13 +192,13 @@ def probes(layers: int) -> Iterator[Plan]:
     for examples, tokens in _WINDOWS:
         batch = MicroBatch(next(keys), _JOB, f"{_JOB}@0", (tokens,) * examples, layers)
         there = training_segment(batch, 0, batch.length, Direction.TRAIN_FORWARD, Span(0, layers))
-        yield Plan(training=(there,))
+        yield BasePlan(training=(there,))
         yield replace(_rows(keys, 1, 64, 1), training=(there,))
-        yield Plan(training=(replace(there, direction=Direction.LOSS),))
-        yield Plan(training=(replace(there, direction=Direction.BACKWARD),))
+        yield BasePlan(training=(replace(there, direction=Direction.LOSS),))
+        yield BasePlan(training=(replace(there, direction=Direction.BACKWARD),))
         half = replace(there, direction=Direction.BACKWARD, span=Span(layers // 2, layers))
-        yield Plan(training=(half,))
-    yield Plan(updates=(OptimStep(_JOB),))
+        yield BasePlan(training=(half,))
+    yield BasePlan(updates=(OptimStep(_JOB),))
 
 
 def check_seconds(name: str, times: Times) -> None:
@@ -216,7 +216,9 @@ def check_seconds(name: str, times: Times) -> None:
         raise ConfigError(f"{name}: training takes {steps:g} s by this table, and would never end")
 
 
-def _rows(keys: Iterator[int], sequences: int, tokens: int, rows: int, adapter: str | None = None) -> Plan:
+def _rows(
+    keys: Iterator[int], sequences: int, tokens: int, rows: int, adapter: str | None = None
+) -> BasePlan:
     """The last `rows` rows of so many sequences of `tokens` tokens each."""
     asked = Request("calibration", (0,) * tokens, adapter=adapter)
     return inference_plan((Sequence(next(keys), asked), tokens - rows, rows) for _ in range(sequences))

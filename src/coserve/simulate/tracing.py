@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.sequence import Direction
 from coserve.simulate.fleet import Answered
 from coserve.simulate.machine import SimulatedMachine
@@ -29,7 +29,7 @@ class PerfettoTrace:
         """Records a machine's steps from now on, as process `number`."""
         self._events.append(_named("process_name", number, f"engine {number}"))
 
-        def note(plan: Plan, result: StepResult, began: float) -> None:
+        def note(plan: BasePlan, result: BaseResult, began: float) -> None:
             if plan.is_empty or self._steps >= MOST:
                 return
             self._steps += 1
@@ -57,7 +57,7 @@ class PerfettoTrace:
         path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
     def _step(
-        self, machine: SimulatedMachine, number: int, plan: Plan, result: StepResult, began: float
+        self, machine: SimulatedMachine, number: int, plan: BasePlan, result: BaseResult, began: float
     ) -> None:
         decoded = sum(segment.length == 1 for segment in plan.inference)
         prompts = sum(segment.length for segment in plan.inference if segment.length > 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.errors import CoserveError, error_named
 
 
@@ -28,23 +28,23 @@ def _from_builtin(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
-_plans: msgspec.msgpack.Decoder[Plan] = msgspec.msgpack.Decoder(Plan)
-_results: msgspec.msgpack.Decoder[StepResult] = msgspec.msgpack.Decoder(StepResult, dec_hook=_from_builtin)
+_plans: msgspec.msgpack.Decoder[BasePlan] = msgspec.msgpack.Decoder(BasePlan)
+_results: msgspec.msgpack.Decoder[BaseResult] = msgspec.msgpack.Decoder(BaseResult, dec_hook=_from_builtin)
 
 
-def encode_plan(plan: Plan) -> bytes:
+def encode_plan(plan: BasePlan) -> bytes:
     return _encoder.encode(plan)
 
 
-def decode_plan(data: bytes) -> Plan:
+def decode_plan(data: bytes) -> BasePlan:
     """Decodes a plan. Raises msgspec.DecodeError."""
     return _plans.decode(data)
 
 
-def encode_result(result: StepResult) -> bytes:
+def encode_result(result: BaseResult) -> bytes:
     return _encoder.encode(result)
 
 
-def decode_result(data: bytes) -> StepResult:
+def decode_result(data: bytes) -> BaseResult:
     """Decodes a result. Raises msgspec.DecodeError."""
     return _results.decode(data)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from coserve.attention.tiled import TiledBackend
 from coserve.core.plan import (
+    BasePlan,
+    BaseResult,
     InferenceSegment,
     Lane,
-    Plan,
     Sampled,
-    StepResult,
     TokenLogprobs,
     TrainingSegment,
 )
@@ -113,12 +113,12 @@ class DeterministicWorker(Worker):
         with torch_only():
             fixed.prove_fixed(self.base)
 
-    def _run(self, plan: Plan) -> StepResult:
+    def _run(self, plan: BasePlan) -> BaseResult:
         """Runs without compiled kernels: bits must not change with a compiler."""
         with torch_only():
             return super()._run(plan)
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: BasePlan) -> BaseResult:
         """Runs a split plan without its split, which changes the numbers of threads."""
         return super().run(replace(plan, split=None))
 

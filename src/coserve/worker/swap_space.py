@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coserve.attention.backend import AttentionBackend
 from coserve.config import EngineConfig
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.errors import CoserveError, WeightsUnreadable
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.streamed.files import PAGE, PIECE
@@ -65,14 +65,14 @@ class SwapSpace:
             self._warn(error)
             return None
 
-    def run(self, plan: Plan) -> tuple[tuple[int, ...], tuple[float, float]]:
+    def run(self, plan: BasePlan) -> tuple[tuple[int, ...], tuple[float, float]]:
         """Moves the pages of a plan; returns the copies that failed, and the seconds of writing and of
         reading."""
         if self._tier is None or not (plan.swap_out or plan.swap_in or plan.swap_dropped):
             return (), (0.0, 0.0)
         return self._move(plan, self._tier)
 
-    def _move(self, plan: Plan, tier: PageTier) -> tuple[tuple[int, ...], tuple[float, float]]:
+    def _move(self, plan: BasePlan, tier: PageTier) -> tuple[tuple[int, ...], tuple[float, float]]:
         failed: list[int] = []
         for number in plan.swap_dropped:
             self._drop(number, tier)

@@ -14,11 +14,11 @@ from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import AttentionBackend
 from coserve.attention.paged import make_batched
 from coserve.core.plan import (
+    BasePlan,
+    BaseResult,
     Lane,
     OffloadReads,
-    Plan,
     Sampled,
-    StepResult,
     TrainingSegment,
     WeightReads,
 )
@@ -72,7 +72,7 @@ class Worker:
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
         self.held = HeldState(base, self.loaded, self.slot_pools, table.sampling.grammars, make_offload)
         self.sessions, self.arena = self.held.sessions, self.held.arena
-        self._begun: Plan | None = None  # a plan that has begun, and needs weights that could not be read
+        self._begun: BasePlan | None = None  # a plan that has begun, and needs weights that could not be read
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
         self._offload_space = offload_space
         self._offloaded = None if offload_space is None else offload_space.cache
@@ -130,7 +130,7 @@ class Worker:
             self._failed.discard(command.job)
         return self.held.do(command)
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: BasePlan) -> BaseResult:
         """See `DeviceWorker`. Where linears are computed elsewhere two lanes would share nothing of this
         device but Python, so there is one."""
         plan = plan if self._has_lanes else replace(plan, split=None)
@@ -140,12 +140,12 @@ class Worker:
         return result
 
     @torch.no_grad()
-    def _swap(self, plan: Plan) -> Swapped:
+    def _swap(self, plan: BasePlan) -> Swapped:
         """Moves the pages of a plan; once, as what runs again may have written into them."""
         return _NO_SWAPS if self._swap_space is None else self._swap_space.run(plan)
 
     @torch.no_grad()
-    def _run(self, plan: Plan) -> StepResult:
+    def _run(self, plan: BasePlan) -> BaseResult:
         plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         if plan.split is None:
             self._lanes.settle()
@@ -176,7 +176,7 @@ class Worker:
         self.held.note_step()
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
         copies_failed, moving = self._swapped or _NO_SWAPS
-        return StepResult(
+        return BaseResult(
             seconds=seconds + sum(moving),
             sampled=sampled,
             updated=updated,
@@ -193,7 +193,7 @@ class Worker:
             outputs=outputs,
         )
 
-    def _threads_for(self, plan: Plan) -> AbstractContextManager[None]:
+    def _threads_for(self, plan: BasePlan) -> AbstractContextManager[None]:
         """Context in which a step computes with the number of threads that suits the moment."""
         if plan.split is not None or not (plan.inference or plan.training):  # lanes have their own numbers
             return nullcontext()
@@ -207,7 +207,7 @@ class Worker:
         """Reads of a streamed base so far."""
         return WeightReads() if self.base.reader is None else self.base.reader.total
 
-    def _begin(self, plan: Plan) -> None:
+    def _begin(self, plan: BasePlan) -> None:
         used = [self.table.release(key) for key in plan.released]
         self.table.start(plan.sequences)
         for adapter in (*used, *(sequence.adapter for sequence in plan.sequences)):

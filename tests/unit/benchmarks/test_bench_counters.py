@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.events import Event, StepDone, TokenEvent, TrainingProgress
-from coserve.core.plan import Plan, Updated
+from coserve.core.plan import BasePlan, Updated
 from coserve.core.request import SLO
 from coserve.core.sequence import Direction
 from coserve.engine.completion import Completion
@@ -199,7 +199,7 @@ def trained_rows(engine: Engine, work: Callable[[], object]) -> Counter[Directio
     by direction."""
     rows: Counter[Direction] = Counter()
 
-    def look(plan: Plan) -> None:
+    def look(plan: BasePlan) -> None:
         for segment in plan.training:
             rows[segment.direction] += segment.length * len(segment.span)
 
@@ -517,7 +517,7 @@ def test_efficiency_is_the_sum_of_both_shares() -> None:
 def test_the_fused_share_is_of_the_plans_that_ran(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs without end beside every answer: all plans with answers could train."""
     engine = make_engine(bench, calibrate=False)
-    plans: list[Plan] = []
+    plans: list[BasePlan] = []
     start = coserving._start_jobs
 
     def started(*given: Any) -> None:
@@ -591,7 +591,7 @@ def test_held_bytes_are_those_of_the_tensors_that_are_there(
     most: list[int] = []
     border: list[int] = []
 
-    def look(plan: Plan) -> None:
+    def look(plan: BasePlan) -> None:
         for segment in plan.training:
             most.append(held_now(engine, segment.job))
             if segment.direction is Direction.TRAIN_FORWARD and segment.span.last == segment.layers:
@@ -608,7 +608,7 @@ def test_bytes_of_a_fine_tuning_row_are_those_of_the_tensors_that_are_there(benc
     forget_pieces(engine)
     found: list[int] = []
 
-    def look(plan: Plan) -> None:
+    def look(plan: BasePlan) -> None:
         found.extend(
             held_now(engine, segment.job)
             for segment in plan.training

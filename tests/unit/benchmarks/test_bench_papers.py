@@ -142,11 +142,11 @@ def test_deferral_gains_and_a_streamed_base_is_read_in_each_pass() -> None:
 
 def test_steps_are_as_long_as_the_table_says() -> None:
     """A batch takes 3.68 s, and what the 27 % that are left train is 9,071 tokens a second."""
-    from coserve.core.plan import InferenceSegment, Plan
+    from coserve.core.plan import BasePlan, InferenceSegment
 
     times = report.times()
-    decode = times.predict(Plan(inference=tuple(InferenceSegment(n, 200, 1, 200, 1) for n in range(50))))
-    rows = 50 * times.predict(Plan(inference=(InferenceSegment(0, 0, 1, 0, 1),)))
+    decode = times.predict(BasePlan(inference=tuple(InferenceSegment(n, 200, 1, 200, 1) for n in range(50))))
+    rows = 50 * times.predict(BasePlan(inference=(InferenceSegment(0, 0, 1, 0, 1),)))
     assert decode < rows / 10  # a step is as long for one request as for all
     assert report._ANSWER * decode == pytest.approx(3.68, rel=0.05)
     load = report.workload(40.0)

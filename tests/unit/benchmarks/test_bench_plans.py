@@ -2,7 +2,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from coserve.core.plan import OptimStep, Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult, OptimStep
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import announce_batches, inference_segment, training_segment
@@ -19,26 +19,26 @@ DEPTH = Span(0, 4)
 
 
 class ScriptedExecutor:
-    def run(self, plan: Plan) -> StepResult:
-        return StepResult(0.001 * len(plan.training))
+    def run(self, plan: BasePlan) -> BaseResult:
+        return BaseResult(0.001 * len(plan.training))
 
 
 def fake_engine() -> Any:
     return SimpleNamespace(executor=ScriptedExecutor())
 
 
-def there_and_back() -> list[Plan]:
+def there_and_back() -> list[BasePlan]:
     batch = MicroBatch(7, "job-1", "mine@0", (5, 3), 4)
     answer = Sequence(1, Request("r", (1, 2, 3)))
     beside = (inference_segment(answer, 0, 3),)
     first = training_segment(batch, 0, 8, Direction.TRAIN_FORWARD, Span(0, 2))
     return [
-        Plan(inference=beside, training=(first,), micro_batches=announce_batches([batch])),
-        Plan(inference=beside),
-        Plan(training=(training_segment(batch, 0, 8, Direction.TRAIN_FORWARD, Span(2, 4)),)),
-        Plan(training=(training_segment(batch, 4, 4, Direction.BACKWARD, DEPTH),)),
-        Plan(training=(training_segment(batch, 0, 4, Direction.BACKWARD, DEPTH),)),
-        Plan(updates=(OptimStep("job-1"),)),
+        BasePlan(inference=beside, training=(first,), micro_batches=announce_batches([batch])),
+        BasePlan(inference=beside),
+        BasePlan(training=(training_segment(batch, 0, 8, Direction.TRAIN_FORWARD, Span(2, 4)),)),
+        BasePlan(training=(training_segment(batch, 4, 4, Direction.BACKWARD, DEPTH),)),
+        BasePlan(training=(training_segment(batch, 0, 4, Direction.BACKWARD, DEPTH),)),
+        BasePlan(updates=(OptimStep("job-1"),)),
     ]
 
 

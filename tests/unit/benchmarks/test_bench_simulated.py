@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import SLO
 from coserve.schedule.cost import CostModel
 from coserve.simulate.intervals import percentile
@@ -36,11 +36,11 @@ def run(policy: str, load: Workload, **machine: object) -> LoadResult:
 
 def test_a_machine_without_jitter_takes_what_is_predicted() -> None:
     machine = weighted_machine("hybrid", jitter=EXACT)
-    ran: list[tuple[Plan, StepResult]] = []
+    ran: list[tuple[BasePlan, BaseResult]] = []
     machine.executor.observe = lambda plan, result, began: ran.append((plan, result))
     load = replay(machine, workload(0.3, 10, jobs=0))
     predict = CostModel(TWO_CORES).predict
-    spent = sum(predict(plan) for plan, _ in ran if plan != Plan())
+    spent = sum(predict(plan) for plan, _ in ran if plan != BasePlan())
     assert sum(result.seconds for _, result in ran) == pytest.approx(spent)
     assert all(len(answer.tokens) == 32 for answer in load.answers)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coserve import Engine, EngineConfig
-from coserve.core.plan import InferenceSegment, Plan
+from coserve.core.plan import BasePlan, InferenceSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.engine.calibrate import Calibration
 from coserve.memory.pages import PagePool
@@ -36,7 +36,7 @@ def test_costs_are_those_of_the_steps_that_were_watched() -> None:
     truth, watched, draw = CostModel(TRUE), scheduler(), random.Random(1)
     recorder = StepRecorder(watched)
     plans = [
-        Plan(inference=tuple(InferenceSegment(n, c, rows, c, 1) for n in range(draw.randrange(1, 9))))
+        BasePlan(inference=tuple(InferenceSegment(n, c, rows, c, 1) for n in range(draw.randrange(1, 9))))
         for rows in (1, 1, 1, 16, 64)
         for c in (10, 100, 300)
         for _ in range(20)

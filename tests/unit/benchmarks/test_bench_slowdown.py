@@ -6,7 +6,7 @@ from statistics import mean, median
 import pytest
 
 from coserve.core.events import Event
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.schedule.cost import CostModel
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings, SimulatedMachine
@@ -34,12 +34,12 @@ class Watched(SimulatedMachine):
         self.steps: list[tuple[float, float, float]] = []
 
     def step(self, arrival: float = float("inf")) -> list[Event]:
-        begun, ran = self.clock(), list[Plan]()
+        begun, ran = self.clock(), list[BasePlan]()
         self.executor.observe = lambda plan, result, began: ran.append(plan)
         events = super().step(arrival)
         for plan in ran:
             predict = CostModel(TWO_CORES).predict
-            alone = predict(Plan(inference=plan.inference)) if plan.inference else 0.0
+            alone = predict(BasePlan(inference=plan.inference)) if plan.inference else 0.0
             trained = predict(plan) - alone if plan.training or plan.updates else 0.0
             self.steps.append((begun, self.clock(), trained))
         return events

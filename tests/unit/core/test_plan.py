@@ -1,4 +1,4 @@
-from coserve.core.plan import Lane, OptimStep, Plan
+from coserve.core.plan import BasePlan, Lane, OptimStep
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import inference_segment, training_segment
@@ -8,17 +8,17 @@ TRAINING = training_segment(MicroBatch(2, "job", "a@0", (8,), 2), 0, 8, Directio
 
 
 def test_one_lane_has_all_the_machine() -> None:
-    plan = Plan((ANSWER,), (TRAINING,))
+    plan = BasePlan((ANSWER,), (TRAINING,))
     assert plan.lanes == (Lane(1.0, (ANSWER,), (TRAINING,)),)
     assert plan.is_fused
 
 
 def test_two_lanes_share_it_out() -> None:
-    plan = Plan((ANSWER,), (TRAINING,), split=0.75)
+    plan = BasePlan((ANSWER,), (TRAINING,), split=0.75)
     assert plan.lanes == (Lane(0.75, (ANSWER,), ()), Lane(0.25, (), (TRAINING,)))
     assert not plan.is_fused, "each lane passes over the weights by itself"
 
 
 def test_a_pause_does_nothing() -> None:
-    assert Plan(idle=3.0).is_empty and Plan(split=0.5).is_empty
-    assert not Plan(updates=(OptimStep("job"),)).is_empty and not Plan(released=(1,)).is_empty
+    assert BasePlan(idle=3.0).is_empty and BasePlan(split=0.5).is_empty
+    assert not BasePlan(updates=(OptimStep("job"),)).is_empty and not BasePlan(released=(1,)).is_empty

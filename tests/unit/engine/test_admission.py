@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.size import read_size, show_size
 from coserve.engine import memory
 from coserve.engine.finetuning import FineTuning
@@ -294,7 +294,7 @@ def test_what_is_free_lends_rows_to_windows_that_run_alone() -> None:
         used, reserved = engine.memory.ledger.used, engine.memory.ledger.of("backward")
         rows, run = list[int](), engine.executor.run
 
-        def watched(plan: Plan) -> StepResult:
+        def watched(plan: BasePlan) -> BaseResult:
             rows.extend(segment.length for segment in plan.training if not segment.direction.is_tail)
             return run(plan)
 

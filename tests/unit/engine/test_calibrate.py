@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.engine.calibrate import Calibration, measure, measure_lanes
 from coserve.schedule.cost import Features
 from models import tiny
@@ -52,7 +52,7 @@ def test_nothing_remains_of_the_steps_that_were_measured(monkeypatch: pytest.Mon
     engine.executor.worker._pauses = 3
     run, trained = engine.executor.run, list[bool]()
 
-    def watched(plan: Plan) -> StepResult:
+    def watched(plan: BasePlan) -> BaseResult:
         result = run(plan)
         trained.append(result.trained == plan.training)
         return result
@@ -77,7 +77,7 @@ def measured_at(
     engine = make_engine()
     config, run, first = engine.config, engine.executor.run, list[list[float]]()
 
-    def timed(plan: Plan) -> StepResult:
+    def timed(plan: BasePlan) -> BaseResult:
         kind = Features.of(plan).values
         first.extend([kind] * (not first or kind == first[0]))
         return replace(run(plan), seconds=taken(len(first) - 1))

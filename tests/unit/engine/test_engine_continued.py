@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coserve import SLO, Engine, EngineConfig, SamplingParams
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import FinishReason
 from coserve.errors import ConfigError, PromptTooLong, RequestError
 from models import letter_tokenizer, logits_of, prompts, tiny
@@ -94,7 +94,7 @@ def test_continued_and_preempted_answers_whose_last_chunk_is_one_row() -> None:
     lonely: list[int] = []  # keys of answers that had one row in their midst run
     run = tight.executor.run
 
-    def noting(plan: Plan) -> StepResult:
+    def noting(plan: BasePlan) -> BaseResult:
         for segment in plan.inference:
             known = {one.sequence.key: one.sequence for one in answers}[segment.key]
             if segment.length == 1 and len(known.request.prompt) <= segment.start < known.length - 1:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from coserve import SLO, Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.core.plan import Plan, StepResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, TrainingSegment
 from coserve.core.sequence import Direction
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.completion import Completion
@@ -46,10 +46,10 @@ class Watched:
             scheduler={"quantum": quantum, "max_quantum": quantum, **scheduler},
         )
         self.engine = Engine(tiny("llama", torch.float64), config)
-        self.steps: list[tuple[Plan, StepResult]] = []
+        self.steps: list[tuple[BasePlan, BaseResult]] = []
         run = self.engine.executor.run
 
-        def watched(plan: Plan) -> StepResult:
+        def watched(plan: BasePlan) -> BaseResult:
             result = run(plan)
             self.steps.append((plan, result))
             return result

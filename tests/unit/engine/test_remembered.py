@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.engine import engine as engine_module
@@ -26,9 +26,9 @@ HERE = {"processor": "a", "threads": 2, "deterministic": False}
 CONFIG = EngineConfig(calibrate=False, cache_tokens=64)
 
 
-def step() -> Plan:
+def step() -> BasePlan:
     sequence = Sequence(1, Request("r", (0,) * 9, SamplingParams(seed=0)))
-    return Plan((inference_segment(sequence, 0, 9),))
+    return BasePlan((inference_segment(sequence, 0, 9),))
 
 
 def learned() -> Costs:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.engine.finetuning import Keeping
 from coserve.errors import JobError
 from coserve.train.grading.graders import PythonGrader
@@ -58,7 +58,7 @@ def test_rewards_rise() -> None:
 
 
 def test_answers_are_sampled_in_steps_that_train() -> None:
-    engine, plans = engine_of(), list[Plan]()
+    engine, plans = engine_of(), list[BasePlan]()
     run = engine.executor.run
     engine.executor.run = lambda plan: (plans.append(plan), run(plan))[1]  # type: ignore[method-assign]
     training = TrainingConfig(batch_size=2, epochs=2, rows=32)

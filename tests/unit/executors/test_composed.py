@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from bases import SMALL, WIDE, scripted
-from coserve.core.plan import InferenceSegment, OptimStep, Plan, SequenceStart, StepResult, SwapIn, SwapOut
+from coserve.core.plan import (
+    BasePlan,
+    BaseResult,
+    InferenceSegment,
+    OptimStep,
+    SequenceStart,
+    SwapIn,
+    SwapOut,
+)
 from coserve.core.request import SamplingParams
 from coserve.errors import OffloadFailed, WeightsUnreadable
 from coserve.executors.scripted import ScriptedExecutor
@@ -16,9 +24,9 @@ def start(key: int, base: str) -> tuple[SequenceStart, InferenceSegment]:
     return SequenceStart(key, (5, 6, 7), (), SamplingParams(seed=1), base=base), segment
 
 
-def plan_of(*starts: tuple[SequenceStart, InferenceSegment]) -> Plan:
+def plan_of(*starts: tuple[SequenceStart, InferenceSegment]) -> BasePlan:
     sequences, segments = zip(*starts, strict=True)
-    return Plan(inference=segments, sequences=sequences)
+    return BasePlan(inference=segments, sequences=sequences)
 
 
 def test_each_executor_gets_its_part_and_keys() -> None:
@@ -30,23 +38,23 @@ def test_each_executor_gets_its_part_and_keys() -> None:
     times = {base: part.results[0].seconds for base, part in parts.items()}
     assert result.seconds == sum(times.values())
     assert result.beside == {WIDE: parts[WIDE].results[0]}
-    executor.run(Plan(released=(3, 1)))
+    executor.run(BasePlan(released=(3, 1)))
     assert (parts[SMALL].plans[-1].released, parts[WIDE].plans[-1].released) == ((1,), (3,))
-    executor.run(Plan(released=(2,)))
+    executor.run(BasePlan(released=(2,)))
     assert len(parts[SMALL].plans) == 2 and parts[WIDE].plans[-1].released == (2,), "nothing for the other"
 
 
 def test_what_has_no_rows_goes_to_its_base() -> None:
     executor, parts = scripted()
-    executor.run(Plan(idle=0.25))
+    executor.run(BasePlan(idle=0.25))
     assert parts[SMALL].plans[-1].idle == 0.25 and not parts[WIDE].plans
     outs = SwapOut(1, (0,)), SwapOut(2, (0,), WIDE), SwapOut(3, (1,), WIDE)
-    plan = Plan(updates=(OptimStep("j", base=WIDE), OptimStep("k")), swap_out=outs)
+    plan = BasePlan(updates=(OptimStep("j", base=WIDE), OptimStep("k")), swap_out=outs)
     small, wide = executor._part(plan, SMALL), executor._part(plan, WIDE)
     assert [[update.job for update in part.updates] for part in (small, wide)] == [["k"], ["j"]]
     assert [[out.copy for out in part.swap_out] for part in (small, wide)] == [[1], [2, 3]]
     executor._split(plan)
-    later = executor._split(Plan(swap_dropped=(3, 1), swap_in=(SwapIn(2, (5,), base=WIDE),)))
+    later = executor._split(BasePlan(swap_dropped=(3, 1), swap_in=(SwapIn(2, (5,), base=WIDE),)))
     assert (later[SMALL].swap_dropped, later[SMALL].swap_in) == ((1,), ())
     assert (later[WIDE].swap_dropped, [back.copy for back in later[WIDE].swap_in]) == ((3,), [2])
 
@@ -56,7 +64,7 @@ class Away(ScriptedExecutor):
 
     tries = 0
 
-    def collect(self, wait: bool = True) -> StepResult | None:
+    def collect(self, wait: bool = True) -> BaseResult | None:
         self.tries += 1
         if self.tries < 3:
             raise WeightsUnreadable("the disk is away")
@@ -93,11 +101,11 @@ def test_pauses_reach_all_and_one_pause_pauses_the_step() -> None:
     assert all(part._pausing for part in parts.values())
     executor.resume_training()
     assert not any(part._pausing for part in parts.values())
-    executor._launched.append({SMALL: Plan(), WIDE: Plan()})
-    wide = StepResult(
+    executor._launched.append({SMALL: BasePlan(), WIDE: BasePlan()})
+    wide = BaseResult(
         2.0, paused=True, swap_failed=(2,), swap_seconds=(0.25, 0.5), lost={4: OffloadFailed("")}
     )
-    executor._done = {SMALL: StepResult(1.0, swap_failed=(1,), swap_seconds=(0.25, 0.0)), WIDE: wide}
+    executor._done = {SMALL: BaseResult(1.0, swap_failed=(1,), swap_seconds=(0.25, 0.0)), WIDE: wide}
     result = executor.collect()
     assert result is not None and result.paused and result.seconds == 3.0
     assert (result.swap_failed, result.swap_seconds, [*result.lost]) == ((1, 2), (0.5, 0.5), [4])
@@ -108,6 +116,6 @@ def test_a_preempted_sequence_may_be_named_again_in_the_plan_that_releases_it() 
     first = plan_of(start(1, SMALL), start(2, WIDE))
     executor.run(first)
     executor.run(replace(plan_of(start(2, WIDE)), released=(2,)))
-    executor.run(Plan(released=(1, 2)))
+    executor.run(BasePlan(released=(1, 2)))
     released = {base: [plan.released for plan in part.plans] for base, part in parts.items()}
     assert released == {SMALL: [(), (1,)], WIDE: [(), (2,), (2,)]}

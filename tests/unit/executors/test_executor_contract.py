@@ -14,7 +14,7 @@ import torch
 from coserve import EngineConfig
 from coserve.adapters.bypass import Bypass
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.core.plan import OptimStep, Plan, StepResult, SwapIn, SwapOut, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, OptimStep, SwapIn, SwapOut, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import AdapterNotFound
@@ -111,7 +111,7 @@ def answer(executor: Executor, prompt: Sequence, tokens: int) -> list[int]:
         assert token is not None
         prompt.output.append(token)
         plan = inference_plan([(prompt, prompt.length - 1, 1)])
-    executor.run(Plan(released=(prompt.key,)))
+    executor.run(BasePlan(released=(prompt.key,)))
     return prompt.output
 
 
@@ -128,7 +128,7 @@ def test_results_come_in_the_order_of_launches(executor: Executor, draws: Random
     results = [executor.collect() for _ in plans]
     assert executor.collect() is None and executor.collect(wait=False) is None
     tokens = [result.sampled[first.key].token for result in results if result is not None]
-    executor.run(Plan(released=(first.key,)))
+    executor.run(BasePlan(released=(first.key,)))
     assert tokens == answer(executor, again, 4)
 
 
@@ -138,7 +138,7 @@ def test_a_result_is_waited_for_or_not(executor: Executor, draws: Random) -> Non
     executor.launch(inference_plan([(one, 0, one.length)]))
     found = executor.collect(wait=False) or executor.collect()
     assert found is not None and set(found.sampled) == {one.key}
-    executor.run(Plan(released=(one.key,)))
+    executor.run(BasePlan(released=(one.key,)))
 
 
 def test_a_prompt_in_parts_is_answered_once_it_is_through(executor: Executor, draws: Random) -> None:
@@ -146,7 +146,7 @@ def test_a_prompt_in_parts_is_answered_once_it_is_through(executor: Executor, dr
     cut = draws.randrange(1, 7)
     assert executor.run(inference_plan([(one, 0, cut)])).sampled[one.key].token is None
     token = executor.run(inference_plan([(one, cut, 7 - cut)])).sampled[one.key].token
-    executor.run(Plan(released=(one.key,)))
+    executor.run(BasePlan(released=(one.key,)))
     whole = replace(one, key=next(KEYS), output=[], told=None)
     assert answer(executor, whole, 1) == [token]
 
@@ -172,13 +172,13 @@ def test_pages_go_to_the_second_tier_and_come_back(executor: Executor, draws: Ra
     again = replace(one, told=None, pages=[*stayed, 39, 38][:2], computed=computed, shared=shared)
     again.filled = 2 - shared
     back = SwapIn(copy, tuple(again.pages[shared:]), shared)
-    result = executor.run(Plan(swap_in=(back,), released=(other.key,)))
+    result = executor.run(BasePlan(swap_in=(back,), released=(other.key,)))
     assert not result.swap_failed and result.swap_seconds[1] > 0
     for _ in range(2):
         plan = inference_plan([(again, again.length - 1, 1)])
         again.output.append(executor.run(plan).sampled[again.key].token or 0)
     assert again.output == wanted
-    gone = Plan(swap_in=(back,), swap_dropped=(copy,), released=(again.key,))
+    gone = BasePlan(swap_in=(back,), swap_dropped=(copy,), released=(again.key,))
     assert executor.run(gone).swap_failed == (copy,), "a copy is read once"
 
 
@@ -203,23 +203,23 @@ def begin(executor: Executor) -> str:
     return job
 
 
-def steps(batch: MicroBatch, cut: int, pausable: bool) -> Iterator[Plan]:
+def steps(batch: MicroBatch, cut: int, pausable: bool) -> Iterator[BasePlan]:
     """Plans that send a micro-batch there and back, a window each; it is told what came of each."""
     while not batch.done:
         start, rows = batch.next_window(cut)
         span = batch.next_span(batch.layers)
         segment = training_segment(batch, start, rows, batch.direction, span)
-        yield Plan(training=(segment,), micro_batches=announce_batches([batch]), pausable=pausable)
+        yield BasePlan(training=(segment,), micro_batches=announce_batches([batch]), pausable=pausable)
 
 
-def run(executor: Executor, plan: Plan) -> StepResult:
+def run(executor: Executor, plan: BasePlan) -> BaseResult:
     """Runs a plan that knows of all pauses before it."""
     result = executor.run(replace(plan, pauses=PAUSES[id(executor)]))
     PAUSES[id(executor)] += result.paused
     return result
 
 
-def travel(executor: Executor, batch: MicroBatch, cut: int, pausable: bool = False) -> list[StepResult]:
+def travel(executor: Executor, batch: MicroBatch, cut: int, pausable: bool = False) -> list[BaseResult]:
     results = []
     for plan in steps(batch, cut, pausable):
         results.append(run(executor, plan))
@@ -256,7 +256,7 @@ def test_training_that_is_paused_comes_back_and_nothing_runs_twice(
     wanted = Counter((way, row, layer) for way in ways for row in rows for layer in range(batch.layers))
     wanted += Counter((Direction.LOSS, row, batch.layers) for row in rows)
     assert passed(segment for result in results for segment in result.trained) == wanted
-    executor.run(Plan(released=(batch.key,)))
+    executor.run(BasePlan(released=(batch.key,)))
 
 
 def test_what_was_planned_before_a_pause_was_known_trains_nothing(executor: Executor, draws: Random) -> None:
@@ -276,8 +276,8 @@ def test_what_was_planned_before_a_pause_was_known_trains_nothing(executor: Exec
     assert empty is not None and not (empty.trained or empty.updated or empty.paused)
     assert one.key in empty.sampled
     rest = replace(forward, span=Span(1, batch.layers))
-    assert run(executor, Plan(training=(rest,))).trained == (rest,)
-    executor.run(Plan(released=(batch.key, one.key)))
+    assert run(executor, BasePlan(training=(rest,))).trained == (rest,)
+    executor.run(BasePlan(released=(batch.key, one.key)))
 
 
 def test_a_plan_that_is_not_pausable_runs_whole(executor: Executor, draws: Random) -> None:
@@ -288,7 +288,7 @@ def test_a_plan_that_is_not_pausable_runs_whole(executor: Executor, draws: Rando
     finally:
         executor.resume_training()
     assert len(results) == 3, "there, through the tail, and back"
-    executor.run(Plan(released=(batch.key,)))
+    executor.run(BasePlan(released=(batch.key,)))
 
 
 def test_a_pause_is_over_once_it_is_withdrawn(executor: Executor, draws: Random) -> None:
@@ -301,14 +301,14 @@ def test_a_pause_is_over_once_it_is_withdrawn(executor: Executor, draws: Random)
         plan = next(steps(batch, 12, pausable=True))
         (segment,) = run(executor, plan).trained
         assert len(segment.span) == batch.layers
-        executor.run(Plan(released=(batch.key,)))
+        executor.run(BasePlan(released=(batch.key,)))
 
 
 def test_each_optimizer_step_is_answered(executor: Executor, draws: Random) -> None:
     jobs = [begin(executor) for _ in range(3)]
     for job in jobs:
         travel(executor, micro_batch(executor, draws, job), cut=12)
-    result = run(executor, Plan(updates=tuple(OptimStep(job, 1e-3) for job in jobs)))
+    result = run(executor, BasePlan(updates=tuple(OptimStep(job, 1e-3) for job in jobs)))
     assert result.updated.keys() | result.failed.keys() == set(jobs)
     assert [result.updated[job].version for job in jobs] == [f"{job}@1" for job in jobs]
 
@@ -350,11 +350,11 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
     executor, job = opened.executor, begin(opened.executor)
     batches = [micro_batch(executor, draws, job) for _ in range(2)]
     travel(executor, batches[0], cut=12)
-    run(executor, Plan(updates=(OptimStep(job, 1e-2),)))
+    run(executor, BasePlan(updates=(OptimStep(job, 1e-2),)))
     state = executor.call(SaveState(job))
     assert state.step == 1 and state.identity == IDENTITY and state.loss is not None
     travel(executor, batches[1], cut=12)
-    run(executor, Plan(updates=(OptimStep(job, 1e-2),)))
+    run(executor, BasePlan(updates=(OptimStep(job, 1e-2),)))
     expected = executor.call(FetchAdapter(f"{job}@2")).parameters()
     assert executor.call(ReadMemory()).sessions[job][Account.OPTIMIZERS] > 0
     for _ in range(2):
@@ -367,7 +367,7 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
     again = replace(batches[1], key=next(KEYS), direction=Direction.TRAIN_FORWARD, done=False, frontier=0)
     again.told = False
     travel(executor, again, cut=12)
-    run(executor, Plan(updates=(OptimStep(job, 1e-2),)))
+    run(executor, BasePlan(updates=(OptimStep(job, 1e-2),)))
     found = executor.call(FetchAdapter(f"{job} again@2")).parameters()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -375,7 +375,7 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
 def test_commands_take_effect_after_the_plans_before_them(opened: Opened, draws: Random) -> None:
     executor, job = opened.executor, begin(opened.executor)
     travel(executor, micro_batch(executor, draws, job), cut=12)
-    executor.launch(Plan(updates=(OptimStep(job, 1e-2),), pauses=PAUSES[id(executor)]))
+    executor.launch(BasePlan(updates=(OptimStep(job, 1e-2),), pauses=PAUSES[id(executor)]))
     assert executor.call(FetchAdapter(f"{job}@1")).version == 1
     result = executor.collect()
     assert result is not None and result.updated[job].step == 1 and executor.collect() is None

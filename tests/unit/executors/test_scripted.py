@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import OptimStep, Plan
+from coserve.core.plan import BasePlan, OptimStep
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.executors.scripted import ScriptedExecutor, next_token
@@ -20,13 +20,13 @@ def sequence(key: int = 1, pages: tuple[int, ...] = (0, 1)) -> Sequence:
 ONE = sequence()
 
 
-def infer(*rows: tuple[Sequence, int, int], released: tuple[int, ...] = ()) -> Plan:
+def infer(*rows: tuple[Sequence, int, int], released: tuple[int, ...] = ()) -> BasePlan:
     return replace(inference_plan(rows), released=released)
 
 
-def train(it: MicroBatch, start: int, rows: int, way: Direction, span: Span = SPAN) -> Plan:
+def train(it: MicroBatch, start: int, rows: int, way: Direction, span: Span = SPAN) -> BasePlan:
     window = training_segment(it, start, rows, way, span)
-    return Plan(training=(window,), micro_batches=announce_batches([it]))
+    return BasePlan(training=(window,), micro_batches=announce_batches([it]))
 
 
 def batch() -> MicroBatch:
@@ -79,7 +79,7 @@ def test_the_ended_stay_away() -> None:
     with pytest.raises(AssertionError, match="released"):
         executor.run(replace(train(it, 0, 8, Direction.BACKWARD), released=(7,)))
     with pytest.raises(AssertionError, match="twice"):
-        executor.run(Plan(released=(7,)))
+        executor.run(BasePlan(released=(7,)))
 
 
 KEPT = [(0, 8, Direction.TRAIN_FORWARD, SPAN)]
@@ -117,19 +117,19 @@ def test_windows_out_of_order(steps: list[tuple[int, int, Direction, Span]], mes
 def test_an_update_needs_all_gradients() -> None:
     executor, it = ScriptedExecutor(2), batch()
     with pytest.raises(AssertionError, match="before all gradients"):
-        executor.run(Plan(updates=(OptimStep("job"),)))
+        executor.run(BasePlan(updates=(OptimStep("job"),)))
     executor.run(train(it, 0, 8, Direction.TRAIN_FORWARD))
     with pytest.raises(AssertionError, match="before all gradients"):
-        executor.run(Plan(updates=(OptimStep("job"),)))
+        executor.run(BasePlan(updates=(OptimStep("job"),)))
     executor.run(train(it, 0, 8, Direction.LOSS, TAIL))
     executor.run(train(it, 0, 8, Direction.BACKWARD, Span(1, 2)))
     with pytest.raises(AssertionError, match="before all gradients"):
-        executor.run(Plan(updates=(OptimStep("job"),)))
+        executor.run(BasePlan(updates=(OptimStep("job"),)))
     executor.run(train(it, 0, 8, Direction.BACKWARD, Span(0, 1)))
-    assert executor.run(Plan(updates=(OptimStep("job"),))).updated["job"].labels == 8
+    assert executor.run(BasePlan(updates=(OptimStep("job"),))).updated["job"].labels == 8
 
 
 def test_a_pause_takes_its_time() -> None:
     executor = ScriptedExecutor(2)
-    assert executor.run(Plan(idle=2.5)).seconds == 0.0
+    assert executor.run(BasePlan(idle=2.5)).seconds == 0.0
     assert executor.now == 2.5

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import InferenceSegment, OptimStep, Plan, StepResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, OptimStep, TrainingSegment
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
@@ -22,10 +22,10 @@ TRAINING = training_segment(BATCH, 0, 3, Direction.BACKWARD, Span(0, 2))
 
 def plan(
     *segments: InferenceSegment | TrainingSegment, predicted: float = 10.0, updates: tuple[str, ...] = ()
-) -> Plan:
+) -> BasePlan:
     answers = tuple(s for s in segments if isinstance(s, InferenceSegment))
     training = tuple(s for s in segments if isinstance(s, TrainingSegment))
-    return Plan(answers, training, updates, predicted=predicted, split=0.5)
+    return BasePlan(answers, training, updates, predicted=predicted, split=0.5)
 
 
 def test_a_factor_moves_by_a_twentieth_of_what_a_step_shows() -> None:
@@ -56,7 +56,7 @@ def test_the_model_learns_what_each_lane_took_more_than_alone() -> None:
     """The lanes take 4 and 6 seconds alone; here 8 and 9, so twice and one and a half times."""
     model = CostModel(COSTS)
     before = model.learned
-    model.observe_lanes(plan(ANSWER, TRAINING), StepResult(9.0, trained=(TRAINING,), lanes=(8.0, 9.0)))
+    model.observe_lanes(plan(ANSWER, TRAINING), BaseResult(9.0, trained=(TRAINING,), lanes=(8.0, 9.0)))
     assert model.lanes.inference == pytest.approx(1.8 + 0.05 * (2.0 - 1.8))
     assert model.lanes.training == pytest.approx(1.8 + 0.05 * (1.5 - 1.8))
     lanes = (model.lanes.inference, model.lanes.training)
@@ -69,9 +69,9 @@ def test_the_model_learns_what_each_lane_took_more_than_alone() -> None:
 def test_training_that_goes_on_is_judged_when_it_is_done() -> None:
     """By what has been done, whichever step it began in."""
     model = CostModel(COSTS)
-    model.observe_lanes(plan(ANSWER, TRAINING), StepResult(8.0, lanes=(8.0, 0.0)))
+    model.observe_lanes(plan(ANSWER, TRAINING), BaseResult(8.0, lanes=(8.0, 0.0)))
     assert (model.lanes.inference, model.lanes.training) == (pytest.approx(1.81), 1.8)
-    model.observe_lanes(plan(ANSWER), StepResult(7.2, trained=(TRAINING,), lanes=(7.2, 18.0)))
+    model.observe_lanes(plan(ANSWER), BaseResult(7.2, trained=(TRAINING,), lanes=(7.2, 18.0)))
     assert model.lanes.inference == pytest.approx(1.81 + 0.05 * (1.8 - 1.81))
     assert model.lanes.training == pytest.approx(1.8 + 0.05 * (3.0 - 1.8))
 
@@ -80,14 +80,14 @@ def test_the_margin_knows_of_lanes_too() -> None:
     """20 seconds where 10 were predicted: as much as before is allowed for on top."""
     model = CostModel(COSTS)
     for _ in range(16):
-        model.observe_lanes(plan(ANSWER, TRAINING), StepResult(20.0, trained=(TRAINING,), lanes=(20.0, 19.0)))
+        model.observe_lanes(plan(ANSWER, TRAINING), BaseResult(20.0, trained=(TRAINING,), lanes=(20.0, 19.0)))
     assert model.misses.covering(0.9, trains=True) == pytest.approx(1.0)
 
 
 def test_a_split_step_in_which_nothing_was_done_teaches_nothing() -> None:
     model = CostModel(COSTS)
     for segments in ((), (ANSWER,), (TRAINING,)):
-        model.observe_lanes(plan(*segments), StepResult(9.0))
+        model.observe_lanes(plan(*segments), BaseResult(9.0))
     assert (model.lanes.inference, model.lanes.training) == (1.8, 1.8)
 
 

@@ -3,7 +3,7 @@ from itertools import count
 import pytest
 
 from coserve.core.events import Finished, RequestFailed
-from coserve.core.plan import StepResult
+from coserve.core.plan import BaseResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.errors import AdapterError, EmptyPrompt
 from coserve.memory.pages import PagePool
@@ -43,8 +43,8 @@ def test_ends_between_two_steps_are_reported_once_and_free_their_pages() -> None
         RequestFailed(failed.key, "r", error),
         Finished(cancelled.key, "r", FinishReason.CANCELLED),
     ]
-    assert it.apply((), StepResult(0.0), 1.0) == expected
-    assert it.apply((), StepResult(0.0), 2.0) == [] and not it.has_work
+    assert it.apply((), BaseResult(0.0), 1.0) == expected
+    assert it.apply((), BaseResult(0.0), 2.0) == [] and not it.has_work
 
 
 def test_a_refused_request_is_not_open() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from bases import LAYERS, PAGE, SMALL, WIDE, TwoBases, request, two_costs
 from coserve.core.events import TokenEvent
-from coserve.core.plan import OffloadReads, StepResult, SwapIn, SwapOut, TrainingSegment
+from coserve.core.plan import BaseResult, OffloadReads, SwapIn, SwapOut, TrainingSegment
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import OutOfPages, PromptTooLong
@@ -114,12 +114,12 @@ def test_each_learns_from_its_own_seconds() -> None:
     both.others[WIDE] = features(WIDE, 8).others[WIDE]
     usual = cost.predict_features(features(SMALL, 8))
     for _ in range(200):
-        cost.observe(both, 3 * usual, beside={WIDE: StepResult(2 * usual)})
+        cost.observe(both, 3 * usual, beside={WIDE: BaseResult(2 * usual)})
     assert cost.predict_features(features(SMALL, 8)) == pytest.approx(usual, rel=0.02)
     assert cost.predict_features(features(WIDE, 8)) == pytest.approx(2 * usual, rel=0.05)
     before = cost.weights
     for _ in range(50):
-        cost.observe(features(WIDE, 8), 2 * usual, beside={WIDE: StepResult(2 * usual)})
+        cost.observe(features(WIDE, 8), 2 * usual, beside={WIDE: BaseResult(2 * usual)})
     assert cost.weights == before, "steps of the other one alone teach it nothing"
 
 
@@ -199,6 +199,6 @@ def test_what_reading_elsewhere_takes_is_learned_by_the_base_that_reads() -> Non
     cost, read = two_costs(), Features()
     read.add_inference(50, 1, 1, None, offloaded=True, base=WIDE)
     before = cost.offload.token_seconds
-    cost.observe(read, 1.0, beside={WIDE: StepResult(1.0, offload_reads=OffloadReads(99, 0.5))})
+    cost.observe(read, 1.0, beside={WIDE: BaseResult(1.0, offload_reads=OffloadReads(99, 0.5))})
     assert cost.others[WIDE].offload.token_seconds == pytest.approx(0.01)
     assert cost.offload.token_seconds == before

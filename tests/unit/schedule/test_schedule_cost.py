@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.plan import InferenceSegment, OptimStep, Plan, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.cost import (
@@ -38,7 +38,7 @@ def train(way: Direction, rows: int, first: int, last: int, adapter: str = "t@0"
     return training_segment(batch, 0, rows, way, Span(first, last))
 
 
-def random_plan(rng: random.Random) -> Plan:
+def random_plan(rng: random.Random) -> BasePlan:
     decode = [infer(rng.randint(64, 900), 1, adapter=f"a{n % 5}@1") for n in range(rng.randint(0, 20))]
     prefill = [infer(0, rng.randint(2, 300), prompt=300)] if rng.random() < 0.4 else []
     training = []
@@ -49,7 +49,7 @@ def random_plan(rng: random.Random) -> Plan:
             first = rng.randint(0, DEPTH - 1)
             training.append(train(way, rng.randint(16, 512), first, rng.randint(first + 1, DEPTH)))
     updates = (OptimStep("job"),) if rng.random() < 0.2 else ()
-    return Plan(tuple(decode + prefill), tuple(training), updates)
+    return BasePlan(tuple(decode + prefill), tuple(training), updates)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
@@ -82,7 +82,7 @@ def test_causal_pairs() -> None:
 
 
 def test_features_of_decode_and_prefill() -> None:
-    plan = Plan((infer(99, 1, adapter="a@1"), infer(70, 1, adapter="a@1"), infer(0, 10)))
+    plan = BasePlan((infer(99, 1, adapter="a@1"), infer(70, 1, adapter="a@1"), infer(0, 10)))
     found = Features.of(plan).as_dict()
     assert found == dict.fromkeys(NAMES, 0.0) | {
         "step": 1,
@@ -118,14 +118,16 @@ def test_rows_add_no_negative_seconds() -> None:
 
 
 def test_scored_prompt_rows_pay_for_the_head() -> None:
-    assert Features.of(Plan((infer(0, 10, scored=True),))).as_dict()["tail_rows"] == 10
-    assert Features.of(Plan((infer(0, 64, scored=True),))).as_dict()["tail_rows"] == 64  # 63 and the sampled
+    assert Features.of(BasePlan((infer(0, 10, scored=True),))).as_dict()["tail_rows"] == 10
+    assert (
+        Features.of(BasePlan((infer(0, 64, scored=True),))).as_dict()["tail_rows"] == 64
+    )  # 63 and the sampled
 
 
 def test_features_of_training() -> None:
     keep, back = train(Direction.TRAIN_FORWARD, 16, 0, 4), train(Direction.BACKWARD, 32, 6, 8)
     loss = train(Direction.LOSS, 24, DEPTH, DEPTH + 1)
-    found = Features.of(Plan(training=(keep, loss, back), updates=(OptimStep("job"),))).as_dict()
+    found = Features.of(BasePlan(training=(keep, loss, back), updates=(OptimStep("job"),))).as_dict()
     assert found == dict.fromkeys(NAMES, 0.0) | {
         "step": 1,
         "forward_layers": 0.5,
@@ -197,11 +199,11 @@ def test_fit_with_noise_stays_non_negative_and_close() -> None:
 
 def test_fit_leaves_what_no_sample_has() -> None:
     model = CostModel()
-    model.fit([(Plan((infer(99, 1),)), 0.01), (Plan((infer(99, 1), infer(199, 1))), 0.012)])
+    model.fit([(BasePlan((infer(99, 1),)), 0.01), (BasePlan((infer(99, 1), infer(199, 1))), 0.012)])
     assert model.weights["backward_rows"] == DEFAULT_WEIGHTS["backward_rows"]
-    assert model.predict(Plan((infer(99, 1),))) == pytest.approx(0.01, rel=0.01)
+    assert model.predict(BasePlan((infer(99, 1),))) == pytest.approx(0.01, rel=0.01)
     model.fit([])
-    assert model.predict(Plan((infer(99, 1),))) == pytest.approx(0.01, rel=0.01)
+    assert model.predict(BasePlan((infer(99, 1),))) == pytest.approx(0.01, rel=0.01)
 
 
 def test_observing_halves_the_error_of_a_wrong_start() -> None:
@@ -232,7 +234,7 @@ def test_a_slower_machine_is_noticed_soon() -> None:
 def test_decode_alone_says_little_about_training() -> None:
     model = CostModel()
     before = model.weights["backward_rows"]
-    plan = Plan((infer(99, 1),))
+    plan = BasePlan((infer(99, 1),))
     for _ in range(200):
         model.observe(plan, 0.05)
     assert model.predict(plan) == pytest.approx(0.05, rel=0.02)
@@ -240,7 +242,7 @@ def test_decode_alone_says_little_about_training() -> None:
 
 
 def test_one_stall_does_not_spoil_the_model() -> None:
-    model, plan = CostModel(), Plan((infer(99, 1),))
+    model, plan = CostModel(), BasePlan((infer(99, 1),))
     before = model.predict(plan)
     model.observe(plan, 1000 * before)
     assert model.predict(plan) < 1.5 * before
@@ -249,7 +251,7 @@ def test_one_stall_does_not_spoil_the_model() -> None:
 
 
 def test_error_follows_what_was_missed() -> None:
-    model, plan = CostModel(), Plan((infer(99, 1),))
+    model, plan = CostModel(), BasePlan((infer(99, 1),))
     model.fit([(plan, 0.01)])
     assert model.error < 0.01
     model.observe(plan, 0.02)
@@ -313,9 +315,9 @@ def test_an_iteration_is_what_its_steps_take(count: int) -> None:
     whole = [Span(0, DEPTH), Span(DEPTH, DEPTH + 1), Span(0, DEPTH)]
     ways = [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD]
     plans = [
-        Plan(training=tuple(training_segment(batch, 0, 100, way, span) for batch in batches))
+        BasePlan(training=tuple(training_segment(batch, 0, 100, way, span) for batch in batches))
         for way, span in zip(ways, whole, strict=True)
     ]
     model = CostModel()
-    taken = sum(model.predict(plan) for plan in (*plans, Plan(updates=(OptimStep("job"),))))
+    taken = sum(model.predict(plan) for plan in (*plans, BasePlan(updates=(OptimStep("job"),))))
     assert model.predict_iteration(batches) == pytest.approx(taken - 3 * 1e-3 - 2e-4)

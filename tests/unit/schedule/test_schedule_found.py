@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from coserve.core.events import TokenEvent
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
@@ -38,7 +38,7 @@ class World:
         request = Request("r", tuple(prompt), sampling, arrival=self.executor.now, **fields)  # type: ignore[arg-type]
         return self.it.requests.submit(request, self.executor.now)
 
-    def step(self) -> Plan:
+    def step(self) -> BasePlan:
         self.events += [e for e in self.executor.step(self.it) if isinstance(e, TokenEvent)]
         return self.executor.plans[-1]
 

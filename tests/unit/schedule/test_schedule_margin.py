@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import OptimStep, Plan
+from coserve.core.plan import BasePlan, OptimStep
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
@@ -77,7 +77,7 @@ def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
     window = training_segment(
         MicroBatch(2, "job", "t@0", (64,), 4), 0, 32, Direction.TRAIN_FORWARD, Span(0, 2)
     )
-    alone, beside = Plan((decode,)), Plan((decode,), (window,))
+    alone, beside = BasePlan((decode,)), BasePlan((decode,), (window,))
     for _ in range(60):
         cost.observe(alone, cost.predict(alone))
         cost.observe(beside, 1.4 * cost.predict(beside))
@@ -90,8 +90,8 @@ def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
 def test_steps_that_nobody_waits_for_say_nothing() -> None:
     """An optimizer step alone is over in milliseconds, and takes three times as long now and then."""
     cost, sequence = CostModel(), Sequence(1, Request("r", (1,) * 8), output=[1])
-    decode = Plan((inference_segment(sequence, 8, 1),))
-    update = Plan(updates=(OptimStep("a"),))
+    decode = BasePlan((inference_segment(sequence, 8, 1),))
+    update = BasePlan(updates=(OptimStep("a"),))
     for _ in range(40):
         cost.observe(decode, cost.predict(decode))
         cost.observe(update, 3.0 * cost.predict(update))
@@ -120,7 +120,7 @@ def test_answers_of_many_tokens_need_each_step_in_time() -> None:
 
 def test_what_the_host_takes_is_predicted_too_and_a_stall_counts_for_little() -> None:
     cost, sequence = CostModel(), Sequence(1, Request("r", (1,) * 8), output=[1])
-    decode = Plan((inference_segment(sequence, 8, 1),))
+    decode = BasePlan((inference_segment(sequence, 8, 1),))
     executed, weights = cost.predict(decode), cost.weights
     for _ in range(60):
         cost.observe(decode, executed, host=0.002)
@@ -130,5 +130,5 @@ def test_what_the_host_takes_is_predicted_too_and_a_stall_counts_for_little() ->
     assert 0.002 < cost.host < 0.002 + 0.05 * 4 * (executed + 0.002)
     assert cost.margin(CONFIG, trains=False, tokens=100) == CONFIG.max_margin
     before = cost.host
-    cost.observe(Plan(updates=(OptimStep("a"),)), 0.005, host=1.0)  # nobody waits for its tokens
+    cost.observe(BasePlan(updates=(OptimStep("a"),)), 0.005, host=1.0)  # nobody waits for its tokens
     assert cost.host == before

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.core.plan import Plan, Prefix
+from coserve.core.plan import BasePlan, Prefix
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.errors import OutOfPages, PromptTooLong
@@ -143,7 +143,7 @@ def test_growth_may_take_the_pages_of_somebody_else_s_virtual_tokens() -> None:
 
 
 def test_a_fill_counts_as_a_pass_of_its_own() -> None:
-    plan = Plan(prefixes=(Prefix("a@1", (0, 1), 7, 5), Prefix("b@1", (2,), 4)))
+    plan = BasePlan(prefixes=(Prefix("a@1", (0, 1), 7, 5), Prefix("b@1", (2,), 4)))
     found = Features.of(plan).as_dict()
     assert (found["forward_layers"], found["prefill_layers"], found["forward_rows"]) == (1.0, 1.0, 5.0)
     assert found["forward_attention"] == sum(range(3, 8))

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from coserve.core.events import Event, Finished, JobFailed, StepDone, TokenEvent, TrainingProgress
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import Direction, MicroBatch
@@ -308,7 +308,7 @@ def test_an_update_needs_an_answer() -> None:
     while not (plan := it.plan(executor.now)).updates:
         it.apply(executor.run(plan), executor.now)
     with pytest.raises(AssertionError, match="no answer"):
-        it.apply(StepResult(0.1), executor.now)
+        it.apply(BaseResult(0.1), executor.now)
 
 
 def test_training_rides_along_and_is_counted() -> None:
@@ -325,7 +325,7 @@ def test_training_rides_along_and_is_counted() -> None:
 def test_deferral_is_the_time_that_training_took() -> None:
     it, executor = world()
     it.requests.submit(request(answer=1), 0.0)
-    alone = it.cost.predict(Plan(it.plan(0.0).inference))
+    alone = it.cost.predict(BasePlan(it.plan(0.0).inference))
     it, executor = world(policy="hybrid:fused")
     sequence = it.requests.submit(request(answer=1), 0.0)
     it.training.add("job", micro_batches(it, rows=2000))
@@ -429,7 +429,7 @@ def test_nothing_to_do_is_an_empty_plan() -> None:
     it, executor = world()
     assert it.plan(0.0).is_empty and not it.has_work
     it.plan(0.0)
-    assert it.apply(executor.run(Plan()), 0.0) == []
+    assert it.apply(executor.run(BasePlan()), 0.0) == []
     assert it.stats.steps == 0
 
 

@@ -3,7 +3,7 @@ from itertools import product
 
 import pytest
 
-from coserve.core.plan import OptimStep, Plan
+from coserve.core.plan import BasePlan, OptimStep
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
@@ -41,8 +41,8 @@ def fill(batch: MicroBatch, seconds: float, inference: bool = True, **allowance:
 
 
 def added(it: PlanBuilder, inference: bool = True) -> float:
-    whole = CostModel().predict(Plan(tuple(it.inference), tuple(it.training), tuple(it.updates)))
-    return whole - (CostModel().predict(Plan(tuple(it.inference))) if inference else 0.0)
+    whole = CostModel().predict(BasePlan(tuple(it.inference), tuple(it.training), tuple(it.updates)))
+    return whole - (CostModel().predict(BasePlan(tuple(it.inference))) if inference else 0.0)
 
 
 @pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD])
@@ -65,7 +65,7 @@ def test_no_other_rung_would_do_more() -> None:
     for rows in (512, 256, 128, 64, 32):
         for layers in range(2, DEPTH + 1):
             other = training_segment(batch, 700 - rows, rows, Direction.BACKWARD, Span(DEPTH - layers, DEPTH))
-            if model.predict(Plan(inference, (other,))) - model.predict(Plan(inference)) <= seconds:
+            if model.predict(BasePlan(inference, (other,))) - model.predict(BasePlan(inference)) <= seconds:
                 assert rows * layers <= chosen.length * len(chosen.span)
 
 

@@ -1,4 +1,4 @@
-from coserve.core.plan import OptimStep, Plan
+from coserve.core.plan import BasePlan, OptimStep
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.segments import training_segment
 from coserve.schedule.training_queue import TrainingQueue
@@ -64,10 +64,10 @@ def test_a_job_without_work_has_no_turn() -> None:
     }
     for direction, span in ways.items():
         assert not job.is_due and it.has_work
-        it.planned(Plan(training=(training_segment(batch, 0, 10, direction, span),)), now=0.0)
+        it.planned(BasePlan(training=(training_segment(batch, 0, 10, direction, span),)), now=0.0)
         it.ran(batch, 10)
     assert job.is_due and it.released == [0] and order(it) == ["a"]
-    it.planned(Plan(updates=(OptimStep("a"),)), now=0.0)
+    it.planned(BasePlan(updates=(OptimStep("a"),)), now=0.0)
     assert not job.is_due and order(it) == [] and it.has_work
     it.updated("a")
     assert order(it) == [] and not it.has_work and job.update in it

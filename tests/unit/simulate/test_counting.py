@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from coserve.core.plan import InferenceSegment, OptimStep, Plan, Prefix, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, Prefix, TrainingSegment
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.cost import Features
 from coserve.simulate.counting import PassKind, PassWork, PlanCounter
@@ -35,7 +35,7 @@ def total(works: list[PassWork], *kinds: PassKind) -> dict[str, float]:
     return {name: sum(getattr(one, name) for one in works if one.kind in kinds) for name in numbers}
 
 
-def naive(plan: Plan) -> dict[str, float]:
+def naive(plan: BasePlan) -> dict[str, float]:
     """Forward and back, one (layer, row) after the other."""
     found: dict[str, float] = defaultdict(float)
     size = sum(a * b for a, b in linears(SHAPE))
@@ -78,7 +78,7 @@ def test_forward_is_counted_as_row_by_row() -> None:
             window(f"j{n}", Direction.TRAIN_FORWARD, a, b, draw.randrange(1, 30), n)
             for n, (a, b) in enumerate(spans)
         )
-        plan = Plan(inference=inference, training=training)
+        plan = BasePlan(inference=inference, training=training)
         counted = total(PlanCounter(SHAPE, ADAPTER).count(plan), PassKind.FORWARD)
         expected = naive(plan)
         for name in (
@@ -101,7 +101,7 @@ def test_backward_reads_each_layer_as_often_as_the_scheduler_thinks() -> None:
             window(job, Direction.BACKWARD, a, b, draw.randrange(1, 30), n)
             for n, (job, (a, b)) in enumerate(zip(("x", "y", draw.choice("xz")), spans, strict=True))
         )
-        plan = Plan(training=training)
+        plan = BasePlan(training=training)
         counted = total(PlanCounter(SHAPE, ADAPTER, recompute=False).count(plan), PassKind.BACKWARD)
         assert counted["weight_bytes"] == size * Features.of(plan).visits((1 << SHAPE.layers) - 1)
         rows = sum(one.length * len(one.span) for one in training)
@@ -125,7 +125,7 @@ def test_a_training_step_is_the_shapes_own_count() -> None:
     ]
     for recompute in (False, True):
         counter = PlanCounter(shape, shape.lora_weights(8), recompute=recompute)
-        works = [one for segment in segments for one in counter.count(Plan(training=(segment,)))]
+        works = [one for segment in segments for one in counter.count(BasePlan(training=(segment,)))]
         flops = sum(one.flops + one.attention_flops + one.adapter_flops for one in works)
         again = (
             2 * shape.hidden * 2 * pairs * shape.layers + rows * 2 * shape.lora_weights(8) if recompute else 0
@@ -135,13 +135,13 @@ def test_a_training_step_is_the_shapes_own_count() -> None:
 
 def test_decode_is_the_shapes_own_count() -> None:
     shape = shape_named("8b")
-    plan = Plan(inference=tuple(InferenceSegment(n, 99, 1, 99, 1) for n in range(16)))
+    plan = BasePlan(inference=tuple(InferenceSegment(n, 99, 1, 99, 1) for n in range(16)))
     works = PlanCounter(shape).count(plan)
     assert sum(one.weight_bytes + one.cache_bytes for one in works) == shape.decode_bytes(16, 100)
 
 
 def test_devices_share_all_but_what_they_exchange() -> None:
-    plan = Plan(
+    plan = BasePlan(
         inference=(InferenceSegment(1, 0, 7, 0, 1, "a@1"),),
         training=(window("j", Direction.BACKWARD, 0, 4, 9), window("j", Direction.LOSS, 6, 7, 9, 1)),
         updates=(OptimStep("j"),),

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from coserve.core.plan import InferenceSegment, OptimStep, Plan, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, TrainingSegment
 from coserve.core.request import SLO
 from coserve.core.sequence import Direction, Span
 from coserve.errors import ConfigError
@@ -22,7 +22,7 @@ LOAD = SimulatedLoad(4.0, 4.0, slo=SLO(first_token=5.0, between_tokens=0.2), tra
 FLEET = FleetSettings(SHAPE, "a100-40", degree=2, stages=2)
 
 
-def drawn(draw: random.Random) -> Plan:
+def drawn(draw: random.Random) -> BasePlan:
     """A plan of answers and windows through some layers, or of an optimizer step."""
     answers = tuple(
         InferenceSegment(n, draw.randrange(50), rows, draw.randrange(50), 1)
@@ -33,7 +33,7 @@ def drawn(draw: random.Random) -> Plan:
         first = draw.randrange(SHAPE.layers)
         span = Span(SHAPE.layers, SHAPE.layers + 1) if way.is_tail else Span(first, SHAPE.layers)
         windows.append(TrainingSegment(100 + number, "j", "j@0", 0, 64, 900, way, span, SHAPE.layers))
-    return Plan(inference=answers, training=tuple(windows), updates=(OptimStep("j"),) * draw.randrange(2))
+    return BasePlan(inference=answers, training=tuple(windows), updates=(OptimStep("j"),) * draw.randrange(2))
 
 
 def total(work: list[PassWork]) -> dict[str, float]:
@@ -59,14 +59,14 @@ def test_a_plan_has_its_seconds_by_stage_and_way() -> None:
     counter = PlanCounter(SHAPE, SHAPE.lora_weights(8), degree=2)
     times = RooflineTimes(counter, table, stages=2)  # type: ignore[arg-type]
     alone = RooflineTimes(counter, table)  # type: ignore[arg-type]
-    decode = Plan(inference=(InferenceSegment(0, 100, 1, 100, 1),))
+    decode = BasePlan(inference=(InferenceSegment(0, 100, 1, 100, 1),))
     taken = times.by_stage(decode)
     assert not any(taken.back) and taken.forward[0] < taken.forward[1] < 1.2 * taken.forward[0]  # the head
     # 5,120 channels of a row in bfloat16, half on each device, over 80 % of 32 GB/s.
     assert taken.sending == pytest.approx(5120 * 2 / 2 / 25.6e9)
     assert times.predict(decode) == pytest.approx(alone.predict(decode) + taken.sending)
     window = TrainingSegment(1, "j", "j@0", 0, 64, 900, Direction.BACKWARD, Span(0, 40), 40)
-    taken = times.by_stage(Plan(training=(window,)))
+    taken = times.by_stage(BasePlan(training=(window,)))
     assert not any(taken.forward) and taken.back[0] == pytest.approx(taken.back[1])
     assert alone.by_stage(decode).forward == (alone.predict(decode),)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from coserve.core.events import StepDone, TokenEvent
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import SLO, Request
 from coserve.core.sequence import MicroBatch
 from coserve.executors.virtual_clock import VirtualClock
@@ -177,7 +177,7 @@ def test_no_row_is_planned_before_the_token_that_it_needs() -> None:
     made, under_way = scheduler(3), dict[int, int]()
     ask(made, 7)
 
-    def seconds(plan: Plan) -> StageSeconds:
+    def seconds(plan: BasePlan) -> StageSeconds:
         for segment in plan.inference:
             assert under_way.get(segment.key, 0) == 0 or segment.start + segment.length <= 8
             under_way[segment.key] = 1
@@ -185,7 +185,7 @@ def test_no_row_is_planned_before_the_token_that_it_needs() -> None:
         assert decoded <= 3  # of seven, in three plans
         return split(0.3, 3)
 
-    def observe(plan: Plan, result: StepResult, began: float) -> None:
+    def observe(plan: BasePlan, result: BaseResult, began: float) -> None:
         for segment in plan.inference:
             under_way[segment.key] = 0
 
@@ -198,7 +198,7 @@ def test_jobs_train_in_full_depth_windows(policy: str) -> None:
     """All policies finish answers and optimizer steps, in windows through all layers."""
     made, left = scheduler(2, policy), 4
 
-    def seconds(plan: Plan) -> StageSeconds:
+    def seconds(plan: BasePlan) -> StageSeconds:
         assert all(len(one.span) in (1, LAYERS) for one in plan.training)
         return split(COST.predict(plan), 2)
 

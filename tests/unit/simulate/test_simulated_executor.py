@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from coserve.core.events import StepDone
-from coserve.core.plan import InferenceSegment, Plan, SequenceStart, StepResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, SequenceStart, TrainingSegment
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.executors.executor import Executor
@@ -79,11 +79,11 @@ def test_it_is_an_executor_that_needs_no_torch() -> None:
 
 
 def test_each_step_is_observed_with_the_time_at_which_it_began() -> None:
-    seen: list[tuple[Plan, StepResult, float]] = []
+    seen: list[tuple[BasePlan, BaseResult, float]] = []
     executor = SimulatedExecutor(lambda plan: 2.0, host=lambda: 0.5, observe=lambda *step: seen.append(step))
     executor.skip(1.0)
-    executor.run(Plan(released=(7,)))
-    executor.run(Plan(idle=3.0))
+    executor.run(BasePlan(released=(7,)))
+    executor.run(BasePlan(idle=3.0))
     assert [(result.seconds, began) for _, result, began in seen] == [(2.0, 1.0), (0.0, 3.5)]
     assert executor.now == 6.5
 
@@ -91,11 +91,11 @@ def test_each_step_is_observed_with_the_time_at_which_it_began() -> None:
 def test_lanes_are_slower_by_what_is_given() -> None:
     window = TrainingSegment(9, "job", "job@0", 0, 4, 10, Direction.TRAIN_FORWARD, Span(0, 2), LAYERS)
     start = SequenceStart(1, (0, 0, 0), (), SamplingParams())
-    first = Plan((InferenceSegment(1, 0, 3, 0, 1),), (window,), split=0.5, sequences=(start,))
+    first = BasePlan((InferenceSegment(1, 0, 3, 0, 1),), (window,), split=0.5, sequences=(start,))
     executor = SimulatedExecutor(lambda plan: 1.0, lanes=(1.5, 3.5))
     result = executor.run(first)
     assert (result.seconds, result.lanes, result.trained) == (1.5, (1.5, 0.0), ())
     for number, trained in ((1, ()), (2, (window,))):
-        result = executor.run(Plan((InferenceSegment(1, 2 + number, 1, 2 + number, 1),), split=0.5))
+        result = executor.run(BasePlan((InferenceSegment(1, 2 + number, 1, 2 + number, 1),), split=0.5))
         assert result.trained == trained
     assert result.lanes == (1.5, 3.5) and executor.now == 4.5

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.errors import ConfigError
 from coserve.simulate.counting import PassKind, PlanCounter
 from coserve.simulate.hardware import Roofline, hardware_named
@@ -61,7 +61,7 @@ def test_each_way_takes_the_longer_of_reading_and_computing() -> None:
         assert reads.waited == pytest.approx(2 * (times.predict(plan) - times.computed(plan)))
         seen.add((bool(there), bool(back), reads.waited > 0))
     assert len(seen) >= 3
-    assert resident.reads(Plan(), 1.0).nbytes == 0
+    assert resident.reads(BasePlan(), 1.0).nbytes == 0
 
 
 def test_the_scheduler_knows_how_long_a_pass_reads() -> None:

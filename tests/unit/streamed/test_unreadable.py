@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
-from coserve.core.plan import Plan
+from coserve.core.plan import BasePlan
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.engine.finetuning import Keeping
@@ -62,10 +62,10 @@ class Run:
 
     def __init__(self, base: Base, answers: int = ANSWERS, **fields: Any) -> None:
         self.engine = Engine(base.folder, EngineConfig(**{"base_memory": base.budget, **FIELDS, **fields}))
-        self.launched: list[Plan] = []
+        self.launched: list[BasePlan] = []
         launch = self.engine.executor.launch
 
-        def note(plan: Plan) -> None:
+        def note(plan: BasePlan) -> None:
             self.launched.append(plan)
             launch(plan)
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from coserve import errors
-from coserve.core.plan import InferenceSegment, Plan, Sampled, SequenceStart, StepResult, TokenLogprobs
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Sampled, SequenceStart, TokenLogprobs
 from coserve.core.request import SamplingParams
 from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
 
@@ -19,7 +19,7 @@ from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_r
 )
 def test_a_plan_comes_back_as_it_was(sampling: SamplingParams) -> None:
     start = SequenceStart(3, (1, 2), (5,), sampling, "a@1", 4, 2, 1, 9, None)
-    plan = Plan(
+    plan = BasePlan(
         (InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4)),), released=(1, 2), split=0.5, sequences=(start,)
     )
     assert decode_plan(encode_plan(plan)) == plan
@@ -27,7 +27,7 @@ def test_a_plan_comes_back_as_it_was(sampling: SamplingParams) -> None:
 
 def test_a_result_keeps_the_errors_of_jobs() -> None:
     scored = TokenLogprobs(-0.25, ((4, -0.25), (9, -1.5)))
-    given = StepResult(
+    given = BaseResult(
         0.5,
         {3: Sampled(4, scored, (scored,))},
         failed={"a": errors.LossNotFinite("NaN at step 3"), "b": errors.OutOfMemory("12 MiB short")},

@@ -14,7 +14,7 @@ from torch import Tensor
 from coserve import EngineConfig
 from coserve.attention.backend import AttentionBackend, CacheShape
 from coserve.attention.batched import BatchedBackend
-from coserve.core.plan import Plan, SwapIn, SwapOut
+from coserve.core.plan import BasePlan, SwapIn, SwapOut
 from coserve.worker import swap_space
 from coserve.worker.swap_space import FileTier, HostTier, SwapSpace
 from layouts import BACKENDS, Make
@@ -69,18 +69,18 @@ def test_pages_come_back_as_they_went(
         if sum(map(len, kept.values())) + count <= ROOM:
             pages = draws.sample(range(PAGES), count)
             kept[number] = write(backend, pages)
-            plan = Plan(swap_out=(SwapOut(number, tuple(pages)),))
+            plan = BasePlan(swap_out=(SwapOut(number, tuple(pages)),))
         elif draws.random() < 0.3:
             gone = draws.choice(list(kept))
             del kept[gone]
-            plan = Plan(swap_dropped=(gone, 1000))
+            plan = BasePlan(swap_dropped=(gone, 1000))
         else:
             back = draws.choice(list(kept))
             content, first = kept.pop(back), 0
             first = draws.randrange(len(content))
             pages = draws.sample(range(PAGES), len(content) - first)
             before = read(backend, list(range(PAGES)))
-            failed, seconds = it.run(Plan(swap_in=(SwapIn(back, tuple(pages), first),)))
+            failed, seconds = it.run(BasePlan(swap_in=(SwapIn(back, tuple(pages), first),)))
             assert failed == () and seconds[1] > 0
             assert torch.equal(read(backend, pages), content[first:])
             others = [page for page in range(PAGES) if page not in pages]
@@ -95,14 +95,14 @@ def test_a_plan_drops_then_writes_then_reads() -> None:
     backend = backend_of()
     it = space_of(backend, 3)
     first = write(backend, [1, 2, 3])
-    it.run(Plan(swap_out=(SwapOut(1, (1, 2, 3)),)))
-    assert it.run(Plan(swap_out=(SwapOut(2, (0,)),)))[0] == (2,), "there is no room"
+    it.run(BasePlan(swap_out=(SwapOut(1, (1, 2, 3)),)))
+    assert it.run(BasePlan(swap_out=(SwapOut(2, (0,)),)))[0] == (2,), "there is no room"
     second = write(backend, [4, 5])
-    it.run(Plan(swap_dropped=(1,), swap_out=(SwapOut(3, (4, 5)),)))
+    it.run(BasePlan(swap_dropped=(1,), swap_out=(SwapOut(3, (4, 5)),)))
     third = write(backend, [5])
-    it.run(Plan(swap_out=(SwapOut(4, (5,)),), swap_in=(SwapIn(3, (5, 6)),)))
+    it.run(BasePlan(swap_out=(SwapOut(4, (5,)),), swap_in=(SwapIn(3, (5, 6)),)))
     assert torch.equal(read(backend, [5, 6]), second)
-    it.run(Plan(swap_in=(SwapIn(4, (0,)),)))
+    it.run(BasePlan(swap_in=(SwapIn(4, (0,)),)))
     assert torch.equal(read(backend, [0]), third) and not torch.equal(first[:2], second)
 
 
@@ -130,15 +130,15 @@ def test_damage_is_noticed_and_said_once(how: str, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING, swap_space.__name__):
         for number in range(3):
             write(backend, [1, 2, 3])
-            assert it.run(Plan(swap_out=(SwapOut(number, (1, 2, 3)),)))[0] == ()
+            assert it.run(BasePlan(swap_out=(SwapOut(number, (1, 2, 3)),)))[0] == ()
             assert isinstance(it._tier, FileTier)
             spoil(it._tier, how)
-            assert it.run(Plan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,)
-            assert it.run(Plan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,), "it is gone"
+            assert it.run(BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,)
+            assert it.run(BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,), "it is gone"
     assert len(caplog.records) == 1
     content = write(backend, [7])
-    assert it.run(Plan(swap_out=(SwapOut(9, (7,)),)))[0] == ()
-    assert it.run(Plan(swap_in=(SwapIn(9, (8,)),)))[0] == () and torch.equal(read(backend, [8]), content)
+    assert it.run(BasePlan(swap_out=(SwapOut(9, (7,)),)))[0] == ()
+    assert it.run(BasePlan(swap_in=(SwapIn(9, (8,)),)))[0] == () and torch.equal(read(backend, [8]), content)
 
 
 def test_a_disk_that_is_full_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +151,12 @@ def test_a_disk_that_is_full_for_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
 
         patch.setattr(os, "pwrite", full)
         for number in range(2 * ROOM):
-            assert it.run(Plan(swap_out=(SwapOut(number, (1, 2)),)))[0] == (number,)
+            assert it.run(BasePlan(swap_out=(SwapOut(number, (1, 2)),)))[0] == (number,)
     for number in range(ROOM):  # nothing of the room is lost
-        assert it.run(Plan(swap_out=(SwapOut(100 + number, (1,)),)))[0] == ()
+        assert it.run(BasePlan(swap_out=(SwapOut(100 + number, (1,)),)))[0] == ()
 
 
 def test_no_room_is_no_tier() -> None:
     it = space_of(backend_of(), 0)
-    assert it.pages == 0 and it.run(Plan(swap_dropped=(1,))) == ((), (0.0, 0.0))
+    assert it.pages == 0 and it.run(BasePlan(swap_dropped=(1,))) == ((), (0.0, 0.0))
     assert not replace(EngineConfig(), swap_space=0).swap_nbytes

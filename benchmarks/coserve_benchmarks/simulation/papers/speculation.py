@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, count, pairwise
 from typing import Final
 
-from coserve.core.plan import InferenceSegment, Plan
+from coserve.core.plan import BasePlan, InferenceSegment
 from coserve.core.sequence import Span
 from coserve.simulate.counting import PlanCounter
 from coserve.simulate.hardware import Roofline
@@ -155,7 +155,7 @@ def block_seconds(shape: ModelShape, table: Roofline) -> Seconds:
     @cache
     def seconds(block: int, rows: int) -> float:
         segments = tuple(InferenceSegment(n, _CONTEXT, 1, _CONTEXT, 1) for n in range(rows))
-        return table.seconds(counters[block].count(Plan(inference=segments)), shape.dtype)
+        return table.seconds(counters[block].count(BasePlan(inference=segments)), shape.dtype)
 
     return seconds
 
