@@ -16,7 +16,8 @@ from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.policies import Policy, make_policy
 from coserve.schedule.scheduler import Scheduler
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from coserve.core.plan import BasePlan, BaseResult
+from coserve.core.plan import BasePlan, StepPlan, StepResult
 from coserve.core.sequence import Direction, Span
 from coserve.engine.engine import Engine
 from coserve.executors.local import LocalExecutor
@@ -42,20 +42,21 @@ class RecordedStep:
 @contextmanager
 def watch_plans(engine: Engine, look: Callable[[BasePlan], None]) -> Iterator[None]:
     """Calls `look` with every plan the engine has run, before the schedule takes its result in."""
-    outer, original = vars(engine.executor).get("run"), engine.executor.run
+    executor = engine.loop.executor
+    outer, original = vars(executor).get("run"), executor.run
 
-    def run(plan: BasePlan) -> BaseResult:
+    def run(plan: StepPlan) -> StepResult:
         result = original(plan)
-        look(plan)
+        look(plan.only)
         return result
 
-    engine.executor.run = run  # type: ignore[method-assign]
+    executor.run = run  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del engine.executor.run  # the class's own is found again
+        del executor.run  # the class's own is found again
         if outer is not None:  # somebody else watches, too
-            engine.executor.run = outer  # type: ignore[method-assign]
+            executor.run = outer  # type: ignore[method-assign]
 
 
 def local_sessions(engine: Engine) -> Mapping[str, TrainingSession]:

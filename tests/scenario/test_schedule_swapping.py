@@ -11,7 +11,8 @@ from coserve.executors.scripted import ScriptedExecutor, next_token
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel, added_seconds
+from coserve.schedule.cost import CostModel, added_seconds
+from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swap_tier import SwapTier

@@ -57,7 +57,7 @@ class _Check(CellRunner):
         assert isinstance(self.testbed, EngineTestbed)
         engine, judge = self.testbed.engine, next(iter(judges.values()))
         self.testbed.peak(workload, _WARM)  # what is made at first use, and costs of training
-        weights = {**engine.scheduler.cost.weights}
+        weights = {**engine.scheduler.cost.first.weights}
         weights["step"] += _loop_seconds(engine, workload)
         config = asdict(engine.scheduler.config)
         settings = {name: config[name] for name in config if name not in (*_SET_BY_MACHINE, "row_buckets")}

@@ -6,19 +6,19 @@ how fast it was.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import exp, log
 from statistics import fmean, median, pstdev
-from types import MappingProxyType
 from typing import Any, Final
 
-from coserve.core.plan import BasePlan, BaseResult, OffloadReads, WeightReads
-from coserve.core.request import SLO
+from coserve.core.plan import StepPlan, StepResult
+from coserve.core.request import BASE, SLO
 from coserve.engine.calibrate import measure
 from coserve.engine.engine import Engine
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import Features, StepFeatures
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.intervals import percentile
 from coserve.simulate.jitter import Jitter
@@ -115,7 +115,7 @@ class StepRecorder:
         planned: float | None = None
         executed = 0.0
 
-        def watch_plan(now: float) -> BasePlan:
+        def watch_plan(now: float) -> StepPlan:
             nonlocal planned
             begun = time.perf_counter()
             if planned is not None and executed:
@@ -123,7 +123,7 @@ class StepRecorder:
             planned = begun if scheduler.has_work else None
             return plan(now)
 
-        def watch_apply(result: BaseResult, now: float) -> Any:
+        def watch_apply(result: StepResult, now: float) -> Any:
             nonlocal planned, executed
             executed = result.seconds
             events = apply(result, now)
@@ -131,17 +131,9 @@ class StepRecorder:
                 planned = None  # the next step begins when somebody comes
             return events
 
-        def watch_observe(
-            work: BasePlan | Features,
-            seconds: float,
-            host: float = 0.0,
-            reads: WeightReads = WeightReads(),
-            offload: OffloadReads = OffloadReads(),
-            beside: Mapping[str, BaseResult] = MappingProxyType({}),
-        ) -> None:
-            features = work if isinstance(work, Features) else Features.of(work)
-            self.samples.append((features.copy(), seconds))
-            observe(work, seconds, host, reads, offload, beside)
+        def watch_observe(features: StepFeatures, result: StepResult, host: float = 0.0) -> None:
+            self.samples.append((features[BASE].copy(), result.computing))
+            observe(features, result, host)
 
         cost.observe, scheduler.plan, scheduler.apply = watch_observe, watch_plan, watch_apply  # type: ignore[method-assign]
         try:
@@ -209,7 +201,7 @@ class RealRuns:
         engine = self._testbed.engine
         self._say("errors: the machine's capacity")
         workloads = self._workloads()
-        measured = engine.scheduler.cost.lanes
+        measured = engine.scheduler.cost.first.lanes
         lanes = measured.inference, measured.training
         self._testbed.peak(workloads["poisson"], 2.0)  # what is made at first use
         pace = Pace(engine)
@@ -220,7 +212,7 @@ class RealRuns:
                 begin = len(recorder.samples)
                 self._testbed.run(policy, workloads[name])
                 recorder.paced(begin, pace.since_last())
-        model = recorder.costs(engine.scheduler.cost)
+        model = recorder.costs(engine.scheduler.cost.first)
         jitter = recorder.jitter(model)
         weights, host = recorder.weights(model, jitter), median(recorder.around)
         set_here = asdict(engine.scheduler.config)

@@ -73,7 +73,7 @@ def _coserve(order: StreamedOrder) -> StreamedReport:
         loading=loading,
         pass_nbytes=streaming.plan.read_nbytes,
         pass_seconds=ours.pass_seconds,
-        free_rows=engine.scheduler.cost.free_rows,
+        free_rows=engine.scheduler.cost.first.free_rows,
         described=str(streaming),
         disk=(before, _disk_rate(order.folder)),
         decoding=decoding,
@@ -166,7 +166,7 @@ class _Ours:
     @property
     def pass_seconds(self) -> float:
         """Seconds of a pass, as the cost model has learned them."""
-        return self._engine.scheduler.cost.reads.pass_seconds
+        return self._engine.scheduler.cost.first.reads.pass_seconds
 
     def decoding(self, turn: int) -> float:
         """Bytes that are read in a second while requests are answered alone."""

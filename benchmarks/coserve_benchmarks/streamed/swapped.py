@@ -15,7 +15,7 @@ import psutil
 
 from coserve.config import EngineConfig
 from coserve.core.events import Event
-from coserve.core.plan import BaseResult
+from coserve.core.plan import StepResult
 from coserve.core.sequence import Sequence
 from coserve.engine.engine import Engine
 from coserve.schedule.swap_tier import Rate
@@ -73,7 +73,7 @@ class Preemptions:
         self._guess = self._tier.writing.guess
         self.moves: bool | None = None
         self.chosen = False  # by the scheduler, at the last preemption
-        self._results: list[BaseResult] = []
+        self._results: list[StepResult] = []
         self._is_worth = self._swapping.is_worth
         self._apply = self._engine.scheduler.apply
         self._swapping.is_worth = self._choose  # type: ignore[method-assign]
@@ -154,7 +154,7 @@ class Preemptions:
         seconds = time.perf_counter() - began
         assert stats.preemptions == preemptions + 1
         pages.free(_KEY)
-        moving = sum(sum(result.swap_seconds) for result in self._results)
+        moving = sum(sum(result.only.swap_seconds) for result in self._results)
         assert moves is None or (moving > 0) == moves == (computing == 0)
         engine.run()
         return moving, computing, seconds
@@ -171,7 +171,7 @@ class Preemptions:
         self.chosen = self._is_worth(sequence, start, pages, now)
         return self.chosen if self.moves is None else self.moves
 
-    def _note(self, result: BaseResult, now: float) -> list[Event]:
+    def _note(self, result: StepResult, now: float) -> dict[str, list[Event]]:
         """`Scheduler.apply`, noting what is applied."""
         self._results.append(result)
         return self._apply(result, now)

@@ -32,7 +32,7 @@ def measure(model: str, path: Path) -> None:
     processor = platform.processor() or platform.machine()
     machine = f"{processor}, {torch.get_num_threads()} threads, {engine.executor.spec.dtype}"
     by = f"torch {version('torch')}"
-    table = _table(shape, cost.weights, cost.host, config.cache_tokens, machine, by)
+    table = _table(shape, cost.first.weights, cost.host, config.cache_tokens, machine, by)
     path.write_text(table, encoding="utf-8")
     print(f"{path}: a table for --model {model} --hardware {path}")
 

@@ -1,7 +1,7 @@
 """Plans, from the scheduler to executors, and results, from executors to the scheduler. No tensors.
 
-A `StepPlan` has a `BasePlan` for each base that the step concerns, and a `StepResult` the `BaseResult` of each.
-What is inside one base's plan or result does not say which base it is.
+A `StepPlan` has a `BasePlan` for each base that the step concerns, and a `StepResult` the `BaseResult` of
+each. What is inside one base's plan or result does not say which base it is.
 """
 
 from collections.abc import Container, Mapping
@@ -187,16 +187,16 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class BasePlan:
-    """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the scheduler's
-    objects.
+    """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the
+    scheduler's objects.
 
     `sequences` and `micro_batches` are those named for the first time. `prefixes` have new pages, which are
     filled before any segment runs. `updates` are optimizer steps, taken after the segments; `released` are
     keys of sequences and micro-batches that ended since the last plan, whose device state the executor drops
-    first. `predicted` is the cost model's estimate for the step, seconds. `split` is the share of the machine for
-    inference, with training in a lane of its own; None fuses them. A step does not wait for training beside
-    its inference, which may go on through further split steps without other training. `idle` is how long
-    nothing runs although requests wait, seconds. `pausable`: `Executor.pause_training` stops this plan's
+    first. `predicted` is the cost model's estimate of the step, seconds. `split` is the share of the machine
+    for inference, with training in a lane of its own; None fuses them. A step does not wait for training
+    beside its inference, which may go on through further split steps without other training. `idle` is how
+    long nothing runs although requests wait, seconds. `pausable`: `Executor.pause_training` stops this plan's
     training at the next boundary between layers, and within the layer under way where it `abandons` and no
     answer shares that layer. `pauses` counts the results with such a stop when this plan
     was made: an executor skips the training of plans made before the last stop, as their positions are not
@@ -259,8 +259,8 @@ class BasePlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step's work on all bases: the plan of each base that has some, by the base's id, in the order in which
-    they run. A step with no work at all has an empty plan of one base, which tells how long it rests.
+    """One step's work on all bases: the plan of each base that has some, by the base's id, in the order in
+    which they run. A step with no work at all has an empty plan of one base, which tells how long it rests.
     """
 
     bases: Mapping[str, BasePlan]
@@ -299,13 +299,32 @@ class StepPlan:
 
     @property
     def first(self) -> BasePlan:
-        """The part that runs first. `predicted`, `split`, `idle`, `pausable`, `abandons` and `pauses` are those
-        of the step, in each of its parts."""
+        """The part that runs first. `predicted`, `split`, `idle`, `pausable`, `abandons` and `pauses` are
+        those of the step, in each of its parts."""
         return next(iter(self.bases.values()))
+
+    @property
+    def jobs(self) -> set[str]:
+        """Jobs that the step trains."""
+        return {job for part in self.bases.values() for job in part.jobs}
+
+    @property
+    def is_fused(self) -> bool:
+        """Tells whether inference and training of some base share a pass over its weights."""
+        return any(part.is_fused for part in self.bases.values())
 
     def without_training(self) -> "StepPlan":
         """The plan without its training."""
         return StepPlan({base: part.without_training() for base, part in self.bases.items()})
+
+    def as_run(self, result: "StepResult") -> "StepPlan":
+        """The plan with the training alone that a result has done."""
+        trained = {base: result.bases[base].trained for base in self.bases}
+        return StepPlan({base: replace(self.bases[base], training=ran) for base, ran in trained.items()})
+
+    def resting(self, seconds: float) -> "StepPlan":
+        """The plan, which is empty, with a rest of so many seconds."""
+        return StepPlan({base: replace(part, idle=seconds) for base, part in self.bases.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coserve.executors.executor import Executor
+from coserve.executors.step_executor import StepExecutor
 
 
 class Arrivals:
@@ -14,14 +14,10 @@ class Arrivals:
     `announce` and `taken` are called by any thread, `before_step` and `give_way` by the one that steps.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
         self._coming = self._pressing = 0
         self._changed = threading.Condition()
-
-    def watch(self, executor: Executor) -> None:
-        """Pauses the training of another executor from now on."""
-        self._executor = executor
 
     def pause_training(self) -> None:
         """Stops the training under way at the next boundary between layers."""

@@ -1,24 +1,18 @@
-"""The bases of one engine, and the executor of their steps."""
+"""The bases of one engine."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from coserve.core.request import BASE
 from coserve.errors import ConfigError
-from coserve.executors.composed import ComposedExecutor
-from coserve.executors.executor import Executor
 
 E = TypeVar("E")
 
 
 class Bases(Generic[E]):
-    """The engines of the bases that share steps, by the bases' ids, the first base's first.
+    """The engines of the bases that share steps, by the bases' ids, the first base's first."""
 
-    `device` runs plans with work of all of them: the first base's own executor while that is alone.
-    """
-
-    def __init__(self, device: Executor) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self._engines: dict[str, E] = {}
 
     def __getitem__(self, base: str) -> E:
@@ -41,10 +35,6 @@ class Bases(Generic[E]):
         """The engine of the first base."""
         return self._engines[BASE]
 
-    def add(self, base: str, engine: E, executor: Executor) -> None:
-        """Adds a base with its executor; no plan may be under way."""
-        if base != BASE:
-            if not isinstance(self.device, ComposedExecutor):
-                self.device = ComposedExecutor(self.device)
-            self.device.add(base, executor)
+    def add(self, base: str, engine: E) -> None:
+        """Adds a base."""
         self._engines[base] = engine

@@ -26,7 +26,7 @@ from coserve.executors.executor import (
     SkipReads,
 )
 from coserve.model.base import Base
-from coserve.schedule.cost import Features
+from coserve.schedule.features import Features
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example

@@ -461,7 +461,7 @@ class Engine:
         """The cache of this base's keys and values, also of those in the second tier."""
         config, spec = self.config, self.executor.spec
         copy_nbytes = config.swap_nbytes // max(spec.swap_pages, 1)  # of a page, at least what it takes
-        swapping = Swapping(self.cost, spec.swap_pages, tier, max(copy_nbytes, 1), self.base_id)
+        swapping = Swapping(self.cost, spec.swap_pages, tier, max(copy_nbytes, 1))
         offloading = Offloading(
             swapping, config.pages + 1, spec.offload_pages, config.page_size, spec.offload_refusal
         )

@@ -1,11 +1,12 @@
 """The loop of an engine: one step of all bases after the other, and the handles that wait for them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from coserve.core.events import Event, Finished, JobFailed, PassDone, RequestFailed, StepDone, TokenEvent
-from coserve.core.plan import BaseResult
+from coserve.core.plan import StepResult
 from coserve.core.request import BASE, FinishReason
 from coserve.engine.adapters import EngineAdapters
 from coserve.engine.arrivals import Arrivals
@@ -18,6 +19,7 @@ from coserve.engine.sessions import Sessions
 from coserve.engine.training import Training
 from coserve.errors import CoserveError
 from coserve.executors.executor import Executor
+from coserve.executors.step_executor import StepExecutor
 from coserve.model.base import Base
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.cost import CostModel
@@ -49,14 +51,16 @@ class StepLoop(Generic[H]):
     """
 
     def __init__(
-        self, device: Executor, scheduler: Scheduler, clock: Callable[[], float], plans_ahead: bool
+        self, executor: Executor, scheduler: Scheduler, clock: Callable[[], float], plans_ahead: bool
     ) -> None:
-        """`plans_ahead` has the next step planned while one runs (asynchronous scheduling)."""
-        self.bases: Bases[H] = Bases(device)
+        """`executor` is that of the first base. `plans_ahead` has the next step planned while one runs
+        (asynchronous scheduling)."""
+        self.executor = StepExecutor(executor)
+        self.bases: Bases[H] = Bases()
         self.scheduler, self.clock = scheduler, clock
         self.completions: dict[int, Completion] = {}
         self.lock = threading.RLock()
-        self.arrivals = Arrivals(device)
+        self.arrivals = Arrivals(self.executor)
         self._plans_ahead = plans_ahead
 
     def join(
@@ -71,12 +75,11 @@ class StepLoop(Generic[H]):
         `BASE`. `cache` makes the base's cache in the second tier of all, which counts it from then on."""
         if base != BASE:
             self._end_plans_ahead()
-        self.bases.add(base, host, executor)
-        self.arrivals.watch(self.bases.device)
+            self.executor.add(base, executor)
+        self.bases.add(base, host)
         host.adapters.open()
         if base != BASE:
-            self.scheduler.caches.add(base, cache(self.scheduler.tier))
-            self.scheduler.cost.others[base] = cost
+            self.scheduler.add_base(base, cache(self.scheduler.tier), cost)
 
     @property
     def has_work(self) -> bool:
@@ -93,13 +96,13 @@ class StepLoop(Generic[H]):
         with self.lock:
             self._before(interruptible)
             result = self._next_result()
-            self.bases.first.adapters.publish(result.updated.values())
-            events = self.scheduler.apply(result, self.clock())
-            for event in events:
-                self._deliver(event)
-            events += self._advance_rollouts()
+            for base, part in result.bases.items():
+                self.bases[base].adapters.publish(part.updated.values())
+            applied = self.scheduler.apply(result, self.clock())
+            delivered = [self._deliver(self.bases[base], events) for base, events in applied.items()]
+            events = [*chain.from_iterable(delivered), *self._advance_rollouts()]
             self.bases.first.memory.return_excess()
-            return [e for e in events if not (isinstance(e, JobFailed) and self._is_retried(e.job))]
+            return events
 
     def cancel(self, key: int) -> None:
         """Cancels a request; what it holds is free after the step under way."""
@@ -139,7 +142,7 @@ class StepLoop(Generic[H]):
         """The most rows of a window that runs alone in the next step, of whatever base that trains."""
         return min(one.training.admission.window_rows() for one in self.bases if one.base.sites)
 
-    def _next_result(self) -> BaseResult:
+    def _next_result(self) -> StepResult:
         """The result of the oldest plan under way. A plan stays under way where the base's weights could not
         be read.
 
@@ -150,11 +153,11 @@ class StepLoop(Generic[H]):
         if not self.scheduler.under_way:
             plan = self.scheduler.plan(self.clock())
             if not self._plans_ahead:
-                return self.bases.device.run(plan)
-            self.bases.device.launch(plan)
+                return self.executor.run(plan)
+            self.executor.launch(plan)
         if self._plans_ahead and (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
-            self.bases.device.launch(ahead)
-        result = self.bases.device.collect()
+            self.executor.launch(ahead)
+        result = self.executor.collect()
         assert result is not None, "a plan that was launched has a result"
         return result
 
@@ -165,44 +168,42 @@ class StepLoop(Generic[H]):
         while self.scheduler.under_way:
             self.step(self.scheduler.config.interruptible)
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, host: H, events: Iterable[Event]) -> list[Event]:
+        """Delivers one base's events. Returns them, but for failed steps of jobs that go on."""
+        told = []
+        for event in events:
+            self._deliver_one(host, event)
+            if not (isinstance(event, JobFailed) and event.job in host.training.jobs):
+                told.append(event)
+        return told
+
+    def _deliver_one(self, host: H, event: Event) -> None:
         match event:
             case TokenEvent():
                 completion = self.completions[event.key]
                 stopped = completion.take(event)
                 if event.finish_reason is not None:
-                    self._complete(event.key, event.finish_reason)
+                    self._complete(host, event.key, event.finish_reason)
                 elif stopped:
                     self.scheduler.requests.finish(event.key, FinishReason.STOP)
             case Finished():
-                self._complete(event.key, event.finish_reason)
+                self._complete(host, event.key, event.finish_reason)
             case RequestFailed():
-                self._complete(event.key, FinishReason.CANCELLED, event.error)
+                self._complete(host, event.key, FinishReason.CANCELLED, event.error)
             case PassDone() | StepDone() | JobFailed():
-                for host in self.bases:
-                    host.training.deliver(event)
-                    host.sessions.deliver(event)
+                host.training.deliver(event)
+                host.sessions.deliver(event)
 
-    def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
+    def _complete(self, host: H, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
         completion = self.completions.pop(key)
-        for host in self.bases:
-            host.changes.forget(key)
+        host.changes.forget(key)
         completion.finish(reason, error)
-        adapter, first = completion.sequence.request.adapter, self.bases.first
+        adapter, admission = completion.sequence.request.adapter, host.training.admission
         if adapter is not None:
-            first.adapters.cache.release(adapter, key)
-            if first.training.admission.waiting:  # some may wait for this adapter's bytes
-                first.training.admission.advance()
+            host.adapters.cache.release(adapter, key)
+            if admission.waiting:  # some may wait for this adapter's bytes
+                admission.advance()
 
     def _advance_rollouts(self) -> list[Event]:
         """Goes on with the rollouts of reinforcement jobs. Returns what came of them."""
-        events: list[Event] = []
-        for host in self.bases:
-            for event in host.rollouts.advance():
-                events.append(event)
-                self._deliver(event)
-        return events
-
-    def _is_retried(self, job: str) -> bool:
-        """Tells whether a job whose step failed goes on."""
-        return any(job in one.training.jobs for one in self.bases)
+        return [event for host in self.bases for event in self._deliver(host, host.rollouts.advance())]

@@ -88,7 +88,7 @@ def main(pipes: SupervisorPipes) -> None:
     hello = _hello(start, engine, seconds)
     inbox.pauses(engine.arrivals)
     worker = ServedEngine(engine, hello, Background(inbox), costs)
-    engine.bases.device.on_progress(pipes.beat)
+    engine.loop.executor.on_progress(pipes.beat)
     TRACING.on_progress = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()

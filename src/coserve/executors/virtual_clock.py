@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coserve.core.events import Event
-from coserve.core.plan import BasePlan, BaseResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, StepResult, TrainingSegment
+from coserve.core.request import BASE
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.scheduler import Scheduler
 
@@ -37,12 +38,17 @@ class VirtualClock(ABC):
         """One step of the engine's loop, with up to `plans_ahead` plans made before the results they
         follow."""
         if not scheduler.under_way:
-            self.launch(scheduler.plan(self.now))
+            self.launch(scheduler.plan(self.now).only)
         while scheduler.under_way <= self.plans_ahead and (ahead := scheduler.plan_ahead(self.now)):
-            self.launch(ahead)
+            self.launch(ahead.only)
         result = self.collect()
         assert result is not None
-        return scheduler.apply(result, self.now)
+        return self.apply(scheduler, result)
+
+    def apply(self, scheduler: Scheduler, result: BaseResult) -> list[Event]:
+        """Applies a result of the schedule's only base, at the present time. Returns the events."""
+        applied = scheduler.apply(StepResult({BASE: result}), self.now)
+        return [event for events in applied.values() for event in events]
 
     def skip(self, seconds: float) -> None:
         """Advances the clock between two steps."""

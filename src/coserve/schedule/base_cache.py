@@ -3,7 +3,6 @@ limits."""
 
 from collections.abc import Iterator
 
-from coserve.core.plan import Prefix
 from coserve.core.request import BASE
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
@@ -63,7 +62,3 @@ class BaseCaches:
     def has_unfilled(self) -> bool:
         """Tells whether the next plan fills pages with virtual tokens."""
         return any(cache.prefixes.has_unfilled for cache in self._caches.values())
-
-    def take_unfilled(self) -> tuple[Prefix, ...]:
-        """Virtual tokens that got pages since the last call and have to be filled."""
-        return tuple(one for cache in self._caches.values() for one in cache.prefixes.take_unfilled())

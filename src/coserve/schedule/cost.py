@@ -1,20 +1,22 @@
 """Cost model: how long a part of a plan will take, FlexLLM's latency estimate f(c, s) (section 6.2), in more
 detail.
 
-The seconds of a part are a weighted sum of what is in it (`schedule.features`). The features come from the plan
-alone, the weights are measured at start-up (`fit`) and corrected after every step (`observe`). Steps of several
-bases: `schedule.step_costs`.
+The seconds of a part are a weighted sum of what is in it (`schedule.features`). The features come from the
+plan alone, the weights are measured at start-up (`fit`) and corrected after every step (`observe`). Steps of
+several bases: `schedule.step_costs`.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import Final
 
 from coserve.core.plan import BasePlan, OffloadReads, WeightReads
+from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.features import DEFAULT_WEIGHTS, NAMES, Features
 from coserve.schedule.lanes import LaneCosts
 from coserve.schedule.reads import OffloadCosts, ReadCosts
+from coserve.schedule.segments import training_segment
 
 # Steps of one kind share a factor of slowness relative to their measurement.
 _KIND_OF = tuple(
@@ -65,9 +67,9 @@ class Costs:
 
 
 class CostModel:
-    """Predicts the executor's seconds of one base's part of a step: a non-negative weight for each feature times
-    its kind's factor, or the time in which weights are read (`reads`), whichever is longer. The time in which
-    offloaded keys and values are read (`offload`) adds to that of computing."""
+    """Predicts the executor's seconds of one base's part of a step: a non-negative weight for each feature
+    times its kind's factor, or the time in which weights are read (`reads`), whichever is longer. The time in
+    which offloaded keys and values are read (`offload`) adds to that of computing."""
 
     _effective: list[float]  # weight times factor, by feature
 
@@ -103,6 +105,16 @@ class CostModel:
         visits, visits_back = (count(self.reads.layers) for count in (features.visits, features.visits_back))
         there = max(computed - back - beside, self.reads.seconds(visits - visits_back))
         return there + max(back, self.reads.seconds(visits_back)) + beside
+
+    def predict_iteration(self, batches: Iterable[MicroBatch]) -> float:
+        """Seconds of a whole optimizer step on these micro-batches: FineInfer's t_f."""
+        whole = Features()
+        for batch in batches:
+            forward = training_segment(batch, 0, batch.length, Direction.TRAIN_FORWARD, Span(0, batch.layers))
+            for way in batch.directions:
+                whole.add_training(replace(forward, direction=way))
+        whole.add_update()
+        return self.predict_features(whole)
 
     @property
     def pass_seconds(self) -> float:

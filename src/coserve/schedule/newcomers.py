@@ -11,7 +11,8 @@ from typing import Final
 
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.features import StepFeatures
+from coserve.schedule.step_costs import StepCosts
 
 INFINITE = float("inf")
 SLOWER: Final = 2.0
@@ -23,9 +24,9 @@ def is_new(sequence: Sequence) -> bool:
     return sequence.request.newcomer and sequence.newest_at is None
 
 
-def step_limit(running: Iterable[Sequence], cost: CostModel, config: SchedulerConfig) -> float:
+def step_limit(running: Iterable[Sequence], cost: StepCosts, config: SchedulerConfig) -> float:
     """Limit of a step's seconds with others' rows in it; infinite without newcomers."""
-    features, left = Features(), config.prefill_rows(bounded=True)
+    features, left = StepFeatures(), config.prefill_rows(bounded=True)
     for sequence in filter(is_new, running):
         rows = min(sequence.remaining, left)
         left -= rows
@@ -33,7 +34,7 @@ def step_limit(running: Iterable[Sequence], cost: CostModel, config: SchedulerCo
     return SLOWER * cost.predict_features(features) if left < config.prefill_rows(bounded=True) else INFINITE
 
 
-def decoding(running: Iterable[Sequence], cost: CostModel, config: SchedulerConfig) -> list[Sequence]:
+def decoding(running: Iterable[Sequence], cost: StepCosts, config: SchedulerConfig) -> list[Sequence]:
     """Running sequences to decode in this step: newcomers, then the others in order of arrival.
 
     Pages are taken from the last in this order, never from a sequence whose row is in the step.
@@ -43,7 +44,7 @@ def decoding(running: Iterable[Sequence], cost: CostModel, config: SchedulerConf
     limit = step_limit(running, cost, config)
     if limit == INFINITE:
         return ready
-    features, chosen = Features(), set[int]()
+    features, chosen = StepFeatures(), set[int]()
     for sequence in filter(is_new, running):
         _add(features, sequence, min(sequence.remaining, config.prefill_rows(bounded=True)), config)
     for sequence in sorted(ready, key=_held_longest):
@@ -67,10 +68,10 @@ def _ready(running: list[Sequence], config: SchedulerConfig) -> list[Sequence]:
     return [one for one in ready if one.key in keys]
 
 
-def _add(features: Features, sequence: Sequence, rows: int, config: SchedulerConfig) -> None:
+def _add(features: StepFeatures, sequence: Sequence, rows: int, config: SchedulerConfig) -> None:
     start, tail = sequence.virtual + sequence.computed, int(rows == sequence.remaining)
     request = sequence.request
-    features.add_inference(start, rows, tail, request.adapter, sequence.offloaded, request.base)
+    features[request.base].add_inference(start, rows, tail, request.adapter, sequence.offloaded)
 
 
 def _held_longest(sequence: Sequence) -> tuple[bool, float, int]:

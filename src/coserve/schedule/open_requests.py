@@ -31,7 +31,7 @@ class OpenRequests:
         self.newcomer_at = -INFINITE  # when the last newcomer came
         self._bounded_at = -INFINITE  # when the last request with a bound came
         self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
-        self._events: list[Event] = []  # ends between two steps
+        self._events: list[tuple[str, Event]] = []  # ends between two steps, each with the id of its base
         self._stats, self._new_key = queues.stats, new_key
 
     # Between two steps
@@ -80,13 +80,14 @@ class OpenRequests:
             return
         ended = now if now is not None else sequence.last_token_at or sequence.request.arrival
         self._retire(sequence, reason, ended)
-        self._events.append(Finished(key, sequence.request.id, reason))
+        self._events.append((sequence.request.base, Finished(key, sequence.request.id, reason)))
 
     def fail(self, key: int, error: CoserveError) -> None:
         """Ends a sequence that cannot be answered; the next step's events have its `RequestFailed`."""
         sequence = self.sequences[key]
         self._retire(sequence, FinishReason.CANCELLED, sequence.last_token_at or sequence.request.arrival)
-        self._events.append(RequestFailed(key, sequence.request.id, error))
+        failed = RequestFailed(key, sequence.request.id, error)
+        self._events.append((sequence.request.base, failed))
 
     # State
 
@@ -119,10 +120,15 @@ class OpenRequests:
 
     # Results
 
+    def take_ended(self) -> list[tuple[str, Event]]:
+        """Events of ends since the last step, each with the id of its base."""
+        ended, self._events = self._events, []
+        return ended
+
     def apply(self, segments: Iterable[InferenceSegment], result: BaseResult, now: float) -> list[Event]:
-        """Applies the result of a step that ran `segments` and ended at `now`. Returns the events, those of
-        ends since the last step first."""
-        events, self._events = self._events, []
+        """Applies the result of one base's part of a step, which ran `segments` and ended at `now`. Returns
+        the events."""
+        events: list[Event] = []
         for key, error in result.lost.items():
             if key in self.sequences:  # else it was cancelled meanwhile
                 sequence = self.sequences[key]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
 from coserve.schedule.plan_builder import PlanBuilder
+from coserve.schedule.step_costs import StepCosts
 
 INFINITE = float("inf")
 _HALVINGS = 12  # of the range between the shortest and the longest step: to some hundredth of a millisecond
@@ -41,7 +41,7 @@ def step_limit(builder: PlanBuilder, margin: float, violation: float = 1.0) -> f
 def prefill_limit(
     builder: PlanBuilder,
     line: Ordered[Sequence],
-    cost: CostModel,
+    cost: StepCosts,
     config: SchedulerConfig,
     trains: bool = False,
 ) -> float:
@@ -76,13 +76,13 @@ def prefill_limit(
     return low
 
 
-def _row_seconds(builder: PlanBuilder, sequence: Sequence, cost: CostModel, config: SchedulerConfig) -> float:
+def _row_seconds(builder: PlanBuilder, sequence: Sequence, cost: StepCosts, config: SchedulerConfig) -> float:
     """Seconds that each prompt row of the first waiting sequence adds to the step."""
     rows = min(sequence.remaining, config.prefill_rows(bounded=True))
     features = builder.features.copy()
     start = sequence.virtual + sequence.computed
     request = sequence.request
-    features.add_inference(start, rows, 0, request.adapter, sequence.offloaded, request.base)
+    features[request.base].add_inference(start, rows, 0, request.adapter, sequence.offloaded)
     return max(cost.predict_features(features) - cost.predict_features(builder.features), 1e-9) / rows
 
 

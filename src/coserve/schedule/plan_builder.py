@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 from coserve.core.plan import InferenceSegment, OptimStep, TrainingSegment
-from coserve.core.sequence import Direction, Sequence
-from coserve.schedule.cost import CostModel, Features
+from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.schedule.features import Features, StepFeatures
 from coserve.schedule.segments import inference_segment
+from coserve.schedule.step_costs import StepCosts
 
 
 @dataclass(slots=True)
@@ -19,17 +20,18 @@ class PlanBuilder:
 
     now: float
     moving: float = 0.0
-    features: Features = field(default_factory=Features)
+    features: StepFeatures = field(default_factory=StepFeatures)
     answering: list[Sequence] = field(default_factory=list)  # whose segments are in `inference`, in its order
     inference: list[InferenceSegment] = field(default_factory=list)
     training: list[TrainingSegment] = field(default_factory=list)
-    updates: list[OptimStep] = field(default_factory=list)
+    batches: list[MicroBatch] = field(default_factory=list)  # of the windows in `training`, in its order
+    updates: list[tuple[str, OptimStep]] = field(default_factory=list)  # each with the id of its base
     split: float | None = None
     abandons: bool = False
-    beside: Features = field(default_factory=Features)
+    beside: StepFeatures = field(default_factory=StepFeatures)
 
     @property
-    def trained(self) -> Features:
+    def trained(self) -> StepFeatures:
         """Features that training is added to."""
         return self.features if self.split is None else self.beside
 
@@ -40,18 +42,29 @@ class PlanBuilder:
 
     def rows_of(self, base: str) -> int:
         """Inference rows chosen so far that pass one base."""
-        return sum(segment.length for segment in self.inference if segment.base == base)
+        rows = zip(self.answering, self.inference, strict=True)
+        return sum(segment.length for sequence, segment in rows if sequence.request.base == base)
 
-    def predict(self, cost: CostModel) -> float:
+    def predict(self, cost: StepCosts) -> float:
         """Seconds of the step, without training in a lane of its own beside inference."""
         if self.split is None:
             return cost.predict_features(self.features)
-        updates = cost.weights["updates"] * len(self.updates)  # on the whole machine, after everything else
+        lanes = cost.first.lanes
+        # Optimizer steps run on the whole machine, after everything else.
+        updates = cost.first.weights["updates"] * len(self.updates)
         if self.inference:
-            return cost.predict_features(self.features) * cost.lanes.inference + updates
+            return cost.predict_features(self.features) * lanes.inference + updates
         if not self.training:
             return updates
-        return (cost.predict_features(self.beside) - updates) * cost.lanes.training + updates
+        return (cost.predict_features(self.beside) - updates) * lanes.training + updates
+
+    @property
+    def answers(self) -> StepFeatures:
+        """Features of the step's inference alone."""
+        features = StepFeatures()
+        for sequence, segment in zip(self.answering, self.inference, strict=True):
+            features[sequence.request.base].add(segment)
+        return features
 
     @property
     def goes_back(self) -> bool:
@@ -61,11 +74,11 @@ class PlanBuilder:
 
     def training_alone(self) -> "PlanBuilder":
         """The step without its inference."""
-        alone = PlanBuilder(self.now, self.moving, training=self.training, updates=self.updates)
-        for segment in self.training:
-            alone.features.add_training(segment)
-        for update in self.updates:
-            alone.features.add_update(update.base)
+        alone = PlanBuilder(self.now, self.moving)
+        for batch, segment in zip(self.batches, self.training, strict=True):
+            alone.add_training(batch, segment)
+        for base, update in self.updates:
+            alone.add_update(base, update)
         return alone
 
     def add(self, sequence: Sequence, rows: int, filled: int = 0) -> None:
@@ -73,16 +86,28 @@ class PlanBuilder:
         segment = inference_segment(sequence, sequence.computed, rows)
         self.answering.append(sequence)
         self.inference.append(segment)
-        _count(self.features, sequence, segment, filled)
+        _count(self.features[sequence.request.base], sequence, segment, filled)
 
-    def with_rows(self, sequence: Sequence, rows: int, filled: int) -> Features:
+    def add_training(self, batch: MicroBatch, segment: TrainingSegment) -> None:
+        """Adds a window of a micro-batch."""
+        self.batches.append(batch)
+        self.training.append(segment)
+        self.trained[batch.base].add_training(segment)
+
+    def add_update(self, base: str, update: OptimStep) -> None:
+        """Adds an optimizer step of a job on a base."""
+        self.updates.append((base, update))
+        self.trained[base].add_update()
+
+    def with_rows(self, sequence: Sequence, rows: int, filled: int) -> StepFeatures:
         """Features of the step with these rows too."""
         features = self.features.copy()
-        _count(features, sequence, inference_segment(sequence, sequence.computed, rows), filled)
+        segment = inference_segment(sequence, sequence.computed, rows)
+        _count(features[sequence.request.base], sequence, segment, filled)
         return features
 
 
 def _count(features: Features, sequence: Sequence, segment: InferenceSegment, filled: int) -> None:
     if filled:
-        features.add_fill(sequence.virtual - filled, filled, segment.base)
+        features.add_fill(sequence.virtual - filled, filled)
     features.add(segment)

@@ -203,7 +203,7 @@ class Prefixes:
                 self._pages.forget(old)
             self._pages.name(page, name)
         assert request.adapter is not None, "virtual tokens are an adapter's"
-        prefix = Prefix(request.adapter, tuple(pages), request.virtual, request.virtual_rows, request.base)
+        prefix = Prefix(request.adapter, tuple(pages), request.virtual, request.virtual_rows)
         self._unfilled.append(prefix)
 
     def _virtual_names(self, request: Request) -> list[tuple[str, str, int]]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
 from coserve.schedule.newcomers import is_new
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues
+from coserve.schedule.step_costs import StepCosts
 
 INFINITE = float("inf")
 
@@ -24,7 +24,7 @@ class PromptPacker:
 
     builder: PlanBuilder
     queues: RequestQueues
-    cost: CostModel
+    cost: StepCosts
     config: SchedulerConfig
     left: int
     limit: float
@@ -53,7 +53,7 @@ class PromptPacker:
         if not sequence.pages:  # sequences before it may have taken its cached pages
             self.queues.look_up(sequence)
         if sequence.swapped is not None and not cache.swapping.has_time(sequence.swapped, self.builder.now):
-            if cache.swapping.tier.moves.back:  # it may be next
+            if cache.swapping.tier.is_reading:  # it may be next
                 return False
             self.queues.look_up(sequence, copies=False)  # rows pass in as many steps as they need
         if sequence.swapped is None and not cache.prefixes.reads(sequence):

@@ -28,7 +28,7 @@ class RequestQueues:
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.stats = stats or Stats()
-        self.released: list[int] = []  # keys whose device state the next plan drops
+        self.released: list[tuple[str, int]] = []  # bases and keys whose device state the next plan drops
         self.caches = BaseCaches(first)
         first.swapping.tier.on_failure = self._lose_copy
         self._config = first.config
@@ -257,7 +257,7 @@ class RequestQueues:
         cache = self.caches.of(sequence)
         (cache.offloading if sequence.offloaded else cache.prefixes).leave(sequence)
         if sequence.told is not None:
-            self.released.append(sequence.key)
+            self.released.append((sequence.request.base, sequence.key))
             sequence.told = None
 
 

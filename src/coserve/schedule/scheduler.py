@@ -12,11 +12,12 @@ from itertools import count
 from typing import Final
 
 from coserve.core.events import Event, JobFailed, PassDone, StepDone, TrainingProgress
-from coserve.core.plan import BasePlan, BaseResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, StepPlan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction, Position
 from coserve.errors import OffloadFailed
 from coserve.schedule.base_cache import BaseCache
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
 from coserve.schedule.offloading import OffloadTurns
 from coserve.schedule.open_requests import OpenRequests
@@ -28,6 +29,7 @@ from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.segments import announce, announce_batches, note_planned
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
+from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.swapping import longest_moves
 from coserve.schedule.training_packer import TrainingPacker, in_order
 from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_through
@@ -41,7 +43,7 @@ _FREE: Final = 1.05  # a step with training that costs nothing takes at most so 
 class Launched:
     """A plan under way. Times are seconds on the scheduler's clock."""
 
-    plan: BasePlan
+    plan: StepPlan
     planned: float  # when it was planned
     free_at: float  # when the next plan may begin
     ends: float  # when it is expected to end
@@ -59,9 +61,10 @@ class Scheduler:
     """
 
     def __init__(self, first: BaseCache, cost: CostModel, policy: Policy) -> None:
-        """`first` is the cache of the first base, whose `config` has the limits of all steps."""
+        """`first` is the cache of the first base, whose `config` has the limits of all steps, and `cost` its
+        cost model."""
         self.config = config = first.config
-        self.cost = cost
+        self.cost = StepCosts(cost)
         self.policy = policy
         self.stats = Stats()
         self.interruptible = config.interruptible  # whether arrivals stop the training of the next step
@@ -82,6 +85,11 @@ class Scheduler:
         self._utilization = Utilization()
         self._offload_turns = OffloadTurns()
 
+    def add_base(self, base: str, cache: BaseCache, cost: CostModel) -> None:
+        """Plans the work of one more base from now on."""
+        self.caches.add(base, cache)
+        self.cost.bases[base] = cost
+
     def new_key(self) -> int:
         """A key unique among this engine's sequences and micro-batches."""
         return next(self._keys)
@@ -89,7 +97,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Tells whether a step would do anything: run rows, release keys, or deliver events."""
-        unreleased = self._queues.released or self.training.released or self.tier.moves
+        unreleased = self._queues.released or self.training.released or self.tier.has_moves
         under_way = any(not launched.plan.is_empty for launched in self._launched)
         return self.requests.has_work or self.training.has_work or bool(unreleased or under_way)
 
@@ -100,17 +108,17 @@ class Scheduler:
 
     # One step
 
-    def plan(self, now: float) -> BasePlan:
+    def plan(self, now: float) -> StepPlan:
         """Plans the next step: inference first, then the training that the policy allows."""
         plan = self._plan(now)
         self._launch(plan, now, now)
         return plan
 
-    def plan_ahead(self, now: float) -> BasePlan | None:
+    def plan_ahead(self, now: float) -> StepPlan | None:
         """Plans the step after those under way, for the time at which these are expected to end, or have left
         a pipeline's first stage. None where a plan needs their results."""
         last = self._launched[-1].plan
-        if self._underway or last.split is not None or last.is_empty:
+        if self._underway or last.first.split is not None or last.is_empty:
             return None
         begins = max(now, self._launched[-1].free_at)
         plan = self._plan(begins)
@@ -119,7 +127,7 @@ class Scheduler:
         self._launch(plan, now, begins)
         return plan
 
-    def _plan(self, now: float) -> BasePlan:
+    def _plan(self, now: float) -> StepPlan:
         builder = PlanBuilder(now)
         if self.tier.nbytes:
             self.tier.begin(now, longest_moves(self._queues.running, now, self.cost, self.config))
@@ -140,25 +148,34 @@ class Scheduler:
             if self._gives_way(builder):
                 builder = builder.training_alone()
         plan = self._close(builder)
-        return replace(plan, idle=self._idle(view)) if plan.is_empty else plan
+        return plan.resting(self._idle(view)) if plan.is_empty else plan
 
-    def apply(self, result: BaseResult, now: float) -> list[Event]:
-        """Applies the executor's result of the oldest plan under way; `now` is when the step ended. Returns
-        the events."""
+    def apply(self, result: StepResult, now: float) -> dict[str, list[Event]]:
+        """Applies the executors' result of the oldest plan under way; `now` is when the step ended. Returns
+        the events of each base."""
         launched = self._launched.popleft()
         plan = launched.plan
-        if plan.pauses < self._pauses:
+        if plan.first.pauses < self._pauses:
             plan = plan.without_training()
         if result.paused:
             self._rewind(launched, result)
         self._account(plan, result, now, now - max(launched.planned, self._applied))
         self._applied = now
         self._take_moves(plan, result, now)
+        events: dict[str, list[Event]] = {base: [] for base in plan.bases}
+        for base, ended in self.requests.take_ended():
+            events.setdefault(base, []).append(ended)
+        self._note_underway(plan, launched.positions, result)
+        for base, part in plan.bases.items():
+            events[base] += self._take(part, result.bases[base], now)
+        return events
+
+    def _take(self, plan: BasePlan, result: BaseResult, now: float) -> list[Event]:
+        """Applies the result of one base's part of a step. Returns the events."""
         events = self.requests.apply(plan.inference, result, now)
         for job, error in result.failed.items():
             self.training.remove(job)
             events.append(JobFailed(job, error))
-        self._note_underway(plan, launched.positions, result)
         events.extend(self._take_progress(result))
         events.extend(self._take_updates(plan, result))
         return events
@@ -209,7 +226,7 @@ class Scheduler:
         beside = bool(self._underway)  # training in a lane of its own
         limit = prefill_limit(builder, line, self.cost, self.config, beside)
         if beside:  # where inference takes longer than on the whole machine
-            limit /= self.cost.lanes.inference
+            limit /= self.cost.first.lanes.inference
         limit = min(limit, step_limit(self._queues.running, self.cost, self.config))
         rows = self._prompt_rows(builder)
         PromptPacker(builder, self._queues, self.cost, self.config, rows, limit, closed).pack(line)
@@ -256,7 +273,7 @@ class Scheduler:
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
             if job.is_due and job.update is not None:
-                packer.update(job.update)
+                packer.update(job.base, job.update)
             for batch in self.training.ready(job):
                 if not packer.has(batch) and not packer.window_group(batch, self.training.level(job, jobs)):
                     packer.window(batch)
@@ -268,7 +285,7 @@ class Scheduler:
         step they would have their tokens no sooner, and the next window forward can share the pass. Never
         with several bases, of which others' answers would wait too.
         """
-        shares = builder.split is not None or not self.cost.reads.layers or not builder.goes_back
+        shares = builder.split is not None or not self.cost.first.reads.layers or not builder.goes_back
         return not shares and len(self.caches) == 1 and not self.caches.has_unfilled
 
     def _idle(self, view: View) -> float:
@@ -277,26 +294,41 @@ class Scheduler:
             return _NAP if self._queues.blocked_on_adapter else 0.0
         return max(self.policy.wake(view) - view.now, 0.0)
 
-    def _close(self, builder: PlanBuilder) -> BasePlan:
-        released = (*self._queues.released, *self.training.released)
+    def _close(self, builder: PlanBuilder) -> StepPlan:
+        """The plan of what the builder has chosen, by base."""
+        self.tier.planned = self.tier.seconds(builder.now)
+        released = [*self._queues.released, *self.training.released]
         self._queues.released.clear()
         self.training.released.clear()
-        sequences, inference = announce(builder.inference, self.requests.sequences)
-        moves = self.tier.take(builder.now)
-        named = [batch for segment in builder.training if (batch := self.training.find(segment)) is not None]
-        return BasePlan(
-            sequences=sequences,
-            micro_batches=announce_batches(named),
-            inference=inference,
-            prefixes=self.caches.take_unfilled(),
-            training=in_order(builder.training),
-            updates=tuple(builder.updates),
-            released=released,
+        step = BasePlan(
             predicted=builder.predict(self.cost),
             split=builder.split,
             pausable=self.policy.pausable and builder.split is None and self._pause_saves(builder),
             abandons=builder.abandons or not builder.inference,
             pauses=self._pauses,
+        )
+        return StepPlan.of({base: self._part(base, step, builder, released) for base in self.caches})
+
+    def _part(
+        self, base: str, step: BasePlan, builder: PlanBuilder, released: list[tuple[str, int]]
+    ) -> BasePlan:
+        """One base's part of a plan; `step` has what is of the whole step."""
+        cache = self.caches[base]
+        answers = zip(builder.answering, builder.inference, strict=True)
+        rows = [segment for sequence, segment in answers if sequence.request.base == base]
+        sequences, inference = announce(rows, self.requests.sequences)
+        windows = zip(builder.batches, builder.training, strict=True)
+        trained = [(batch, segment) for batch, segment in windows if batch.base == base]
+        moves = cache.swapping.copies.take()
+        return replace(
+            step,
+            sequences=sequences,
+            micro_batches=announce_batches(batch for batch, _ in trained),
+            inference=inference,
+            prefixes=cache.prefixes.take_unfilled(),
+            training=in_order(segment for _, segment in trained),
+            updates=tuple(update for its, update in builder.updates if its == base),
+            released=tuple(key for its, key in released if its == base),
             swap_out=tuple(moves.out.values()),
             swap_in=tuple(moves.back.values()),
             swap_dropped=tuple(moves.dropped),
@@ -305,18 +337,17 @@ class Scheduler:
     def _pause_saves(self, builder: PlanBuilder) -> bool:
         """Tells whether a pause of the step's training would end the step sooner. Forward rows that are
         computed while answers wait for weights take no time; paused, they would need another pass."""
-        if not (builder.inference and self.cost.reads.layers) or builder.goes_back:
+        if not (builder.inference and self.cost.first.reads.layers) or builder.goes_back:
             return True
-        alone = self.cost.predict_features(Features.of_segments(builder.inference))
-        return builder.predict(self.cost) > _FREE * alone
+        return builder.predict(self.cost) > _FREE * self.cost.predict_features(builder.answers)
 
-    def _launch(self, plan: BasePlan, now: float, begins: float) -> None:
+    def _launch(self, plan: StepPlan, now: float, begins: float) -> None:
         """Records a plan as under way, and its work as done."""
-        taken = self.tier.planned + plan.predicted
-        ends = begins + taken + plan.idle
-        free_at = begins + taken / self.config.stages + plan.idle
+        taken = self.tier.planned + plan.first.predicted
+        ends = begins + taken + plan.first.idle
+        free_at = begins + taken / self.config.stages + plan.first.idle
         ready = not plan.inference and any(s.remaining for s in self._queues.running)
-        self._made_way = self._made_way + plan.predicted if ready else 0.0
+        self._made_way = self._made_way + plan.first.predicted if ready else 0.0
         for segment in plan.inference:
             note_planned(self.requests.sequences[segment.key], segment, ends)
         batches = [self.training.find(segment) for segment in plan.training]
@@ -326,83 +357,88 @@ class Scheduler:
 
     # Applying
 
-    def _account(self, plan: BasePlan, result: BaseResult, now: float, seconds: float) -> None:
-        """Counts the step, corrects the cost model, and charges the training to the requests that waited for
+    def _account(self, plan: StepPlan, result: StepResult, now: float, seconds: float) -> None:
+        """Counts the step, corrects the cost models, and charges the training to the requests that waited for
         it.
 
-        The step took `seconds`, the executor's and the host's. In a pipeline that is its time in all stages
+        The step took `seconds`, the executors' and the host's. In a pipeline that is its time in all stages
         together, and other plans wait for one stage of it.
         """
         if not (plan.inference or plan.training or plan.updates or result.trained):
             return
-        plan = self._as_run(plan, result)
+        is_split, predicted = plan.first.split is not None, plan.first.predicted
+        if not is_split and plan.training != result.trained:  # some was paused before it ran
+            plan = plan.as_run(result)
+            predicted = self.cost.predict(plan)
         executed, host = result.computing, max(seconds - result.seconds, 0.0)
         if self.config.stages > 1:  # the rest is others' plans
             host = min(host, self.cost.host)
         machine = (executed + host) / self.config.stages
-        answering = Features.of_segments(plan.inference)
-        training = self._training_seconds(plan, answering, machine)
+        answering = StepFeatures.of_answers(plan)
+        training = self._training_seconds(plan, answering, machine, predicted)
         self._utilization.observe(now, self._rows_seconds(answering, machine - training))
         self.requests.charge(training, now)
-        if plan.split is None:
-            work = plan if plan.training or plan.updates or plan.prefixes else answering
-            self.cost.observe(work, executed, host, result.reads, result.offload_reads, result.beside)
-        else:
+        if is_split:
             self.cost.observe_lanes(plan, result, host)
+        else:
+            self.cost.observe(StepFeatures.of(plan), result, host)
         self.stats.steps += 1
         self.stats.fused_steps += plan.is_fused
 
-    def _as_run(self, plan: BasePlan, result: BaseResult) -> BasePlan:
-        """The plan without the training that was paused before it ran."""
-        if plan.split is not None or plan.training == result.trained:
-            return plan
-        plan = replace(plan, training=result.trained)
-        return replace(plan, predicted=self.cost.predict(plan))
-
-    def _training_seconds(self, plan: BasePlan, answering: Features, seconds: float) -> float:
-        """Seconds that training added to a step; `answering` are the features of its inference."""
+    def _training_seconds(
+        self, plan: StepPlan, answering: StepFeatures, seconds: float, predicted: float
+    ) -> float:
+        """Seconds that training added to a step, which was `predicted` to take so many; `answering` are the
+        features of its inference."""
         if not (plan.training or plan.updates or self._underway):
             return 0.0
         if not plan.inference:
             return seconds
         alone = self.cost.predict_features(answering)
-        return seconds * max(0.0, 1.0 - alone / max(plan.predicted, alone, 1e-9))
+        return seconds * max(0.0, 1.0 - alone / max(predicted, alone, 1e-9))
 
-    def _rows_seconds(self, answering: Features, inference: float) -> float:
+    def _rows_seconds(self, answering: StepFeatures, inference: float) -> float:
         """Seconds that rows add to a step's inference, beyond reading the weights once."""
         if not answering.answers:
             return 0.0
         alone, empty = map(self.cost.predict_features, (answering, answering.without_rows))
         return inference * max(1.0 - empty / max(alone, 1e-9), 0.0)
 
-    def _take_moves(self, plan: BasePlan, result: BaseResult, now: float) -> None:
+    def _take_moves(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Applies the moves of pages to and from the second tier, and counts them."""
-        written, read = self.tier.apply(plan, result, now)
+        written, read = self.tier.apply(
+            [
+                (self.caches[base].swapping.copies, part, result.bases[base])
+                for base, part in plan.bases.items()
+            ],
+            now,
+        )
         self.stats.swapped_out_pages += written
         self.stats.swapped_in_pages += read
-        self.stats.swap_failures += len(result.swap_failed)
-        reads = [part.offload_reads for part in (result, *result.beside.values())]
-        self.stats.offloaded_read_bytes += sum(each.nbytes for each in reads)
-        self.stats.offload_failures += sum(isinstance(error, OffloadFailed) for error in result.lost.values())
-        self._offload_turns.read(sum(each.seconds for each in reads), now)
+        for part in result.bases.values():
+            self.stats.swap_failures += len(part.swap_failed)
+            self.stats.offloaded_read_bytes += part.offload_reads.nbytes
+            self.stats.offload_failures += sum(isinstance(e, OffloadFailed) for e in part.lost.values())
+        self._offload_turns.read(sum(part.offload_reads.seconds for part in result.bases.values()), now)
 
-    def _rewind(self, launched: "Launched", result: BaseResult) -> None:
+    def _rewind(self, launched: Launched, result: StepResult) -> None:
         """Rewinds the training that was stopped, also in a lane of its own, and that of later plans, which
         will not run."""
         self._pauses += 1
         positions = {**launched.positions, **self._underway_from}
         for later in self._launched:
             positions = {**later.positions, **positions}
-        unbegun = {start.key for later in self._launched for start in later.plan.micro_batches}
+        parts = [part for later in self._launched for part in later.plan.bases.values()]
+        unbegun = {start.key for part in parts for start in part.micro_batches}
         self.training.paused(positions, result.trained, unbegun)
 
-    def _note_underway(self, plan: BasePlan, positions: Mapping[int, Position], result: BaseResult) -> None:
+    def _note_underway(self, plan: StepPlan, positions: Mapping[int, Position], result: StepResult) -> None:
         """Keeps training in a lane of its own as under way until it is done or stopped. Other training has
         ended with its step."""
-        launched = () if plan.split is None or result.paused else (*self._underway, *plan.training)
+        launched = () if plan.first.split is None or result.paused else (*self._underway, *plan.training)
         self._underway = tuple(segment for segment in launched if segment not in result.trained)
         self._underway_from = {**positions, **self._underway_from} if self._underway else {}
-        self._split = plan.split
+        self._split = plan.first.split
 
     def _take_progress(self, result: BaseResult) -> list[Event]:
         events: list[Event] = []

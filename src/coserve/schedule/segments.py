@@ -21,7 +21,6 @@ def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSeg
         tail,
         request.adapter,
         offloaded=sequence.offloaded,
-        base=request.base,
     )
 
 
@@ -33,7 +32,7 @@ def training_segment(
     if pairs is None:
         pairs = window_pairs(batch, start, rows)
     return TrainingSegment(
-        batch.key, batch.job, batch.adapter, start, rows, pairs, direction, span, batch.layers, batch.base
+        batch.key, batch.job, batch.adapter, start, rows, pairs, direction, span, batch.layers
     )
 
 
@@ -87,7 +86,6 @@ def _start(sequence: Sequence) -> SequenceStart:
         scope=request.scope,
         swapped=sequence.filled,
         offloaded=sequence.offloaded,
-        base=request.base,
     )
 
 
@@ -117,7 +115,6 @@ def batch_start(batch: MicroBatch) -> MicroBatchStart:
         pass_number=batch.pass_number,
         reference=batch.reference,
         top_k=batch.top_k,
-        base=batch.base,
     )
 
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from coserve.core.request import BASE
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues, count_places
+from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.utilization import own_slowdown
 
 INFINITE = float("inf")
@@ -35,7 +37,7 @@ class Slack:
 def measure(
     builder: PlanBuilder,
     queues: RequestQueues,
-    cost: CostModel,
+    cost: StepCosts,
     config: SchedulerConfig,
     utilization: float,
     places: Places,
@@ -85,7 +87,7 @@ def _limits(
     ahead: float,
     steps: int,
     step: float,
-    cost: CostModel,
+    cost: StepCosts,
     config: SchedulerConfig,
 ) -> list[tuple[float, float]]:
     """(Seconds for training in this step, seconds in all) that each bound in force leaves. The next token is
@@ -113,7 +115,7 @@ def _limits(
     return [*shared, *zip(found, found, strict=True)]
 
 
-def _coming(sequence: Sequence, step: float, cost: CostModel, config: SchedulerConfig) -> float:
+def _coming(sequence: Sequence, step: float, cost: StepCosts, config: SchedulerConfig) -> float:
     """Seconds that a step of `step` seconds could have for training, once enough others had none.
 
     Unused time adds up under a slowdown and a bound on the whole answer; a bound on each token, or on all
@@ -156,7 +158,7 @@ class _Ahead:
     """
 
     def __init__(
-        self, builder: PlanBuilder, queues: RequestQueues, cost: CostModel, config: SchedulerConfig
+        self, builder: PlanBuilder, queues: RequestQueues, cost: StepCosts, config: SchedulerConfig
     ) -> None:
         self._queues, self._cost, self._config = queues, cost, config
         self._planned = {segment.key: segment.length for segment in builder.inference}
@@ -200,30 +202,30 @@ class _Ahead:
         adapter, base = request.adapter, request.base
         filled = self._queues.caches[base].prefixes.rows(request)
         steps = -(-rows // self._config.prefill_rows(bounded=True))
-        first, later = Features(), Features()
-        first.add_fill(virtual - filled, filled, base)
-        first.add_inference(virtual + start, rows, 1, adapter, sequence.offloaded, base)
+        first, later = StepFeatures(), StepFeatures()
+        first[base].add_fill(virtual - filled, filled)
+        first[base].add_inference(virtual + start, rows, 1, adapter, sequence.offloaded)
         read_again = start + rows // 2 if sequence.offloaded else 0  # of slower memory, on average
-        later.add_inference(read_again, 0, 0, adapter, sequence.offloaded, base)
+        later[base].add_inference(read_again, 0, 0, adapter, sequence.offloaded)
         passes = self._cost.predict_features(first) + (steps - 1) * self._cost.predict_features(later)
         return passes + steps * self._decode_rows
 
     @cached_property
     def decode(self) -> float:
         """Seconds of a step with a decode row of each running sequence, or of a pipeline's share of them."""
-        features = Features()
+        features = StepFeatures()
         for sequence in self._queues.running[:: self._config.stages]:
             start, request = sequence.virtual + sequence.length, sequence.request
-            features.add_inference(start, 1, 1, request.adapter, sequence.offloaded, request.base)
+            features[request.base].add_inference(start, 1, 1, request.adapter, sequence.offloaded)
         return self._cost.predict_features(features)
 
     @cached_property
     def _decode_rows(self) -> float:
         """Seconds that running sequences' rows add to a step."""
-        features = Features()
-        features.add_inference(0, 0, 0, None)
+        features = StepFeatures()
+        features[BASE].add_inference(0, 0, 0, None)
         alone = self._cost.predict_features(features)
         for sequence in self._queues.running:
             start, base = sequence.virtual + sequence.length, sequence.request.base
-            features.add_inference(start, 1, 1, None, sequence.offloaded, base)
+            features[base].add_inference(start, 1, 1, None, sequence.offloaded)
         return self._cost.predict_features(features) - alone

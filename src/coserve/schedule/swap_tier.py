@@ -46,7 +46,7 @@ class Rate:
 
 @dataclass(slots=True)
 class Moves:
-    """Copies that the plan under construction makes, reads and drops, by their numbers."""
+    """Copies of a base's pages that the plan under construction makes, reads and drops, by their numbers."""
 
     out: dict[int, SwapOut] = field(default_factory=dict)
     back: dict[int, SwapIn] = field(default_factory=dict)
@@ -91,19 +91,18 @@ class SwapTier:
     def __init__(self, nbytes: int, byte_seconds: float = 0.0) -> None:
         self.nbytes, self.used = nbytes, 0  # of copies, and of offloaded sequences
         self.writing, self.reading = Rate(byte_seconds), Rate(byte_seconds)
-        self.moves = Moves()
         self.owners: dict[int, Sequence] = {}  # by copy, until it is read or dropped
         self.numbers = count(1)
         self.now = 0.0  # of the plan under construction
         self.limit = INFINITE  # seconds that its moves may take
         self.planned = 0.0  # seconds of the moves of the last plan
         self.on_failure: Callable[[Sequence], None] = lambda sequence: None
-        self._of: dict[str, SwapCopies] = {}  # by base
+        self._copies: list[SwapCopies] = []  # of each base
         self._barred_until = -INFINITE
 
-    def add(self, base: str, copies: "SwapCopies") -> None:
+    def add(self, copies: "SwapCopies") -> None:
         """Adds the copies of a base's pages."""
-        self._of[base] = copies
+        self._copies.append(copies)
 
     def begin(self, now: float, limit: float) -> None:
         """Begins a plan, whose moves may take `limit` seconds."""
@@ -115,13 +114,24 @@ class SwapTier:
 
     def seconds(self, now: float) -> float:
         """Predicted seconds of the moves so far."""
-        written, read = self._nbytes(self.moves.out.values()), self._nbytes(self.moves.back.values())
+        written = sum(copies.nbytes(copies.moves.out.values()) for copies in self._copies)
+        read = sum(copies.nbytes(copies.moves.back.values()) for copies in self._copies)
         return written * self.writing.seconds(now) + read * self.reading.seconds(now)
+
+    @property
+    def has_moves(self) -> bool:
+        """Tells whether the plan under construction moves anything."""
+        return any(copies.moves for copies in self._copies)
+
+    @property
+    def is_reading(self) -> bool:
+        """Tells whether the plan under construction reads copies."""
+        return any(copies.moves.back for copies in self._copies)
 
     @property
     def room(self) -> int:
         """Bytes that copies can have."""
-        unneeded = sum(len(copies.evictable) * copies.page_nbytes for copies in self._of.values())
+        unneeded = sum(len(copies.evictable) * copies.page_nbytes for copies in self._copies)
         return self.nbytes - self.used + unneeded
 
     def make_room(self, nbytes: int) -> None:
@@ -129,36 +139,34 @@ class SwapTier:
         is `room` for these."""
         assert nbytes <= self.room, "evicting what nobody needs would never end"
         while nbytes > self.nbytes - self.used:
-            most = max(self._of.values(), key=lambda copies: len(copies.evictable) * copies.page_nbytes)
+            most = max(self._copies, key=lambda copies: len(copies.evictable) * copies.page_nbytes)
             most.evictable.evict()
 
-    def take(self, now: float) -> Moves:
-        """The plan's moves: copies that it reads are gone afterwards."""
-        self.planned = self.seconds(now)
-        moves, self.moves = self.moves, Moves()
-        for number, back in moves.back.items():
-            self._of[back.base].forget(number)
-            sequence = self.owners[number]
-            if sequence.swapped is not None and sequence.swapped.number == number:
-                sequence.swapped = None
-        return moves
-
-    def apply(self, plan: BasePlan, result: BaseResult, now: float) -> tuple[int, int]:
-        """Applies the result of a plan's moves: sequences whose pages were read run from now on. Returns the
-        pages written and read."""
-        written, read = result.swap_seconds
-        if result.swap_failed:
+    def apply(
+        self, moved: Iterable[tuple["SwapCopies", BasePlan, BaseResult]], now: float
+    ) -> tuple[int, int]:
+        """Applies the results of the moves in each base's plan: sequences whose pages were read run from now
+        on. Returns the pages written and read."""
+        moved = list(moved)
+        if any(result.swap_failed for _, _, result in moved):
             self._barred_until = now + _BARRED
         else:
-            self.writing.observe(self._nbytes(plan.swap_out), written, now)
-            self.reading.observe(self._nbytes(plan.swap_in), read, now)
+            out = sum(copies.nbytes(plan.swap_out) for copies, plan, _ in moved)
+            back = sum(copies.nbytes(plan.swap_in) for copies, plan, _ in moved)
+            self.writing.observe(out, sum(result.swap_seconds[0] for _, _, result in moved), now)
+            self.reading.observe(back, sum(result.swap_seconds[1] for _, _, result in moved), now)
+        counts = [self._end(*each) for each in moved]
+        return sum(written for written, _ in counts), sum(read for _, read in counts)
+
+    def _end(self, copies: "SwapCopies", plan: BasePlan, result: BaseResult) -> tuple[int, int]:
+        """Lets go of what a plan has moved. Returns the pages written and read."""
         lost = {*result.swap_failed}
         for out in plan.swap_out:
             if out.copy not in lost:
                 continue
             sequence = self.owners.get(out.copy)
             if sequence is None:
-                self._of[out.base].evictable.lose(out.copy)
+                copies.evictable.lose(out.copy)
             elif not sequence.loading:  # else its `SwapIn` fails, too
                 self.on_failure(sequence)
         for back in plan.swap_in:
@@ -167,24 +175,22 @@ class SwapTier:
                 sequence.loading = ()
                 if back.copy in lost:
                     self.on_failure(sequence)
-        out_pages = sum(len(move.pages) for move in plan.swap_out if move.copy not in lost)
-        return out_pages, sum(len(move.pages) for move in plan.swap_in if move.copy not in lost)
-
-    def _nbytes(self, moves: Iterable[SwapOut | SwapIn]) -> int:
-        return sum(len(move.pages) * self._of[move.base].page_nbytes for move in moves)
+        written = sum(len(move.pages) for move in plan.swap_out if move.copy not in lost)
+        return written, sum(len(move.pages) for move in plan.swap_in if move.copy not in lost)
 
 
 class SwapCopies:
     """Copies of a base's pages in a tier, which has room for `pages` of them, of `page_nbytes` each. Those in
     `evictable` make room for others."""
 
-    def __init__(self, tier: SwapTier, base: str, pages: int, page_nbytes: int) -> None:
+    def __init__(self, tier: SwapTier, pages: int, page_nbytes: int) -> None:
         self.pages, self.page_nbytes = pages, page_nbytes
+        self.moves = Moves()
         self.used = 0  # pages of copies, and of offloaded sequences
         self.evictable: Evictable = _Nothing()
-        self._tier, self._base = tier, base
+        self._tier = tier
         self._sizes: dict[int, int] = {}  # pages of each copy in the tier
-        tier.add(base, self)
+        tier.add(self)
 
     @property
     def room(self) -> int:
@@ -208,7 +214,7 @@ class SwapCopies:
     def add(self, pages: tuple[int, ...]) -> int:
         """Has the plan copy `pages`, for which there is room; returns the copy's number."""
         number = next(self._tier.numbers)
-        self._tier.moves.out[number] = SwapOut(number, pages, self._base)
+        self.moves.out[number] = SwapOut(number, pages)
         self._sizes[number] = len(pages)
         self.use(len(pages))
         return number
@@ -216,9 +222,23 @@ class SwapCopies:
     def remove(self, number: int) -> None:
         """Drops a copy that no plan has read."""
         self.forget(number)
-        if self._tier.moves.out.pop(number, None) is None:
-            self._tier.moves.dropped.append(number)
+        if self.moves.out.pop(number, None) is None:
+            self.moves.dropped.append(number)
 
     def forget(self, number: int) -> None:
         """Frees the pages of a copy that is read or dropped."""
         self.use(-self._sizes.pop(number))
+
+    def take(self) -> Moves:
+        """The plan's moves: copies that it reads are gone afterwards."""
+        moves, self.moves = self.moves, Moves()
+        for number in moves.back:
+            self.forget(number)
+            sequence = self._tier.owners[number]
+            if sequence.swapped is not None and sequence.swapped.number == number:
+                sequence.swapped = None
+        return moves
+
+    def nbytes(self, moves: Iterable[SwapOut | SwapIn]) -> int:
+        """Bytes of the pages of moves."""
+        return sum(len(move.pages) for move in moves) * self.page_nbytes

@@ -8,11 +8,12 @@ prefixes (`schedule.swapped_prefixes`) take the room that is left.
 from collections.abc import Iterable
 
 from coserve.core.plan import SwapIn
-from coserve.core.request import BASE
 from coserve.core.sequence import Sequence, SwapCopy
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features, added_seconds
+from coserve.schedule.cost import CostModel, added_seconds
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.newcomers import INFINITE
+from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.swap_tier import SwapCopies, SwapTier
 
 
@@ -26,11 +27,10 @@ class Swapping:
         pages: int = 0,
         tier: SwapTier | None = None,
         page_nbytes: int = 1,
-        base: str = BASE,
     ) -> None:
-        self.cost, self.base = cost, base
+        self.cost = cost
         self.tier = SwapTier(pages * page_nbytes) if tier is None else tier
-        self.copies = SwapCopies(self.tier, base, pages, page_nbytes)
+        self.copies = SwapCopies(self.tier, pages, page_nbytes)
 
     def is_worth(self, sequence: Sequence, start: int, pages: int, now: float) -> bool:
         """Tells whether moving `pages` there and back takes less than computing the tokens from `start` on
@@ -68,16 +68,14 @@ class Swapping:
         copy = sequence.swapped
         assert copy is not None, "what is read was written"
         pages = tuple(sequence.pages[sequence.shared : sequence.shared + sequence.filled])
-        self.tier.moves.back[copy.number] = SwapIn(
-            copy.number, pages, sequence.shared - copy.first, self.base
-        )
+        self.copies.moves.back[copy.number] = SwapIn(copy.number, pages, sequence.shared - copy.first)
         sequence.loading = (copy.number,)
 
     def read_single(self, sequence: Sequence, numbers: Iterable[int]) -> None:
         """Has the plan fill a sequence's pages behind the shared ones from copies of one page each."""
         sequence.loading = tuple(numbers)
         for number, page in zip(sequence.loading, sequence.pages[sequence.shared :], strict=False):
-            self.tier.moves.back[number] = SwapIn(number, (page,), base=self.base)
+            self.copies.moves.back[number] = SwapIn(number, (page,))
             self.tier.owners[number] = sequence
 
     def withdraw(self, sequence: Sequence) -> None:
@@ -85,7 +83,7 @@ class Swapping:
         has read yet."""
         numbers, sequence.loading = sequence.loading, ()
         for number in numbers:
-            if self.tier.moves.back.pop(number, None) is None:
+            if self.copies.moves.back.pop(number, None) is None:
                 del self.tier.owners[number]
             elif sequence.swapped is None or number != sequence.swapped.number:
                 self._remove(number)
@@ -101,7 +99,7 @@ class Swapping:
         self.copies.remove(number)
 
 
-def longest_moves(running: Iterable[Sequence], now: float, cost: CostModel, config: SchedulerConfig) -> float:
+def longest_moves(running: Iterable[Sequence], now: float, cost: StepCosts, config: SchedulerConfig) -> float:
     """Most seconds of a step's swaps, so that each running sequence's next token keeps its bound: rows wait
     for them."""
     running = [one for one in running if one.newest_at is not None]
@@ -113,8 +111,8 @@ def longest_moves(running: Iterable[Sequence], now: float, cost: CostModel, conf
             margin = max(margin, cost.margin(config, trains=False, tokens=tokens))
     if due == INFINITE:
         return INFINITE
-    features = Features()
+    features = StepFeatures()
     for one in running:
         start, request = one.virtual + one.computed, one.request
-        features.add_inference(start, 1, 1, request.adapter, one.offloaded, request.base)
+        features[request.base].add_inference(start, 1, 1, request.adapter, one.offloaded)
     return max((due - now) / (1 + margin) - cost.predict_features(features), 0.0)

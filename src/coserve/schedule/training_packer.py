@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from coserve.core.plan import OptimStep, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import Allowance
 from coserve.schedule.segments import training_segment, window_pairs
+from coserve.schedule.step_costs import StepCosts
 
 _WORTH: Final = 0.99  # a larger window is awaited only where its rows cost less than this share
 
@@ -23,7 +25,7 @@ class TrainingPacker:
     """
 
     def __init__(
-        self, builder: PlanBuilder, allowance: Allowance, cost: CostModel, config: SchedulerConfig
+        self, builder: PlanBuilder, allowance: Allowance, cost: StepCosts, config: SchedulerConfig
     ) -> None:
         self.left = allowance.seconds
         self._minimum = allowance.minimum
@@ -36,17 +38,16 @@ class TrainingPacker:
             cost.predict_features(builder.trained) if builder.inference and builder.split is None else 0.0
         )
 
-    def update(self, update: OptimStep) -> bool:
-        """Adds an optimizer step, if it fits."""
+    def update(self, base: str, update: OptimStep) -> bool:
+        """Adds an optimizer step of a job on a base, if it fits."""
         if not self._may_train(update.job):
             return False
         features = self._builder.trained.copy()
-        features.add_update(update.base)
+        features[base].add_update()
         seconds = self._cost.predict_features(features) - self._before
         if seconds > max(self.left, self._pop_minimum()):
             return False
-        self._builder.updates.append(update)
-        self._builder.trained.add_update(update.base)
+        self._builder.add_update(base, update)
         self._spend(seconds)
         return True
 
@@ -156,7 +157,7 @@ class TrainingPacker:
         while not batch.is_paused and sizes[-1] // 2 >= self._config.min_training_rows:
             sizes.append(sizes[-1] // 2)
         segment, arrivals = self._segment(batch, whole, 1), self._allowance.arrivals or 0.0
-        prices = {rows: self._price(segment, rows) for rows in sizes}
+        prices = {rows: self._price(batch.base, segment, rows) for rows in sizes}
         return min(sizes, key=lambda rows: prices[rows] * (1 + arrivals * rows * prices[rows] / 2))
 
     def _largest(self, batch: MicroBatch, sizes: Iterable[int], budget: float) -> tuple[int, int] | None:
@@ -191,13 +192,14 @@ class TrainingPacker:
         if not bearable or chosen is None:
             return bool(bearable)
         whole = self._segment(batch, bearable[0], 1)
-        return self._price(whole, whole.length) < _WORTH * self._price(whole, chosen[0])
+        price = partial(self._price, batch.base, whole)
+        return price(whole.length) < _WORTH * price(chosen[0])
 
-    def _price(self, whole: TrainingSegment, rows: int) -> float:
-        """Mean seconds of a row in a window of `rows` rows that passes a layer alone."""
-        features = Features()
+    def _price(self, base: str, whole: TrainingSegment, rows: int) -> float:
+        """Mean seconds of a row in a window of `rows` rows that passes a layer of a base alone."""
+        features = StepFeatures()
         step = self._cost.predict_features(features)
-        features.add_training(replace(whole, length=rows, pairs=whole.pairs * rows // whole.length))
+        features[base].add_training(replace(whole, length=rows, pairs=whole.pairs * rows // whole.length))
         return (self._cost.predict_features(features) - step) / rows
 
     def _layers(self, batches: Sequence[MicroBatch], rows: int, budget: float) -> int:
@@ -215,14 +217,13 @@ class TrainingPacker:
         """Seconds that a window of each micro-batch would add to the step."""
         features = self._builder.trained.copy()
         for batch in batches:
-            features.add_training(self._segment(batch, rows, layers))
+            features[batch.base].add_training(self._segment(batch, rows, layers))
         return self._cost.predict_features(features) - self._before
 
     def _add(self, batch: MicroBatch, rows: int, layers: int) -> None:
         seconds = self._seconds([batch], rows, layers)
         segment = self._segment(batch, rows, layers)
-        self._builder.training.append(segment)
-        self._builder.trained.add_training(segment)
+        self._builder.add_training(batch, segment)
         self._spend(seconds)
 
     def _segment(self, batch: MicroBatch, rows: int, layers: int) -> TrainingSegment:
@@ -239,6 +240,6 @@ class TrainingPacker:
         self._before += seconds
 
 
-def in_order(segments: list[TrainingSegment]) -> tuple[TrainingSegment, ...]:
+def in_order(segments: Iterable[TrainingSegment]) -> tuple[TrainingSegment, ...]:
     """Orders segments as a step runs them: forward windows, then losses and backward windows."""
     return tuple(sorted(segments, key=lambda segment: segment.direction is not Direction.TRAIN_FORWARD))

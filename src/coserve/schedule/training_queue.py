@@ -2,12 +2,12 @@
 
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
 from coserve.core.job_words import Rival
-from coserve.core.plan import BasePlan, MicroBatchOutput, OptimStep, TrainingSegment
+from coserve.core.plan import MicroBatchOutput, OptimStep, StepPlan, TrainingSegment
 from coserve.core.request import BASE
 from coserve.core.sequence import MicroBatch, Position
 
@@ -24,6 +24,7 @@ class QueueEntry:
     weight: float
     update: OptimStep | None  # the optimizer step at its end; None: the work ends with the last micro-batch
     micro_batches: deque[MicroBatch] = field(default_factory=deque)  # those not known to be done
+    base: str = BASE
     outputs: dict[int, MicroBatchOutput] = field(default_factory=dict)  # by the micro-batch's key
     is_open: bool = False  # the work has not ended yet
     is_stepping: bool = False  # a plan under way has the optimizer step
@@ -73,7 +74,7 @@ class TrainingQueue:
     """All jobs, ordered by weighted fair queueing: least virtual time first."""
 
     def __init__(self, in_flight: int) -> None:
-        self.released: list[int] = []  # keys whose device state the next plan drops
+        self.released: list[tuple[str, int]] = []  # bases and keys whose device state the next plan drops
         self._jobs: dict[str, QueueEntry] = {}
         self._in_flight = in_flight
         self._clock = 0.0  # virtual time of the job furthest behind when turns were last given
@@ -106,11 +107,9 @@ class TrainingQueue:
         others instead of catching up.
         """
         update = None if is_pass else update or OptimStep(name)
-        if update is not None and update.base != base:
-            update = replace(update, base=base)
         job = self._jobs.setdefault(name, QueueEntry(name, weight, update))
         assert not job.is_open, f"job {name} has not finished its last step"
-        job.weight = weight
+        job.weight, job.base = weight, base
         job.update, job.is_open, job.outputs = update, True, {}
         for batch in micro_batches:
             batch.base = base
@@ -130,7 +129,7 @@ class TrainingQueue:
         """Removes a job; the next plan releases its micro-batches."""
         job = self._jobs.pop(name, None)
         if job is not None:
-            self.released.extend(batch.key for batch in job.micro_batches)
+            self.released.extend((job.base, batch.key) for batch in job.micro_batches)
 
     def turns(self, now: float, starvation: float | None) -> tuple[list[QueueEntry], bool]:
         """Jobs with work to plan in their order, and whether the first is starving."""
@@ -170,16 +169,17 @@ class TrainingQueue:
             batch for job in jobs for batch in self.ready(job) if batch.has_begun or job.progress <= reach
         ]
 
-    def planned(self, plan: BasePlan, now: float) -> None:
+    def planned(self, plan: StepPlan, now: float) -> None:
         """Counts the training of a plan launched at `now` as done."""
         self._advance(plan.training)
         for update in plan.updates:
             self._jobs[update.job].is_stepping = True
-        has_requests = bool(plan.inference) or plan.idle > 0
+        has_requests = bool(plan.inference) or plan.first.idle > 0
+        trained = plan.jobs
         for name, job in self._jobs.items():
             job.passed += 1
             job.beside_requests = job.beside_requests or has_requests
-            if name in plan.jobs:
+            if name in trained:
                 job.note_served(now, has_requests)
 
     def paused(
@@ -213,7 +213,7 @@ class TrainingQueue:
         batch.under_way -= 1
         if batch.done and not batch.under_way:
             job.micro_batches.remove(batch)
-            self.released.append(batch.key)
+            self.released.append((job.base, batch.key))
         if output is not None:
             job.outputs[batch.key] = output
         if job.update is not None or job.micro_batches:

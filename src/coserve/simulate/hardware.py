@@ -19,7 +19,7 @@ from typing import Annotated, Final
 import msgspec
 
 from coserve.errors import ConfigError
-from coserve.schedule.cost import DEFAULT_WEIGHTS
+from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.simulate.counting import PassKind, PassWork
 from coserve.simulate.jitter import Jitter
 

@@ -58,18 +58,19 @@ class SimulatedMachine:
         self, policy: str, times: Times, settings: MachineSettings = MachineSettings(), seed: int = 0
     ) -> None:
         draw, jitter = random.Random(seed), settings.jitter
-        cost = times.known()
-        for trains in (False, True) * settings.known:
-            cost.misses.observe(jitter.draw(draw), trains)
+        known = times.known()
         if settings.lanes is not None:
-            cost.lanes.start(*settings.lanes)
+            known.lanes.start(*settings.lanes)
         config = SchedulerConfig(times.layers, settings.positions, **settings.scheduler)
         pages = PagePool(settings.cache_tokens // PAGE_SIZE, PAGE_SIZE)
-        self.scheduler = Scheduler(BaseCache(config, pages), cost, make_policy(policy))
+        self.scheduler = Scheduler(BaseCache(config, pages), known, make_policy(policy))
+        self.scheduler.cost.host = times.known_host
+        for trains in (False, True) * settings.known:
+            self.scheduler.cost.misses.observe(jitter.draw(draw), trains)
         self._times, self._reads = times, WeightReads()
         self._factor = partial(jitter.draw, draw)
         self.executor = self._executor(config.stages, settings.lanes or (2.0, 2.0))
-        self._is_streamed = bool(cost.reads.layers)
+        self._is_streamed = bool(known.reads.layers)
         self._steps: dict[str, Iterator[list[tuple[int, ...]]]] = {}
         self._weights: dict[str, float] = {}
         self._numbers = count(1)
@@ -134,7 +135,7 @@ class SimulatedMachine:
     def _launch(self, arrival: float) -> list[Event]:
         """A step that an arrival stops: as many layers of its training run as take until then."""
         executor, scheduler, predict = self.executor, self.scheduler, self._times.predict
-        plan = scheduler.plan(executor.now)
+        plan = scheduler.plan(executor.now).only
         executor.launch(plan)
         if plan.pausable and plan.training and arrival < float("inf"):
             layers = sum(len(segment.span) for segment in plan.training)
@@ -147,7 +148,7 @@ class SimulatedMachine:
         result = executor.collect()
         assert result is not None, "the step was launched"
         executor.resume_training()
-        return scheduler.apply(result, executor.now)
+        return executor.apply(scheduler, result)
 
     def _go_on(self, name: str) -> None:
         """Gives a job its next optimizer step, if one is left."""

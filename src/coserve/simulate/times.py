@@ -11,7 +11,8 @@ from coserve.core.plan import BasePlan, OptimStep, WeightReads
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import ConfigError
-from coserve.schedule.cost import CostModel, Costs, Features
+from coserve.schedule.cost import CostModel, Costs
+from coserve.schedule.features import Features
 from coserve.schedule.reads import ReadCosts
 from coserve.schedule.segments import inference_plan, training_segment
 from coserve.simulate.aiconfigurator import PREFIX, measured_roofline
@@ -38,6 +39,7 @@ class Times(ABC):
 
     layers: int
     host: float  # seconds of the host in each step
+    known_host = 0.0  # those of them that a scheduler knows at its start
 
     @property
     @abstractmethod
@@ -119,6 +121,7 @@ class RooflineTimes(Times):
         self, counter: PlanCounter, table: Roofline, streaming: Streaming | None = None, stages: int = 1
     ) -> None:
         self.layers, self.host = counter.shape.layers, table.host_seconds
+        self.known_host = self.host
         self._stages = counter.stages(stages)
         self.streaming = streaming
         self._counter, self._table = counter, table
@@ -169,7 +172,6 @@ class RooflineTimes(Times):
         """See `Times`."""
         model = CostModel()
         model.recall(self._learned)
-        model.host = self.host
         model.reads = read_costs(self.streaming, self.layers)
         return model
 

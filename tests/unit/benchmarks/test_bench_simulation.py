@@ -13,7 +13,8 @@ from coserve.engine.calibrate import Calibration
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import Features
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.replay import AnswerTimes, LoadResult

@@ -9,7 +9,7 @@ import pytest
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.plan import BasePlan, BaseResult
 from coserve.engine.calibrate import Calibration, measure, measure_lanes
-from coserve.schedule.cost import Features
+from coserve.schedule.features import Features
 from models import tiny
 
 PATIENCE = 600.0  # seconds

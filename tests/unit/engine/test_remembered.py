@@ -16,7 +16,8 @@ from coserve.engine.calibrate import Calibration
 from coserve.engine.process import know_costs
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.model.load import load_base
-from coserve.schedule.cost import CostModel, Costs, Features
+from coserve.schedule.cost import CostModel, Costs
+from coserve.schedule.features import Features
 from coserve.schedule.segments import inference_segment
 from models import save, tiny
 

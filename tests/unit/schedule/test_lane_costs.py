@@ -7,7 +7,8 @@ import pytest
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, OptimStep, TrainingSegment
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
-from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.lanes import LaneCosts
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.segments import inference_segment, training_segment

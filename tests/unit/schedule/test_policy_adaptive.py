@@ -14,7 +14,8 @@ from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import Features
 from coserve.schedule.policies import Policy, View, make_policy
 from coserve.schedule.policies.base import INFINITE
 from coserve.schedule.policies.entry import LatestEntry

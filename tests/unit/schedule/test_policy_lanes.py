@@ -5,7 +5,7 @@ import pytest
 from coserve.core.request import SLO
 from coserve.core.sequence import Direction
 from coserve.errors import ConfigError
-from coserve.schedule.cost import DEFAULT_WEIGHTS
+from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.policies import View, make_policy
 from coserve.schedule.policies.base import Allowance
 from timetable import Ask, Tune, World

@@ -7,7 +7,8 @@ from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.prompt_packer import PromptPacker
 from coserve.schedule.request_queues import RequestQueues

@@ -10,7 +10,8 @@ from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import OutOfPages, PromptTooLong
 from coserve.executors.scripted import next_token
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import Features
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Allowance
 from coserve.schedule.training_packer import TrainingPacker

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
-from coserve.schedule.cost import (
-    DEFAULT_WEIGHTS,
-    NAMES,
-    CostModel,
-    Costs,
-    Features,
-    added_seconds,
-)
+from coserve.schedule.cost import CostModel, Costs, added_seconds
+from coserve.schedule.features import DEFAULT_WEIGHTS, NAMES, Features
 from coserve.schedule.segments import causal_pairs, inference_segment, training_segment, window_pairs
 
 DEPTH = 8

@@ -9,7 +9,8 @@ import pytest
 from coserve.core.plan import TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import Features
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Allowance
 from coserve.schedule.segments import training_segment

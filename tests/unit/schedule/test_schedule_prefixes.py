@@ -10,7 +10,8 @@ from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tok
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import Features
 from coserve.schedule.policies import make_policy
 from coserve.schedule.prefixes import Prefixes
 from coserve.schedule.request_queues import RequestQueues

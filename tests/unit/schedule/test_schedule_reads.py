@@ -8,7 +8,8 @@ import pytest
 
 from coserve.core.plan import WeightReads
 from coserve.core.sequence import Direction, MicroBatch, Span
-from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel, Features
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import DEFAULT_WEIGHTS, Features
 from coserve.schedule.reads import ReadCosts
 from coserve.schedule.segments import training_segment
 

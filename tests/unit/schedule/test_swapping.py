@@ -8,7 +8,8 @@ from coserve.core.plan import SwapIn, SwapOut
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Sequence, SwapCopy
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, Features, added_seconds
+from coserve.schedule.cost import CostModel, added_seconds
+from coserve.schedule.features import Features
 from coserve.schedule.newcomers import INFINITE
 from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping, longest_moves

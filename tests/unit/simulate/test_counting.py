@@ -8,7 +8,7 @@ import pytest
 
 from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, Prefix, TrainingSegment
 from coserve.core.sequence import Direction, Span
-from coserve.schedule.cost import Features
+from coserve.schedule.features import Features
 from coserve.simulate.counting import PassKind, PassWork, PlanCounter
 from coserve.workload.shapes import ModelShape, shape_named
 

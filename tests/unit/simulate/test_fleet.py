@@ -9,7 +9,7 @@ import pytest
 from coserve.core.request import SLO
 from coserve.core.sequence import Sequence
 from coserve.errors import ConfigError
-from coserve.schedule.cost import DEFAULT_WEIGHTS
+from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.simulate.fleet import Answered, Fleet, LeastLoaded, RoundRobin, make_router
 from coserve.simulate.intervals import percentile
 from coserve.simulate.jitter import Jitter

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coserve.errors import ConfigError
-from coserve.schedule.cost import NAMES
+from coserve.schedule.features import NAMES
 from coserve.simulate.counting import PassKind, PassWork
 from coserve.simulate.hardware import MeasuredTable, Roofline, hardware_named, hardware_names, read_hardware
 

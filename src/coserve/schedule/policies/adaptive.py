@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from coserve.core.sequence import Direction, Sequence, Span
-from coserve.schedule.cost import Features
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.places import TAKEN
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
 from coserve.schedule.policies.beside import STEPS, beside
@@ -79,11 +79,11 @@ class Adaptive(Hybrid):
         self._left, self._prompts = INFINITE, 0.0
         if not view.jobs or not view.waiting:
             return view.waiting
-        latest = LatestEntry(view, view.cost.lanes.inference if _splitting_pays(view) else 1.0)
+        latest = LatestEntry(view, view.cost.first.lanes.inference if _splitting_pays(view) else 1.0)
         self._note(view, latest)
         self._prompts = 0.0 if latest.can_follow else latest.prompts
         # Each pass over weights that are read has training beside answers: nothing is saved by fewer passes.
-        if view.cost.reads.layers or not self._gathers(view.now):
+        if view.cost.first.reads.layers or not self._gathers(view.now):
             return view.waiting
         if len(view.waiting) + len(view.running) >= TAKEN * view.places:
             return view.waiting
@@ -145,11 +145,11 @@ class Adaptive(Hybrid):
             return 0.0
         if view.config.stages > 1:  # whose next plans are made before it is known what a lane has done
             return 0.0
-        if view.utilization * view.cost.lanes.inference > _FULL:
+        if view.utilization * view.cost.first.lanes.inference > _FULL:
             return 0.0
         if not _splitting_pays(view) and view.now - self._split_at < _AGAIN:
             return 0.0
-        longer = max(view.inference_seconds * (view.cost.lanes.inference - 1), 1e-9)
+        longer = max(view.inference_seconds * (view.cost.first.lanes.inference - 1), 1e-9)
         borne = _SPENT * (view.deferral if longer <= view.slack else view.whole_slack)
         bearable, left = borne / longer, max(one.steps_left for one in view.running)
         return min(bearable, left, STEPS) if bearable >= min(_FEWEST, left) else 0.0
@@ -191,8 +191,7 @@ def _shared(view: View) -> float:
     batch = next((batch for job in view.jobs for batch in job.micro_batches), None)
     if batch is None:  # only an optimizer step is due
         return 1.0
-    own = view.cost.others.get(batch.base, view.cost)
-    return own.pass_seconds / view.cost.predict_iteration([batch])
+    return view.cost.bases[batch.base].pass_seconds / view.cost.predict_iteration([batch])
 
 
 def _layer_seconds(view: View) -> float:
@@ -200,14 +199,15 @@ def _layer_seconds(view: View) -> float:
     longest = max(view.jobs[0].micro_batches, key=lambda batch: batch.length, default=None)
     if longest is None:  # only an optimizer step is due
         return 0.0
-    features = Features()
-    features.add_training(training_segment(longest, 0, longest.length, Direction.BACKWARD, Span(0, 1)))
+    features = StepFeatures()
+    window = training_segment(longest, 0, longest.length, Direction.BACKWARD, Span(0, 1))
+    features[longest.base].add_training(window)
     return view.cost.predict_features(features)
 
 
 def _splitting_pays(view: View) -> bool:
     """Tells whether split lanes gain throughput, and more than fusing saves."""
-    return view.cost.lanes.gain > _WORTH and _shared(view) < _SHARED
+    return view.cost.first.lanes.gain > _WORTH and _shared(view) < _SHARED
 
 
 def _is_worth_it(steps: int, shared: int, others: float) -> bool:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
+from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.training_queue import QueueEntry
 
 INFINITE = float("inf")
@@ -23,7 +23,7 @@ class View:
 
     now: float
     config: SchedulerConfig
-    cost: CostModel
+    cost: StepCosts
     waiting: tuple[Sequence, ...]  # most urgent first
     running: tuple[Sequence, ...]  # in order of arrival
     jobs: tuple[QueueEntry, ...]  # with work to run; the first is the one whose turn it is

@@ -14,7 +14,7 @@ def beside(view: View, share: float, rows: int, steps: float = STEPS) -> Allowan
     The lane idles from the end of a piece to the end of the step beside it. With steps of 0.13 s, pieces of
     0.1 s gave 0.36 to 0.38 of the throughput of training alone, and pieces of eight steps 0.56 to 0.67.
     """
-    lanes = view.cost.lanes
+    lanes = view.cost.first.lanes
     seconds = max(
         min(steps, STEPS) * view.inference_seconds * lanes.inference, view.config.quantum_with_inference
     )

@@ -3,8 +3,9 @@
 from itertools import accumulate
 from typing import Final
 
+from coserve.core.request import BASE
 from coserve.core.sequence import Sequence
-from coserve.schedule.cost import Features
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.policies.base import INFINITE, View
 from coserve.schedule.slack import unspent
 from coserve.schedule.utilization import own_slowdown
@@ -25,10 +26,10 @@ class LatestEntry:
         config, cost = view.config, view.cost
         self._margin = cost.margin(config, trains=True)
         everybody = (*view.running, *view.waiting)
-        decode = Features()
+        decode = StepFeatures()
         for sequence in everybody:
             start, request = sequence.virtual + sequence.length, sequence.request
-            decode.add_inference(start, 1, 1, request.adapter, sequence.offloaded, request.base)
+            decode[request.base].add_inference(start, 1, 1, request.adapter, sequence.offloaded)
         self._alone = cost.predict_features(decode)  # a step, on the whole machine
         self._slowness = slowness
         self._step = self._alone * slowness
@@ -74,7 +75,7 @@ class LatestEntry:
     def _row_seconds(self, rows: int) -> float:
         """Seconds that each of `rows` prompt rows adds to a decode step: a piece beside it may go on."""
         with_prompts = self._decode.copy()
-        with_prompts.add_inference(0, max(rows, 2), 0, None)
+        with_prompts[BASE].add_inference(0, max(rows, 2), 0, None)
         added = self._view.cost.predict_features(with_prompts) - self._alone
         return self._slowness * max(added, 1e-9) / max(rows, 2)
 

@@ -51,10 +51,10 @@ class Hybrid(Policy):
         if not view.inference_seconds:
             return replace(self._undisturbed(view), minimum=INFINITE)
         minimum = view.deferral if view.starving else 0.0
-        if view.interruptible and view.is_patient and not view.cost.reads.layers:
+        if view.interruptible and view.is_patient and not view.cost.first.reads.layers:
             allowance = self._undisturbed(view)
             return replace(allowance, seconds=min(allowance.seconds, view.slack), minimum=minimum)
-        rows = max(view.config.reserved_rows, min(view.cost.free_rows, view.window_rows))
+        rows = max(view.config.reserved_rows, min(view.cost.first.free_rows, view.window_rows))
         seconds = min(view.slack, self._most_beside(view))
         if view.starving:
             return Allowance(seconds, rows, minimum)
@@ -73,14 +73,14 @@ class Hybrid(Policy):
     def _most_beside(self, view: View) -> float:
         """Most seconds of training until answers have rows."""
         least, batches = view.config.quantum_with_inference, view.jobs[0].micro_batches
-        if not view.cost.reads.layers:
+        if not view.cost.first.reads.layers:
             return least
         if view.waiting:  # for places: training that answers make way for makes the line longer
             return least
         iteration = view.cost.predict_iteration(batches)
         if not batches:  # only an optimizer step is left
             return max(least, iteration)
-        return max(least, view.cost.pass_seconds, iteration) - view.made_way
+        return max(least, view.cost.first.pass_seconds, iteration) - view.made_way
 
     def _coming(self, view: View) -> float:
         """Seconds that a larger window may wait for; 0 where slack did not add up for too many steps."""

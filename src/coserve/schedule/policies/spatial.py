@@ -26,5 +26,5 @@ class Spatial(Policy):
         config = view.config
         if view.inference_seconds:
             return beside(view, self._share, config.reserved_rows)
-        seconds = config.quantum / view.cost.lanes.training
+        seconds = config.quantum / view.cost.first.lanes.training
         return Allowance(seconds, config.reserved_rows, minimum=INFINITE, split=self._share)
