@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from coserve import Engine, EngineConfig
 from coserve.core.events import Event
-from coserve.core.plan import BasePlan, BaseResult
+from coserve.core.plan import StepPlan, StepResult
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.engine.completion import Completion
-from coserve.executors.composed import ComposedExecutor
 from coserve.executors.scripted import ScriptedExecutor
+from coserve.executors.step_executor import StepExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -26,6 +26,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.offloading import Offloading
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping
 from models import letter_tokenizer, tiny
@@ -47,16 +48,16 @@ class TwoBases:
         limits = {"max_running": 16, "interruptible": True, "prefix_sharing": sharing}
         config = SchedulerConfig(LAYERS[SMALL], 512, **limits)  # type: ignore[arg-type]
         self.pools = {SMALL: PagePool(pages, PAGE), WIDE: PagePool(wide_pages, PAGE)}
-        cost, tier = two_costs(), SwapTier(swap)
-        first = BaseCache(config, self.pools[SMALL], Swapping(cost, swap, tier))
-        self.it = Scheduler(first, cost, make_policy("hybrid"))
+        costs, tier = {base: CostModel() for base in LAYERS}, SwapTier(swap)
+        first = BaseCache(config, self.pools[SMALL], Swapping(costs[SMALL], swap, tier))
+        self.it = Scheduler(first, costs[SMALL], make_policy("hybrid"))
         its = SchedulerConfig(LAYERS[WIDE], **{"max_positions": 256, **(wide or {})})
-        swapping = Swapping(cost.others[WIDE], swap // 2, tier, 2, WIDE)
+        swapping = Swapping(costs[WIDE], swap // 2, tier, 2)
         offloading = Offloading(swapping, wide_pages + 1, swap // 2, PAGE)
-        self.it.caches.add(WIDE, BaseCache(its, self.pools[WIDE], swapping, offloading))
+        self.it.add_base(WIDE, BaseCache(its, self.pools[WIDE], swapping, offloading), costs[WIDE])
         self.executor, self.executors = scripted(swap)
-        self.plans: list[BasePlan] = []
-        self.results: list[BaseResult] = []
+        self.plans: list[StepPlan] = []
+        self.results: list[StepResult] = []
         self.now = 0.0
 
     def submit(self, request: Request) -> Sequence:
@@ -68,7 +69,7 @@ class TwoBases:
         self.plans.append(plan)
         self.results.append(result)
         self.now += result.seconds
-        return self.it.apply(result, self.now)
+        return [event for events in self.it.apply(result, self.now).values() for event in events]
 
     def drain(self) -> None:
         for _ in range(2000):
@@ -78,24 +79,24 @@ class TwoBases:
         raise AssertionError("the work does not end")
 
 
-def two_costs() -> CostModel:
+def two_costs() -> StepCosts:
     """Costs of two bases, as assumed before any measurement."""
-    cost = CostModel()
-    cost.others[WIDE] = CostModel()
+    cost = StepCosts(CostModel())
+    cost.bases[WIDE] = CostModel()
     return cost
 
 
 def scripted(
     swap: int = 0, **kinds: type[ScriptedExecutor]
-) -> tuple[ComposedExecutor, dict[str, ScriptedExecutor]]:
+) -> tuple[StepExecutor, dict[str, ScriptedExecutor]]:
     """An executor of two bases, and those of the bases, of the given kinds."""
     parts = {
         base: kinds.get(base, ScriptedExecutor)(
-            PAGE, two_costs().predict, swap_pages=swap, swap_seconds=(1e-6, 1e-6)
+            PAGE, CostModel().predict, swap_pages=swap, swap_seconds=(1e-6, 1e-6)
         )
         for base in (SMALL, WIDE)
     }
-    executor = ComposedExecutor(parts[SMALL])
+    executor = StepExecutor(parts[SMALL])
     executor.add(WIDE, parts[WIDE])
     return executor, parts
 
@@ -119,13 +120,13 @@ def wide_model(name: str = "llama", dtype: torch.dtype = torch.float32, **fields
 
 
 @contextmanager
-def planned(engine: Engine) -> Iterator[list[BasePlan]]:
+def planned(engine: Engine) -> Iterator[list[StepPlan]]:
     """The plans that an engine of several bases runs."""
-    plans: list[BasePlan] = []
-    device = engine.bases.device
+    plans: list[StepPlan] = []
+    device = engine.loop.executor
     launch = device.launch
 
-    def watched(plan: BasePlan) -> None:
+    def watched(plan: StepPlan) -> None:
         plans.append(plan)
         launch(plan)
 

@@ -20,6 +20,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.policies import Policy, make_policy
 from coserve.schedule.scheduler import Scheduler
+from steps import apply
 
 DEPTH, PAGE = 2, 4
 COSTS = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_layers": 1.0, "backward_layers": 2.0}
@@ -135,12 +136,12 @@ class World:
             self.it.training.add(job, [MicroBatch(key, job, f"{job}@0", (tune.rows,), DEPTH) for key in keys])
 
     def _step(self, now: float) -> None:
-        plan = self.it.plan(now)
+        plan = self.it.plan(now).only
         # Who arrives ends a pause: an engine looks out for them while it waits.
         plan = replace(plan, idle=min(plan.idle, self._next_arrival() - now))
         self._write(now, plan)
         result = self.executor.run(plan)
-        for event in self.it.apply(result, self.executor.now):
+        for event in apply(self.it, result, self.executor.now):
             if isinstance(event, StepDone):
                 self._feed(event.job)
 

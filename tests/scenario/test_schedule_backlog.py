@@ -22,10 +22,9 @@ class World:
 
     def __init__(self, between: float, training: bool = False) -> None:
         self.config = SchedulerConfig(layers=DEPTH, max_positions=4096)
-        cost = CostModel()
+        self.it = Scheduler(BaseCache(self.config, PagePool(4096, 16)), CostModel(), make_policy("hybrid"))
         for trains in (False, True) * 16:
-            cost.misses.observe(1.0, trains)
-        self.it = Scheduler(BaseCache(self.config, PagePool(4096, 16)), cost, make_policy("hybrid"))
+            self.it.cost.misses.observe(1.0, trains)
         self.executor = ScriptedExecutor(16)
         self.between = between
         self.answers = [self.submit(8, 2000) for _ in range(4)]
@@ -75,7 +74,7 @@ def test_prompts_that_cannot_wait_share_what_is_missing_with_the_tokens() -> Non
     """At the pace that the bound between tokens permits, these prompts would be five times too late."""
     world = World(between=0.014)
     prompts = [world.submit(400, 1, first_token=0.4) for _ in range(8)]
-    step = world.it.cost.predict(world.step())
+    step = world.it.cost.first.predict(world.step())
     assert step > 1.5 * world.between
     late = drain(world, prompts)
     assert 1.0 < world.worst_gap() < 2.5
@@ -86,7 +85,9 @@ def test_a_hopeless_prompt_costs_the_others_no_more_than_the_largest_step() -> N
     world = World(between=0.012)
     drain(world, [world.submit(2000, 1, first_token=0.001) for _ in range(4)])
     longest = max(result.seconds for result in world.executor.results)
-    assert longest <= world.it.cost.predict(BasePlan()) + 0.013 + world.config.max_prefill_rows * 1.5 * ROW
+    assert (
+        longest <= world.it.cost.first.predict(BasePlan()) + 0.013 + world.config.max_prefill_rows * 1.5 * ROW
+    )
     assert max(sum(s.length for s in p.inference) for p in world.executor.plans) <= 512 + len(world.answers)
 
 

@@ -26,11 +26,10 @@ class World:
 
     def __init__(self, **config: object) -> None:
         settings: dict[str, object] = {"layers": DEPTH, "max_positions": 4096} | config
-        cost = CostModel()
-        for trains in (False, True) * 16:
-            cost.misses.observe(1.0, trains)  # this machine does what is predicted
         self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
-        self.it = Scheduler(BaseCache(self.config, PagePool(2048, 16)), cost, make_policy("hybrid"))
+        self.it = Scheduler(BaseCache(self.config, PagePool(2048, 16)), CostModel(), make_policy("hybrid"))
+        for trains in (False, True) * 16:
+            self.it.cost.misses.observe(1.0, trains)  # this machine does what is predicted
         self.executor = ScriptedExecutor(16)
         self.more_training()
 

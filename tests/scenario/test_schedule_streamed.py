@@ -42,7 +42,7 @@ class Machine:
     @property
     def iteration(self) -> float:
         """Seconds of an optimizer step."""
-        return self.it.cost.predict_iteration([self._batch("job", 0)])
+        return self.it.cost.first.predict_iteration([self._batch("job", 0)])
 
     def ask(self, name: str, tokens: int, slo: SLO = PATIENT, prompt: int = 20) -> None:
         sampling, now = SamplingParams(max_tokens=tokens), self.executor.now
@@ -135,7 +135,7 @@ def test_a_way_forward_that_costs_nothing_is_not_stopped_by_an_arrival() -> None
     assert free and not any(plan.pausable for plan in free)
     assert all(plan.pausable for plan in plans if not plan.inference)
     quick = Machine()
-    quick.it.cost.reads.start(range(DEPTH), 1 << 20, 1e12)  # nothing is waited for
+    quick.it.cost.first.reads.start(range(DEPTH), 1 << 20, 1e12)  # nothing is waited for
     quick.ask("a", 60)
     assert any(plan.pausable for plan in quick.steps(20) if plan.is_fused)
 
@@ -154,7 +154,7 @@ def test_who_waits_for_a_place_is_not_kept_waiting_by_ways_back() -> None:
 
 def test_a_resident_base_has_its_way_back_beside_answers() -> None:
     machine = Machine()
-    machine.it.cost.reads.start((), 0, 1.0)
+    machine.it.cost.first.reads.start((), 0, 1.0)
     machine.ask("a", 60)
     plans = machine.steps(40)
     assert any(Direction.BACKWARD in directions(plan) for plan in plans if plan.inference)

@@ -17,6 +17,7 @@ from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping
+from steps import apply
 
 SLOW_ROWS = {**DEFAULT_WEIGHTS, "forward_rows": 5e-4}
 PAGE, FAST, SLOW = 4, 1e-6, 1e-1  # seconds a page; a row takes 1e-4
@@ -105,7 +106,7 @@ def test_the_cheaper_way_by_the_predicted_seconds() -> None:
         world = World(room=0)
         _, second = world.pair()
         computed, pages = second.reached, -(-second.reached // PAGE)
-        weights = world.it.cost.weights
+        weights = world.it.cost.first.weights
         again = weights["forward_rows"] * computed
         again += weights["forward_attention"] * computed * (computed + 1) / 2
         chosen = World(guess=factor * again / (2 * pages))
@@ -130,11 +131,11 @@ def test_the_predicted_end_of_a_step_has_its_swaps() -> None:
     world = World(seconds=1e-4)
     world.pair()
     it = world.executor
-    while not (plan := world.it.plan(it.now)).swap_in:
+    while not (plan := world.it.plan(it.now).only).swap_in:
         it.launch(plan)
         result = it.collect()
         assert result is not None
-        world.it.apply(result, it.now)
+        apply(world.it, result, it.now)
     ends = world.it._launched[-1].ends
     assert ends - it.now > plan.predicted + 0.9e-4 * len(plan.swap_in[0].pages)
 
@@ -153,16 +154,16 @@ def test_who_is_cancelled_leaves_nothing_behind() -> None:
         assert second.swapped is not None and world.swapping.copies.used > 0
         if at == "loading":  # a plan that reads is under way
             while second.swapped is not None:
-                plan = world.it.plan(world.executor.now)
+                plan = world.it.plan(world.executor.now).only
                 world.executor.launch(plan)
                 if not second.loading:
                     result = world.executor.collect()
                     assert result is not None
-                    world.it.apply(result, world.executor.now)
+                    apply(world.it, result, world.executor.now)
             world.it.requests.cancel(second.key)
             result = world.executor.collect()
             assert result is not None
-            world.it.apply(result, world.executor.now)
+            apply(world.it, result, world.executor.now)
         else:
             world.it.requests.cancel(second.key)
         world.executor.step(world.it)
@@ -174,7 +175,9 @@ def test_swaps_break_no_bound_between_tokens() -> None:
     """A copy of four pages or more takes 2 ms there and 2 back; a step of one row 11."""
     for bound, swaps in ((0.012, False), (0.1, True), (None, True)):
         world = World(seconds=5e-4)
-        world.it.cost.recall(replace(world.it.cost.learned, weights=SLOW_ROWS, measured=SLOW_ROWS))
+        world.it.cost.first.recall(
+            replace(world.it.cost.first.learned, weights=SLOW_ROWS, measured=SLOW_ROWS)
+        )
         first, second = world.ask(first=100, bound=bound), world.ask(first=200)
         world.until_preempted(second)
         assert bool(world.outs) is swaps
@@ -337,18 +340,18 @@ def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing_behind() -> No
         for n in range(1, 7):
             world.finish(world.ask(30, 2, first=500 * n))
         again = world.ask(21, 2, first=100)
-        plan = world.it.plan(world.executor.now)
+        plan = world.it.plan(world.executor.now).only
         assert again.loading and plan.swap_in and not plan.inference
         world.executor.launch(plan)
         if not under_way:
             result = world.executor.collect()
             assert result is not None
-            world.it.apply(result, world.executor.now)
+            apply(world.it, result, world.executor.now)
         world.it.requests.cancel(again.key)
         if under_way:
             result = world.executor.collect()
             assert result is not None
-            world.it.apply(result, world.executor.now)
+            apply(world.it, result, world.executor.now)
         world.finish(world.ask(21, 2, first=100))
 
 

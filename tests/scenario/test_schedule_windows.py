@@ -46,11 +46,10 @@ class World:
         way: str = "BACKWARD",
         interruptible: bool = False,
     ) -> None:
-        cost = CostModel(weights)
-        for trains in (False, True) * 16:
-            cost.misses.observe(1.0, trains)
         config = SchedulerConfig(DEPTH, 4096, micro_batches_in_flight=1, interruptible=interruptible)
-        self.it = Scheduler(BaseCache(config, PagePool(2048, 16)), cost, make_policy(policy))
+        self.it = Scheduler(BaseCache(config, PagePool(2048, 16)), CostModel(weights), make_policy(policy))
+        for trains in (False, True) * 16:
+            self.it.cost.misses.observe(1.0, trains)
         self.it.window_rows = 4 * ROWS
         self.executor = ScriptedExecutor(16, CostModel(weights).predict)
         self.batch = MicroBatch(self.it.new_key(), "job", "job@0", (4 * ROWS,), DEPTH)

@@ -1,6 +1,6 @@
 """How long a step of several bases takes: the parts of the bases after each other, and the host."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from coserve.core.plan import BasePlan, StepPlan, StepResult
@@ -35,9 +35,9 @@ class StepCosts:
         """Seconds of a step of these features."""
         return self._executed(features) + self.host
 
-    def predict_iteration(self, batches: Sequence[MicroBatch]) -> float:
-        """Seconds of a whole optimizer step on these micro-batches of one base, in steps without answers."""
-        return self.bases[batches[0].base].predict_iteration(batches) + self.host
+    def predict_iteration(self, base: str, batches: Iterable[MicroBatch]) -> float:
+        """Seconds of a whole optimizer step on these micro-batches of a base, as one step without answers."""
+        return self.bases[base].predict_iteration(batches) + self.host
 
     @property
     def error(self) -> float:

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, OptimStep, TrainingSegment
-from coserve.core.request import Request
+from coserve.core.request import BASE, Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
-from coserve.schedule.cost import CostModel
 from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.lanes import LaneCosts
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.segments import inference_segment, training_segment
+from coserve.schedule.step_costs import StepCosts
+from steps import step_costs, step_plan, step_result
 
 # A row there takes a second on the whole machine, a row back two, an optimizer step one.
 COSTS = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_rows": 1.0, "backward_rows": 2.0, "updates": 1.0}
@@ -27,6 +28,10 @@ def plan(
     answers = tuple(s for s in segments if isinstance(s, InferenceSegment))
     training = tuple(s for s in segments if isinstance(s, TrainingSegment))
     return BasePlan(answers, training, updates, predicted=predicted, split=0.5)
+
+
+def observe(model: StepCosts, plan: BasePlan, result: BaseResult) -> None:
+    model.observe_lanes(step_plan(plan), step_result(result))
 
 
 def test_a_factor_moves_by_a_twentieth_of_what_a_step_shows() -> None:
@@ -55,55 +60,53 @@ def test_factors_come_to_what_steps_show() -> None:
 
 def test_the_model_learns_what_each_lane_took_more_than_alone() -> None:
     """The lanes take 4 and 6 seconds alone; here 8 and 9, so twice and one and a half times."""
-    model = CostModel(COSTS)
-    before = model.learned
-    model.observe_lanes(plan(ANSWER, TRAINING), BaseResult(9.0, trained=(TRAINING,), lanes=(8.0, 9.0)))
-    assert model.lanes.inference == pytest.approx(1.8 + 0.05 * (2.0 - 1.8))
-    assert model.lanes.training == pytest.approx(1.8 + 0.05 * (1.5 - 1.8))
-    lanes = (model.lanes.inference, model.lanes.training)
-    assert model.learned == replace(before, lanes=lanes)  # what a step costs alone shows in other steps
-    other = CostModel(COSTS)
-    other.recall(model.learned)
-    assert (other.lanes.inference, other.lanes.training) == lanes
+    model = step_costs(COSTS)
+    before = model.first.learned
+    observe(model, plan(ANSWER, TRAINING), BaseResult(9.0, trained=(TRAINING,), lanes=(8.0, 9.0)))
+    assert model.first.lanes.inference == pytest.approx(1.8 + 0.05 * (2.0 - 1.8))
+    assert model.first.lanes.training == pytest.approx(1.8 + 0.05 * (1.5 - 1.8))
+    lanes = (model.first.lanes.inference, model.first.lanes.training)
+    assert model.first.learned == replace(before, lanes=lanes)  # what a step costs alone shows in other steps
+    other = step_costs(COSTS)
+    other.first.recall(model.first.learned)
+    assert (other.first.lanes.inference, other.first.lanes.training) == lanes
 
 
 def test_training_that_goes_on_is_judged_when_it_is_done() -> None:
     """By what has been done, whichever step it began in."""
-    model = CostModel(COSTS)
-    model.observe_lanes(plan(ANSWER, TRAINING), BaseResult(8.0, lanes=(8.0, 0.0)))
-    assert (model.lanes.inference, model.lanes.training) == (pytest.approx(1.81), 1.8)
-    model.observe_lanes(plan(ANSWER), BaseResult(7.2, trained=(TRAINING,), lanes=(7.2, 18.0)))
-    assert model.lanes.inference == pytest.approx(1.81 + 0.05 * (1.8 - 1.81))
-    assert model.lanes.training == pytest.approx(1.8 + 0.05 * (3.0 - 1.8))
+    model = step_costs(COSTS)
+    observe(model, plan(ANSWER, TRAINING), BaseResult(8.0, lanes=(8.0, 0.0)))
+    assert (model.first.lanes.inference, model.first.lanes.training) == (pytest.approx(1.81), 1.8)
+    observe(model, plan(ANSWER), BaseResult(7.2, trained=(TRAINING,), lanes=(7.2, 18.0)))
+    assert model.first.lanes.inference == pytest.approx(1.81 + 0.05 * (1.8 - 1.81))
+    assert model.first.lanes.training == pytest.approx(1.8 + 0.05 * (3.0 - 1.8))
 
 
 def test_the_margin_knows_of_lanes_too() -> None:
     """20 seconds where 10 were predicted: as much as before is allowed for on top."""
-    model = CostModel(COSTS)
+    model = step_costs(COSTS)
     for _ in range(16):
-        model.observe_lanes(plan(ANSWER, TRAINING), BaseResult(20.0, trained=(TRAINING,), lanes=(20.0, 19.0)))
+        observe(model, plan(ANSWER, TRAINING), BaseResult(20.0, trained=(TRAINING,), lanes=(20.0, 19.0)))
     assert model.misses.covering(0.9, trains=True) == pytest.approx(1.0)
 
 
 def test_a_split_step_in_which_nothing_was_done_teaches_nothing() -> None:
-    model = CostModel(COSTS)
+    model = step_costs(COSTS)
     for segments in ((), (ANSWER,), (TRAINING,)):
-        model.observe_lanes(plan(*segments), BaseResult(9.0))
-    assert (model.lanes.inference, model.lanes.training) == (1.8, 1.8)
+        observe(model, plan(*segments), BaseResult(9.0))
+    assert (model.first.lanes.inference, model.first.lanes.training) == (1.8, 1.8)
 
 
 def test_no_step_waits_for_training_beside_its_inference() -> None:
     """4 seconds by 1.5 beside 6 by 2, which are waited for alone; an optimizer step comes on top."""
-    model = CostModel(COSTS)
-    model.lanes.inference, model.lanes.training = 1.5, 2.0
+    model = step_costs(COSTS)
+    model.first.lanes.inference, model.first.lanes.training = 1.5, 2.0
     builder = PlanBuilder(0.0, split=0.5)
     builder.add(SEQUENCE, 4)
     assert builder.predict(model) == 6.0
-    builder.trained.add_training(TRAINING)
-    builder.training.append(TRAINING)
+    builder.add_training(BATCH, TRAINING)
     assert builder.predict(model) == 6.0
-    builder.trained.add_update()
-    builder.updates.append(OptimStep("a"))
+    builder.add_update(BASE, OptimStep("a"))
     assert builder.predict(model) == 7.0
     builder.inference.clear()
     assert builder.predict(model) == 13.0

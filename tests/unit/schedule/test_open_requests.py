@@ -3,8 +3,7 @@ from itertools import count
 import pytest
 
 from coserve.core.events import Finished, RequestFailed
-from coserve.core.plan import BaseResult
-from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.request import BASE, SLO, FinishReason, Request, SamplingParams
 from coserve.errors import AdapterError, EmptyPrompt
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -43,8 +42,8 @@ def test_ends_between_two_steps_are_reported_once_and_free_their_pages() -> None
         RequestFailed(failed.key, "r", error),
         Finished(cancelled.key, "r", FinishReason.CANCELLED),
     ]
-    assert it.apply((), BaseResult(0.0), 1.0) == expected
-    assert it.apply((), BaseResult(0.0), 2.0) == [] and not it.has_work
+    assert it.take_ended() == [(BASE, event) for event in expected]
+    assert it.take_ended() == [] and not it.has_work
 
 
 def test_a_refused_request_is_not_open() -> None:

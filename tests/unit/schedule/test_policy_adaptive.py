@@ -20,7 +20,9 @@ from coserve.schedule.policies import Policy, View, make_policy
 from coserve.schedule.policies.base import INFINITE
 from coserve.schedule.policies.entry import LatestEntry
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.training_queue import QueueEntry
+from steps import step_costs
 from timetable import COSTS, Ask, Tune, World, table
 
 # A token takes a second, a micro-batch three (see `timetable`); of a quantum of 3 seconds one is too little
@@ -29,11 +31,11 @@ SLOW = {"quantum": 3.0, "max_quantum": 3.0, "quantum_with_inference": 3.0, "slow
 DEPTH = 4
 
 
-def known_exactly(cost: CostModel) -> CostModel:
+def known_exactly(cost: StepCosts) -> StepCosts:
     """This machine does what is predicted, and nothing beside anything else."""
     for trains in (False, True) * 16:
         cost.misses.observe(1.0, trains)
-    cost.lanes.inference = cost.lanes.training = 3.0
+    cost.first.lanes.inference = cost.first.lanes.training = 3.0
     return cost
 
 
@@ -170,7 +172,7 @@ def view(
 ) -> View:
     batches = deque([MicroBatch(100, "a", "a@0", (40, 60), 2), MicroBatch(101, "a", "a@0", (30,), 2)])
     jobs = (QueueEntry("a", 1.0, OptimStep("a"), batches),)
-    state = View(now, config(), known_exactly(CostModel(COSTS)), waiting, running, jobs, finished=0)
+    state = View(now, config(), known_exactly(step_costs(COSTS)), waiting, running, jobs, finished=0)
     return replace(state, **changes)  # type: ignore[arg-type]
 
 
@@ -339,16 +341,16 @@ def test_beside_who_has_waited_training_rides_where_that_saves_something(
 ) -> None:
     policy = seen(*[patience] * 16)
     policy.allow(view())  # it has the machine now
-    costs = known_exactly(CostModel(COSTS | {"forward_rows": row, "backward_rows": row}))
+    costs = known_exactly(step_costs(COSTS | {"forward_rows": row, "backward_rows": row}))
     state = view(now=alone, cost=costs, inference_seconds=1.0, slack=4.0)
     assert (policy.allow(state).seconds > 0.0) is rides
 
 
-def lanes(inference: float, training: float) -> CostModel:
+def lanes(inference: float, training: float) -> StepCosts:
     """A machine on which lanes take so many times as long as each kind of work alone, and a mini-batch of 100
     rows a hundred times as long as a pass."""
-    cost = known_exactly(CostModel(COSTS | {"backward_rows": 1.0}))
-    cost.lanes.inference, cost.lanes.training = inference, training
+    cost = known_exactly(step_costs(COSTS | {"backward_rows": 1.0}))
+    cost.first.lanes.inference, cost.first.lanes.training = inference, training
     return cost
 
 
@@ -395,8 +397,8 @@ def test_there_is_no_lane_beside_prompts_nor_where_riding_saves_more() -> None:
     cost, busy = lanes(1.5, 1.5), {"inference_seconds": 1.0, "slack": 9.0}
     prompt = Sequence(2, Request("2", (1, 1), SamplingParams(max_tokens=4)))
     assert make_policy("adaptive").allow(view(running=(asked(1), prompt), cost=cost, **busy)).split is None
-    cheap = CostModel(COSTS | {"forward_rows": 0.05, "backward_rows": 0.05})  # a pass is 1 of 13 seconds
-    cheap.lanes.inference = cheap.lanes.training = 1.5
+    cheap = step_costs(COSTS | {"forward_rows": 0.05, "backward_rows": 0.05})  # a pass is 1 of 13 seconds
+    cheap.first.lanes.inference = cheap.first.lanes.training = 1.5
     assert make_policy("adaptive").allow(view(running=(asked(1),), cost=cheap, **busy)).split is None
 
 
@@ -404,7 +406,7 @@ def test_lanes_that_gained_nothing_are_tried_again() -> None:
     policy, cost = make_policy("adaptive"), lanes(1.5, 1.5)
     state = view(running=(asked(1),), cost=cost, inference_seconds=1.0, slack=9.0)
     assert policy.allow(state).split == 0.5
-    cost.lanes.inference = cost.lanes.training = 3.0
+    cost.first.lanes.inference = cost.first.lanes.training = 3.0
     tried = [now for now in range(1, 25) if policy.allow(replace(state, now=float(now))).split]
     assert tried == [10, 20]
 
@@ -426,8 +428,9 @@ def test_who_is_answered_beside_training_enters_sooner() -> None:
 
 def make_scheduler(policy: str, lanes: float = 3.0) -> Scheduler:
     settings = SchedulerConfig(layers=DEPTH, max_positions=1024, starvation=None)
-    it = Scheduler(BaseCache(settings, PagePool(2048, 16)), known_exactly(CostModel()), make_policy(policy))
-    it.cost.lanes.start(lanes, lanes)
+    it = Scheduler(BaseCache(settings, PagePool(2048, 16)), CostModel(), make_policy(policy))
+    known_exactly(it.cost)
+    it.cost.first.lanes.start(lanes, lanes)
     return it
 
 
@@ -447,7 +450,7 @@ def test_training_is_put_down_between_layers() -> None:
     """No step without answers takes longer than a quantum, though a micro-batch takes many of them."""
     it, executor = make_scheduler("adaptive"), ScriptedExecutor(16)
     give(it, "a")
-    iteration = it.cost.predict_iteration([MicroBatch(0, "a", "a@0", (384,), DEPTH)])
+    iteration = it.cost.first.predict_iteration([MicroBatch(0, "a", "a@0", (384,), DEPTH)])
     while executor.now < 5.0:
         step(it, executor)
     assert iteration > 8 * it.config.quantum
@@ -556,7 +559,7 @@ def test_pushing_requests_out_leaves_more_to_training() -> None:
 def test_a_prompt_enters_earlier_where_a_lane_may_make_it_longer() -> None:
     """On half of the machine its rows take twice as long, as its steps do."""
     asked = Request("x", (1,) * 100, SamplingParams(max_tokens=4), slo=SLO(first_token=1000.0))
-    state = view((Sequence(1, asked),), cost=known_exactly(CostModel()))
+    state = view((Sequence(1, asked),), cost=known_exactly(step_costs()))
     alone, beside = (LatestEntry(state, slowness).until_entry(Sequence(1, asked)) for slowness in (1.0, 2.0))
     assert alone < 900.0
     assert 900.0 - beside == pytest.approx(2 * (900.0 - alone))

@@ -101,7 +101,7 @@ def test_a_policy_is_told_what_bounds_leave_a_step_and_all_of_them() -> None:
 def spatial(share: float, asks: dict[str, Ask], costs: dict[str, float] = TOKENS, **config: object) -> World:
     """Each lane is as much slower as its share is small, and that is known."""
     it = world(f"spatial:{share}", costs, asks, **config)
-    it.it.cost.lanes.inference, it.it.cost.lanes.training = 1 / share, 1 / (1 - share)
+    it.it.cost.first.lanes.inference, it.it.cost.first.lanes.training = 1 / share, 1 / (1 - share)
     return it
 
 
@@ -118,7 +118,10 @@ def test_spatial_sharing_has_both_at_once_on_fixed_shares() -> None:
         (8.5, 1, []),  # ends at 10.625; what follows has the same half alone
     ]
     assert it.lines[-1] == "14.375 end"
-    assert (it.it.cost.lanes.inference, it.it.cost.lanes.training) == (2.0, 2.0)  # nothing else was seen
+    assert (it.it.cost.first.lanes.inference, it.it.cost.first.lanes.training) == (
+        2.0,
+        2.0,
+    )  # nothing else was seen
     for plan, result in zip(it.executor.plans[:5], it.executor.results, strict=False):
         answers, training = plan.lanes
         assert plan.split == 0.5 and (answers.training, training.inference) == ((), ()) and not plan.is_fused

@@ -7,14 +7,14 @@ from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
 from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.prompt_packer import PromptPacker
 from coserve.schedule.request_queues import RequestQueues
+from steps import step_costs
 
 CONFIG = SchedulerConfig(layers=1, max_positions=256, min_prefill_rows=4)
-COST = CostModel(dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_rows": 0.01})
+COST = step_costs(dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_rows": 0.01})
 NEVER = float("inf")
 
 

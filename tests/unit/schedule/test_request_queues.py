@@ -1,6 +1,6 @@
 import pytest
 
-from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.request import BASE, SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.errors import EmptyPrompt, OutOfPages, PromptTooLong
 from coserve.memory.pages import PagePool
@@ -85,7 +85,7 @@ def test_growth_takes_from_whoever_came_last() -> None:
     first.output = [1, 1]
     assert it.grow(first, 0.0)
     assert (len(first.pages), second.pages, second.computed, second.preemptions) == (3, [], 0, 1)
-    assert (it.running, it.waiting, it.released) == ([first], [second], [2])
+    assert (it.running, it.waiting, it.released) == ([first], [second], [(BASE, 2)])
     assert pool.free_count == 1
 
 
@@ -122,4 +122,4 @@ def test_retiring_frees_and_releases_what_was_held(runs: bool, is_named: bool) -
     it.retire(sequence, FinishReason.STOP)
     assert sequence.is_finished and list(it) == []
     assert pool.free_count == 8
-    assert it.released == ([1] if runs and is_named else []) and sequence.told is None
+    assert it.released == ([(BASE, 1)] if runs and is_named else []) and sequence.told is None

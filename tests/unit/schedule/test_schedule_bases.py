@@ -4,14 +4,14 @@ import pytest
 
 from bases import LAYERS, PAGE, SMALL, WIDE, TwoBases, request, two_costs
 from coserve.core.events import TokenEvent
-from coserve.core.plan import BaseResult, OffloadReads, SwapIn, SwapOut, TrainingSegment
+from coserve.core.plan import BaseResult, OffloadReads, StepResult, SwapIn, SwapOut, TrainingSegment
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import OutOfPages, PromptTooLong
 from coserve.executors.scripted import next_token
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.features import Features
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Allowance
 from coserve.schedule.training_packer import TrainingPacker
@@ -28,8 +28,9 @@ def test_answers_and_training_of_both_share_steps() -> None:
         world.it.training.add(f"of {base}", [batch(world, f"of {base}", base)], base=base)
     world.drain()
     assert all(len(sequence.output) == 9 for sequence in sequences)
-    assert all({segment.base for segment in plan.inference} == {SMALL, WIDE} for plan in world.plans[:9])
-    both = [plan for plan in world.plans if len({one.base for one in (*plan.training, *plan.updates)}) == 2]
+    for plan in world.plans[:9]:
+        assert all(plan.bases[base].inference for base in (SMALL, WIDE))
+    both = [plan for plan in world.plans if sum(bool(part.jobs) for part in plan.bases.values()) == 2]
     assert both, "no step trains on both"
     for base, executor in world.executors.items():
         assert executor.trained == {f"of {base}": 64} and executor.plans, "its executor has its part alone"
@@ -86,25 +87,25 @@ def test_tokens_that_end_an_answer_are_the_base_s() -> None:
     assert other.output == probe.output and other.finish_reason is FinishReason.LENGTH
 
 
-def features(base: str, rows: int) -> Features:
-    found = Features()
-    found.add_inference(20, rows, 1, None, base=base)
-    window = TrainingSegment(9, "j", "j@0", 0, 32, 99, Direction.BACKWARD, Span(0, 2), 2, base)
-    found.add_training(window)
-    found.add_update(base)
+def features(base: str, rows: int) -> StepFeatures:
+    found = StepFeatures()
+    found[base].add_inference(20, rows, 1, None)
+    window = TrainingSegment(9, "j", "j@0", 0, 32, 99, Direction.BACKWARD, Span(0, 2), 2)
+    found[base].add_training(window)
+    found[base].add_update()
     return found
 
 
 def test_seconds_of_bases_add_up() -> None:
-    cost = CostModel()
-    cost.others[WIDE] = CostModel({name: 3 * weight for name, weight in cost.weights.items()})
+    cost = two_costs()
+    cost.bases[WIDE] = CostModel({name: 3 * weight for name, weight in cost.first.weights.items()})
     for rows in (1, 40):
         small, other = features(SMALL, rows), features(WIDE, rows)
         both = small.copy()
-        both.others[WIDE] = other.others[WIDE].copy()
+        both[WIDE] = other[WIDE].copy()
         assert cost.predict_features(other) == pytest.approx(3 * cost.predict_features(small))
         assert cost.predict_features(both) == pytest.approx(4 * cost.predict_features(small))
-        assert both.copy().others[WIDE].values == other.others[WIDE].values
+        assert both.copy()[WIDE].values == other[WIDE].values
         alone = 4 * cost.predict_features(small.without_rows)
         assert cost.predict_features(both.without_rows) == pytest.approx(alone)
 
@@ -112,16 +113,16 @@ def test_seconds_of_bases_add_up() -> None:
 def test_each_learns_from_its_own_seconds() -> None:
     cost = two_costs()
     both = features(SMALL, 8)
-    both.others[WIDE] = features(WIDE, 8).others[WIDE]
+    both[WIDE] = features(WIDE, 8)[WIDE]
     usual = cost.predict_features(features(SMALL, 8))
     for _ in range(200):
-        cost.observe(both, 3 * usual, beside={WIDE: BaseResult(2 * usual)})
+        cost.observe(both, StepResult({SMALL: BaseResult(usual), WIDE: BaseResult(2 * usual)}))
     assert cost.predict_features(features(SMALL, 8)) == pytest.approx(usual, rel=0.02)
     assert cost.predict_features(features(WIDE, 8)) == pytest.approx(2 * usual, rel=0.05)
-    before = cost.weights
+    before = cost.first.weights
     for _ in range(50):
-        cost.observe(features(WIDE, 8), 2 * usual, beside={WIDE: BaseResult(2 * usual)})
-    assert cost.weights == before, "steps of the other one alone teach it nothing"
+        cost.observe(features(WIDE, 8), StepResult({WIDE: BaseResult(2 * usual)}))
+    assert cost.first.weights == before, "steps of the other one alone teach it nothing"
 
 
 def test_jobs_of_two_bases_are_no_window_group() -> None:
@@ -150,10 +151,13 @@ def test_preempted_sequences_of_both_go_to_one_tier_and_come_back() -> None:
     world = TwoBases(10, 10, swap=100)
     asked = [world.submit(request(base, 12, 16, first)) for base in (SMALL, WIDE) for first in (100, 200)]
     world.drain()
-    outs = [move for plan in world.plans for move in plan.swap_out]
-    backs = [move for plan in world.plans for move in plan.swap_in]
-    assert {move.base for move in outs} == {move.base for move in backs} == {SMALL, WIDE}
-    assert len({move.copy for move in outs}) == len(outs), "whatever the base, a copy has a number of its own"
+    parts = [(base, part) for plan in world.plans for base, part in plan.bases.items()]
+    outs = [(base, move) for base, part in parts for move in part.swap_out]
+    backs = [(base, move) for base, part in parts for move in part.swap_in]
+    assert {base for base, _ in outs} == {base for base, _ in backs} == {SMALL, WIDE}
+    assert len({move.copy for _, move in outs}) == len(outs), (
+        "whatever the base, a copy has a number of its own"
+    )
     assert all(map(answered, asked)) and world.it.stats.recomputed_tokens == 0
     assert world.it.tier.used == 0 and not any(part._copies for part in world.executors.values())
 
@@ -197,9 +201,9 @@ def test_a_sequence_of_a_further_base_may_be_longer_than_its_pages() -> None:
 
 
 def test_what_reading_elsewhere_takes_is_learned_by_the_base_that_reads() -> None:
-    cost, read = two_costs(), Features()
-    read.add_inference(50, 1, 1, None, offloaded=True, base=WIDE)
-    before = cost.offload.token_seconds
-    cost.observe(read, 1.0, beside={WIDE: BaseResult(1.0, offload_reads=OffloadReads(99, 0.5))})
-    assert cost.others[WIDE].offload.token_seconds == pytest.approx(0.01)
-    assert cost.offload.token_seconds == before
+    cost, read = two_costs(), StepFeatures()
+    read[WIDE].add_inference(50, 1, 1, None, offloaded=True)
+    before = cost.first.offload.token_seconds
+    cost.observe(read, StepResult({WIDE: BaseResult(1.0, offload_reads=OffloadReads(99, 0.5))}))
+    assert cost.bases[WIDE].offload.token_seconds == pytest.approx(0.01)
+    assert cost.first.offload.token_seconds == before

@@ -18,6 +18,7 @@ from coserve.schedule.naming import page_name, root
 from coserve.schedule.policies import make_policy
 from coserve.schedule.policies.base import View
 from coserve.schedule.scheduler import Scheduler
+from steps import apply
 
 PAGE = 4
 TEXT = tuple(range(100, 140))
@@ -138,10 +139,10 @@ def test_a_page_that_nobody_reads_is_taken_over() -> None:
     world.answer(TEXT[:8])
     kept = dict(world.pool._names)
     second = world.submit(TEXT[:8], answer=9)
-    plan = world.it.plan(world.executor.now)
+    plan = world.it.plan(world.executor.now).only
     assert (second.cached, second.shared, second.template) == (7, 1, second.pages[1])
     assert {*second.pages[:2]} == {*kept} and not world.pool.is_named(second.pages[1])
-    world.it.apply(world.executor.run(plan), world.executor.now)
+    apply(world.it, world.executor.run(plan), world.executor.now)
     assert dict(world.pool._names) == kept
     world.run()
     assert world.answer(TEXT[:8], answer=9).output == second.output
@@ -281,13 +282,13 @@ def test_predictions_know_what_is_found() -> None:
     world = World(max_prefill_rows=32)
     world.answer(TEXT[:32])
     asked = [world.submit((*TEXT[:32], n, n)) for n in range(8)]
-    plan = world.it.plan(world.executor.now)
+    plan = world.it.plan(world.executor.now).only
     assert [segment.length for segment in plan.inference] == [2] * 8
     assert all(sequence.cached == 32 for sequence in asked)
     fresh = World()
     for n in range(8):
         fresh.submit((n, *TEXT[:33]))
-    assert plan.predicted < fresh.it.plan(0.0).predicted / 2
+    assert plan.predicted < fresh.it.plan(0.0).only.predicted / 2
 
 
 def test_policies_see_what_is_left_of_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:

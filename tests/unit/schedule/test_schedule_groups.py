@@ -16,6 +16,7 @@ from coserve.schedule.policies.base import INFINITE, Allowance
 from coserve.schedule.segments import training_segment
 from coserve.schedule.training_packer import TrainingPacker
 from coserve.schedule.training_queue import TrainingQueue, rows_through
+from steps import step_costs
 
 DEPTH = 8
 CONFIG = SchedulerConfig(layers=DEPTH, max_positions=1024)
@@ -33,7 +34,7 @@ def batch(job: str, rows: int = 128, layer: int = 0) -> MicroBatch:
 def choose(batches: list[MicroBatch], seconds: float = INFINITE, **options: object) -> list[TrainingSegment]:
     builder = PlanBuilder(0.0)
     allowance = Allowance(seconds, **{"rows": 512, **options})  # type: ignore[arg-type]
-    TrainingPacker(builder, allowance, CostModel(), CONFIG).window_group(batches[0], batches)
+    TrainingPacker(builder, allowance, step_costs(), CONFIG).window_group(batches[0], batches)
     return builder.training
 
 
@@ -132,7 +133,7 @@ def test_a_group_may_follow_the_tails_of_others() -> None:
     tail.advance(0, 128, Span(0, DEPTH))
     ready = [batch("a"), batch("b")]
     builder = PlanBuilder(0.0)
-    packer = TrainingPacker(builder, Allowance(INFINITE, rows=512), CostModel(), CONFIG)
+    packer = TrainingPacker(builder, Allowance(INFINITE, rows=512), step_costs(), CONFIG)
     assert packer.window(tail) and packer.window_group(ready[0], ready)
     assert [s.job for s in builder.training] == ["tail", "a", "b"]
     assert not packer.window_group(ready[0], [batch("c"), batch("d")]), "one group a step"

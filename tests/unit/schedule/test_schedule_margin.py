@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import BasePlan, OptimStep
+from coserve.core.plan import BasePlan, BaseResult, OptimStep
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.margin import HISTORY, WINDOW, Margin, quantile, share_of_steps
 from coserve.schedule.segments import inference_segment, training_segment
+from coserve.schedule.step_costs import StepCosts
+from steps import step_costs, step_plan, step_result
 
 CONFIG = SchedulerConfig(layers=4, max_positions=512)
 
@@ -70,8 +72,12 @@ def test_training_that_was_cut_short_finds_out_that_the_machine_is_free_again() 
     assert margin.covering(0.99, trains=True) == pytest.approx(0.1)
 
 
+def observe(cost: StepCosts, plan: BasePlan, seconds: float, host: float = 0.0) -> None:
+    cost.observe(StepFeatures.of(step_plan(plan)), step_result(BaseResult(seconds)), host)
+
+
 def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
-    cost = CostModel()
+    cost = step_costs()
     sequence = Sequence(1, Request("r", (1,) * 8), output=[1])
     decode = inference_segment(sequence, 8, 1)
     window = training_segment(
@@ -79,8 +85,8 @@ def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
     )
     alone, beside = BasePlan((decode,)), BasePlan((decode,), (window,))
     for _ in range(60):
-        cost.observe(alone, cost.predict(alone))
-        cost.observe(beside, 1.4 * cost.predict(beside))
+        observe(cost, alone, cost.first.predict(alone))
+        observe(cost, beside, 1.4 * cost.first.predict(beside))
     assert cost.margin(CONFIG, trains=False) < cost.margin(CONFIG, trains=True) < 0.5
     for _ in range(60):
         cost.misses.observe(4.0, trains=True)
@@ -89,18 +95,16 @@ def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
 
 def test_steps_that_nobody_waits_for_say_nothing() -> None:
     """An optimizer step alone is over in milliseconds, and takes three times as long now and then."""
-    cost, sequence = CostModel(), Sequence(1, Request("r", (1,) * 8), output=[1])
+    cost, sequence = step_costs(), Sequence(1, Request("r", (1,) * 8), output=[1])
     decode = BasePlan((inference_segment(sequence, 8, 1),))
     update = BasePlan(updates=(OptimStep("a"),))
     for _ in range(40):
-        cost.observe(decode, cost.predict(decode))
-        cost.observe(update, 3.0 * cost.predict(update))
+        observe(cost, decode, cost.first.predict(decode))
+        observe(cost, update, 3.0 * cost.first.predict(update))
     assert cost.margin(CONFIG, trains=True) == pytest.approx(0.0, abs=1e-9)
     for _ in range(40):
-        cost.observe(
-            replace(decode, updates=(OptimStep("a"),)),
-            1.5 * cost.predict(replace(decode, updates=(OptimStep("a"),))),
-        )
+        both = replace(decode, updates=(OptimStep("a"),))
+        observe(cost, both, 1.5 * cost.first.predict(both))
     assert cost.margin(CONFIG, trains=True) > 0.1
 
 
@@ -119,16 +123,17 @@ def test_answers_of_many_tokens_need_each_step_in_time() -> None:
 
 
 def test_what_the_host_takes_is_predicted_too_and_a_stall_counts_for_little() -> None:
-    cost, sequence = CostModel(), Sequence(1, Request("r", (1,) * 8), output=[1])
+    cost, sequence = step_costs(), Sequence(1, Request("r", (1,) * 8), output=[1])
     decode = BasePlan((inference_segment(sequence, 8, 1),))
-    executed, weights = cost.predict(decode), cost.weights
+    executed, weights = cost.first.predict(decode), cost.first.weights
     for _ in range(60):
-        cost.observe(decode, executed, host=0.002)
-    assert cost.predict(decode) == pytest.approx(executed + 0.002) and cost.weights == pytest.approx(weights)
+        observe(cost, decode, executed, 0.002)
+    assert cost.predict(step_plan(decode)) == pytest.approx(executed + 0.002)
+    assert cost.first.weights == pytest.approx(weights)
     assert cost.margin(CONFIG, trains=False) < 0.1  # for the first step, which nobody knew anything of
-    cost.observe(decode, executed, host=5.0)
+    observe(cost, decode, executed, 5.0)
     assert 0.002 < cost.host < 0.002 + 0.05 * 4 * (executed + 0.002)
     assert cost.margin(CONFIG, trains=False, tokens=100) == CONFIG.max_margin
     before = cost.host
-    cost.observe(BasePlan(updates=(OptimStep("a"),)), 0.005, host=1.0)  # nobody waits for its tokens
+    observe(cost, BasePlan(updates=(OptimStep("a"),)), 0.005, 1.0)  # nobody waits for its tokens
     assert cost.host == before

@@ -11,10 +11,11 @@ from coserve.core.request import SLO, Request
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import ConfigError
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import POLICIES, Allowance, Policy, View, make_policy, register
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING
+from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.training_queue import QueueEntry
+from steps import step_costs
 from timetable import Ask, Tune, play, table
 
 CONFIG = SchedulerConfig(layers=4, max_positions=64)
@@ -29,7 +30,7 @@ def view(requests: int = 0, jobs: tuple[QueueEntry, ...] | None = None, **change
     state: dict[str, object] = {
         "now": 0.0,
         "config": CONFIG,
-        "cost": CostModel(),
+        "cost": step_costs(),
         "waiting": tuple(Sequence(key, Request("r", (1,))) for key in range(requests)),
         "running": (),
         "jobs": (job(),) if jobs is None else jobs,
@@ -173,9 +174,9 @@ def test_hybrid_rides_along_within_the_slack(slack: float, seconds: float) -> No
     assert (allowance.seconds, allowance.minimum, allowance.job) == (seconds, 0.0, None)
 
 
-def streamed() -> CostModel:
-    cost = CostModel()
-    cost.reads.start([1, 3], 10, rate=1e9)
+def streamed() -> StepCosts:
+    cost = step_costs()
+    cost.first.reads.start([1, 3], 10, rate=1e9)
     return cost
 
 
@@ -207,7 +208,7 @@ def test_hybrid_trains_as_long_beside_answers_that_bear_it_as_alone(
     }
     asked = view(0, **(state | {"slack": 9.0, "deferral": 9.0} | changes))
     allowance = make_policy("hybrid").allow(asked)
-    if not asked.cost.reads.layers:
+    if not asked.cost.first.reads.layers:
         assert allowance.seconds == (CONFIG.max_quantum if is_long else CONFIG.quantum_with_inference)
     expected = (True, 0.5, 2048) if is_long else (False, None, 512)
     assert (allowance.abandons, allowance.arrivals, allowance.rows) == expected
@@ -235,8 +236,8 @@ def test_spatial_training_is_a_piece_of_its_lane(share: float, inference: float)
     """Sixteen steps, or a quantum of its lane, in seconds of the whole machine; a shorter one alone."""
     quantum = CONFIG.quantum_with_inference * (1 - share)
     seconds = max(quantum, 16 * inference / share * (1 - share))
-    policy, cost = make_policy("spatial", share=share), CostModel()
-    cost.lanes.inference, cost.lanes.training = 1 / share, 1 / (1 - share)
+    policy, cost = make_policy("spatial", share=share), step_costs()
+    cost.first.lanes.inference, cost.first.lanes.training = 1 / share, 1 / (1 - share)
     allowance = policy.allow(view(1, cost=cost, inference_seconds=inference, slack=0.0))
     assert allowance.seconds == pytest.approx(seconds)
     assert (allowance.rows, allowance.minimum, allowance.job) == (512, INFINITE, None)

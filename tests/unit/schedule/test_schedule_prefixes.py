@@ -140,7 +140,7 @@ def test_growth_may_take_the_pages_of_somebody_else_s_virtual_tokens() -> None:
     assert (len(first.pages), second.pages, it.waiting) == (5, [], [second])
     assert {*pool.owners} == {1}
     it.retire(first, FinishReason.STOP)
-    assert it.enter(second, 1.0) and it.caches.take_unfilled()[-1].adapter == "b@1"
+    assert it.enter(second, 1.0) and it.caches.first.prefixes.take_unfilled()[-1].adapter == "b@1"
 
 
 def test_a_fill_counts_as_a_pass_of_its_own() -> None:
@@ -160,9 +160,9 @@ def test_the_rows_that_fill_count_among_a_step_s_prompt_rows() -> None:
     it, _ = scheduler(64, max_prefill_rows=28, min_prefill_rows=2)
     for adapter in ("a@1", "a@1", "b@1"):
         it.requests.submit(request(adapter, 12, prompt=8, rows=12), 0.0)
-    plan = it.plan(0.0)
+    plan = it.plan(0.0).only
     assert [s.length for s in plan.inference] == [8, 8] and [p.adapter for p in plan.prefixes] == ["a@1"]
-    found = it.cost.predict_features(Features.of(plan))
+    found = it.cost.first.predict(plan)
     assert plan.predicted == pytest.approx(found)
 
 
@@ -178,7 +178,7 @@ def test_a_prompt_whose_virtual_tokens_do_not_fit_the_bounds_waits(rows: int, en
     executor.step(it)
     it.requests.submit(Request("s", (1,) * 40, sampling, slo=SLO(first_token=0.5)), executor.now)
     it.requests.submit(request("a@1", rows, prompt=40, rows=rows, arrival=executor.now), executor.now)
-    assert len(it.plan(executor.now).prefixes) == entered
+    assert len(it.plan(executor.now).only.prefixes) == entered
 
 
 def test_preempted_sequences_come_back_to_the_same_answer() -> None:

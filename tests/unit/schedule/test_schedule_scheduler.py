@@ -15,6 +15,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from steps import apply
 
 DEPTH = 4
 
@@ -234,10 +235,10 @@ def test_a_stop_string_ends_an_answer() -> None:
 def test_answers_to_the_cancelled_are_dropped() -> None:
     it, executor = world()
     sequence = it.requests.submit(request(), 0.0)
-    plan = it.plan(0.0)
+    plan = it.plan(0.0).only
     result = executor.run(plan)
     it.requests.cancel(sequence.key)
-    assert it.apply(result, executor.now) == [Finished(sequence.key, "r", FinishReason.CANCELLED)]
+    assert apply(it, result, executor.now) == [Finished(sequence.key, "r", FinishReason.CANCELLED)]
     assert sequence.output == []
 
 
@@ -305,10 +306,10 @@ def test_a_failed_job_leaves_and_others_go_on() -> None:
 def test_an_update_needs_an_answer() -> None:
     it, executor = world()
     it.training.add("job", micro_batches(it))
-    while not (plan := it.plan(executor.now)).updates:
-        it.apply(executor.run(plan), executor.now)
+    while not (plan := it.plan(executor.now).only).updates:
+        apply(it, executor.run(plan), executor.now)
     with pytest.raises(AssertionError, match="no answer"):
-        it.apply(BaseResult(0.1), executor.now)
+        apply(it, BaseResult(0.1), executor.now)
 
 
 def test_training_rides_along_and_is_counted() -> None:
@@ -325,7 +326,7 @@ def test_training_rides_along_and_is_counted() -> None:
 def test_deferral_is_the_time_that_training_took() -> None:
     it, executor = world()
     it.requests.submit(request(answer=1), 0.0)
-    alone = it.cost.predict(BasePlan(it.plan(0.0).inference))
+    alone = it.cost.first.predict(BasePlan(it.plan(0.0).only.inference))
     it, executor = world(policy="hybrid:fused")
     sequence = it.requests.submit(request(answer=1), 0.0)
     it.training.add("job", micro_batches(it, rows=2000))
@@ -389,13 +390,13 @@ def test_the_cost_model_learns_from_each_step() -> None:
 def test_what_a_lane_takes_teaches_nothing_of_the_whole_machine() -> None:
     it, _ = world(policy="spatial:0.25")
     executor = ScriptedExecutor(4, seconds=lambda plan: 0.2)
-    before = it.cost.learned
+    before = it.cost.first.learned
     it.requests.submit(request(answer=20), 0.0)
     it.training.add("job", micro_batches(it, rows=4000))
     for _ in range(40):
         executor.step(it)
     assert {plan.split for plan in executor.plans} == {0.25}
-    assert it.cost.learned == replace(before, lanes=it.cost.learned.lanes) != before
+    assert it.cost.first.learned == replace(before, lanes=it.cost.first.learned.lanes) != before
     assert (it.stats.fused_steps, it.stats.finished) == (0, 1)
 
 
@@ -405,31 +406,31 @@ def test_a_lane_is_predicted_to_take_longer_than_alone() -> None:
     it, _ = world(policy="spatial")
     it.requests.submit(request(), 0.0)
     it.training.add("job", micro_batches(it))
-    it.cost.lanes.inference, it.cost.lanes.training = 3.0, 1.5
-    assert it.plan(0.0).predicted == pytest.approx(3 * alone.plan(0.0).predicted)
+    it.cost.first.lanes.inference, it.cost.first.lanes.training = 3.0, 1.5
+    assert it.plan(0.0).only.predicted == pytest.approx(3 * alone.plan(0.0).only.predicted)
 
 
 def test_a_plan_pauses_only_where_it_does_nothing_and_somebody_waits() -> None:
     it, executor = world(policy="enhanced-temporal:2,5")
-    assert it.plan(1.0).idle == 0.0
+    assert it.plan(1.0).only.idle == 0.0
     first = it.requests.submit(request(answer=2, arrival=1.0), 1.0)
-    plan = it.plan(2.5)
+    plan = it.plan(2.5).only
     assert plan.is_empty and plan.idle == pytest.approx(3.5)
     it.requests.cancel(first.key)
-    assert it.plan(2.5).idle == 0.0
+    assert it.plan(2.5).only.idle == 0.0
     for _ in range(2):
         it.requests.submit(request(answer=2, arrival=2.5), 2.5)
-    plan = it.plan(2.5)
+    plan = it.plan(2.5).only
     assert len(plan.inference) == 2 and plan.idle == 0.0
-    it.apply(executor.run(plan), 3.0)
+    apply(it, executor.run(plan), 3.0)
     assert executor.now == pytest.approx(plan.predicted)
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
     it, executor = world()
-    assert it.plan(0.0).is_empty and not it.has_work
+    assert it.plan(0.0).only.is_empty and not it.has_work
     it.plan(0.0)
-    assert it.apply(executor.run(BasePlan()), 0.0) == []
+    assert apply(it, executor.run(BasePlan()), 0.0) == []
     assert it.stats.steps == 0
 
 

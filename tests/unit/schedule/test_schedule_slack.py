@@ -12,15 +12,17 @@ from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues
 from coserve.schedule.slack import INFINITE, Slack, measure
+from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.utilization import own_slowdown
+from steps import step_costs
 
 CONFIG = SchedulerConfig(layers=4, max_positions=512, slowdown=1.5, reliability=0.9)
 NOW = 10.0
 
 
-def model(error: float = 0.0) -> CostModel:
+def model(error: float = 0.0) -> StepCosts:
     """Ten milliseconds for a step with inference, one for each row."""
-    cost = CostModel(
+    cost = step_costs(
         dict.fromkeys(CostModel().weights, 0.0) | {"forward_layers": 0.01, "forward_rows": 0.001}
     )
     for _ in range(16):

@@ -1,32 +1,34 @@
 """Limits on the moves of one plan: what the moves before take counts, and steps have a margin."""
 
 import random
+from collections.abc import Mapping
 
 import pytest
 
 from coserve.core.plan import SwapIn, SwapOut
-from coserve.core.request import SLO, Request, SamplingParams
+from coserve.core.request import BASE, SLO, Request, SamplingParams
 from coserve.core.sequence import Sequence, SwapCopy
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, added_seconds
-from coserve.schedule.features import Features
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.newcomers import INFINITE
 from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping, longest_moves
+from steps import step_costs
 
 SIZES = {"base": 3, "other": 7}  # bytes of a page, by base
 
 
-def planned(draw: random.Random, tier: SwapTier) -> float:
+def planned(draw: random.Random, tier: SwapTier, swapping: Mapping[str, Swapping]) -> float:
     """Plans some moves of either base; the seconds that they take."""
     seconds = 0.0
     for number in range(draw.randrange(5)):
         base, pages = draw.choice(list(SIZES)), tuple(range(draw.randint(1, 6)))
         if draw.random() < 0.5:
-            tier.moves.out[number] = SwapOut(number, pages, base)
+            swapping[base].copies.moves.out[number] = SwapOut(number, pages)
             seconds += len(pages) * SIZES[base] * tier.writing.guess
         else:
-            tier.moves.back[number] = SwapIn(number, pages, base=base)
+            swapping[base].copies.moves.back[number] = SwapIn(number, pages)
             seconds += len(pages) * SIZES[base] * tier.reading.guess
     return seconds
 
@@ -40,8 +42,8 @@ def test_a_move_has_the_time_that_the_moves_planned_before_it_leave(seed: int) -
     for _ in range(100):
         tier = SwapTier(10_000)
         tier.writing.guess, tier.reading.guess = draw.uniform(1e-5, 1e-3), draw.uniform(1e-5, 1e-3)
-        swapping = {base: Swapping(cost, 200, tier, nbytes, base) for base, nbytes in SIZES.items()}
-        before, pages, base = planned(draw, tier), draw.randint(1, 6), draw.choice(list(SIZES))
+        swapping = {base: Swapping(cost, 200, tier, nbytes) for base, nbytes in SIZES.items()}
+        before, pages, base = planned(draw, tier, swapping), draw.randint(1, 6), draw.choice(list(SIZES))
         writing, reading = (pages * SIZES[base] * rate.guess for rate in (tier.writing, tier.reading))
         near = draw.choice([writing, reading, before + writing, before + reading])
         tier.begin(0.0, near * draw.uniform(0.7, 1.4))
@@ -61,7 +63,7 @@ def test_the_longest_moves_let_a_step_that_takes_its_margin_longer_keep_every_bo
     """Bisection finds the most seconds of moves that end, together with the rows of all running sequences,
     before the first bound, where both take longer by the widest margin."""
     draw, config, decided = random.Random(seed), SchedulerConfig(2, 4096), 0
-    cost = CostModel()
+    cost = step_costs()
     for _ in range(100):
         cost.misses.observe(draw.uniform(0.9, 1.6), trains=False)
     for _ in range(40):
@@ -73,10 +75,10 @@ def test_the_longest_moves_let_a_step_that_takes_its_margin_longer_keep_every_bo
         if not bounded:
             assert most == INFINITE
             continue
-        step = Features()
+        step = StepFeatures()
         for one in running:
             if one.newest_at is not None:
-                step.add_inference(one.computed, 1, 1, None)
+                step[BASE].add_inference(one.computed, 1, 1, None)
         widest = max(cost.margin(config, False, one.request.sampling.max_tokens) for one in bounded)
         due = min((one.newest_at or 0.0) + (one.request.slo.between_tokens or 0.0) for one in bounded)
 

@@ -4,14 +4,16 @@ from itertools import product
 import pytest
 
 from coserve.core.plan import BasePlan, OptimStep
-from coserve.core.request import Request
+from coserve.core.request import BASE, Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Allowance
 from coserve.schedule.segments import training_segment
+from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.training_packer import TrainingPacker, in_order
+from steps import step_costs
 
 DEPTH = 16
 CONFIG = SchedulerConfig(layers=DEPTH, max_positions=1024)
@@ -36,12 +38,14 @@ def builder(inference: bool) -> PlanBuilder:
 def fill(batch: MicroBatch, seconds: float, inference: bool = True, **allowance: object) -> PlanBuilder:
     it = builder(inference)
     options = {"rows": 512} | allowance
-    TrainingPacker(it, Allowance(seconds, **options), CostModel(), CONFIG).window(batch)  # type: ignore[arg-type]
+    TrainingPacker(it, Allowance(seconds, **options), step_costs(), CONFIG).window(batch)  # type: ignore[arg-type]
     return it
 
 
 def added(it: PlanBuilder, inference: bool = True) -> float:
-    whole = CostModel().predict(BasePlan(tuple(it.inference), tuple(it.training), tuple(it.updates)))
+    whole = CostModel().predict(
+        BasePlan(tuple(it.inference), tuple(it.training), tuple(update for _, update in it.updates))
+    )
     return whole - (CostModel().predict(BasePlan(tuple(it.inference))) if inference else 0.0)
 
 
@@ -90,7 +94,7 @@ def test_a_layer_that_answers_share_is_one_that_arrivals_can_wait_for(direction:
     for most, rows in ((INFINITE, 2048), (1.001 * layer, 256), (0.999 * layer, 128), (0.0, 32)):
         for abandons, inference in product((False, True), repeat=2):
             it, config = builder(inference), replace(CONFIG, quantum_with_inference=most)
-            TrainingPacker(it, Allowance(60.0, 2048, abandons=abandons), CostModel(), config).window(batch)
+            TrainingPacker(it, Allowance(60.0, 2048, abandons=abandons), step_costs(), config).window(batch)
             (window,) = it.training
             is_shared = direction is Direction.TRAIN_FORWARD and abandons and inference
             assert (window.length, len(window.span)) == (rows if is_shared else 2048, DEPTH)
@@ -135,7 +139,7 @@ def test_losses_may_come_in_quarters_of_the_smallest_window() -> None:
 
 def test_the_minimum_is_for_the_first_piece_only() -> None:
     it = builder(True)
-    packer = TrainingPacker(it, Allowance(0.0, 512, minimum=INFINITE), CostModel(), CONFIG)
+    packer = TrainingPacker(it, Allowance(0.0, 512, minimum=INFINITE), step_costs(), CONFIG)
     assert packer.window(micro_batch())
     assert not packer.window(micro_batch())
     assert len(it.training) == 1
@@ -153,17 +157,17 @@ def test_only_one_job_may_travel() -> None:
 
 def test_an_update_is_paid_for() -> None:
     it = builder(True)
-    packer = TrainingPacker(it, Allowance(0.0051, 512), CostModel(), CONFIG)
-    assert packer.update(OptimStep("job"))
+    packer = TrainingPacker(it, Allowance(0.0051, 512), step_costs(), CONFIG)
+    assert packer.update(BASE, OptimStep("job"))
     assert packer.left == pytest.approx(0.0001)
-    assert not packer.update(OptimStep("other"))
-    assert it.updates == [OptimStep("job")]
+    assert not packer.update(BASE, OptimStep("other"))
+    assert it.updates == [(BASE, OptimStep("job"))]
 
 
 def test_where_no_window_has_that_room_the_largest_runs() -> None:
     weights = dict.fromkeys(CostModel().weights, 0.0) | {"backward_layers": 1.0 * DEPTH}
     it = builder(True)
-    TrainingPacker(it, Allowance(1.5, 512), CostModel(weights), CONFIG).window(
+    TrainingPacker(it, Allowance(1.5, 512), step_costs(weights), CONFIG).window(
         micro_batch(direction=Direction.BACKWARD)
     )
     assert [(segment.length, len(segment.span)) for segment in it.training] == [(512, 1)]
@@ -188,7 +192,9 @@ def test_a_fixed_window_is_never_cut(direction: Direction, rows: int | None) -> 
         if batch.done or batch.direction is not direction:
             break
         it = builder(False)
-        TrainingPacker(it, Allowance(seconds, rows=rows, minimum=INFINITE), CostModel(), config).window(batch)
+        TrainingPacker(it, Allowance(seconds, rows=rows, minimum=INFINITE), step_costs(), config).window(
+            batch
+        )
         (segment,) = it.training
         windows.append((segment.start, segment.length))
         batch.advance(segment.start, segment.length, segment.span)
@@ -208,7 +214,7 @@ def test_what_one_job_leaves_of_a_quantum_cuts_no_window_of_the_next(
     """Beside answers every bit counts; without them the next window waits for a step where it stays whole."""
     first, second = micro_batch(128, direction), micro_batch(512, direction)
     it = builder(inference)
-    packer = TrainingPacker(it, Allowance(1.0, rows=512), CostModel(), CONFIG)
+    packer = TrainingPacker(it, Allowance(1.0, rows=512), step_costs(), CONFIG)
     assert packer.window(first) and it.training[0].length == 128
     packer.left = added(fill(second, 1.0, inference, rows=64), inference)
     packer.left /= 1 if direction is Direction.LOSS else DEPTH
@@ -218,11 +224,11 @@ def test_what_one_job_leaves_of_a_quantum_cuts_no_window_of_the_next(
     assert packer.window(second) and it.training[-1].length == 512
 
 
-def alone(batch: MicroBatch, arrivals: float | None, most: int = 4096, cost: CostModel | None = None) -> int:
+def alone(batch: MicroBatch, arrivals: float | None, most: int = 4096, cost: StepCosts | None = None) -> int:
     """Rows of the first window that has the machine to itself."""
     it = PlanBuilder(0.0)
     allowance = Allowance(60.0, most, minimum=INFINITE, arrivals=arrivals)
-    TrainingPacker(it, allowance, cost or CostModel(), CONFIG).window(batch)
+    TrainingPacker(it, allowance, cost or step_costs(), CONFIG).window(batch)
     return it.training[0].length
 
 

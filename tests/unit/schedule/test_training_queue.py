@@ -1,7 +1,9 @@
 from coserve.core.plan import BasePlan, OptimStep
+from coserve.core.request import BASE
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.segments import training_segment
 from coserve.schedule.training_queue import TrainingQueue
+from steps import step_plan
 
 LAYERS = 2
 
@@ -64,10 +66,10 @@ def test_a_job_without_work_has_no_turn() -> None:
     }
     for direction, span in ways.items():
         assert not job.is_due and it.has_work
-        it.planned(BasePlan(training=(training_segment(batch, 0, 10, direction, span),)), now=0.0)
+        it.planned(step_plan(BasePlan(training=(training_segment(batch, 0, 10, direction, span),))), now=0.0)
         it.ran(batch, 10)
-    assert job.is_due and it.released == [0] and order(it) == ["a"]
-    it.planned(BasePlan(updates=(OptimStep("a"),)), now=0.0)
+    assert job.is_due and it.released == [(BASE, 0)] and order(it) == ["a"]
+    it.planned(step_plan(BasePlan(updates=(OptimStep("a"),))), now=0.0)
     assert not job.is_due and order(it) == [] and it.has_work
     it.updated("a")
     assert order(it) == [] and not it.has_work and job.update in it
@@ -78,7 +80,7 @@ def test_forgetting_a_job_releases_what_is_left_of_it() -> None:
     kept, forgotten = (job.update for job in it.turns(0.0, None)[0])
     it.remove("b")
     it.remove("b")
-    assert it.released == [1] and order(it) == ["a"] and kept in it and forgotten not in it
+    assert it.released == [(BASE, 1)] and order(it) == ["a"] and kept in it and forgotten not in it
     it.add("b", [MicroBatch(2, "b", "b@1", (10,), LAYERS)])
     assert forgotten not in it, "it ended the step of another job by this name"
 

@@ -191,7 +191,7 @@ def _shared(view: View) -> float:
     batch = next((batch for job in view.jobs for batch in job.micro_batches), None)
     if batch is None:  # only an optimizer step is due
         return 1.0
-    return view.cost.bases[batch.base].pass_seconds / view.cost.predict_iteration([batch])
+    return view.cost.bases[batch.base].pass_seconds / view.cost.predict_iteration(batch.base, [batch])
 
 
 def _layer_seconds(view: View) -> float:

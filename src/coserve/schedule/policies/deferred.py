@@ -45,7 +45,7 @@ class Deferred(WholeBatches):
         return entering
 
     def _near(self, view: View) -> Collection[Sequence]:
-        iteration = view.cost.predict_iteration(view.jobs[0].micro_batches)
+        iteration = view.cost.predict_iteration(view.jobs[0].base, view.jobs[0].micro_batches)
         near = [
             s
             for s in view.waiting

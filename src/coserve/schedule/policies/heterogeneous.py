@@ -40,7 +40,10 @@ class Heterogeneous(WholeBatches):
         """Lines 11 to 15, and what they add to each request's d_r where F is true (lines 24 and 25)."""
         begun = (*view.running, *view.preempted)
         deferred = {s.key: self._deferred.get(s.key, _waited(s)) for s in begun}
-        longer = view.cost.predict_iteration(view.jobs[0].micro_batches) - view.inference_seconds
+        longer = (
+            view.cost.predict_iteration(view.jobs[0].base, view.jobs[0].micro_batches)
+            - view.inference_seconds
+        )
         flag = all(deferred[s.key] + longer < self._bound(s) for s in view.running)
         self._deferred = {key: seconds + longer * flag for key, seconds in deferred.items()}
         return flag

@@ -77,7 +77,7 @@ class Hybrid(Policy):
             return least
         if view.waiting:  # for places: training that answers make way for makes the line longer
             return least
-        iteration = view.cost.predict_iteration(batches)
+        iteration = view.cost.predict_iteration(view.jobs[0].base, batches)
         if not batches:  # only an optimizer step is left
             return max(least, iteration)
         return max(least, view.cost.first.pass_seconds, iteration) - view.made_way
