@@ -1,7 +1,7 @@
 """Schedules of two bases on scripted executors, and engines of two tiny models of other widths, for tests."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from coserve import Engine, EngineConfig
 from coserve.core.events import Event
-from coserve.core.plan import StepPlan, StepResult
+from coserve.core.plan import BasePlan, StepPlan, StepResult
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.engine.completion import Completion
@@ -117,6 +117,11 @@ def wide_model(name: str = "llama", dtype: torch.dtype = torch.float32, **fields
     """A model of width 96 and two layers."""
     changes = {"n_embd": 96, "n_layer": 2} if name == "gpt2" else {"hidden_size": 96, "num_hidden_layers": 2}
     return tiny(name, dtype, seed=3, **changes, **fields)
+
+
+def bases_with(plans: Iterable[StepPlan], pick: Callable[[BasePlan], Collection[object]]) -> set[str]:
+    """Bases whose parts of the plans have any of what is picked."""
+    return {base for plan in plans for base, part in plan.bases.items() if pick(part)}
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from methods import SMALL, with_peft
 from models import Exact, logits_of, tiny
 from plain import with_biases, with_bottlenecks, with_ia3_and_lora
 from rounding import SLACK, largest
+from steps import run_steps_by
 from virtual import own_logits, with_virtual
 
 VIRTUAL = ("prefix", "projected prefix", "prompt", "p-tuning")
@@ -175,7 +176,7 @@ class Mixture:
             self.steps.append((answering, {segment.job for segment in plan.training}))
             return run(plan)
 
-        self.engine.executor.run = watched  # type: ignore[method-assign]
+        run_steps_by(self.engine, watched)
 
     def run(self, kinds: Sequence[str | None], jobs: Sequence[FineTuning] = (), prompts: int = 2) -> None:
         """At least `prompts` answers for each adapter, and more while jobs are running."""

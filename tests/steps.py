@@ -1,7 +1,8 @@
 """Steps of a schedule of one base, on an executor without a `StepLoop`, for tests."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from coserve import Engine
 from coserve.core.events import Event
 from coserve.core.plan import BasePlan, BaseResult, StepPlan, StepResult
 from coserve.core.request import BASE
@@ -41,3 +42,8 @@ def run(scheduler: Scheduler, executor: Executor, now: float) -> tuple[BasePlan,
     """Plans and runs a step."""
     plan = scheduler.plan(now).only
     return plan, executor.run(plan)
+
+
+def run_steps_by(engine: Engine, run: Callable[[BasePlan], BaseResult]) -> None:
+    """Has `run` run the plans of an engine's only base."""
+    engine.loop.executor.run = lambda plan: step_result(run(plan.only))  # type: ignore[method-assign]

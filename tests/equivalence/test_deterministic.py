@@ -18,6 +18,7 @@ from coserve.executors.local import LocalExecutor
 from coserve.train.example import Example
 from coserve.train.save_policy import SavePolicy
 from models import MIXTURES, prompts, tiny, with_lora
+from steps import run_steps_by
 
 WINDOW = 23  # rows of the training windows
 DTYPES = (torch.float32, torch.bfloat16)
@@ -214,7 +215,7 @@ def trained(
     engine = engine_of("llama", dtype, scheduler={"quantum": 100.0})
     job = engine.finetune(examples("job", 10), "job", LoRAConfig(rank=5, dropout=0.1), training)
     watched = Watched(engine.executor, job.job)
-    engine.executor.run = watched.run  # type: ignore[method-assign]
+    run_steps_by(engine, watched.run)
     train(engine, job)
     weights = [p.view(torch.uint8) for p in engine.adapters.weights("job").parameters().values()]
     return job.history, weights, watched.put_downs(engine.base.depth)

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import coserve.tiny
-from bases import CHAIN, SMALL, WIDE, check_scored, draw_stitch, planned, wide_model, write_stitch
+from bases import CHAIN, SMALL, WIDE, bases_with, check_scored, draw_stitch, planned, wide_model, write_stitch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.config import StitchedChain
-from coserve.core.plan import BaseResult
+from coserve.core.plan import StepResult
 from coserve.engine.completion import Completion
 from coserve.errors import AdapterMismatch, AdapterNotFound, ConfigError
 from coserve.memory.ledger import Account
@@ -143,8 +143,9 @@ def test_answers_beside_those_and_the_training_of_both_bases(
             engines[SMALL].run()
         for prompt, answer in answers:
             check(answer, prompt, logits, tolerance)
-    assert any({SMALL, WIDE, CHAIN} == {one.base for one in plan.inference} for plan in plans)
-    assert any(plan.training and CHAIN in {one.base for one in plan.inference} for plan in plans)
+    answering = [(plan, bases_with([plan], lambda part: part.inference)) for plan in plans]
+    assert any(bases == {SMALL, WIDE, CHAIN} for _, bases in answering)
+    assert any(plan.training and CHAIN in bases for plan, bases in answering)
 
 
 def test_rows_of_chains_have_passes_of_their_own(tmp_path: Path) -> None:
@@ -188,10 +189,10 @@ def test_seconds_of_a_step_are_counted_once(tmp_path: Path) -> None:
     engines = three("llama to llama", folder)
     for base in engines:
         engines[base].generate([*range(5, 45)], None, SCORED)
-    device, found = engines[SMALL].bases.device, list[tuple[float, BaseResult]]()
+    device, found = engines[SMALL].loop.executor, list[tuple[float, StepResult]]()
     collect = device.collect
 
-    def timed(wait: bool = True) -> BaseResult | None:
+    def timed(wait: bool = True) -> StepResult | None:
         started = time.perf_counter()
         result = collect(wait)
         assert result is not None
@@ -201,9 +202,9 @@ def test_seconds_of_a_step_are_counted_once(tmp_path: Path) -> None:
     device.collect = timed  # type: ignore[method-assign]
     engines[SMALL].run()
     assert all(result.seconds <= elapsed for elapsed, result in found)
-    both = [result for _, result in found if {WIDE, CHAIN} <= {*result.beside}]
+    both = [result for _, result in found if {WIDE, CHAIN} <= {*result.bases}]
     assert both and sum(result.seconds for _, result in found) > 0.5 * sum(elapsed for elapsed, _ in found)
-    assert all(one.seconds > 0 for result in both for one in result.beside.values())
+    assert all(one.seconds > 0 for result in both for one in result.bases.values())
 
 
 def test_prefixes_second_tier_and_long_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +229,12 @@ def test_prefixes_second_tier_and_long_sequences(tmp_path: Path, monkeypatch: py
         check(answer, prompt, logits, 1e-5)
     assert again.tokens == answers[1][1].tokens != beside.tokens
     assert engine.stats().found_tokens > found
-    for chosen in (
-        [move for plan in plans for move in plan.swap_out],
-        [move for plan in plans for move in plan.swap_in],
-        [segment for plan in plans for segment in plan.inference if segment.offloaded],
+    for pick in (
+        lambda part: part.swap_out,
+        lambda part: part.swap_in,
+        lambda part: [segment for segment in part.inference if segment.offloaded],
     ):
-        assert CHAIN in {one.base for one in chosen}
+        assert CHAIN in bases_with(plans, pick)
 
 
 def test_costs_are_measured_and_no_weights_are_counted_twice(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from test_training import make_examples
 from transformers import PreTrainedModel
 
-from bases import SMALL, WIDE, check_scored, planned, wide_model
+from bases import SMALL, WIDE, bases_with, check_scored, planned, wide_model
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.completion import Completion
@@ -98,9 +98,11 @@ def test_answers_and_training_of_both_in_the_same_steps(
         assert {base for base, _, _ in answers} == {SMALL, WIDE}
         for base, prompt, answer in answers:
             check(models[base], prompt, answer, tolerance)
-    answered = [plan for plan in plans if len({one.base for one in plan.inference}) == 2]
-    trained = [plan for plan in plans if len({one.base for one in plan.training}) == 2]
-    crossed = [plan for plan in plans if {o.base for o in plan.inference} ^ {o.base for o in plan.training}]
+    answering = [bases_with([plan], lambda part: part.inference) for plan in plans]
+    training = [bases_with([plan], lambda part: part.training) for plan in plans]
+    answered = [bases for bases in answering if len(bases) == 2]
+    trained = [bases for bases in training if len(bases) == 2]
+    crossed = [both for both in zip(answering, training, strict=True) if both[0] ^ both[1]]
     assert answered and trained and crossed, "steps with rows of both, answers beside the other's training"
 
 
@@ -147,12 +149,12 @@ def test_both_have_the_second_tier(monkeypatch: pytest.MonkeyPatch) -> None:
         models = {base: made() for base, made in make.items()}
         for base, prompt, answer in answers:
             check(models[base], prompt, answer, 1e-10)
-    for chosen in (
-        [move for plan in plans for move in plan.swap_out],
-        [move for plan in plans for move in plan.swap_in],
-        [segment for plan in plans for segment in plan.inference if segment.offloaded],
+    for pick in (
+        lambda part: part.swap_out,
+        lambda part: part.swap_in,
+        lambda part: [segment for segment in part.inference if segment.offloaded],
     ):
-        assert {one.base for one in chosen} == {SMALL, WIDE}
+        assert bases_with(plans, pick) == {SMALL, WIDE}
     stats, caches = engine.stats(), engine.scheduler.caches
     assert stats.swapped_in_pages and not stats.swap_failures and stats.offloaded_read_bytes
     unneeded = sum(len(caches[base].swapping.copies.evictable) for base in caches)
@@ -179,7 +181,7 @@ def test_each_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         for base, prompt in zip((SMALL, WIDE) * 2, prompts(draws, [5, 30, 17, 8]), strict=True):
             answers.append((base, prompt, engines[base].generate(prompt, None, sampling)))
         engine.run()
-    assert any(len({one.base for one in plan.inference}) == 2 for plan in plans)
+    assert any(len(bases_with([plan], lambda part: part.inference)) == 2 for plan in plans)
     for base, prompt, answer in answers:
         check(models[base], prompt, answer, 1e-5)
     alone = Engine(wide_model(), config())

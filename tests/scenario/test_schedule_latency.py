@@ -17,6 +17,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.training_queue import STARVED, starved
+from steps import step_plan
 
 DEPTH = 16
 
@@ -263,7 +264,7 @@ def test_a_job_behind_another_ones_steps_blames_no_request() -> None:
         segment = TrainingSegment(
             batch.key, "other", "o@0", 0, 8, 1, Direction.TRAIN_FORWARD, batch.next_span(1), DEPTH
         )
-        queue.planned(BasePlan(training=(segment,)), now)
+        queue.planned(step_plan(BasePlan(training=(segment,))), now)
     queue.turns(16.0, None)
     assert starved(queue, "late") == (0.0, "jobs") and starved(queue, "other") is None
 

@@ -76,7 +76,7 @@ class _Check(CellRunner):
 
 def _loop_seconds(engine: Engine, workload: Workload) -> float:
     """Seconds that the loop around a step takes, without the executor's own: mean over some requests."""
-    run, steps = engine.executor.run, []
+    run, steps = engine.loop.executor.run, []
 
     def watched(plan: Any) -> Any:
         result = run(plan)
@@ -85,10 +85,10 @@ def _loop_seconds(engine: Engine, workload: Workload) -> float:
 
     first = workload.requests[:8]
     burst = replace(workload, requests=tuple(replace(r, at=0.0) for r in first), jobs=(), seconds=1e-3)
-    engine.executor.run = watched  # type: ignore[method-assign]
+    engine.loop.executor.run = watched  # type: ignore[method-assign]
     try:
         started = time.perf_counter()
         serve(engine, burst)
         return max(time.perf_counter() - started - sum(steps), 0.0) / max(len(steps), 1)
     finally:
-        del engine.executor.run
+        del engine.loop.executor.run

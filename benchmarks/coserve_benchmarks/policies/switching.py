@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from coserve.core.plan import BasePlan, BaseResult
+from coserve.core.plan import StepPlan, StepResult
 from coserve.schedule.policies import make_policy
 from coserve.simulate.intervals import interval
 from coserve.workload.requests import Workload, greedy
@@ -74,10 +74,10 @@ class _Turns:
 
     def watching(self, work: Callable[[], _T], ran: list[_Ran]) -> _T:
         """Runs `work` and returns its result; every step that it runs is appended to `ran`."""
-        executor = self._engine.executor
+        executor = self._engine.loop.executor
         run = executor.run
 
-        def watched(plan: BasePlan) -> BaseResult:
+        def watched(plan: StepPlan) -> StepResult:
             started = time.perf_counter()
             result = run(plan)
             ran.append((bool(plan.training or plan.updates), started, time.perf_counter()))

@@ -24,7 +24,6 @@ class QueueEntry:
     weight: float
     update: OptimStep | None  # the optimizer step at its end; None: the work ends with the last micro-batch
     micro_batches: deque[MicroBatch] = field(default_factory=deque)  # those not known to be done
-    base: str = BASE
     outputs: dict[int, MicroBatchOutput] = field(default_factory=dict)  # by the micro-batch's key
     is_open: bool = False  # the work has not ended yet
     is_stepping: bool = False  # a plan under way has the optimizer step
@@ -36,6 +35,7 @@ class QueueEntry:
     starved_since: float | None = None
     starved_by: Rival = "requests"
     resumed_at: float | None = None  # when a starved job got the first of its newest pieces
+    base: str = BASE
 
     @property
     def is_due(self) -> bool:

@@ -2,7 +2,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from coserve.core.plan import BasePlan, BaseResult, OptimStep
+from coserve.core.plan import BasePlan, BaseResult, OptimStep, StepPlan, StepResult
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import announce_batches, inference_segment, training_segment
@@ -14,17 +14,18 @@ from coserve_benchmarks.plans import (
     save_plans,
     whole_journeys,
 )
+from steps import step_plan, step_result
 
 DEPTH = Span(0, 4)
 
 
 class ScriptedExecutor:
-    def run(self, plan: BasePlan) -> BaseResult:
-        return BaseResult(0.001 * len(plan.training))
+    def run(self, plan: StepPlan) -> StepResult:
+        return step_result(BaseResult(0.001 * len(plan.training)))
 
 
 def fake_engine() -> Any:
-    return SimpleNamespace(executor=ScriptedExecutor())
+    return SimpleNamespace(loop=SimpleNamespace(executor=ScriptedExecutor()))
 
 
 def there_and_back() -> list[BasePlan]:
@@ -46,7 +47,7 @@ def recorded() -> list[RecordedStep]:
     engine = fake_engine()
     with record_plans(engine) as steps:
         for plan in there_and_back():
-            engine.executor.run(plan)
+            engine.loop.executor.run(step_plan(plan))
     return steps
 
 
@@ -62,9 +63,9 @@ def test_steps_that_train_are_recorded() -> None:
 def test_the_runner_answers_as_before_and_is_given_back() -> None:
     engine = fake_engine()
     with record_plans(engine):
-        assert engine.executor.run(there_and_back()[0]).seconds == 0.001
-        assert "run" in vars(engine.executor)
-    assert "run" not in vars(engine.executor)
+        assert engine.loop.executor.run(step_plan(there_and_back()[0])).seconds == 0.001
+        assert "run" in vars(engine.loop.executor)
+    assert "run" not in vars(engine.loop.executor)
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -441,7 +441,7 @@ def test_what_switching_costs(testbed: EngineTestbed) -> None:
     assert low <= found["switch.seconds"] <= high and abs(found["switch.seconds"]) < 1.0
     assert found["switch"].keys() == {"initialisation", "clean_up", "data_movement", "seconds"}
     assert all(abs(part) < 1.0 for part in found["switch"].values())
-    assert "run" not in vars(testbed.engine.executor)  # nobody watches any more
+    assert "run" not in vars(testbed.engine.loop.executor)  # nobody watches any more
     assert not testbed.engine.has_work
 
 

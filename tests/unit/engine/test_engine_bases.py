@@ -39,11 +39,6 @@ def engines() -> tuple[Engine, Engine]:
     return two_engines()
 
 
-def test_one_base_alone_runs_on_its_own_executor() -> None:
-    engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=256))
-    assert engine.bases.device is engine.executor and [*engine.bases] == [engine]
-
-
 @pytest.mark.parametrize(
     ("base", "kind", "said"),
     [

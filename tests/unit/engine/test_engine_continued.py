@@ -10,6 +10,7 @@ from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import FinishReason
 from coserve.errors import ConfigError, PromptTooLong, RequestError
 from models import letter_tokenizer, logits_of, prompts, tiny
+from steps import run_steps_by
 
 LENGTH = 24
 
@@ -101,7 +102,7 @@ def test_continued_and_preempted_answers_whose_last_chunk_is_one_row() -> None:
                 lonely.append(segment.key)
         return run(plan)
 
-    tight.executor.run = noting
+    run_steps_by(tight, noting)
     answers = [
         tight.generate(prompt, sampling=params, continued=tokens[:cut])
         for prompt, tokens, cut in zip(asked, wanted, (11, 6, 17, 3, 20), strict=True)

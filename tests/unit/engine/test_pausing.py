@@ -26,6 +26,7 @@ from coserve.train.pause import LayerAbandoned, TrainingPause
 from coserve.train.save_policy import SavePolicy
 from coserve.wire.messages import Acknowledge, Submit
 from models import tiny
+from steps import run_steps_by
 
 pytestmark = pytest.mark.local
 
@@ -54,7 +55,7 @@ class Watched:
             self.steps.append((plan, result))
             return result
 
-        self.engine.executor.run = watched  # type: ignore[method-assign]
+        run_steps_by(self.engine, watched)
 
     def train(self, jobs: int, settings: TrainingConfig = SETTINGS) -> dict[str, torch.Tensor]:
         """Trains to the end; weights of all jobs."""

@@ -18,6 +18,7 @@ from coserve.train.reinforced import AnswerGroup, ReinforcedSteps, SampledAnswer
 from coserve.train.state import TrainingState
 from coserve.train.steps import StepWork
 from models import letter_tokenizer, tiny
+from steps import run_steps_by
 
 LORA = LoRAConfig(rank=8)
 PROMPTS = [TokenPrompt(tuple(range(first, first + 4)), {"first": first}) for first in range(5, 13)]
@@ -60,7 +61,7 @@ def test_rewards_rise() -> None:
 def test_answers_are_sampled_in_steps_that_train() -> None:
     engine, plans = engine_of(), list[BasePlan]()
     run = engine.executor.run
-    engine.executor.run = lambda plan: (plans.append(plan), run(plan))[1]  # type: ignore[method-assign]
+    run_steps_by(engine, lambda plan: (plans.append(plan), run(plan))[1])
     training = TrainingConfig(batch_size=2, epochs=2, rows=32)
     job = engine.finetune(PROMPTS, "mine", LORA, training, objective=task()).result()
     assert len(job.history) == 8
