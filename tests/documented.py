@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -131,11 +132,11 @@ def _fine_tune(folder: Path) -> None:
 
 
 def _arrivals(file: Path) -> None:
-    draws, now = random.Random(0), 0.0
-    lines = ["arrived_at,num_prefill_tokens,num_decode_tokens"]
+    draws, now = random.Random(0), datetime(2026, 1, 1)
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     for _ in range(60):
-        now += draws.expovariate(5)
-        lines.append(f"{now:.3f},{draws.randrange(50, 400)},{draws.randrange(20, 100)}")
+        now += timedelta(seconds=draws.expovariate(5))
+        lines.append(f"{now},{draws.randrange(50, 400)},{draws.randrange(20, 100)}")
     _write(file, "\n".join(lines) + "\n")
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from coserve import Engine, EngineConfig
-from coserve.core.plan import BasePlan, InferenceSegment
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.engine.calibrate import Calibration
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.features import Features
+from coserve.schedule.features import Features, StepFeatures
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.replay import AnswerTimes, LoadResult
@@ -24,6 +24,7 @@ from coserve_benchmarks.simulation import real as runs
 from coserve_benchmarks.simulation.real import Pace, Pair, StepRecorder, Timings
 from coserve_benchmarks.simulation.run import run_check
 from models import tiny
+from steps import step_plan, step_result
 
 TRUE = {"step": 3e-3, "forward_layers": 2e-2, "forward_rows": 4e-4, "decode_context": 2e-6}
 
@@ -45,8 +46,9 @@ def test_costs_are_those_of_the_steps_that_were_watched() -> None:
     with recorder.watching():
         for number, plan in enumerate(plans):
             longer = 2.0 if number % 50 == 0 else 1.0
-            watched.cost.observe(plan, truth.predict(plan) * draw.gauss(1.0, 0.01) * longer)
-    model = recorder.costs(watched.cost)
+            taken = BaseResult(truth.predict(plan) * draw.gauss(1.0, 0.01) * longer)
+            watched.cost.observe(StepFeatures.of(step_plan(plan)), step_result(taken))
+    model = recorder.costs(watched.cost.first)
     errors = [abs(model.predict(plan) / truth.predict(plan) - 1) for plan in plans]
     assert max(errors) < 0.1 and sum(errors) / len(errors) < 0.04
     jitter = recorder.jitter(model)
@@ -57,7 +59,7 @@ def test_costs_are_those_of_the_steps_that_were_watched() -> None:
     seconds = sum(taken for _, taken in recorder.samples)
     assert sum(map(together, plans)) * jitter.mean == pytest.approx(seconds)
     assert len(recorder.samples) == len(plans)
-    watched.cost.observe(plans[0], 1.0)
+    watched.cost.observe(StepFeatures.of(step_plan(plans[0])), step_result(BaseResult(1.0)))
     assert len(recorder.samples) == len(plans)  # the watch is over
 
 

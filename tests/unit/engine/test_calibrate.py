@@ -66,7 +66,7 @@ def test_nothing_remains_of_the_steps_that_were_measured(monkeypatch: pytest.Mon
 
 
 def test_an_engine_that_calibrates_knows_its_lanes() -> None:
-    lanes = make_engine(calibrate=True).scheduler.cost.lanes
+    lanes = make_engine(calibrate=True).scheduler.cost.first.lanes
     assert (lanes.inference, lanes.training) != lanes.UNKNOWN
 
 

@@ -93,7 +93,8 @@ def test_a_base_that_fails_at_the_end_has_no_place_in_the_second_tier(
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="at the end"):
         patch.setattr("coserve.engine.engine.Sessions", fail)
         engine.add_base(WIDE, wide_model())
-    assert [*engine.scheduler.tier._of] == ["base"] and tokens(engine)
+    own = engine.scheduler.caches.first.swapping.copies
+    assert engine.scheduler.tier._copies == [own] and tokens(engine)
     assert tokens(engine.add_base(WIDE, wide_model()))
 
 

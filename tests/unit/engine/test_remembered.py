@@ -138,7 +138,7 @@ def test_a_start_after_a_certain_one_does_not_measure(file: Path, monkeypatch: p
         engine = Engine(tiny("llama"), config)
         costs = CostFile(file, circumstances(engine.base, config))
         know_costs(engine, costs, lambda: measured.append("told"))
-        return engine.scheduler.cost.predict(step())
+        return engine.scheduler.cost.first.predict(step())
 
     first = start()
     assert first == pytest.approx(0.5, rel=0.01) and measured == ["told", "measured"]

@@ -20,18 +20,22 @@ from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import AdapterNotFound
 from coserve.executors.executor import (
     CloseSession,
+    Command,
     CompileGrammar,
     DropAdapters,
     Executor,
+    ExecutorSpec,
     FetchAdapter,
     FreshAdapter,
     LoadAdapter,
     OpenSession,
+    R,
     ReadMemory,
     SaveState,
     SetLimits,
 )
 from coserve.executors.scripted import ScriptedExecutor
+from coserve.executors.step_executor import StepExecutor
 from coserve.memory.ledger import Account
 from coserve.model.load import load_base
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
@@ -41,6 +45,7 @@ from coserve.train.state import Identity
 from coserve.worker.opening import Opened, open_local, open_remote
 from forked_executors import fork_executors
 from models import save, tiny
+from steps import step_plan
 
 PAGE = 8
 CONFIG = EngineConfig(page_size=PAGE, cache_tokens=40 * PAGE, max_running=8)
@@ -75,10 +80,44 @@ def opened(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Iterato
         opened.executor.close()
 
 
-@pytest.fixture(scope="module", params=["scripted", *OPENS])
+class AmongBases(Executor):
+    """An executor of a step's first base, beside that of another base."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.own, self.steps = executor, StepExecutor(executor)
+        self.steps.add("other", ScriptedExecutor(PAGE))
+
+    @property
+    def spec(self) -> ExecutorSpec:
+        return self.own.spec
+
+    def launch(self, plan: BasePlan) -> None:
+        self.steps.launch(step_plan(plan))
+
+    def collect(self, wait: bool = True) -> BaseResult | None:
+        result = self.steps.collect(wait)
+        return None if result is None else result.only
+
+    def pause_training(self) -> None:
+        self.steps.pause_training()
+
+    def resume_training(self) -> None:
+        self.steps.resume_training()
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        self.steps.on_progress(beat)
+
+    def call(self, command: Command[R]) -> R:
+        return self.own.call(command)
+
+
+@pytest.fixture(scope="module", params=["scripted", "among bases", *OPENS])
 def executor(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Iterator[Executor]:
     if request.param == "scripted":
         yield ScriptedExecutor(PAGE, swap_pages=40)
+        return
+    if request.param == "among bases":
+        yield AmongBases(open_local(tiny(MODEL), CONFIG).executor)
         return
     yield (executor := OPENS[request.param](tiny(MODEL), CONFIG).executor)
     if request.param == "remote":
