@@ -31,7 +31,7 @@ class OpenRequests:
         self.newcomer_at = -INFINITE  # when the last newcomer came
         self._bounded_at = -INFINITE  # when the last request with a bound came
         self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
-        self._events: list[tuple[str, Event]] = []  # ends between two steps, each with the id of its base
+        self.ended: list[tuple[str, Event]] = []  # ends since the last step, each with the id of its base
         self._stats, self._new_key = queues.stats, new_key
 
     # Between two steps
@@ -80,21 +80,21 @@ class OpenRequests:
             return
         ended = now if now is not None else sequence.last_token_at or sequence.request.arrival
         self._retire(sequence, reason, ended)
-        self._events.append((sequence.request.base, Finished(key, sequence.request.id, reason)))
+        self.ended.append((sequence.request.base, Finished(key, sequence.request.id, reason)))
 
     def fail(self, key: int, error: CoserveError) -> None:
         """Ends a sequence that cannot be answered; the next step's events have its `RequestFailed`."""
         sequence = self.sequences[key]
         self._retire(sequence, FinishReason.CANCELLED, sequence.last_token_at or sequence.request.arrival)
         failed = RequestFailed(key, sequence.request.id, error)
-        self._events.append((sequence.request.base, failed))
+        self.ended.append((sequence.request.base, failed))
 
     # State
 
     @property
     def has_work(self) -> bool:
         """Tells whether a sequence is open, or the end of one is still to be reported."""
-        return bool(self.sequences or self._events)
+        return bool(self.sequences or self.ended)
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -119,11 +119,6 @@ class OpenRequests:
         return expected or any(_is_bounded(sequence.request) for sequence in self.sequences.values())
 
     # Results
-
-    def take_ended(self) -> list[tuple[str, Event]]:
-        """Events of ends since the last step, each with the id of its base."""
-        ended, self._events = self._events, []
-        return ended
 
     def apply(self, segments: Iterable[InferenceSegment], result: BaseResult, now: float) -> list[Event]:
         """Applies the result of one base's part of a step, which ran `segments` and ended at `now`. Returns

@@ -163,8 +163,9 @@ class Scheduler:
         self._applied = now
         self._take_moves(plan, result, now)
         events: dict[str, list[Event]] = {base: [] for base in plan.bases}
-        for base, ended in self.requests.take_ended():
+        for base, ended in self.requests.ended:
             events.setdefault(base, []).append(ended)
+        self.requests.ended.clear()
         self._note_underway(plan, launched.positions, result)
         for base, part in plan.bases.items():
             events[base] += self._take(part, result.bases[base], now)

@@ -42,8 +42,9 @@ def test_ends_between_two_steps_are_reported_once_and_free_their_pages() -> None
         RequestFailed(failed.key, "r", error),
         Finished(cancelled.key, "r", FinishReason.CANCELLED),
     ]
-    assert it.take_ended() == [(BASE, event) for event in expected]
-    assert it.take_ended() == [] and not it.has_work
+    assert it.ended == [(BASE, event) for event in expected]
+    it.ended.clear()
+    assert not it.has_work
 
 
 def test_a_refused_request_is_not_open() -> None:
