@@ -9,6 +9,7 @@ from pathlib import Path
 
 from coserve.adapters.bank import AdapterBank, check_name
 from coserve.adapters.paging.stored import KnownVersion
+from coserve.adapters.settings import left_untrained
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.job_status import JobStatus
@@ -93,6 +94,9 @@ class Training:
             size = self.check(prepared)
             steps = count_steps(prepared.units, prepared.config)
             handle = self.jobs[prepared.job] = FineTuning(prepared, steps, self, keeping)
+            if prepared.start is None and prepared.resume is None:
+                if note := left_untrained(self._base, prepared.methods):
+                    handle.notes.append(note)
             start = partial(self._start, handle, begun)
             if self.admission.enter(handle, size, start):
                 start()
@@ -258,11 +262,12 @@ class Training:
     def _goes_on_smaller(self, event: JobFailed) -> bool:
         """Repeats the step of a job that ran out of memory with leaner settings, once; True if it does."""
         steps, handle = self._steps[event.job], self.jobs[event.job]
-        if not isinstance(event.error, OutOfMemory) or handle.notes or not steps.is_under_way:
+        if not isinstance(event.error, OutOfMemory) or handle.has_shrunk or not steps.is_under_way:
             return False
         work = steps.smaller_work(iter(self._scheduler.new_key, None))
         self._executor.call(RestartStep(event.job, steps.session))
         self.admission.shrink(event.job, steps.config)
+        handle.has_shrunk = True
         handle.notes.append(
             f"{event.error}; step {steps.step + 1} runs again, and the job goes on, with "
             f"rows={steps.config.rows}, keep={SavePolicy.INPUTS.value}"
