@@ -32,6 +32,7 @@ from coserve.model.base import Base
 from coserve.schedule.scheduler import Scheduler
 from coserve.train.example import check_room
 from coserve.train.fitting import JobSize, rank_of
+from coserve.train.needs import JobNeeds
 from coserve.train.objectives import Reinforcement
 from coserve.train.reinforced import ReinforcedSteps
 from coserve.train.save_policy import SavePolicy
@@ -68,16 +69,15 @@ class Training:
         self._drive, self._save, self._lock = drive, save, lock
         self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
-    def check(self, prepared: PreparedJob) -> JobSize:
-        """Returns a job's size. Raises AdapterError, ConfigError, DataError, or OutOfMemory where the job
+    def check(self, prepared: PreparedJob) -> tuple[JobSize, JobNeeds]:
+        """Returns a job's size and its needs. Raises AdapterError, ConfigError, DataError, or OutOfMemory where the job
         would not fit even alone."""
         with self._lock:
             prepared.check_objective(self._base.vocabulary)
             size = self._size(prepared)
             reserved = reserved_positions(size.adapter, prepared.reference, prepared.objective)
             check_room(prepared.data.examples, self._base.max_positions, reserved)
-            self.admission.check(prepared.job, size)
-            return size
+            return size, self.admission.check(prepared.job, size)
 
     def start(
         self,
@@ -91,14 +91,14 @@ class Training:
             check_name(prepared.adapter)
             self.refuse_while_trained(prepared.adapter)
             self.refuse_taken(prepared.job)
-            size = self.check(prepared)
+            size, needs = self.check(prepared)
             steps = count_steps(prepared.units, prepared.config)
             handle = self.jobs[prepared.job] = FineTuning(prepared, steps, self, keeping)
             if prepared.start is None and prepared.resume is None:
                 if note := left_untrained(self._base, prepared.methods):
                     handle.notes.append(note)
             start = partial(self._start, handle, begun)
-            if self.admission.enter(handle, size, start):
+            if self.admission.enter(handle, size, needs, start):
                 start()
                 if handle.error is not None:
                     raise handle.error
