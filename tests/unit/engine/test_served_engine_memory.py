@@ -281,7 +281,9 @@ def test_a_job_at_all_linears_tells_of_experts_left_untrained(
 ) -> None:
     """One warning, which is no reason to deny the job a second try with less memory."""
     desk, failed = Desk("auto", "mixtral"), fail_once(monkeypatch)
-    every = JobSpec("one", str(data), str(tmp_path / "one"), OPTIONS, {"r": 2, "target_modules": "all-linear"})
+    every = JobSpec(
+        "one", str(data), str(tmp_path / "one"), OPTIONS, {"r": 2, "target_modules": "all-linear"}
+    )
     desk.worker.take(StartJob(every))
     desk.until(lambda: desk.of(JobEnded, "one"))
     left, shrunk = desk.of(JobNote, "one")
@@ -291,4 +293,3 @@ def test_a_job_at_all_linears_tells_of_experts_left_untrained(
     desk.worker.take(start(data, tmp_path, "two"))
     desk.until(lambda: desk.of(JobEnded, "two"))
     assert not desk.of(JobNote, "two"), "its targets are chosen"
-

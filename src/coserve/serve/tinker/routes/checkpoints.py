@@ -172,7 +172,9 @@ async def _run(state: State, caller: Tenant, id: str) -> TinkerRun:
 
 
 async def _told_runs(tinker: Dialect, caller: Tenant, rows: Sequence[TinkerRun]) -> list[dict[str, Any]]:
-    last = await tinker.state.store.tinker_checkpoints.newest(caller.id, time.time(), [row.id for row in rows])
+    last = await tinker.state.store.tinker_checkpoints.newest(
+        caller.id, time.time(), [row.id for row in rows]
+    )
     told = []
     for row in rows:
         row.used = tinker.runs.used(row)
