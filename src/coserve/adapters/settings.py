@@ -38,8 +38,8 @@ def settings_of(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tupl
 
 
 def left_untrained(frame: Frame, methods: Sequence[object]) -> str:
-    """A sentence about fused experts that a fresh adapter at "all linears" leaves as they are, though a caller
-    may expect them among these (PEFT trains those of the bases that it can convert); else empty."""
+    """A sentence about fused experts that a fresh adapter at "all linears" leaves as they are, though a
+    caller may expect them among these (PEFT trains those of bases that it can convert); else empty."""
     asks_all = any(isinstance(one, LoRAConfig | IA3Config) and one.targets == () for one in methods)
     fused = [path for path in frame.modules.paths if path in frame.modules.fused]
     if not (asks_all and fused) or any(isinstance(one, BottleneckConfig) for one in methods):

@@ -121,9 +121,9 @@ class FineTuning:
 
     Of the data's examples those that were too long lost their ends (`truncated`) or were left out
     (`skipped`); `dropped` others had nothing to learn; `ignored` keys of the records, the first of them, were
-    not read. `status` is queued (`reason` tells the cause),
-    running, and in the end succeeded, failed, cancelled or paused. `notes` name deviations from the request, and what it leaves
-    untrained that it may be taken to mean.
+    not read. `status` is queued (`reason` tells the cause), running, and in the end succeeded, failed,
+    cancelled or paused. `notes` name deviations from the request, and what it leaves untrained that it may be
+    taken to mean.
     """
 
     def __init__(

@@ -70,8 +70,8 @@ class Training:
         self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
     def check(self, prepared: PreparedJob) -> tuple[JobSize, JobNeeds]:
-        """Returns a job's size and its needs. Raises AdapterError, ConfigError, DataError, or OutOfMemory where the job
-        would not fit even alone."""
+        """Returns a job's size and its needs. Raises AdapterError, ConfigError, DataError, or OutOfMemory
+        where the job would not fit even alone."""
         with self._lock:
             prepared.check_objective(self._base.vocabulary)
             size = self._size(prepared)
@@ -94,9 +94,9 @@ class Training:
             size, needs = self.check(prepared)
             steps = count_steps(prepared.units, prepared.config)
             handle = self.jobs[prepared.job] = FineTuning(prepared, steps, self, keeping)
-            if prepared.start is None and prepared.resume is None:
-                if note := left_untrained(self._base, prepared.methods):
-                    handle.notes.append(note)
+            is_new = prepared.start is None and prepared.resume is None
+            if is_new and (note := left_untrained(self._base, prepared.methods)):
+                handle.notes.append(note)
             start = partial(self._start, handle, begun)
             if self.admission.enter(handle, size, needs, start):
                 start()

@@ -114,8 +114,8 @@ def test_operators_that_skip_the_general_way_give_its_results(dtype: torch.dtype
             y = func(source, *args)
             made.append((str(func), *form(y), y.untyped_storage()._cdata == source.untyped_storage()._cdata))
         for y in (
-            matrix @ torch.empty(4, 7, dtype=dtype), _ATEN.t.default(matrix), x @ x.transpose(1, 2), x + x[:1],
-            torch.empty(3, 4, dtype=dtype) * wide, x.transpose(0, 2) * 2, x - torch.tensor(1.0),
+            matrix @ torch.empty(4, 7, dtype=dtype), _ATEN.t.default(matrix), x @ x.transpose(1, 2),
+            x + x[:1], torch.empty(3, 4, dtype=dtype) * wide, x.transpose(0, 2) * 2, x - torch.tensor(1.0),
         ):  # fmt: skip
             made.append(form(y))
         return made
