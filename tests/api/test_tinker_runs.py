@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import zstandard
+from sqlalchemy import Engine, event
 
 from coserve.serve.tinker import turns
 from coserve.serve.tinker.checkpoints import MOST_TEMPORARY
@@ -160,6 +161,40 @@ def test_paths_are_immutable_and_outlive_the_server(play: Play) -> None:
         assert [one.name for one in folder.iterdir()] == [key]
         deleted = await world.http.delete(f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/step")
         assert deleted.status_code == 204 and not list(folder.iterdir()) and key not in world.engine.adapters
+
+    play(story)
+
+
+def test_a_page_of_runs_takes_as_many_queries_whatever_its_length(play: Play) -> None:
+    """Each run has its own newest checkpoint of each kind."""
+
+    async def story(world: World) -> None:
+        caller = Caller(world)
+        runs = [await caller.run() for _ in range(4)]
+        for at, run in enumerate(runs[:3]):
+            for number in range(1, 3 + at):
+                save = {"model_id": run, "seq_id": number, "path": f"{at}-{number}"}
+                await caller.result(await caller.post("save_weights", save))
+        queries: list[str] = []
+
+        def count(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+            queries.append(statement)
+
+        event.listen(Engine, "before_cursor_execute", count)
+        told = {}
+        try:
+            for limit in (1, 4):
+                queries.clear()
+                page = await world.http.get(f"/api/v1/training_runs?limit={limit}", headers=caller.headers)
+                told[limit] = sum("FROM tinker_" in one for one in queries)
+        finally:
+            event.remove(Engine, "before_cursor_execute", count)
+        assert told == {1: 3, 4: 3}, "the runs, their number, and the checkpoints of all"
+        listed = page.json()["training_runs"]
+        assert [one["training_run_id"] for one in listed] == runs[::-1]
+        last = [one["last_checkpoint"] and one["last_checkpoint"]["checkpoint_id"] for one in listed]
+        assert last == [None, "weights/2-4", "weights/1-3", "weights/0-2"]
+        assert all(one["last_sampler_checkpoint"] is None for one in listed)
 
     play(story)
 

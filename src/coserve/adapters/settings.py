@@ -10,12 +10,16 @@ import msgspec
 from coserve.adapters.decodable import decodable
 from coserve.adapters.method import Method
 from coserve.adapters.methods import method_in_file, method_named
+from coserve.adapters.methods.bottleneck import BottleneckConfig
+from coserve.adapters.methods.ia3 import IA3Config
+from coserve.adapters.methods.lora import LoRAConfig
+from coserve.adapters.sites import Frame
 from coserve.errors import ConfigError
 
 _T = TypeVar("_T")
+_NEAREST: Final = "a bottleneck after the mixture ({'type': 'bottleneck'}) is nearest"
 _NO_EXPERTS: Final = (
-    "name linears as targets; experts that are one tensor get no adapters of their own, for which a "
-    "bottleneck after the mixture ({'type': 'bottleneck'}) is nearest"
+    f"name linears as targets; experts that are one tensor get no adapters of their own, for which {_NEAREST}"
 )
 _ALL: Final = "all-linear"  # PEFT's word for targets that are not chosen
 
@@ -31,6 +35,20 @@ def settings_of(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tupl
             raise ConfigError("peft: a list of methods has at least one")
         return tuple(_settings(own, f"peft.{number}") for number, own in enumerate(fields))
     return (_settings(fields, "peft"),)
+
+
+def left_untrained(frame: Frame, methods: Sequence[object]) -> str:
+    """A sentence about fused experts that a fresh adapter at "all linears" leaves as they are, though a
+    caller may expect them among these (PEFT trains those of bases that it can convert); else empty."""
+    asks_all = any(isinstance(one, LoRAConfig | IA3Config) and one.targets == () for one in methods)
+    fused = [path for path in frame.modules.paths if path in frame.modules.fused]
+    if not (asks_all and fused) or any(isinstance(one, BottleneckConfig) for one in methods):
+        return ""
+    number = f"{len(fused)} modules such as {fused[0]}" if len(fused) > 1 else fused[0]
+    return (
+        f"The adapter stands at all linears and leaves the fused experts untrained ({number}): each of their "
+        f"weights is one tensor, which no targets reach; {_NEAREST}"
+    )
 
 
 def convert(fields: Mapping[str, Any], kind: type[_T], what: str) -> _T:

@@ -1,5 +1,6 @@
 """`coserve plan`: the memory that a model will take, before it is loaded."""
 
+import gc
 import json
 import shlex
 import sys
@@ -93,6 +94,7 @@ def plan(
     from coserve.plan.rows import make_plan
 
     asked = _asked(recipes, batch, length, loss, keep, cache_tokens, memory, base_memory, device, measure)
+    gc.freeze()  # imports stay: the collection in each run would walk them, 0.3 s each
     results = {
         "command": _command(),
         "code": measured_code(),

@@ -88,15 +88,15 @@ class Admission:
         """Tells whether a job or session of this name, on any base, has entered and not left."""
         return any(name in one._sizes for one in self._all)
 
-    def check(self, name: str, size: JobSize) -> None:
-        """Raises OutOfMemory, with settings that would fit, for a job that would not fit even alone, and
-        AdapterError for one on an approximation."""
+    def check(self, name: str, size: JobSize) -> JobNeeds:
+        """A job's needs, for `enter`. Raises OutOfMemory, with settings that would fit, for a job that would
+        not fit even alone, and AdapterError for one on an approximation."""
         for adapter in (size.adapter, size.reference):
             if adapter is not None:
                 expect_exact(adapter)
         needs, room = size.needs(self._base, self.steps), self._memory.job_room()
         if needs.total <= room:
-            return
+            return needs
         found = settings_that_fit(self._base, size, self.steps, room)
         advice = f"it would fit with {', or '.join(found)}" if found else "no smaller setting would do"
         missing, budget = needs.total - room, self._ledger.budget
@@ -107,10 +107,10 @@ class Admission:
             f"{show_size(budget + missing, up=True)} is enough; {advice}"
         )
 
-    def enter(self, job: Applicant, size: JobSize, start: Callable[[], None]) -> bool:
+    def enter(self, job: Applicant, size: JobSize, needs: JobNeeds, start: Callable[[], None]) -> bool:
         """Reserves a job's bytes if they are free, and returns True. Otherwise the job waits: its `wait`
         receives the reason whenever that changes, and `start` is called once the bytes are free."""
-        self._keep(job.job, size)
+        self._sizes[job.job], self._needs[job.job] = size, needs
         if not self._waiting and self._take(job.job):
             return True
         self._waiting[job.job] = _WaitingJob(job, start, self)
@@ -121,11 +121,12 @@ class Admission:
         """Shrinks a job's reservation to that of leaner settings. Smaller micro-batches can add up to a few
         more rows. Where the bytes for these are missing, the reservation stays."""
         self._ledger.charge(job_owner(name), Account.ACTIVATIONS, 0)
-        before = self._sizes[name]
-        self._keep(name, replace(before, config=config))
+        before = self._sizes[name], self._needs[name]
+        smaller = replace(self._sizes[name], config=config)
+        self._sizes[name], self._needs[name] = smaller, smaller.needs(self._base, self.steps)
         wanted = self._wanted(name)
         if self._ledger.missing(wanted):
-            self._keep(name, before)
+            self._sizes[name], self._needs[name] = before
         else:
             self._reserve(wanted)
             self.advance()
@@ -168,9 +169,6 @@ class Admission:
         self._waiting.pop(name, None)
         self._reserve(wanted)
         return True
-
-    def _keep(self, name: str, size: JobSize) -> None:
-        self._sizes[name], self._needs[name] = size, size.needs(self._base, self.steps)
 
     def _reserve(self, wanted: dict[str, Bytes]) -> None:
         self._ledger.reserve(wanted)

@@ -27,7 +27,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.streamed.model_files import saved_bytes, stored_bytes
 from coserve.streamed.shapes import enough_to_stream
 from coserve.train.needs import step_bytes
-from coserve.worker.opening import dtype_of, open_local
+from coserve.worker.opening import Opened, dtype_of, open_loaded, open_local
 
 # Bytes that loading a base as a whole takes beside it in a process of the engine's own: 57 MiB for one of 342
 # MiB. One that is streamed takes none.
@@ -67,7 +67,19 @@ class BaseNeeds:
     ) -> "BaseNeeds":
         """The needs of a model without data, which is taken over, and whose files are in a folder. To be
         called among tensors without data."""
-        opened = open_local(model, replace(config, executor="local", memory="auto", base_memory="auto"))
+        return BaseNeeds._of(open_local(model, _as_a_whole(config)), folder, config, adapters, libraries)
+
+    @staticmethod
+    def of_base(
+        base: Base, folder: Path | None, config: EngineConfig, adapters: int, libraries: int
+    ) -> "BaseNeeds":
+        """`of` a base that is loaded already."""
+        return BaseNeeds._of(open_loaded(base, _as_a_whole(config)), folder, config, adapters, libraries)
+
+    @staticmethod
+    def _of(
+        opened: Opened, folder: Path | None, config: EngineConfig, adapters: int, libraries: int
+    ) -> "BaseNeeds":
         base, executor = opened.base, opened.executor
         fixed = Fixed.of(executor, base, scheduler_config(config, base, executor.spec.eos_ids))
         stored = {} if folder is None else stored_bytes(folder, [block.path for block in base.chain])
@@ -106,6 +118,11 @@ class BaseNeeds:
         }
         largest = sorted(parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{show_size(nbytes)} {what}" for what, nbytes in largest if nbytes)
+
+
+def _as_a_whole(config: EngineConfig) -> EngineConfig:
+    """The settings of an engine of this process whose base is in memory as a whole."""
+    return replace(config, executor="local", memory="auto", base_memory="auto")
 
 
 def scheduler_config(config: EngineConfig, base: Base, eos_ids: tuple[int, ...]) -> SchedulerConfig:

@@ -121,8 +121,9 @@ class FineTuning:
 
     Of the data's examples those that were too long lost their ends (`truncated`) or were left out
     (`skipped`); `dropped` others had nothing to learn; `ignored` keys of the records, the first of them, were
-    not read. `status` is queued (`reason` tells the cause),
-    running, and in the end succeeded, failed, cancelled or paused. `notes` name deviations from the request.
+    not read. `status` is queued (`reason` tells the cause), running, and in the end succeeded, failed,
+    cancelled or paused. `notes` name deviations from the request, and what it leaves untrained that it may be
+    taken to mean.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class FineTuning:
         self.status = JobStatus.QUEUED
         self.reason = ""
         self.notes: list[str] = []
+        self.has_shrunk = False  # to leaner settings than asked for
         self.error: CoserveError | None = None
         self.history: list[Updated] = []
         self._trainer, self._keeping = trainer, keeping

@@ -85,11 +85,10 @@ def judge(engine: Engine, preview: JobPreview, longest: PreparedJob | None) -> J
     if longest is None:
         return preview
     try:
-        size = engine.training.check(longest)
+        _, needs = engine.training.check(longest)
     except CoserveError as error:
         return structs.replace(preview, fault=preview.fault or Fault.of(error))
-    needed = size.needs(engine.base, engine.training.admission.steps).total
-    return structs.replace(preview, memory=needed, memory_room=engine.memory.job_room())
+    return structs.replace(preview, memory=needs.total, memory_room=engine.memory.job_room())
 
 
 def _counts_of(lengths: Sequence[int]) -> TokenCounts:

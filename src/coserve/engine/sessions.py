@@ -121,7 +121,7 @@ class Sessions:
         virtual = first.virtual
         rank = None if start is not None else rank_of(self._base, adapter, methods, config.seed)
         size = JobSize(first, (), config, rank, is_session=True)
-        self._admission.check(job, size)
+        needs = self._admission.check(job, size)
         client = TrainingClient(job, adapter, self)
         session = _Session(
             client,
@@ -139,7 +139,7 @@ class Sessions:
         )
         self.opened += 1
         self.clients[job], self._sessions[job] = client, session
-        if self._admission.enter(client, size, partial(self._start, session)):
+        if self._admission.enter(client, size, needs, partial(self._start, session)):
             self._start(session)
             if client.opened.error is not None:
                 raise client.opened.error

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from coserve.adapters.bank import AdapterBank, check_name
 from coserve.adapters.paging.stored import KnownVersion
+from coserve.adapters.settings import left_untrained
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.job_status import JobStatus
@@ -31,6 +32,7 @@ from coserve.model.base import Base
 from coserve.schedule.scheduler import Scheduler
 from coserve.train.example import check_room
 from coserve.train.fitting import JobSize, rank_of
+from coserve.train.needs import JobNeeds
 from coserve.train.objectives import Reinforcement
 from coserve.train.reinforced import ReinforcedSteps
 from coserve.train.save_policy import SavePolicy
@@ -67,16 +69,15 @@ class Training:
         self._drive, self._save, self._lock = drive, save, lock
         self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
-    def check(self, prepared: PreparedJob) -> JobSize:
-        """Returns a job's size. Raises AdapterError, ConfigError, DataError, or OutOfMemory where the job
-        would not fit even alone."""
+    def check(self, prepared: PreparedJob) -> tuple[JobSize, JobNeeds]:
+        """Returns a job's size and its needs. Raises AdapterError, ConfigError, DataError, or OutOfMemory
+        where the job would not fit even alone."""
         with self._lock:
             prepared.check_objective(self._base.vocabulary)
             size = self._size(prepared)
             reserved = reserved_positions(size.adapter, prepared.reference, prepared.objective)
             check_room(prepared.data.examples, self._base.max_positions, reserved)
-            self.admission.check(prepared.job, size)
-            return size
+            return size, self.admission.check(prepared.job, size)
 
     def start(
         self,
@@ -90,11 +91,14 @@ class Training:
             check_name(prepared.adapter)
             self.refuse_while_trained(prepared.adapter)
             self.refuse_taken(prepared.job)
-            size = self.check(prepared)
+            size, needs = self.check(prepared)
             steps = count_steps(prepared.units, prepared.config)
             handle = self.jobs[prepared.job] = FineTuning(prepared, steps, self, keeping)
+            is_new = prepared.start is None and prepared.resume is None
+            if is_new and (note := left_untrained(self._base, prepared.methods)):
+                handle.notes.append(note)
             start = partial(self._start, handle, begun)
-            if self.admission.enter(handle, size, start):
+            if self.admission.enter(handle, size, needs, start):
                 start()
                 if handle.error is not None:
                     raise handle.error
@@ -258,11 +262,12 @@ class Training:
     def _goes_on_smaller(self, event: JobFailed) -> bool:
         """Repeats the step of a job that ran out of memory with leaner settings, once; True if it does."""
         steps, handle = self._steps[event.job], self.jobs[event.job]
-        if not isinstance(event.error, OutOfMemory) or handle.notes or not steps.is_under_way:
+        if not isinstance(event.error, OutOfMemory) or handle.has_shrunk or not steps.is_under_way:
             return False
         work = steps.smaller_work(iter(self._scheduler.new_key, None))
         self._executor.call(RestartStep(event.job, steps.session))
         self.admission.shrink(event.job, steps.config)
+        handle.has_shrunk = True
         handle.notes.append(
             f"{event.error}; step {steps.step + 1} runs again, and the job goes on, with "
             f"rows={steps.config.rows}, keep={SavePolicy.INPUTS.value}"

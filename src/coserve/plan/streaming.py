@@ -59,7 +59,7 @@ def plan_streaming(subject: Subject, base: Base, config: EngineConfig) -> Stream
     if room is None:
         if config.memory == "auto":
             return None
-        needs = BaseNeeds.of(subject.build(), subject.folder, config, 0, built_bytes())
+        needs = BaseNeeds.of_base(base, subject.folder, config, 0, built_bytes())
         free = budget_of(config.memory, process_capacity())
         try:
             room = needs.room(free)

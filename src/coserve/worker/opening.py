@@ -89,6 +89,13 @@ def open_local(
     return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, grammars)
 
 
+def open_loaded(base: Base, config: EngineConfig) -> Opened:
+    """Opens an executor on this process's device for a base in memory as a whole, without grammars. Raises
+    ConfigError where the cache does not fit into memory."""
+    worker = _make(base, config, None, 0, None)
+    return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, None)
+
+
 def open_remote(
     model: Model, config: EngineConfig, read_tokenizer: Callable[[], Any] = lambda: None
 ) -> Opened:

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.adapters.settings import settings_of
+from coserve.adapters.settings import left_untrained, settings_of
 from coserve.errors import AdapterError, ConfigError
+from coserve.model.load import load_base
+from models import tiny
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,20 @@ def test_nothing_is_lora_and_a_list_is_one_adapter() -> None:
 def test_what_is_refused(fields: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         settings_of(fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("mixtral", {"target_modules": "all-linear"}, "3 modules such as model.layers.0.mlp.experts"),
+        ("mixtral", {}, "untrained"),
+        ("mixtral", {"type": "ia3", "targets": []}, "bottleneck after the mixture"),
+        ("mixtral", {"targets": ["q_proj"]}, ""),
+        ("mixtral", [{}, {"type": "bottleneck"}], ""),
+        ("mixtral", {"type": "bitfit"}, ""),
+        ("llama", {"target_modules": "all-linear"}, ""),
+    ],
+)
+def test_experts_that_all_linears_do_not_reach_are_named(name: str, fields: Any, said: str) -> None:
+    found = left_untrained(load_base(tiny(name)), settings_of(fields))
+    assert said in found if said else not found

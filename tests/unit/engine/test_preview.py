@@ -14,6 +14,8 @@ from coserve.adapters.settings import settings_of
 from coserve.engine import preview as preview_module
 from coserve.engine.preview import judge, read_preview
 from coserve.train.config import TrainingConfig
+from coserve.train.fitting import JobSize
+from coserve.train.needs import JobNeeds
 from coserve.wire.messages import JobPreview, JobSpec
 
 GRADER = {"type": "string_check", "reference": "{{item.answer}}"}
@@ -137,6 +139,23 @@ def test_a_job_without_room_is_told_with_its_data(engine: Engine, tmp_path: Path
         patch.setattr(type(engine.memory), "job_room", lambda self: 1000)
         found = judge(engine, preview, longest)
     assert found.fault is not None and found.fault.kind == "OutOfMemory" and found.steps == preview.steps > 0
+
+
+def test_needs_are_computed_once_between_two_steps(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preview, longest = read_preview(engine, asked(put(tmp_path, DATA["supervised"])))
+    assert longest is not None
+    computed: list[int] = []
+    real = JobSize.needs
+
+    def needs(self: JobSize, *args: Any) -> JobNeeds:
+        computed.append(len(self.lengths))
+        return real(self, *args)
+
+    monkeypatch.setattr(JobSize, "needs", needs)
+    assert judge(engine, preview, longest).memory
+    assert len(computed) == 1
 
 
 def test_a_file_that_takes_long_is_read_in_part(

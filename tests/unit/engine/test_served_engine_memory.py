@@ -37,17 +37,17 @@ OPTIONS = {"batch_size": 4, "rows": 128}
 METHOD = {"rank": 2, "targets": ["q_proj"]}
 
 
-def make_engine(memory: int | str = "auto") -> Engine:
+def make_engine(memory: int | str = "auto", model: str = "llama") -> Engine:
     config = EngineConfig(calibrate=False, cache_tokens=64, memory=memory)
-    return Engine(tiny("llama"), config, tokenizer=letter_tokenizer())
+    return Engine(tiny(model), config, tokenizer=letter_tokenizer())
 
 
 class Desk:
     """A worker whose engine has room for one job."""
 
-    def __init__(self, memory: int | str) -> None:
+    def __init__(self, memory: int | str, model: str = "llama") -> None:
         self.inbox = Inbox()
-        self.engine = make_engine(memory)
+        self.engine = make_engine(memory, model)
         self.worker = ServedEngine(self.engine, HELLO, Background(self.inbox, threads=1))
         self.hello = self.worker.connected()
         self.news: list[JobNews] = []
@@ -248,10 +248,8 @@ def test_a_job_that_never_fits_fails_and_says_so(desk: Desk, data: Path, tmp_pat
     assert ended.status == "failed" and ended.fault.kind == "OutOfMemory"
 
 
-@pytest.mark.local
-def test_a_job_that_ran_out_and_goes_on_tells_so(
-    desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fail_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has the first training pass through the tail run out of memory; returns the jobs that met this."""
     failed: list[str] = []
     real = TrainingPasses._through_tail
 
@@ -262,8 +260,36 @@ def test_a_job_that_ran_out_and_goes_on_tells_so(
         real(self, segment)
 
     monkeypatch.setattr(TrainingPasses, "_through_tail", walk)
+    return failed
+
+
+@pytest.mark.local
+def test_a_job_that_ran_out_and_goes_on_tells_so(
+    desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = fail_once(monkeypatch)
     desk.worker.take(start(data, tmp_path, "one"))
     desk.until(lambda: desk.of(JobEnded, "one"))
     (note,) = desk.of(JobNote, "one")
     assert "rows=64, keep=inputs" in note.text and desk.of(JobEnded, "one")[0].status == "succeeded"
     assert failed == ["one"]
+
+
+@pytest.mark.local
+def test_a_job_at_all_linears_tells_of_experts_left_untrained(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning, which is no reason to deny the job a second try with less memory."""
+    desk, failed = Desk("auto", "mixtral"), fail_once(monkeypatch)
+    every = JobSpec(
+        "one", str(data), str(tmp_path / "one"), OPTIONS, {"r": 2, "target_modules": "all-linear"}
+    )
+    desk.worker.take(StartJob(every))
+    desk.until(lambda: desk.of(JobEnded, "one"))
+    left, shrunk = desk.of(JobNote, "one")
+    assert left.level == "warn" and "leaves the fused experts untrained (3 modules" in left.text
+    assert "keep=inputs" in shrunk.text and failed == ["one"]
+    assert desk.of(JobEnded, "one")[0].status == "succeeded"
+    desk.worker.take(start(data, tmp_path, "two"))
+    desk.until(lambda: desk.of(JobEnded, "two"))
+    assert not desk.of(JobNote, "two"), "its targets are chosen"

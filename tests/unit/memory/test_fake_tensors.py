@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from coserve.memory.fake_tensors import fake_tensors
+from coserve.memory.fake_tensors import _PLAIN, fake_tensors
 from coserve.model.load import load_base
 from models import tiny
 
@@ -82,3 +82,57 @@ def test_models_with_experts_are_driven_without_data_in_any_type(dtype: torch.dt
     real = load_base(tiny("mixtral", dtype=dtype), dtype)
     assert base.parameters == real.parameters and base.caches == real.caches
     assert base.sites.keys() == real.sites.keys()
+
+
+_ATEN = torch.ops.aten
+_PLAIN_CALLS = {
+    _ATEN._unsafe_view.default: ([6, 20],), _ATEN.alias.default: (), _ATEN.detach.default: (),
+    _ATEN.expand.default: ([2, 3, 4, 5],), _ATEN.permute.default: ([2, 0, 1],), _ATEN.select.int: (1, 2),
+    _ATEN.slice.Tensor: (1, 1, 3), _ATEN.squeeze.dim: (0,), _ATEN.transpose.int: (0, 1),
+    _ATEN.unsqueeze.default: (1,), _ATEN.view.default: ([6, 20],), _ATEN.add.Tensor: (2.0,),
+    _ATEN.div.Tensor: (3,), _ATEN.mul.Tensor: (2.0,), _ATEN.neg.default: (), _ATEN.sub.Tensor: (1,),
+    _ATEN.rsqrt.default: (), _ATEN.sigmoid.default: (), _ATEN.silu.default: (), _ATEN.cos.default: (),
+    _ATEN.sin.default: (), _ATEN.mean.dim: ([-1], True), _ATEN.pow.Tensor_Scalar: (2,),
+}  # fmt: skip
+
+
+def form(x: torch.Tensor) -> tuple[object, ...]:
+    storage = x.untyped_storage().nbytes()
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, storage
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_that_skip_the_general_way_give_its_results(dtype: torch.dtype) -> None:
+    """Forms, devices and shared storages, as FakeTensorMode itself has them."""
+
+    def results() -> list[tuple[object, ...]]:
+        x = torch.empty(8, 4, 5, dtype=dtype)[1:7]
+        matrix, wide = torch.empty(4, 6, dtype=dtype).t(), torch.empty(3, 1, dtype=torch.float32)
+        made = []
+        for func, args in _PLAIN_CALLS.items():
+            source = torch.empty(2, 3, 4, 5, dtype=dtype)[1] if func is _ATEN.expand.default else x
+            y = func(source, *args)
+            made.append((str(func), *form(y), y.untyped_storage()._cdata == source.untyped_storage()._cdata))
+        for y in (
+            matrix @ torch.empty(4, 7, dtype=dtype), _ATEN.t.default(matrix), x @ x.transpose(1, 2),
+            x + x[:1], torch.empty(3, 4, dtype=dtype) * wide, x.transpose(0, 2) * 2, x - torch.tensor(1.0),
+        ):  # fmt: skip
+            made.append(form(y))
+        return made
+
+    with FakeTensorMode():
+        general = results()
+    with fake_tensors() as counted:
+        assert results() == general
+    assert set(_PLAIN_CALLS) | {_ATEN.mm.default, _ATEN.bmm.default, _ATEN.t.default} == _PLAIN
+    assert counted.peak > 0
+
+
+def test_operators_with_other_tensors_take_the_general_way() -> None:
+    """Tensors with data, and those of other devices, are refused or converted as FakeTensorMode does it."""
+    real = torch.ones(3)
+    with fake_tensors():
+        x = torch.empty(3)
+        assert (x * real).shape == (3,) and (x + torch.tensor(2)).dtype == torch.float32
+        with pytest.raises(RuntimeError, match="device"):
+            x + torch.empty(3, device="meta")

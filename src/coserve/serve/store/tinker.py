@@ -127,7 +127,7 @@ class TinkerCheckpointStore:
         self, tenant: str, now: float, run: str | None = None, offset: int = 0, limit: int | None = None
     ) -> tuple[Sequence[TinkerCheckpoint], int]:
         """The tenant's lasting checkpoints (of one run), the newest first, and their number in all."""
-        wanted = [TinkerCheckpoint.tenant == tenant, ~TinkerCheckpoint.temporary, _lasting(now)]
+        wanted = [*_listed(tenant, now)]
         if run is not None:
             wanted.append(TinkerCheckpoint.run == run)
         rows = select(TinkerCheckpoint).where(*wanted).order_by(TinkerCheckpoint.number.desc())
@@ -138,6 +138,17 @@ class TinkerCheckpointStore:
                 session.scalars(count).one(),
             )
         )
+
+    async def newest(
+        self, tenant: str, now: float, runs: Sequence[str]
+    ) -> Mapping[tuple[str, str], TinkerCheckpoint]:
+        """The newest lasting checkpoint of each run and kind, as far as there is one, by both."""
+        wanted = [TinkerCheckpoint.run.in_(runs), *_listed(tenant, now)]
+        number = func.max(TinkerCheckpoint.number)
+        newest = select(number).where(*wanted).group_by(TinkerCheckpoint.run, TinkerCheckpoint.kind)
+        found = select(TinkerCheckpoint).where(TinkerCheckpoint.number.in_(newest))
+        rows = await self._database.read(lambda session: tuple(session.scalars(found)))
+        return {(row.run, row.kind): row for row in rows}
 
     async def check_room(self, tenant: str) -> None:
         """Raises QuotaExceeded where the tenant may store nothing more."""
@@ -229,3 +240,7 @@ def _of(kind: type[R], tenant: str) -> tuple[ColumnElement[bool], ...]:
 
 def _lasting(now: float) -> ColumnElement[bool]:
     return or_(TinkerCheckpoint.expires.is_(None), TinkerCheckpoint.expires > now)
+
+
+def _listed(tenant: str, now: float) -> tuple[ColumnElement[bool], ...]:
+    return TinkerCheckpoint.tenant == tenant, ~TinkerCheckpoint.temporary, _lasting(now)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -44,7 +45,7 @@ async def list_runs(
         wanted.append(TinkerRun.session == TinkerSession.id)
         wanted.append(TinkerSession.project == project_id)
     rows, total = await state.store.tinker_sessions.page(TinkerRun, caller.id, offset, limit, *wanted)
-    runs = [await _told_run(tinker, caller, row) for row in rows]
+    runs = await _told_runs(tinker, caller, rows)
     cursor = {"offset": offset, "limit": limit, "total_count": total}
     return await json_reply(state.bodies, caller.id, {"training_runs": runs, "cursor": cursor})
 
@@ -52,7 +53,8 @@ async def list_runs(
 @router.get("/training_runs/{run}")
 async def get_run(run: str, caller: Caller, state: Shared, tinker: Tinker) -> dict[str, Any]:
     """One of the caller's training runs."""
-    return await _told_run(tinker, caller, await _run(state, caller, run))
+    (told,) = await _told_runs(tinker, caller, [await _run(state, caller, run)])
+    return told
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -169,11 +171,15 @@ async def _run(state: State, caller: Tenant, id: str) -> TinkerRun:
     return found
 
 
-async def _told_run(tinker: Dialect, caller: Tenant, row: TinkerRun) -> dict[str, Any]:
-    state, row.used = tinker.state, tinker.runs.used(row)
-    rows, _ = await state.store.tinker_checkpoints.page(caller.id, time.time(), row.id)
-    last = {one.kind: one for one in reversed(rows)}
-    return told_run(row, last.get("weights"), last.get("sampler_weights"))
+async def _told_runs(tinker: Dialect, caller: Tenant, rows: Sequence[TinkerRun]) -> list[dict[str, Any]]:
+    last = await tinker.state.store.tinker_checkpoints.newest(
+        caller.id, time.time(), [row.id for row in rows]
+    )
+    told = []
+    for row in rows:
+        row.used = tinker.runs.used(row)
+        told.append(told_run(row, last.get((row.id, "weights")), last.get((row.id, "sampler_weights"))))
+    return told
 
 
 async def _own(state: State, caller: Tenant, run: str, checkpoint: str) -> TinkerCheckpoint:
