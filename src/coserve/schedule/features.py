@@ -1,4 +1,4 @@
-"""What is in a step, counted for the cost model: FlexLLM's c and s (section 6.2), in more detail."""
+"""The contents of a step, counted for the cost model: FlexLLM's c and s (section 6.2), in more detail."""
 
 from collections.abc import Iterable, Mapping
 from typing import Self

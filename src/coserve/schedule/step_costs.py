@@ -1,4 +1,4 @@
-"""How long a step of several bases takes: the parts of the bases after each other, and the host."""
+"""Seconds of steps of several bases: the parts of the bases after each other, and the host."""
 
 from collections.abc import Iterable
 from typing import Final
