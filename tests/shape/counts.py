@@ -1,0 +1,90 @@
+"""Counts of the package's size: python tests/shape/counts.py prints each beside its goal."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import coserve
+
+SOURCE: Final = Path(coserve.__file__).parent
+# Rooms through which a step runs.
+STEP_ROOMS: Final = "core schedule executors worker engine model attention train".split()
+# Classes that carry one request from a route to the device and back, and those that carry a job.
+REQUESTS: Final = (
+    "ChatRequest GenerationRequest AnswerRequest LiveRequest Submit Request Sequence SequenceStart "
+    "SequenceState Completion"
+).split()
+RECORDS: Final = {"Struct", "BaseModel", "BaseSettings", "Enum", "StrEnum", "NamedTuple", "Exception"}
+
+
+@dataclass(frozen=True)
+class Count:
+    """One count: what was found, the most that a test lets it be, and the goal."""
+
+    name: str
+    found: int
+    most: int
+    goal: int
+
+
+def lines(*rooms: str) -> int:
+    """Lines of the package, or of some of its rooms."""
+    places = [SOURCE / room for room in rooms] or [SOURCE]
+    return sum(len(file.read_text().splitlines()) for place in places for file in place.rglob("*.py"))
+
+
+def classes() -> Iterator[ast.ClassDef]:
+    """Every class of the package."""
+    for file in sorted(SOURCE.rglob("*.py")):
+        yield from (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef))
+
+
+def names_in(node: ast.AST | None) -> set[str]:
+    """Names in an annotation, also in one that is written as text."""
+    if node is None:
+        return set()
+    found = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return found.union(*(names_in(ast.parse(text, mode="eval")) for text in texts if text.isidentifier()))
+
+
+def is_record(made: ast.ClassDef) -> bool:
+    """Tells whether a class holds data alone."""
+    marks = {name for one in made.decorator_list for name in names_in(one)}
+    return "dataclass" in marks or bool(RECORDS & {name for base in made.bases for name in names_in(base)})
+
+
+def collaborators() -> Mapping[str, int]:
+    """Constructor arguments of each class that are objects with behaviour of their own: instances of the
+    package's classes that are no records, and functions."""
+    found = list(classes())
+    actors = {made.name for made in found if not is_record(made)} | {"Callable"}
+    counts = {}
+    for made in found:
+        for function in made.body:
+            if isinstance(function, ast.FunctionDef) and function.name == "__init__":
+                given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+                counts[made.name] = sum(bool(actors & names_in(one.annotation)) for one in given)
+    return counts
+
+
+def counted() -> list[Count]:
+    """All counts. `most` is what was there when the count was last looked at: it may only shrink."""
+    widest = collaborators()
+    present = {made.name for made in classes()}
+    return [
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 32_300, 28_000),
+        Count("lines of the package", lines(), 93_200, 82_000),
+        Count("most collaborators of a constructor", max(widest.values()), 11, 7),
+        Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 9, 0),
+        Count("types of a request", len(present.intersection(REQUESTS)), 10, 4),
+    ]
+
+
+if __name__ == "__main__":
+    for count in counted():
+        print(f"{count.found:>7,}  {count.name} (goal {count.goal:,})")
+    for name, number in sorted(collaborators().items(), key=lambda item: -item[1])[:12]:
+        print(f"{number:>7}  collaborators of {name}")
