@@ -52,9 +52,7 @@ class EngineProcess:
             self.process = Preforked(_launch, arguments, env)
         else:
             command = [sys.executable, "-m", *arguments]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
-            )
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
 
     def phase(self) -> Status:
         """The next phase it reaches."""

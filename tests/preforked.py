@@ -1,7 +1,6 @@
 """Processes that begin with the engine's imports done: forked from one that has made them. A start by itself
 imports for six seconds; what runs afterwards is the same."""
 
-import io
 import os
 import signal
 import subprocess
@@ -13,7 +12,9 @@ from multiprocessing.reduction import DupFd
 from typing import Any, Final
 
 # A process has one server of forks, so the list has what all tests' forks need.
-_PRELOADED: Final = ("coserve.engine.process", "coserve.split.service", "coserve.cli.app", "openai", "fastapi")
+_PRELOADED: Final = (
+    "coserve.engine.process", "coserve.split.service", "coserve.cli.app", "openai", "fastapi",
+)  # fmt: skip
 
 
 def preforking() -> ForkServerContext:
@@ -83,7 +84,7 @@ def _run(
     for here, number in ((stdin, 0), (stdout, 1)):
         os.dup2(here, number)
         os.close(here)
-    sys.stdin, sys.stdout = open(0, closefd=False), io.TextIOWrapper(open(1, "wb", closefd=False))
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = argv

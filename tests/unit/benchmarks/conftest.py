@@ -1,5 +1,5 @@
-"""Engines of benches measure what their steps cost, seconds each: here those of one size do once, and run each
-kind of step once. What a bench counts does not depend on how certain the costs are."""
+"""Engines of benches measure what their steps cost, seconds each: here those of one size do once, and run
+each kind of step once. What a bench counts does not depend on how certain the costs are."""
 
 from collections.abc import Hashable, Iterator
 
