@@ -23,7 +23,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -31,6 +30,7 @@ from typing import Any, Final
 from certificates import Authority
 from coserve import tiny
 from coserve.tiny import newtasks
+from preforked import preforking
 from waiting import wait_until
 from whole_server import PATIENCE, RUN
 
@@ -307,12 +307,8 @@ class Desk:
         imports = [line for line in block.text.splitlines() if re.match(r"(import|from) ", line)]
         code = self.local("\n".join([*imports, *before, block.text]))
         self.lay_out(code)
-        context = get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch", "transformers", "coserve.engine.engine", "openai", "fastapi"]
-        )
         said = self.folder / "said"
-        child = context.Process(
+        child = preforking().Process(
             target=run_source, args=(code, block.text, self.folder, said, self.environment)
         )
         child.start()

@@ -23,6 +23,7 @@ from coserve.split import transport as transports
 from coserve.split.address import Address
 from coserve.split.attach import attach
 from models import VOCABULARY, tiny
+from preforked import Preforked
 from split_process import MAIN, executor_process
 
 
@@ -151,7 +152,7 @@ def test_training_on_two_shards_survives_the_kill_of_one(folder: Path, tmp_path:
     """Each is a process of its own, which has half of every linear; a job waits for the one that is away."""
     addresses = [f"unix:{tmp_path / name}.sock" for name in "ab"]
 
-    def shard(number: int) -> AbstractContextManager[subprocess.Popen[str]]:
+    def shard(number: int) -> AbstractContextManager[Preforked]:
         return executor_process(folder, addresses[number - 1], "--shard", f"{number}/2")
 
     kill, got = threading.Event(), list[float]()

@@ -54,7 +54,7 @@ def test_the_peak_is_the_imports_and_the_budget(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("engine_process._PATIENCE", 600.0)
     draw, data = random.Random(16), write_data(tmp_path / "data.jsonl")
     with EngineProcess(
-        tmp_path, memory=f"{BUDGET}MiB", cache_tokens=32768, page_size=16, calibrate=True
+        tmp_path, is_forked=False, memory=f"{BUDGET}MiB", cache_tokens=32768, page_size=16, calibrate=True
     ) as process:
         process.feed(tiny.path())
         while (status := process.phase()).state != "ready":

@@ -1,26 +1,47 @@
-"""Engines of benches measure what their steps cost, two seconds each: here those of one size do once."""
+"""Engines of benches measure what their steps cost, seconds each: here those of one size do once, and run
+each kind of step once. What a bench counts does not depend on how certain the costs are."""
 
 from collections.abc import Hashable, Iterator
 
 import pytest
 
-from coserve.engine import engine
-from coserve.engine.calibrate import Sample, measure
-from coserve.executors.local import LocalExecutor
+from coserve.engine import calibrate, engine
+from coserve.executors.executor import Executor
+from coserve.model.base import Base
 
-_MEASURED: dict[Hashable, list[Sample]] = {}
+_MEASURED: dict[Hashable, calibrate.Calibration] = {}
+_LANES: dict[Hashable, tuple[float, float] | None] = {}
+_MOST_TOKENS = 8192  # no step that is measured has as many in the cache
 
 
-def _measure_once(executor: LocalExecutor, *room: int, lean: bool) -> list[Sample]:
-    base = executor.worker.base
-    key = base.fingerprint, str(base.dtype), room
+def _size(executor: Executor, base: Base, page_size: int, pages: int) -> Hashable:
+    """Of what decides which steps are measured."""
+    limit = min(page_size * pages, base.max_positions, _MOST_TOKENS)
+    return type(executor), executor.spec.sequences, base.fingerprint, str(base.dtype), page_size, limit
+
+
+def _measure_once(
+    executor: Executor, base: Base, page_size: int, pages: int, lean: bool
+) -> calibrate.Calibration:
+    key = _size(executor, base, page_size, pages), lean
     if key not in _MEASURED:
-        _MEASURED[key] = measure(executor, *room, lean=lean)
+        _MEASURED[key] = calibrate.measure(executor, base, page_size, pages, lean=lean)
     return _MEASURED[key]
+
+
+def _measure_lanes_once(
+    executor: Executor, base: Base, page_size: int, pages: int
+) -> tuple[float, float] | None:
+    key = _size(executor, base, page_size, pages)
+    if key not in _LANES:
+        _LANES[key] = calibrate.measure_lanes(executor, base, page_size, pages)
+    return _LANES[key]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def measured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "_ROUNDS", 1)
         patch.setattr(engine, "measure", _measure_once)
+        patch.setattr(engine, "measure_lanes", _measure_lanes_once)
         yield
