@@ -1,7 +1,7 @@
 """Counts of the package's size: python tests/shape/counts.py prints each beside its goal."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,12 +10,20 @@ import coserve
 
 SOURCE: Final = Path(coserve.__file__).parent
 # Rooms through which a step runs.
-STEP_ROOMS: Final = "core schedule executors worker engine model attention train".split()
-# Classes that carry one request from a route to the device and back, and those that carry a job.
+STEP_ROOMS: Final = ("core", "schedule", "executors", "worker", "engine", "model", "attention", "train")
+# Classes that carry one request from a route to the device and back.
 REQUESTS: Final = (
-    "ChatRequest GenerationRequest AnswerRequest LiveRequest Submit Request Sequence SequenceStart "
-    "SequenceState Completion"
-).split()
+    "ChatRequest",
+    "GenerationRequest",
+    "AnswerRequest",
+    "LiveRequest",
+    "Submit",
+    "Request",
+    "Sequence",
+    "SequenceStart",
+    "SequenceState",
+    "Completion",
+)
 RECORDS: Final = {"Struct", "BaseModel", "BaseSettings", "Enum", "StrEnum", "NamedTuple", "Exception"}
 
 
@@ -46,27 +54,41 @@ def names_in(node: ast.AST | None) -> set[str]:
     if node is None:
         return set()
     found = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-    texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    found |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+    texts = [
+        one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)
+    ]
     return found.union(*(names_in(ast.parse(text, mode="eval")) for text in texts if text.isidentifier()))
 
 
-def is_record(made: ast.ClassDef) -> bool:
-    """Tells whether a class holds data alone."""
+def records(found: Iterable[ast.ClassDef]) -> set[str]:
+    """Names of classes that hold data alone."""
+    names, made = {*RECORDS}, list(found)
+    while fresh := {one.name for one in made if one.name not in names and _is_record(one, names)}:
+        names |= fresh
+    return names
+
+
+def _is_record(made: ast.ClassDef, known: set[str]) -> bool:
     marks = {name for one in made.decorator_list for name in names_in(one)}
-    return "dataclass" in marks or bool(RECORDS & {name for base in made.bases for name in names_in(base)})
+    return "dataclass" in marks or bool(known & {name for base in made.bases for name in names_in(base)})
+
+
+def actors() -> set[str]:
+    """Names of classes with behaviour of their own, and of functions' type."""
+    found = list(classes())
+    return {made.name for made in found} - records(found) | {"Callable"}
 
 
 def collaborators() -> Mapping[str, int]:
     """Constructor arguments of each class that are objects with behaviour of their own: instances of the
     package's classes that are no records, and functions."""
-    found = list(classes())
-    actors = {made.name for made in found if not is_record(made)} | {"Callable"}
-    counts = {}
-    for made in found:
+    acting, counts = actors(), {}
+    for made in classes():
         for function in made.body:
             if isinstance(function, ast.FunctionDef) and function.name == "__init__":
                 given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-                counts[made.name] = sum(bool(actors & names_in(one.annotation)) for one in given)
+                counts[made.name] = sum(bool(acting & names_in(one.annotation)) for one in given)
     return counts
 
 
@@ -75,10 +97,10 @@ def counted() -> list[Count]:
     widest = collaborators()
     present = {made.name for made in classes()}
     return [
-        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 32_300, 28_000),
-        Count("lines of the package", lines(), 93_200, 82_000),
-        Count("most collaborators of a constructor", max(widest.values()), 11, 7),
-        Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 9, 0),
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 32_450, 28_000),
+        Count("lines of the package", lines(), 93_600, 82_000),
+        Count("most collaborators of a constructor", max(widest.values()), 10, 7),
+        Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 2, 0),
         Count("types of a request", len(present.intersection(REQUESTS)), 10, 4),
     ]
 

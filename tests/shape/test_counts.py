@@ -1,0 +1,23 @@
+"""The package's size: no count grows."""
+
+import ast
+
+import counts
+import pytest
+
+
+@pytest.mark.parametrize("count", counts.counted(), ids=lambda count: count.name)
+def test_it_does_not_grow(count: counts.Count) -> None:
+    assert count.found <= count.most, f"{count.name}: {count.found:,}, at most {count.most:,} so far"
+
+
+def test_collaborators_are_objects_that_act() -> None:
+    """Records, numbers and texts are data; functions and instances of other classes are collaborators."""
+    source = "def f(a: Scheduler, b: 'Scheduler | None', c: Callable[[], int], d: StepPlan, e: int): ..."
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    actors = counts.actors()
+    assert "Scheduler" in actors and not {"StepPlan", "EngineConfig", "Submit"} & actors
+    names = [counts.names_in(one.annotation) for one in function.args.args]
+    assert [bool(actors & one) for one in names] == [True, False, True, False, False]
+    assert "Scheduler" in counts.names_in(ast.parse("'Scheduler'", mode="eval"))
