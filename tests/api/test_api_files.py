@@ -51,6 +51,8 @@ def test_keys_that_are_not_read_are_named_at_the_upload(play: Play) -> None:
     async def story(world: World) -> None:
         file = await put(world, "a.jsonl", jsonl({**CHAT, "id": 1}, {**CHAT, "source": "x"}))
         assert file.status_details == "Not read of its records: id, source"
+        files = world.client().files
+        assert (await files.retrieve(file.id)) == file and (await files.list()).data == [file]
         assert (await put(world, "b.jsonl", jsonl(CHAT))).status_details is None
         wrapped = await put(world, "c.json", b'{"data": [{"prompt": "a", "response": "b"}]}')
         kept = await world.state.store.files.get("local", wrapped.id)
