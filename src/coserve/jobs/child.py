@@ -9,7 +9,7 @@ import msgspec
 
 from coserve.errors import DataError
 from coserve.jobs.containers import Place, container_of, values
-from coserve.jobs.formats import KINDS, SETS, Record, expected
+from coserve.jobs.formats import KINDS, SETS, Record, TextRecord, expected
 from coserve.jobs.limits import ReadLimits
 from coserve.jobs.placed import Seen, placed
 
@@ -34,7 +34,9 @@ def read(
         return _batches(((place, ROW, row) for place, row in values(file, name, "", bounds)), name)
     seen = Seen()
     if what == "count":
-        return sum(1 for _ in _records(file, name, "any", bounds, seen)), list(seen.ignored)
+        found = _records(file, name, "any", bounds, seen)
+        number = sum(not (isinstance(record, TextRecord) and record.goes_on) for _, record in found)
+        return number, list(seen.ignored)
     records = islice(_records(file, name, what, bounds, seen), most)
     return _batches(_items(records, file, seen), name)
 

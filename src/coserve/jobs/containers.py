@@ -27,6 +27,7 @@ import msgspec
 
 from coserve.errors import DataError
 from coserve.jobs.arrays import Elements
+from coserve.jobs.borders import cut_text
 from coserve.jobs.columns import column_rows
 from coserve.jobs.limits import ReadLimits
 from coserve.jobs.tables import rows
@@ -94,9 +95,10 @@ def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
             if suffix.startswith(".jsonl") and (wrapper := _wrapper(head)) is not None:
                 yield from _elements(file, path, name, expected, limits, wrapper)
                 return
-            lines = _lines(file, path, name, limits)
-            if suffix.startswith(".txt"):
-                yield from _paragraphs(lines, name, limits.longest)
+            is_text = suffix.startswith(".txt")
+            lines = _lines(file, path, name, limits, is_text)
+            if is_text:
+                yield from _paragraphs(lines, limits.longest)
             elif suffix.startswith((".csv", ".tsv")):
                 yield from rows(lines, name, limits, "\t" if suffix.startswith(".tsv") else ",")
             else:
@@ -173,22 +175,29 @@ class _FromUtf16(io.RawIOBase):
         return len(part)
 
 
-def _lines(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterator[tuple[int, str]]:
-    """(number from 1, text with its end) of every line."""
+def _lines(
+    file: BinaryIO, path: Path, name: str, limits: ReadLimits, in_parts: bool
+) -> Iterator[tuple[int, str]]:
+    """(number from 1, text with its end) of every line. One that is too long comes `in_parts` of that number,
+    of which the last has the end, or is refused."""
     longest, size, total = limits.longest, path.stat().st_size, 0
     most = limits.most_bytes(size) if path.suffix.lower() == ".gz" else None
     most_rows = limits.most_rows(size)
-    for number, line in enumerate(iter(partial(file.readline, longest + 1), b""), 1):
+    # Some editors begin a file with a byte order mark. A part may end within a character.
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    number, is_first = 0, True
+    while line := file.readline(longest + 1):
+        number += is_first
         total += len(line)
-        if len(line) > longest:
+        is_long, is_first = len(line) > longest, line.endswith(b"\n")
+        if is_long and not in_parts:
             raise DataError(f"{name}, line {number}: expected at most {longest} bytes")
         if most is not None and total > most:
             raise DataError(f"{name}, line {number}: expected to unpack to at most {most} bytes")
         if number > most_rows:
             raise DataError(f"{name}, line {number}: expected at most {most_rows} lines")
         try:
-            # Some editors begin a file with a byte order mark.
-            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            yield number, decoder.decode(line, final=not is_long)
         except UnicodeDecodeError as error:
             found = f"found byte 0x{error.object[error.start]:02x}"
             raise DataError(f"{name}, line {number}: expected UTF-8; {found}") from None
@@ -244,20 +253,25 @@ def _chunks(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterat
         yield chunk.removeprefix(codecs.BOM_UTF8) if is_first else chunk
 
 
-def _paragraphs(lines: Iterator[tuple[int, str]], name: str, longest: int) -> Values:
-    """Paragraphs of a corpus, as texts at the places of their first lines."""
-    paragraph: list[str] = []
-    length = first = 0
+def _paragraphs(lines: Iterator[tuple[int, str]], longest: int) -> Values:
+    """Paragraphs of a corpus, as texts at the places of their first lines; one of more than `longest`
+    characters is several, cut at borders."""
+    paragraph = ""
+    first, is_whole = 0, True
     for number, line in lines:
-        line = line.rstrip("\r\n")
-        if line.strip():
+        goes_on = not is_whole
+        is_whole = line.endswith("\n")
+        line = line.rstrip("\r\n") + "\n" * is_whole
+        if line.strip() or goes_on:
             first = first if paragraph else number
-            paragraph.append(line)
-            length += len(line)
-            if length > longest:
-                raise DataError(f"{name}, line {number}: expected a blank line, after {length} characters")
-        elif paragraph:
-            yield f"line {first}", {"text": "\n".join(paragraph)}
-            paragraph, length = [], 0
-    if paragraph:
-        yield f"line {first}", {"text": "\n".join(paragraph)}
+            paragraph += line
+            if len(paragraph) > longest:
+                *before, paragraph = cut_text(paragraph, longest)
+                for part in filter(str.strip, before):
+                    yield f"line {first}", {"text": part}
+                first = number
+        elif paragraph.strip():
+            yield f"line {first}", {"text": paragraph.removesuffix("\n")}
+            paragraph = ""
+    if paragraph.strip():
+        yield f"line {first}", {"text": paragraph.removesuffix("\n")}

@@ -1,4 +1,4 @@
-"""What the check of an uploaded file has found."""
+"""Columns for the findings of an uploaded file's check."""
 
 from alembic import op
 from sqlalchemy import Column, Text
