@@ -64,7 +64,7 @@ def test_keys_that_are_not_read_are_named_at_the_upload(play: Play) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("bad.jsonl", jsonl(CHAT) + b"\n" + b'{"messages": [', "bad.jsonl, line 3: expected a JSON object"),
+        ("bad.jsonl", jsonl(CHAT) + b"\n" + b'{"messages": [', "bad.jsonl, line 3: expected one JSON object"),
         ("bad.jsonl", jsonl(CHAT, CHAT, {"message": []}), "bad.jsonl, line 3: expected"),
         ("bad.jsonl", jsonl(CHAT) + b"\xff\n", "bad.jsonl, line 2: expected UTF-8"),
         ("empty.jsonl", b"", "empty.jsonl: expected at least one example"),
@@ -79,7 +79,11 @@ def test_keys_that_are_not_read_are_named_at_the_upload(play: Play) -> None:
             b'[{"text": "a"},\n{"text": 3}]',
             'a.json, record 2, line 2: expected "text" to be a string',
         ),
-        ("bad.jsonl.gz", jsonl(CHAT), "bad.jsonl.gz: expected a whole gzip file; Not a gzipped file"),
+        (
+            "bad.jsonl.gz",
+            jsonl(CHAT),
+            "bad.jsonl.gz: expected a whole gzip file, as its name ends with .gz",
+        ),
         ("bad.csv", b"text\na\nb,c\n", "bad.csv, line 3: expected 1 fields, as in the header; found 2"),
     ],
 )

@@ -9,7 +9,7 @@ import msgspec
 
 from coserve.errors import DataError
 from coserve.jobs.containers import Place, container_of, values
-from coserve.jobs.formats import KINDS, SETS, Record, TextRecord, expected
+from coserve.jobs.formats import KINDS, SETS, Record, TextRecord
 from coserve.jobs.limits import ReadLimits
 from coserve.jobs.placed import Seen, placed
 
@@ -31,7 +31,7 @@ def read(
     the first `most` records of these formats."""
     file, bounds = Path(path), ReadLimits(**limits)
     if what == "rows":
-        return _batches(((place, ROW, row) for place, row in values(file, name, "", bounds)), name)
+        return _batches(((place, ROW, row) for place, row in values(file, name, bounds)), name)
     seen = Seen()
     if what == "count":
         found = _records(file, name, "any", bounds, seen)
@@ -55,7 +55,7 @@ def _records(
     path: Path, name: str, what: str, limits: ReadLimits, seen: Seen
 ) -> Iterator[tuple[Place, Record]]:
     formats = SETS[what]
-    return placed(values(path, name, expected(formats), limits), name, formats, limits, seen)
+    return placed(values(path, name, limits), name, formats, limits, seen)
 
 
 def _batches(items: Iterator[tuple[Place, int, object]], name: str) -> Iterator[list[Item]]:

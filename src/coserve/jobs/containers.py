@@ -78,9 +78,9 @@ def has_columns(path: Path) -> bool:
     return path.is_dir() or suffix_of(path.name) == ".parquet"
 
 
-def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
-    """The values of a file or folder, in order. `name` is the source's name in errors, and `expected`
-    describes an object of a wanted format. Raises DataError where the rest cannot be read."""
+def values(path: Path, name: str, limits: ReadLimits) -> Values:
+    """The values of a file or folder, in order. `name` is the source's name in errors. Raises
+    DataError where the rest cannot be read."""
     if has_columns(path):
         yield from column_rows(path, name, limits)
         return
@@ -93,7 +93,7 @@ def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
                 if head.startswith(beginning):
                     raise DataError(f"{name}: expected UTF-8; found {found}")
             if suffix.startswith(".jsonl") and (wrapper := _wrapper(head)) is not None:
-                yield from _elements(file, path, name, expected, limits, wrapper)
+                yield from _elements(file, path, name, limits, wrapper)
                 return
             is_text = suffix.startswith(".txt")
             lines = _lines(file, path, name, limits, is_text)
@@ -102,9 +102,9 @@ def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
             elif suffix.startswith((".csv", ".tsv")):
                 yield from rows(lines, name, limits, "\t" if suffix.startswith(".tsv") else ",")
             else:
-                yield from _decoded(lines, name, expected)
+                yield from _decoded(lines, name)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{name}: expected a whole gzip file; {error}") from None
+        raise DataError(f"{name}: expected a whole gzip file, as its name ends with .gz; {error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: expected UTF-16, as its first bytes say; {error.reason}") from None
     except OSError as error:
@@ -191,19 +191,19 @@ def _lines(
         total += len(line)
         is_long, is_first = len(line) > longest, line.endswith(b"\n")
         if is_long and not in_parts:
-            raise DataError(f"{name}, line {number}: expected at most {longest} bytes")
+            raise DataError(f"{name}, line {number}: expected at most {longest} bytes: split this record")
         if most is not None and total > most:
-            raise DataError(f"{name}, line {number}: expected to unpack to at most {most} bytes")
+            raise DataError(f"{name}, line {number}: expected to unpack to at most {most} bytes: split it")
         if number > most_rows:
-            raise DataError(f"{name}, line {number}: expected at most {most_rows} lines")
+            raise DataError(f"{name}, line {number}: expected at most {most_rows} lines: split the file")
         try:
             yield number, decoder.decode(line, final=not is_long)
         except UnicodeDecodeError as error:
-            found = f"found byte 0x{error.object[error.start]:02x}"
+            found = f"found byte 0x{error.object[error.start]:02x}: save the file as UTF-8"
             raise DataError(f"{name}, line {number}: expected UTF-8; {found}") from None
 
 
-def _decoded(lines: Iterator[tuple[int, str]], name: str, expected: str) -> Values:
+def _decoded(lines: Iterator[tuple[int, str]], name: str) -> Values:
     """Values of JSON lines; empty lines are passed over. Raises DataError where the first one goes on in the
     next line, as all of them would."""
     is_first = True
@@ -218,13 +218,11 @@ def _decoded(lines: Iterator[tuple[int, str]], name: str, expected: str) -> Valu
                     f"{name}, line {number}: expected whole objects, one in each line, or one list of them, "
                     "[{...}, {...}]; this object goes on in the next line"
                 ) from None
-            yield f"line {number}", DataError(f"expected {expected}; {error}")
+            yield f"line {number}", DataError(f"expected one JSON object in this line; {error}")
         is_first = False
 
 
-def _elements(
-    file: BinaryIO, path: Path, name: str, expected: str, limits: ReadLimits, wrapper: bytes
-) -> Values:
+def _elements(file: BinaryIO, path: Path, name: str, limits: ReadLimits, wrapper: bytes) -> Values:
     """Values of an array, behind the bytes of its `wrapper`. Raises DataError for a malformed one: where the
     next begins is not certain then."""
     size = path.stat().st_size
@@ -235,10 +233,10 @@ def _elements(
         try:
             yield place, msgspec.json.decode(element.decode())
         except UnicodeDecodeError as error:
-            found = f"found byte 0x{error.object[error.start]:02x}"
+            found = f"found byte 0x{error.object[error.start]:02x}: save the file as UTF-8"
             raise DataError(f"{name}, {place}: expected UTF-8; {found}") from None
         except (msgspec.DecodeError, RecursionError) as error:
-            raise DataError(f"{name}, {place}: expected {expected}; {error}") from None
+            raise DataError(f"{name}, {place}: expected one JSON object; {error}") from None
 
 
 def _chunks(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterator[bytes]:
@@ -249,7 +247,7 @@ def _chunks(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterat
         is_first = not total
         total += len(chunk)
         if most is not None and total > most:
-            raise DataError(f"{name}: expected to unpack to at most {most} bytes")
+            raise DataError(f"{name}: expected to unpack to at most {most} bytes: split it")
         yield chunk.removeprefix(codecs.BOM_UTF8) if is_first else chunk
 
 

@@ -160,7 +160,7 @@ def _history(value: Mapping[str, Any]) -> tuple[Message, ...]:
     turns: list[Message] = []
     for index, pair in enumerate(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise DataError(f'expected "history[{index}]" to be an instruction and its output')
+            raise DataError(f'expected "history[{index}]" to be two texts: an instruction and its output')
         asked, answer = (text_of({f"history[{index}]": text}, f"history[{index}]") for text in pair)
         turns += [Message("user", asked), Message("assistant", answer, weight=0)]
     return tuple(turns)

@@ -86,7 +86,10 @@ def placed(
                 check_characters(characters, limits)
             first = first or (place, found)
             if found.name != first[1].name:
-                raise DataError(f"expected {first[1].name}, as in {first[0]}; found {found.name}")
+                raise DataError(
+                    f"expected {first[1].name}, as in {first[0]}; found {found.name}: put those into a "
+                    "file of their own"
+                )
             fields = cast(Mapping[str, Any], value)
             check_text_only(fields)
             record = found.read(fields)
