@@ -1,4 +1,4 @@
-"""What the annotation of a setting's field tells beside its type: the range of a number, and the flag that
+"""Notes in the annotations of settings' fields, beside their types: the range of a number, and the flag that
 gives it on the command line."""
 
 import math
@@ -52,9 +52,9 @@ def noted(kind: type, note: type[T]) -> dict[str, T]:
     }
 
 
-def check_ranges(settings: object, prefix: str = "") -> None:
+def check_ranges(settings: Any, prefix: str = "") -> None:
     """Raises ConfigError for a field of a dataclass that is out of its range; None is in any."""
-    for name, bounds in noted(type(settings), Range).items():
+    for name, bounds in noted(settings.__class__, Range).items():
         value = getattr(settings, name)
         if value is not None and value not in bounds:
             finite = " and finite" if value == math.inf else ""
