@@ -21,7 +21,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -69,24 +69,11 @@ def load_server_settings(
     `flags` has the structure of the file's table, without flags not given. Raises ConfigError.
     """
     given = _validated(flags, config, environment)
-    if given.setdefault("model", EMBEDDED) == EMBEDDED and not Path(EMBEDDED).exists():
+    if given.setdefault("model", EMBEDDED) == EMBEDDED:
         from coserve import tiny
 
         given |= {"model": str(tiny.path()), "name": given.get("name", EMBEDDED)}
-    elif given["model"] and Path(given["model"]).expanduser().exists():
-        given["model"] = str(Path(given["model"]).expanduser().resolve())
     given.setdefault("state", _default_state(given.get("name") or given["model"]))
-    for key in {"state", "adapter_root"} & given.keys():
-        given[key] = _absolute(given[key])
-    for key in {"bases", "adapters"} & given.keys():
-        given[key] = {name: str(_absolute(path)) for name, path in given[key].items()}
-    chains, stitched = given.get("chains", {}), given.get("stitched", {})
-    given["chains"] = {
-        name: {chain: path and str(_absolute(path)) for chain, path in own.items()}
-        for name, own in chains.items()
-        if own
-    }
-    given["stitched"] = {name: replace(one, folder=_absolute(one.folder)) for name, one in stitched.items()}
     return ServerSettings(**given)
 
 
@@ -132,7 +119,8 @@ def read_config(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: [{table}] must be a table")
         _check_keys(content, TABLES[table], f"{path}: ", f"{table}.")
-    _anchor(tables.get("server", {}), path.absolute().parent)
+    if "server" in tables:
+        tables["server"] = _anchored(tables["server"], path.absolute().parent)
     return tables
 
 
@@ -218,10 +206,10 @@ def _validated(
     from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
     file, variables = _from_file("server", config, environment), read_environment("server", environment)
-    if any("policy" in layer.get("engine", {}) for layer in (flags, variables)):
-        _table(file, "engine").pop("policy_options", None)  # of another policy
-    for name in [name for name, own in _table(file, "stitched").items() if not own]:
-        del file["stitched"][name]
+    flags, variables = (_anchored(layer, Path.cwd()) for layer in (flags, variables))
+    engine = file.get("engine")
+    if isinstance(engine, dict) and any("policy" in layer.get("engine", {}) for layer in (flags, variables)):
+        engine.pop("policy_options", None)  # of another policy
     bounds = {tier: _stated(slo) for tier, slo in DEFAULT_SLO.items()}  # those that no layer has
     layers = (variables, file, {"slo": bounds})
 
@@ -245,20 +233,12 @@ def _validated(
     return {name: getattr(found, name) for name in found.model_fields_set}
 
 
-def _table(file: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return found if isinstance(found := file.get(name), dict) else {}
-
-
 def _misfit(error: Mapping[str, Any]) -> ConfigError:
     """The error for a value of another type than its setting's."""
     key = ".".join(str(part) for part in error["loc"] if part not in ("str", "int", "float"))
     expected = _TYPES.get(error["type"].partition("_")[0])
     told = f"expected {expected}, got {type(error['input']).__name__}" if expected else error["msg"]
     return ConfigError(f"{key}: {told}")
-
-
-def _absolute(path: str | Path) -> Path:
-    return Path(path).expanduser().absolute()
 
 
 def _stated(slo: SLO) -> dict[str, float]:
@@ -320,21 +300,34 @@ def _put(into: dict[str, Any], path: tuple[str, ...], value: object) -> None:
     into[path[-1]] = value
 
 
-def _anchor(server: dict[str, Any], folder: Path) -> None:
-    """Resolves a table's paths relative to its file's folder."""
-    for key in ("state", "adapter_root"):
-        if isinstance(server.get(key), str):
-            server[key] = str(folder / Path(server[key]).expanduser())
-    model = server.get("model")
+def _anchored(server: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A server's table with absolute paths instead of those relative to `folder`."""
+
+    def path(value: object) -> object:
+        return str(folder / Path(value).expanduser()) if isinstance(value, str) else value
+
+    found = dict(server)
+    for key in {"state", "adapter_root"} & found.keys():
+        found[key] = path(found[key])
+    model = found.get("model")
     if isinstance(model, str) and model and (folder / Path(model).expanduser()).exists():
-        server["model"] = str(folder / Path(model).expanduser())
-    within = [server.get("chains"), server.get("stitched")]
-    named = server.get("bases"), server.get("adapters")
-    tables: list[Any] = [*named, *(own for each in within if isinstance(each, dict) for own in each.values())]
-    for paths in tables:
-        for name, path in paths.items() if isinstance(paths, dict) else ():
-            if path and isinstance(path, str) and name not in ("first", "second"):
-                paths[name] = str(folder / Path(path).expanduser())
+        found["model"] = str((folder / Path(model).expanduser()).resolve())
+    for key in ("bases", "adapters"):
+        if isinstance(named := found.get(key), dict):
+            found[key] = {name: path(value) for name, value in named.items()}
+    for key in ("chains", "stitched"):
+        if isinstance(named := found.get(key), dict):
+            found[key] = {
+                name: {
+                    part: path(value) if value and (key == "chains" or part == "folder") else value
+                    for part, value in own.items()
+                }
+                if isinstance(own, dict)
+                else own
+                for name, own in named.items()
+                if own
+            }
+    return found
 
 
 def _default_state(name: str) -> Path:
