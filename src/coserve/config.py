@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from coserve.core.setting import Flag, Range, check_ranges
 from coserve.core.size import read_memory, read_size
 from coserve.errors import ConfigError
 
@@ -14,65 +15,113 @@ MOST_THREADS: Final = 1024  # that compute
 class EngineConfig:
     """Settings of one engine: its device, number formats, memory and scheduling."""
 
-    dtype: str = "auto"  # float32, bfloat16, float16, float64, or what the model was saved in
-    quantize: str = "none"  # bits of the base's weights: 8bit halves their bytes, 4bit thirds them; both err
-    device: str = "cpu"  # or cuda, cuda:1, ...
-    # Addresses of base executors that compute the base's linears, separated by commas; empty: none.
-    base: str = ""
+    device: Annotated[str, Flag("cpu, or cuda, cuda:1, ...")] = "cpu"
+    threads: Annotated[
+        int, Range(0, MOST_THREADS), Flag("Threads that compute; 0: one for each processor allowed.")
+    ] = 0
+    dtype: Annotated[str, Flag("auto, float32, bfloat16, float16 or float64.")] = "auto"
+    # 8bit halves the bytes, 4bit thirds them; both err.
+    quantize: Annotated[
+        str, Flag("Bits of the base's weights: 8bit or 4bit (4bit needs coserve[quantized]).")
+    ] = "none"
+    # Held from the start.
+    cache_tokens: Annotated[
+        int, Range(1), Flag("Keys and values held at once, in tokens over all sequences.")
+    ] = 32768
+    # auto: most of what is free.
+    memory: Annotated[str | int | float, Flag("Bytes for everything, as 6GiB, or a share, as 0.5.")] = "auto"
+    base: Annotated[
+        str,
+        Flag(
+            "Base executors that compute the base's linears: unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; "
+            "several are separated by commas. Their key is read from COSERVE_EXECUTOR_KEY.",
+            "ADDRESS",
+        ),
+    ] = ""
     base_patience: float = 5.0  # seconds that a step waits for one that went away, before all work waits
-    # How executors at tls: addresses are known: certificates in PEM that may have signed theirs (empty: the
-    # system's), or the SHA-256 of the one that an executor has; several pins are for the addresses in order.
-    base_ca: str = ""
-    base_pin: str = ""
-    base_certificate: str = ""  # this engine's own in PEM, where executors ask their clients for one
-    base_key: str = ""  # its private key in PEM, where the certificate's file has none
-    # What executors may see of rows: none hides nothing, noise obfuscates, with shares two parties see random
-    # numbers; the first half of the addresses is then one party's, the second half the other's.
-    base_privacy: str = "none"
-    threads: int = 0  # that compute; 0: one for each processor that the system and its control group allow
+    # Empty: the system's.
+    base_ca: Annotated[
+        str,
+        Flag("Certificates in PEM that may have signed those of executors at tls: addresses.", "FILE"),
+    ] = ""
+    base_pin: Annotated[
+        str,
+        Flag(
+            "SHA-256 of the certificate of the executor at a tls: address, as it prints at its start; of "
+            "several, one each, with commas.",
+            "HEX",
+        ),
+    ] = ""
+    base_certificate: Annotated[
+        str,
+        Flag("Own certificate in PEM, where executors ask for one.", "FILE"),
+    ] = ""
+    base_key: Annotated[str, Flag("Its private key in PEM, where that file has none.", "FILE")] = ""
+    base_privacy: Annotated[
+        str,
+        Flag(
+            "What executors may see of rows: none hides nothing, noise obfuscates, shares needs those of "
+            "two parties: the first half of --base is one's, the second the other's."
+        ),
+    ] = "none"
+    # A base that needs more is read from disk for each pass, but for the part that fits. auto: a base that is
+    # larger than all of memory has half of it.
+    base_memory: Annotated[
+        str | int | float,
+        Flag("Of that, for the base's weights: what exceeds it is read from disk in each pass."),
+    ] = "auto"
+    adapter_memory: Annotated[
+        str | int | float,
+        Flag("Of that, for adapters from disk: bytes, a share, or auto: what is free."),
+    ] = "auto"
+    # Where reading pages takes less than computing them again: a file on a CPU, the host's memory on a GPU.
+    swap_space: Annotated[
+        str | int,
+        Flag("For keys and values of preempted answers, outside that: as 4GiB; 0 for none."),
+    ] = "4GiB"
+    offload: Annotated[bool, Flag("Optimizer state rests in slower memory between steps.")] = False
+    max_running: Annotated[int, Range(1), Flag("Answers that run at once; more wait.")] = 64
+    cache_dtype: Annotated[
+        str,
+        Flag("auto (the model's), or int8: half the bytes, a little less exact."),
+    ] = "auto"
+    prefix_sharing: Annotated[
+        bool,
+        Flag(
+            "Compute what a tenant's prompts have in common once; on by default.",
+            name="--prefix-sharing/--no-prefix-sharing",
+        ),
+    ] = True
+    policy: Annotated[
+        str,
+        Flag(
+            "How training is fitted between answers, such as adaptive or temporal:5; {default} by default.",
+            "NAME[:OPTIONS]",
+        ),
+    ] = "hybrid"
+    # On one machine and with one number of threads.
+    deterministic: Annotated[bool, Flag("Bitwise the same results, whatever else runs; slower.")] = False
+    allow_special_tokens: Annotated[
+        bool, Flag("Control tokens spelled in prompts, messages and training data are such, not text.")
+    ] = False
     executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
     async_scheduling: bool | None = None  # plans a step while one runs; None: if the executor is remote
-    cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
-    page_size: int = 16  # tokens in a page of that cache; smaller wastes less, larger gathers faster
-    cache_dtype: str = "auto"  # that of the model, or int8: half of bfloat16's bytes, a little less exact
-    max_running: int = 64  # sequences that run at once; more wait
-    # For keys and values of sequences that lose their pages, where reading them takes less than computing
-    # them again: a file on a CPU, the host's memory on a GPU. 0: none.
-    swap_space: str | int = "4GiB"
+    page_size: Annotated[int, Range(1)] = 16  # tokens of the cache; smaller wastes less, larger is faster
     # Seconds that a request which allows approximations may wait for a more accurate one, under load.
-    approximation_delay: float = 0.1
-    prefix_sharing: bool = True  # what prompts have in common is computed once; never across scopes
-    memory: str | int | float = "auto"  # for everything: "6GiB", a share (0.5), or most of what is free
-    # Of it, for the base's weights: a base that needs more is read from disk for each pass, but for the part
-    # that fits. auto: a base that is larger than all of memory has half of it.
-    base_memory: str | int | float = "auto"
-    adapter_memory: str | int | float = "auto"  # of it, for stored adapters: bytes, a share, or what is free
-    offload: bool = False  # moments of AdamW rest in slower memory between steps: the host's, or a file
-    scratch: str = ""  # folder of such files; empty: the system's for temporary ones
-    policy: str = "hybrid"  # how training is fitted between answers: a name, or name:options
-    policy_options: dict[str, Any] = field(default_factory=dict)  # its options, by their names
+    approximation_delay: Annotated[float, Range(0)] = 0.1
+    scratch: str = ""  # folder of files of offloaded state; empty: the system's for temporary ones
+    policy_options: dict[str, Any] = field(default_factory=dict)  # the policy's options, by their names
     scheduler: dict[str, Any] = field(default_factory=dict)  # other fields of schedule.SchedulerConfig
     calibrate: bool = True  # measure the cost model at start-up (seconds); else start from a guess
     seed: int = 0  # of what is drawn for requests that bring no seed of their own
-    deterministic: bool = False  # the same bits whatever else runs, on one machine and thread count; slower
     # Hosts that graders of jobs (`train/grading/http.py`) may reach although their addresses are not public.
     grader_hosts: tuple[str, ...] = ()
-    # What spells a control token in prompts, messages and training data is that token; else it is text.
-    allow_special_tokens: bool = False
-    max_chat_turns: int = 2048  # messages of one chat, in requests and in training data
+    max_chat_turns: Annotated[int, Range(1)] = 2048  # messages of one chat, in requests and in training data
     # Characters of one record of training data; None: 128 for each position of the model, 1 Mi at least.
-    max_text_characters: int | None = None
+    max_text_characters: Annotated[int | None, Range(1)] = None
 
     def __post_init__(self) -> None:
-        for name in ("cache_tokens", "page_size", "max_running", "max_chat_turns", "max_text_characters"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.threads <= MOST_THREADS:
-            raise ConfigError(f"engine.threads must be at most {MOST_THREADS}, or 0, not {self.threads}")
-        if not self.approximation_delay >= 0:
-            raise ConfigError(
-                f"engine.approximation_delay must be at least 0 seconds, not {self.approximation_delay}"
-            )
+        check_ranges(self, "engine.")
         _ = self.swap_nbytes
         read_memory(self.memory)
         read_memory(self.adapter_memory, "adapter_memory")

@@ -51,6 +51,8 @@ def test_keys_that_are_not_read_are_named_at_the_upload(play: Play) -> None:
     async def story(world: World) -> None:
         file = await put(world, "a.jsonl", jsonl({**CHAT, "id": 1}, {**CHAT, "source": "x"}))
         assert file.status_details == "Not read of its records: id, source"
+        files = world.client().files
+        assert (await files.retrieve(file.id)) == file and (await files.list()).data == [file]
         assert (await put(world, "b.jsonl", jsonl(CHAT))).status_details is None
         wrapped = await put(world, "c.json", b'{"data": [{"prompt": "a", "response": "b"}]}')
         kept = await world.state.store.files.get("local", wrapped.id)
@@ -62,7 +64,7 @@ def test_keys_that_are_not_read_are_named_at_the_upload(play: Play) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("bad.jsonl", jsonl(CHAT) + b"\n" + b'{"messages": [', "bad.jsonl, line 3: expected a JSON object"),
+        ("bad.jsonl", jsonl(CHAT) + b"\n" + b'{"messages": [', "bad.jsonl, line 3: expected one JSON object"),
         ("bad.jsonl", jsonl(CHAT, CHAT, {"message": []}), "bad.jsonl, line 3: expected"),
         ("bad.jsonl", jsonl(CHAT) + b"\xff\n", "bad.jsonl, line 2: expected UTF-8"),
         ("empty.jsonl", b"", "empty.jsonl: expected at least one example"),
@@ -77,7 +79,11 @@ def test_keys_that_are_not_read_are_named_at_the_upload(play: Play) -> None:
             b'[{"text": "a"},\n{"text": 3}]',
             'a.json, record 2, line 2: expected "text" to be a string',
         ),
-        ("bad.jsonl.gz", jsonl(CHAT), "bad.jsonl.gz: expected a whole gzip file; Not a gzipped file"),
+        (
+            "bad.jsonl.gz",
+            jsonl(CHAT),
+            "bad.jsonl.gz: expected a whole gzip file, as its name ends with .gz",
+        ),
         ("bad.csv", b"text\na\nb,c\n", "bad.csv, line 3: expected 1 fields, as in the header; found 2"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_bomb_takes_no_memory_and_little_time(tmp_path: Path) -> None:
     try:
         # In this process, as a sandbox reads it.
         with pytest.raises(DataError, match="expected to unpack to at most 16777216 bytes"):
-            for _ in values(path, path.name, "", LIMITS):
+            for _ in values(path, path.name, LIMITS):
                 pass
         assert tracemalloc.get_traced_memory()[1] < 4 * 2**20
     finally:

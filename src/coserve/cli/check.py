@@ -31,7 +31,10 @@ def described(found: Mapping[str, Any]) -> list[str]:
     lines = [f"{found['filename']}: {_kind(found)}"]
     if tokens := found.get("tokens"):
         quantiles = ", ".join(f"{name} {tokens[name]}" for name in ("min", "p50", "p90", "p99", "max"))
-        lines += [f"tokens: {tokens['total']} in all; of one {quantiles}", *_histogram(tokens["histogram"])]
+        lines += [
+            f"tokens: {tokens['total']} in all; in one example {quantiles}",
+            *_histogram(tokens["histogram"]),
+        ]
     lines += _left_out(found)
     if found["ignored"]:
         lines.append(f"not read: {', '.join(found['ignored'])}")

@@ -23,9 +23,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, get_origin, get_type_hints
-
-import msgspec
+from typing import Any, get_args, get_origin, get_type_hints
 
 from coserve.config import EngineConfig
 from coserve.core.request import SLO
@@ -33,7 +31,6 @@ from coserve.errors import ConfigError
 from coserve.schedule.config import SchedulerConfig
 from coserve.serve.settings import DEFAULT_SLO, TIERS, ServerSettings
 from coserve.split.credentials import EXECUTOR_KEY
-from coserve.wire.control import decode_path
 
 PREFIX = "COSERVE_"
 FILE_NAME = "coserve.toml"
@@ -46,7 +43,9 @@ MOST_NAMED = 5  # unread variables, or settings, in one sentence
 CLOSE = 0.8  # likeness from which an unknown variable is taken for a slip of the pen
 # Settings of names that are not known here, which no variable of the environment has.
 _NAMED = ("bases", "adapters", "adapter_bases", "chains", "stitched", "policy_options", "scheduler")
-T = TypeVar("T")
+# Names of types by the beginning of pydantic's kinds of errors.
+_TYPES = {"int": "int", "float": "float", "bool": "bool", "string": "str", "path": "str", "tuple": "array"}
+_TYPES |= dict.fromkeys(("dict", "mapping", "dataclass"), "object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +54,6 @@ class ClientSettings:
 
     url: str = DEFAULT_URL
     api_key: str | None = None
-
-
-class _Places(TypedDict, total=False):
-    """Server settings needed before all others are converted; they must be text."""
-
-    model: str
-    name: str
-    state: str
-    adapter_root: str
-    bases: dict[str, str]
-    adapters: dict[str, str]
-    chains: dict[str, dict[str, str]]
-    stitched: dict[str, dict[str, str]]
 
 
 TABLES: Mapping[str, type] = {"server": ServerSettings, "client": ClientSettings}
@@ -82,39 +68,13 @@ def load_server_settings(
 
     `flags` has the structure of the file's table, without flags not given. Raises ConfigError.
     """
-    merged = _layers("server", flags, config, environment)
-    _convert(merged, _Places)
-    if isinstance(tiers := merged.get("slo"), dict):  # a tier's other bounds stay those by default
-        merged["slo"] = _merge({tier: _stated(slo) for tier, slo in DEFAULT_SLO.items()}, tiers)
-    if merged.get("model", EMBEDDED) == EMBEDDED and not Path(EMBEDDED).exists():
+    given = _validated(flags, config, environment)
+    if given.setdefault("model", EMBEDDED) == EMBEDDED:
         from coserve import tiny
 
-        merged |= {"model": str(tiny.path()), "name": merged.get("name", EMBEDDED)}
-    elif merged["model"] and Path(merged["model"]).expanduser().exists():
-        merged["model"] = str(Path(merged["model"]).expanduser().resolve())
-    if "state" not in merged:
-        merged["state"] = str(_default_state(merged.get("name") or merged["model"]))
-    for key in ("state", "adapter_root"):
-        if key in merged:
-            merged[key] = str(Path(merged[key]).expanduser().absolute())
-    for table in ("bases", "adapters"):
-        merged[table] = {
-            name: str(Path(path).expanduser().absolute()) for name, path in merged.get(table, {}).items()
-        }
-    merged["chains"] = {
-        name: {chain: path and str(Path(path).expanduser().absolute()) for chain, path in own.items()}
-        for name, own in merged.get("chains", {}).items()
-        if own
-    }
-    merged["stitched"] = {
-        name: {
-            key: str(Path(one).expanduser().absolute()) if key == "folder" else one
-            for key, one in own.items()
-        }
-        for name, own in merged.get("stitched", {}).items()
-        if own
-    }
-    return _convert(merged, ServerSettings)
+        given |= {"model": str(tiny.path()), "name": given.get("name", EMBEDDED)}
+    given.setdefault("state", _default_state(given.get("name") or given["model"]))
+    return ServerSettings(**given)
 
 
 def load_client_settings(
@@ -123,7 +83,12 @@ def load_client_settings(
     environment: Mapping[str, str] = os.environ,
 ) -> ClientSettings:
     """Settings of a client: the server's address and the API key. Raises ConfigError."""
-    return _convert(_layers("client", flags, config, environment), ClientSettings)
+    from_environment = read_environment("client", environment)
+    given = {**_from_file("client", config, environment), **from_environment, **flags}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{key}: expected str, got {type(value).__name__}")
+    return ClientSettings(**given)
 
 
 def find_config(given: Path | None, environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -154,7 +119,8 @@ def read_config(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: [{table}] must be a table")
         _check_keys(content, TABLES[table], f"{path}: ", f"{table}.")
-    _anchor(tables.get("server", {}), path.absolute().parent)
+    if "server" in tables:
+        tables["server"] = _anchored(tables["server"], path.absolute().parent)
     return tables
 
 
@@ -225,40 +191,58 @@ def _plain(key: str) -> str:
     return key.lower().replace("-", "_")
 
 
-def _layers(
-    table: str, flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]
-) -> dict[str, Any]:
+def _from_file(table: str, config: Path | None, environment: Mapping[str, str]) -> dict[str, Any]:
     path = find_config(config, environment)
-    from_file = read_config(path).get(table, {}) if path is not None else {}
-    return _merge(_merge(from_file, read_environment(table, environment)), flags)
+    found: dict[str, Any] = {} if path is None else read_config(path).get(table, {})
+    return found
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        lower = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(lower, Mapping):
-            if key == "engine" and "policy" in value:  # whose options are its own, not those of one below
-                lower = {name: one for name, one in lower.items() if name != "policy_options"}
-            merged[key] = _merge(lower, value)
-        else:
-            merged[key] = value
-    return merged
+def _validated(
+    flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """The given settings of a server, each of its type. Raises ConfigError."""
+    # Only here: the import takes as long as a client's whole command, and 11 MiB.
+    from pydantic import ValidationError, create_model
+    from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
+
+    file, variables = _from_file("server", config, environment), read_environment("server", environment)
+    flags, variables = (_anchored(layer, Path.cwd()) for layer in (flags, variables))
+    engine = file.get("engine")
+    if isinstance(engine, dict) and any("policy" in layer.get("engine", {}) for layer in (flags, variables)):
+        engine.pop("policy_options", None)  # of another policy
+    bounds = {tier: _stated(slo) for tier, slo in DEFAULT_SLO.items()}  # those that no layer has
+    layers = (variables, file, {"slo": bounds})
+
+    class Layers(BaseSettings, extra="forbid", validate_default=False):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            *_: Any,
+            **__: Any,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (init_settings, *(InitSettingsSource(settings_cls, layer) for layer in layers))
+
+    hints = get_type_hints(ServerSettings, include_extras=True)
+    definitions: dict[str, Any] = {name: (hint, None) for name, hint in hints.items()}
+    try:
+        found = create_model("Settings", __base__=Layers, **definitions)(**flags)
+    except ValidationError as error:
+        raise _misfit(error.errors()[0]) from error
+    return {name: getattr(found, name) for name in found.model_fields_set}
+
+
+def _misfit(error: Mapping[str, Any]) -> ConfigError:
+    """The error for a value of another type than its setting's."""
+    key = ".".join(str(part) for part in error["loc"] if part not in ("str", "int", "float"))
+    expected = _TYPES.get(error["type"].partition("_")[0])
+    told = f"expected {expected}, got {type(error['input']).__name__}" if expected else error["msg"]
+    return ConfigError(f"{key}: {told}")
 
 
 def _stated(slo: SLO) -> dict[str, float]:
     return {name: bound for name, bound in asdict(slo).items() if bound is not None}
-
-
-def _convert(values: Mapping[str, Any], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(
-            values, kind, strict=False, dec_hook=decode_path
-        )  # the environment is all text
-    except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$.")
-        key = place.rstrip("`") or kind.__name__
-        raise ConfigError(f"{key}: {reason[:1].lower()}{reason[1:].replace('`', '')}") from error
 
 
 def _check_keys(values: Mapping[str, Any], kind: type, where: str, prefix: str) -> None:
@@ -266,6 +250,8 @@ def _check_keys(values: Mapping[str, Any], kind: type, where: str, prefix: str) 
     for key, value in values.items():
         if key not in hints:
             raise _unknown(key, hints, where.rstrip(": "), prefix)
+        if isinstance(value, bool) and bool not in (hints[key], *get_args(hints[key])):
+            raise ConfigError(f"{where}{prefix}{key}: expected no truth value, got {str(value).lower()}")
         if not isinstance(value, dict):
             continue
         if is_dataclass(hints[key]):
@@ -314,21 +300,34 @@ def _put(into: dict[str, Any], path: tuple[str, ...], value: object) -> None:
     into[path[-1]] = value
 
 
-def _anchor(server: dict[str, Any], folder: Path) -> None:
-    """Resolves a table's paths relative to its file's folder."""
-    for key in ("state", "adapter_root"):
-        if isinstance(server.get(key), str):
-            server[key] = str(folder / Path(server[key]).expanduser())
-    model = server.get("model")
+def _anchored(server: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A server's table with absolute paths instead of those relative to `folder`."""
+
+    def path(value: object) -> object:
+        return str(folder / Path(value).expanduser()) if isinstance(value, str) else value
+
+    found = dict(server)
+    for key in {"state", "adapter_root"} & found.keys():
+        found[key] = path(found[key])
+    model = found.get("model")
     if isinstance(model, str) and model and (folder / Path(model).expanduser()).exists():
-        server["model"] = str(folder / Path(model).expanduser())
-    within = [server.get("chains"), server.get("stitched")]
-    named = server.get("bases"), server.get("adapters")
-    tables: list[Any] = [*named, *(own for each in within if isinstance(each, dict) for own in each.values())]
-    for paths in tables:
-        for name, path in paths.items() if isinstance(paths, dict) else ():
-            if path and isinstance(path, str) and name not in ("first", "second"):
-                paths[name] = str(folder / Path(path).expanduser())
+        found["model"] = str((folder / Path(model).expanduser()).resolve())
+    for key in ("bases", "adapters"):
+        if isinstance(named := found.get(key), dict):
+            found[key] = {name: path(value) for name, value in named.items()}
+    for key in ("chains", "stitched"):
+        if isinstance(named := found.get(key), dict):
+            found[key] = {
+                name: {
+                    part: path(value) if value and (key == "chains" or part == "folder") else value
+                    for part, value in own.items()
+                }
+                if isinstance(own, dict)
+                else own
+                for name, own in named.items()
+                if own
+            }
+    return found
 
 
 def _default_state(name: str) -> Path:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
 from coserve.cli.complete import complete_adapters, complete_jobs, complete_models
+from coserve.config import EngineConfig
+from coserve.core.setting import Flag, noted
 from coserve.errors import ConfigError
+from coserve.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
@@ -34,9 +37,6 @@ Config = Annotated[
         "--config", help="Configuration file, instead of coserve.toml here or the user's own.", metavar="FILE"
     ),
 ]
-State = Annotated[
-    Path | None, typer.Option("--state", help="Folder of all that outlives the server.", metavar="FOLDER")
-]
 JobId = Annotated[str, typer.Argument(help="Id of a job.", metavar="JOB", autocompletion=complete_jobs)]
 AdapterName = Annotated[
     str, typer.Argument(help="Name of an adapter.", metavar="NAME", autocompletion=complete_adapters)
@@ -47,33 +47,59 @@ ModelName = Annotated[
         "--model", help="The base model or an adapter.", metavar="NAME", autocompletion=complete_models
     ),
 ]
-BaseCa = Annotated[
-    str | None,
-    typer.Option(
-        help="Certificates in PEM that may have signed those of executors at tls: addresses.", metavar="FILE"
-    ),
-]
-BasePin = Annotated[
-    str | None,
-    typer.Option(
-        help="SHA-256 of the certificate of the executor at a tls: address, as it prints at its start; of "
-        "several, one each, with commas.",
-        metavar="HEX",
-    ),
-]
-BaseCertificate = Annotated[
-    str | None, typer.Option(help="Own certificate in PEM, where executors ask for one.", metavar="FILE")
-]
-BaseKey = Annotated[
-    str | None, typer.Option(help="Its private key in PEM, where that file has none.", metavar="FILE")
-]
-BasePrivacy = Annotated[
-    str | None,
-    typer.Option(
-        help="What executors may see of rows: none hides nothing, noise obfuscates, shares needs those of "
-        "two parties: the first half of --base is one's, the second the other's."
-    ),
-]
+
+
+def option_of(kind: type, field: str) -> Any:
+    """The option of a setting that has a flag."""
+    flag, default = noted(kind, Flag)[field], next(one.default for one in fields(kind) if one.name == field)
+    name = flag.name or f"--{field.replace('_', '-')}"
+    return typer.Option(name, help=flag.help.format(default=default), metavar=flag.metavar)
+
+
+State = Annotated[Path | None, option_of(ServerSettings, "state")]
+BaseCa = Annotated[str | None, option_of(EngineConfig, "base_ca")]
+BasePin = Annotated[str | None, option_of(EngineConfig, "base_pin")]
+BaseCertificate = Annotated[str | None, option_of(EngineConfig, "base_certificate")]
+BaseKey = Annotated[str | None, option_of(EngineConfig, "base_key")]
+BasePrivacy = Annotated[str | None, option_of(EngineConfig, "base_privacy")]
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Replaces the parameter `flags` by an option for each setting of a server that has a flag. The command
+    gets those that were given, in the structure of the file's table."""
+    tables = {"": ServerSettings, "engine": EngineConfig}
+    settings = [(table, kind, name) for table, kind in tables.items() for name in noted(kind, Flag)]
+    hints, parameters = get_type_hints(command, include_extras=True), []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name == "flags":
+            parameters += [
+                inspect.Parameter(
+                    field,
+                    parameter.KEYWORD_ONLY,
+                    default=None,
+                    annotation=Annotated[_type_on_line(kind, field) | None, option_of(kind, field)],
+                )
+                for _, kind, field in settings
+            ]
+        else:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @wraps(command)
+    def call(**options: Any) -> None:
+        flags: dict[str, Any] = {}
+        for table, _, field in settings:
+            if (value := options.pop(field)) not in (None, []):
+                (flags.setdefault(table, {}) if table else flags)[field] = value
+        command(**options, flags=flags)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def _type_on_line(kind: type, field: str) -> Any:
+    """The type of a setting's value on the command line, where all but numbers and switches is text."""
+    hint = get_type_hints(kind)[field]
+    return list[str] if get_origin(hint) is tuple else hint if hint in (bool, int, float) else str
 
 
 class ListsAlone(TyperGroup):

@@ -77,16 +77,16 @@ class Elements:
             del waiting[:start]
             at -= start
             if len(waiting) > self._longest:
-                raise self._error(bytes(waiting), f"expected at most {self._longest} bytes")
+                raise self._error(bytes(waiting), f"expected at most {self._longest} bytes: split it")
         raise self._error(bytes(waiting), "expected the list to end with ]; the file ends before")
 
     def _element(self, data: bytes) -> bytes:
         self._move(data)
         self._line += data.count(b"\n") - self._before
         if len(data) > self._longest:
-            raise DataError(f"{self._name}, {self.place}: expected at most {self._longest} bytes")
+            raise DataError(f"{self._name}, {self.place}: expected at most {self._longest} bytes: split it")
         if self._number > self._most:
-            raise DataError(f"{self._name}, {self.place}: expected at most {self._most} records")
+            raise DataError(f"{self._name}, {self.place}: expected at most {self._most} records: split it")
         if not (element := data.strip(_WHITE)):
             raise DataError(f"{self._name}, {self.place}: expected an object between two commas; found none")
         return element

@@ -9,7 +9,7 @@ import msgspec
 
 from coserve.errors import DataError
 from coserve.jobs.containers import Place, container_of, values
-from coserve.jobs.formats import KINDS, SETS, Record, expected
+from coserve.jobs.formats import KINDS, SETS, Record, TextRecord
 from coserve.jobs.limits import ReadLimits
 from coserve.jobs.placed import Seen, placed
 
@@ -31,10 +31,12 @@ def read(
     the first `most` records of these formats."""
     file, bounds = Path(path), ReadLimits(**limits)
     if what == "rows":
-        return _batches(((place, ROW, row) for place, row in values(file, name, "", bounds)), name)
+        return _batches(((place, ROW, row) for place, row in values(file, name, bounds)), name)
     seen = Seen()
     if what == "count":
-        return sum(1 for _ in _records(file, name, "any", bounds, seen)), list(seen.ignored)
+        found = _records(file, name, "any", bounds, seen)
+        number = sum(not (isinstance(record, TextRecord) and record.goes_on) for _, record in found)
+        return number, list(seen.ignored)
     records = islice(_records(file, name, what, bounds, seen), most)
     return _batches(_items(records, file, seen), name)
 
@@ -53,7 +55,7 @@ def _records(
     path: Path, name: str, what: str, limits: ReadLimits, seen: Seen
 ) -> Iterator[tuple[Place, Record]]:
     formats = SETS[what]
-    return placed(values(path, name, expected(formats), limits), name, formats, limits, seen)
+    return placed(values(path, name, limits), name, formats, limits, seen)
 
 
 def _batches(items: Iterator[tuple[Place, int, object]], name: str) -> Iterator[list[Item]]:

@@ -51,11 +51,11 @@ def _bounded(path: Path, name: str, limits: ReadLimits) -> Iterator[tuple[str, A
                     text = msgspec.json.encode(there)  # dates and bytes become texts
                     total += len(text)
                     if len(text) > limits.longest:
-                        raise DataError(f"expected at most {limits.longest} bytes")
+                        raise DataError(f"expected at most {limits.longest} bytes: split it")
                     if total > most:
-                        raise DataError(f"expected to unpack to at most {most} bytes")
+                        raise DataError(f"expected to unpack to at most {most} bytes: split it")
                     if number > most_rows:
-                        raise DataError(f"expected at most {most_rows} rows")
+                        raise DataError(f"expected at most {most_rows} rows: split the file")
                     yield f"row {number}", msgspec.json.decode(text)
     except DataError as error:
         place = f", row {number}" if number else ""
@@ -73,7 +73,7 @@ def _parquet(path: Path, limits: ReadLimits, most_rows: int) -> Iterator[Any]:
     file = ParquetFile(path, memory_map=False, pre_buffer=False)
     _check(file.schema_arrow, limits)
     if (rows := file.metadata.num_rows) > most_rows:  # known before any is made
-        raise DataError(f"expected at most {most_rows} rows; found {rows}")
+        raise DataError(f"expected at most {most_rows} rows; found {rows}: split the file")
     yield from file.iter_batches(batch_size=_ROWS, use_threads=False)
 
 

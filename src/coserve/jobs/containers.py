@@ -27,6 +27,7 @@ import msgspec
 
 from coserve.errors import DataError
 from coserve.jobs.arrays import Elements
+from coserve.jobs.borders import cut_text
 from coserve.jobs.columns import column_rows
 from coserve.jobs.limits import ReadLimits
 from coserve.jobs.tables import rows
@@ -77,9 +78,9 @@ def has_columns(path: Path) -> bool:
     return path.is_dir() or suffix_of(path.name) == ".parquet"
 
 
-def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
-    """The values of a file or folder, in order. `name` is the source's name in errors, and `expected`
-    describes an object of a wanted format. Raises DataError where the rest cannot be read."""
+def values(path: Path, name: str, limits: ReadLimits) -> Values:
+    """The values of a file or folder, in order. `name` is the source's name in errors. Raises
+    DataError where the rest cannot be read."""
     if has_columns(path):
         yield from column_rows(path, name, limits)
         return
@@ -92,17 +93,18 @@ def values(path: Path, name: str, expected: str, limits: ReadLimits) -> Values:
                 if head.startswith(beginning):
                     raise DataError(f"{name}: expected UTF-8; found {found}")
             if suffix.startswith(".jsonl") and (wrapper := _wrapper(head)) is not None:
-                yield from _elements(file, path, name, expected, limits, wrapper)
+                yield from _elements(file, path, name, limits, wrapper)
                 return
-            lines = _lines(file, path, name, limits)
-            if suffix.startswith(".txt"):
-                yield from _paragraphs(lines, name, limits.longest)
+            is_text = suffix.startswith(".txt")
+            lines = _lines(file, path, name, limits, is_text)
+            if is_text:
+                yield from _paragraphs(lines, limits.longest)
             elif suffix.startswith((".csv", ".tsv")):
                 yield from rows(lines, name, limits, "\t" if suffix.startswith(".tsv") else ",")
             else:
-                yield from _decoded(lines, name, expected)
+                yield from _decoded(lines, name)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{name}: expected a whole gzip file; {error}") from None
+        raise DataError(f"{name}: expected a whole gzip file, as its name ends with .gz; {error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: expected UTF-16, as its first bytes say; {error.reason}") from None
     except OSError as error:
@@ -173,28 +175,35 @@ class _FromUtf16(io.RawIOBase):
         return len(part)
 
 
-def _lines(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterator[tuple[int, str]]:
-    """(number from 1, text with its end) of every line."""
+def _lines(
+    file: BinaryIO, path: Path, name: str, limits: ReadLimits, in_parts: bool
+) -> Iterator[tuple[int, str]]:
+    """(number from 1, text with its end) of every line. One that is too long comes `in_parts` of that number,
+    of which the last has the end, or is refused."""
     longest, size, total = limits.longest, path.stat().st_size, 0
     most = limits.most_bytes(size) if path.suffix.lower() == ".gz" else None
     most_rows = limits.most_rows(size)
-    for number, line in enumerate(iter(partial(file.readline, longest + 1), b""), 1):
+    # Some editors begin a file with a byte order mark. A part may end within a character.
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    number, is_first = 0, True
+    while line := file.readline(longest + 1):
+        number += is_first
         total += len(line)
-        if len(line) > longest:
-            raise DataError(f"{name}, line {number}: expected at most {longest} bytes")
+        is_long, is_first = len(line) > longest, line.endswith(b"\n")
+        if is_long and not in_parts:
+            raise DataError(f"{name}, line {number}: expected at most {longest} bytes: split this record")
         if most is not None and total > most:
-            raise DataError(f"{name}, line {number}: expected to unpack to at most {most} bytes")
+            raise DataError(f"{name}, line {number}: expected to unpack to at most {most} bytes: split it")
         if number > most_rows:
-            raise DataError(f"{name}, line {number}: expected at most {most_rows} lines")
+            raise DataError(f"{name}, line {number}: expected at most {most_rows} lines: split the file")
         try:
-            # Some editors begin a file with a byte order mark.
-            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            yield number, decoder.decode(line, final=not is_long)
         except UnicodeDecodeError as error:
-            found = f"found byte 0x{error.object[error.start]:02x}"
+            found = f"found byte 0x{error.object[error.start]:02x}: save the file as UTF-8"
             raise DataError(f"{name}, line {number}: expected UTF-8; {found}") from None
 
 
-def _decoded(lines: Iterator[tuple[int, str]], name: str, expected: str) -> Values:
+def _decoded(lines: Iterator[tuple[int, str]], name: str) -> Values:
     """Values of JSON lines; empty lines are passed over. Raises DataError where the first one goes on in the
     next line, as all of them would."""
     is_first = True
@@ -209,13 +218,11 @@ def _decoded(lines: Iterator[tuple[int, str]], name: str, expected: str) -> Valu
                     f"{name}, line {number}: expected whole objects, one in each line, or one list of them, "
                     "[{...}, {...}]; this object goes on in the next line"
                 ) from None
-            yield f"line {number}", DataError(f"expected {expected}; {error}")
+            yield f"line {number}", DataError(f"expected one JSON object in this line; {error}")
         is_first = False
 
 
-def _elements(
-    file: BinaryIO, path: Path, name: str, expected: str, limits: ReadLimits, wrapper: bytes
-) -> Values:
+def _elements(file: BinaryIO, path: Path, name: str, limits: ReadLimits, wrapper: bytes) -> Values:
     """Values of an array, behind the bytes of its `wrapper`. Raises DataError for a malformed one: where the
     next begins is not certain then."""
     size = path.stat().st_size
@@ -226,10 +233,10 @@ def _elements(
         try:
             yield place, msgspec.json.decode(element.decode())
         except UnicodeDecodeError as error:
-            found = f"found byte 0x{error.object[error.start]:02x}"
+            found = f"found byte 0x{error.object[error.start]:02x}: save the file as UTF-8"
             raise DataError(f"{name}, {place}: expected UTF-8; {found}") from None
         except (msgspec.DecodeError, RecursionError) as error:
-            raise DataError(f"{name}, {place}: expected {expected}; {error}") from None
+            raise DataError(f"{name}, {place}: expected one JSON object; {error}") from None
 
 
 def _chunks(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterator[bytes]:
@@ -240,24 +247,29 @@ def _chunks(file: BinaryIO, path: Path, name: str, limits: ReadLimits) -> Iterat
         is_first = not total
         total += len(chunk)
         if most is not None and total > most:
-            raise DataError(f"{name}: expected to unpack to at most {most} bytes")
+            raise DataError(f"{name}: expected to unpack to at most {most} bytes: split it")
         yield chunk.removeprefix(codecs.BOM_UTF8) if is_first else chunk
 
 
-def _paragraphs(lines: Iterator[tuple[int, str]], name: str, longest: int) -> Values:
-    """Paragraphs of a corpus, as texts at the places of their first lines."""
-    paragraph: list[str] = []
-    length = first = 0
+def _paragraphs(lines: Iterator[tuple[int, str]], longest: int) -> Values:
+    """Paragraphs of a corpus, as texts at the places of their first lines; one of more than `longest`
+    characters is several, cut at borders."""
+    paragraph = ""
+    first, is_whole = 0, True
     for number, line in lines:
-        line = line.rstrip("\r\n")
-        if line.strip():
+        goes_on = not is_whole
+        is_whole = line.endswith("\n")
+        line = line.rstrip("\r\n") + "\n" * is_whole
+        if line.strip() or goes_on:
             first = first if paragraph else number
-            paragraph.append(line)
-            length += len(line)
-            if length > longest:
-                raise DataError(f"{name}, line {number}: expected a blank line, after {length} characters")
-        elif paragraph:
-            yield f"line {first}", {"text": "\n".join(paragraph)}
-            paragraph, length = [], 0
-    if paragraph:
-        yield f"line {first}", {"text": "\n".join(paragraph)}
+            paragraph += line
+            if len(paragraph) > longest:
+                *before, paragraph = cut_text(paragraph, longest)
+                for part in filter(str.strip, before):
+                    yield f"line {first}", {"text": part}
+                first = number
+        elif paragraph.strip():
+            yield f"line {first}", {"text": paragraph.removesuffix("\n")}
+            paragraph = ""
+    if paragraph.strip():
+        yield f"line {first}", {"text": paragraph.removesuffix("\n")}

@@ -61,9 +61,10 @@ class CompletionRecord:
 
 @dataclass(frozen=True, slots=True)
 class TextRecord:
-    """Plain text to be learned."""
+    """Plain text to be learned. One that `goes_on` is a part of a longer text; the next record has more."""
 
     text: str
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def _history(value: Mapping[str, Any]) -> tuple[Message, ...]:
     turns: list[Message] = []
     for index, pair in enumerate(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise DataError(f'expected "history[{index}]" to be an instruction and its output')
+            raise DataError(f'expected "history[{index}]" to be two texts: an instruction and its output')
         asked, answer = (text_of({f"history[{index}]": text}, f"history[{index}]") for text in pair)
         turns += [Message("user", asked), Message("assistant", answer, weight=0)]
     return tuple(turns)
@@ -332,6 +333,7 @@ def _keys(*names: str) -> frozenset[str]:
     return frozenset((*names, *_TOOLS))
 
 
+TEXTS: Final = "texts"
 _CHATS: Final = "chats in messages"
 _QUESTION: Final = frozenset(("question", "answer"))
 _COMPLETION: Final = _keys("prompt", "completion")
@@ -353,7 +355,7 @@ SUPERVISED: Final = (
         _alpaca,
         frozenset(("instruction", "input", "output", "system", "history")),
     ),
-    Format("texts", _has("text"), _text_record, frozenset(("text",))),
+    Format(TEXTS, _has("text"), _text_record, frozenset(("text",))),
 )
 PREFERENCES: Final = (
     Format(

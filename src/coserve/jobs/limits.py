@@ -60,15 +60,14 @@ def limits_of(config: EngineConfig, positions: int = 0) -> ReadLimits:
     return ReadLimits(turns=config.max_chat_turns, characters=most)
 
 
-def check_size(record: object, limits: ReadLimits) -> None:
-    """Raises DataError for a record with more turns, values or characters than allowed, before any of its
-    fields are looked at."""
+def check_size(record: object, limits: ReadLimits) -> int:
+    """The characters of a record's texts. Raises DataError for one with more turns or values than allowed,
+    before any of its fields are looked at."""
     if isinstance(record, Mapping):
         check_turns(record, limits.turns)
         if isinstance(inner := record.get("input"), Mapping):
             check_turns(inner, limits.turns)
     values = characters = 0
-    most = limits.characters
     waiting: list[object] = [record]
     while waiting:  # not recursive: nesting is checked later
         value = waiting.pop()
@@ -84,7 +83,12 @@ def check_size(record: object, limits: ReadLimits) -> None:
             waiting.extend(value.values())
         if values + len(waiting) > limits.values:
             raise DataError(f"expected at most {limits.values} values in a record; found more")
-    if most is not None and characters > most:
+    return characters
+
+
+def check_characters(characters: int, limits: ReadLimits) -> None:
+    """Raises DataError for more characters than a record's texts may have."""
+    if (most := limits.characters) is not None and characters > most:
         raise DataError(
             f"expected texts of at most {most} characters in a record; found {characters}: split it, or set "
             "engine.max_text_characters"

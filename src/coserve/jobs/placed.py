@@ -5,9 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from coserve.errors import DataError
+from coserve.jobs.borders import cut_text
 from coserve.jobs.containers import Place, Values
-from coserve.jobs.formats import Format, PreferenceRecord, Record, detect, with_known_keys
-from coserve.jobs.limits import ReadLimits, check_size, check_turns
+from coserve.jobs.formats import (
+    TEXTS,
+    Format,
+    PreferenceRecord,
+    Record,
+    TextRecord,
+    detect,
+    with_known_keys,
+)
+from coserve.jobs.limits import ReadLimits, check_characters, check_size, check_turns
 from coserve.jobs.media import check_text_only
 
 _MOST_ERRORS: Final = 3
@@ -60,8 +69,8 @@ def placed(
     values: Values, name: str, formats: tuple[Format, ...], limits: ReadLimits, seen: Seen
 ) -> Iterator[tuple[Place, Record]]:
     """Records of one of the formats, the first record's, which `seen` is told, as it is keys that are not
-    read. Raises DataError, which lists the first invalid records, at most three, once
-    the first of them is reached."""
+    read. Plain texts of more characters than allowed are cut at borders. Raises DataError, which lists the
+    first invalid records, at most three, once the first of them is reached."""
     errors = _Errors(name)
     first: tuple[Place, Format] | None = None
     is_empty, looked = True, 0
@@ -71,11 +80,16 @@ def placed(
             if isinstance(value, DataError):
                 raise value
             value = with_known_keys(value, formats)
-            check_size(value, limits)
+            characters = check_size(value, limits)
             found = detect(value, formats)
+            if found.name != TEXTS:
+                check_characters(characters, limits)
             first = first or (place, found)
             if found.name != first[1].name:
-                raise DataError(f"expected {first[1].name}, as in {first[0]}; found {found.name}")
+                raise DataError(
+                    f"expected {first[1].name}, as in {first[0]}; found {found.name}: put those into a "
+                    "file of their own"
+                )
             fields = cast(Mapping[str, Any], value)
             check_text_only(fields)
             record = found.read(fields)
@@ -89,7 +103,7 @@ def placed(
             errors.add(place, error)
         else:
             if not errors:
-                yield place, record
+                yield from ((place, part) for part in _parts(record, limits.characters))
         looked += bool(errors)
         if errors.is_full or looked > _LOOKED_AT:
             break
@@ -97,3 +111,12 @@ def placed(
         raise errors.error()
     if is_empty:
         raise DataError(f"{name}: expected at least one example; found none")
+
+
+def _parts(record: Record, most: int | None) -> Iterator[Record]:
+    if most is None or not isinstance(record, TextRecord):
+        yield record
+        return
+    *before, last = cut_text(record.text, most)
+    yield from (TextRecord(part, goes_on=True) for part in before)
+    yield TextRecord(last)

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
 import msgspec
 
 from coserve.config import EngineConfig, StitchedChain
 from coserve.core.request import BASE, SLO
+from coserve.core.setting import Flag, Range, check_ranges
 from coserve.errors import ConfigError
 from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
 from coserve.schedule.policies import make_policy
@@ -37,6 +39,10 @@ DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
 _HOST = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*|[0-9a-fA-F]*:[0-9a-fA-F:.]*")  # a name or an address
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?")
 
+_Count = Annotated[int, Range(1)]
+_Limit = Annotated[int, Range(0)]  # 0: none
+_Seconds = Annotated[float, Range(0, above=True)]
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
@@ -51,88 +57,77 @@ class ServerSettings:
     """
 
     model: str  # folder or hub name
-    state: Path  # folder of everything that must outlive the server
-    name: str = ""  # what clients call the base; empty: the model's hub name, or its folder's
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0 takes a free one
+    state: Annotated[Path, Flag("Folder of all that outlives the server.", "FOLDER")]
+    # Empty: the model's hub name, or its folder's.
+    name: Annotated[str, Flag("What clients call the base model.")] = ""
+    host: Annotated[str, Flag("Address to listen on; {default} by default.")] = "127.0.0.1"
+    port: Annotated[int, Range(0, 65535), Flag("{default} by default; 0 takes a free one.")] = 8000
     bases: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     adapter_bases: Mapping[str, str] = field(default_factory=dict)
     chains: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     stitched: Mapping[str, StitchedChain] = field(default_factory=dict)
-    adapter_root: Path | None = None  # /v1/load_lora_adapter reads below it only; None: not at all
-    require_keys: bool = False  # on loopback too; elsewhere keys are needed in any case
-    allow_insecure: bool = False  # serve without any key on an address that others reach
-    allowed_hosts: tuple[str, ...] = ()  # accepted host names, beside its address and this machine's
-    cors_origins: tuple[str, ...] = ()  # web pages that may ask, as https://chat.example.org; "*" for all
-    max_queue: int = 1024  # requests waiting, of all tenants; more are answered 429
-    max_queue_tenant: int = 256  # requests waiting, of one tenant
-    max_requests_minute: int = 30_000  # of one tenant to /v1, as many at once; 0: any number
-    max_bad_keys_minute: int = 60  # requests without a right key, of one address; 0: any number
-    max_files_tenant: int = 1000  # uploaded files and adapters that one tenant keeps
-    max_bytes_tenant: int = 50 * 2**30  # of everything that is kept of one tenant: files and records
-    max_records_tenant: int = 1_000_000  # of one tenant: jobs, their events, sessions, samplers, checkpoints
-    keep_days: float = 90.0  # for records of ended jobs without a model and unused sessions; 0: for ever
-    max_idempotency_keys: int = 10_000  # of one tenant that are remembered; then the oldest is forgotten
-    idempotency_seconds: float = 86_400.0  # for which a key of a request that created something is remembered
-    max_jobs_tenant: int = 100  # jobs of one tenant that are not over
-    max_connections: int = 1024  # at once; of those without a request the oldest makes room for a new one
-    max_connections_address: int = 256  # of one address; this machine may have four times as many
-    stall_seconds: float = 15.0  # for headers to come, and for a body or reader slower than 1 KiB/s
-    max_jobs: int = 4  # jobs that train at once; more wait
-    max_file_bytes: int = 512 * 2**20  # largest upload
-    max_n: int = 16  # most choices of one request
-    drain_seconds: float = 30.0  # for running answers to finish when the server is told to stop
+    adapter_root: Annotated[Path | None, Flag("Folder that /v1/load_lora_adapter may read.", "FOLDER")] = None
+    require_keys: Annotated[bool, Flag("Ask for API keys on loopback too.")] = False
+    allow_insecure: Annotated[
+        bool,
+        Flag("Serve everybody who reaches the address, while there is no key.", name="--insecure-no-keys"),
+    ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Flag(
+            "A name that the server answers to without keys; may be repeated; * for any.",
+            "NAME",
+            "--allowed-host",
+        ),
+    ] = ()  # beside its address and this machine's
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Flag(
+            "A web page's origin that may ask, as https://chat.example.org; may be repeated; * for any.",
+            "ORIGIN",
+            "--cors-origin",
+        ),
+    ] = ()
+    max_queue: _Count = 1024  # requests waiting, of all tenants; more are answered 429
+    max_queue_tenant: _Count = 256  # requests waiting, of one tenant
+    max_requests_minute: _Limit = 30_000  # of one tenant to /v1, as many at once; 0: any number
+    max_bad_keys_minute: _Limit = 60  # requests without a right key, of one address; 0: any number
+    max_files_tenant: _Count = 1000  # uploaded files and adapters that one tenant keeps
+    max_bytes_tenant: _Count = 50 * 2**30  # of everything that is kept of one tenant: files and records
+    max_records_tenant: _Count = 1_000_000  # of one tenant: jobs, events, sessions, samplers, checkpoints
+    # For records of ended jobs without a model and unused sessions; 0: for ever.
+    keep_days: Annotated[float, Range(0)] = 90.0
+    max_idempotency_keys: _Count = 10_000  # of one tenant that are remembered; then the oldest is forgotten
+    idempotency_seconds: _Seconds = 86_400.0  # for which a key of a request that created something is known
+    max_jobs_tenant: _Count = 100  # jobs of one tenant that are not over
+    max_connections: _Count = 1024  # at once; of those without a request the oldest makes room for a new one
+    max_connections_address: _Count = 256  # of one address; this machine may have four times as many
+    stall_seconds: _Seconds = 15.0  # for headers to come, and for a body or reader slower than 1 KiB/s
+    max_jobs: Annotated[int, Range(1), Flag("Jobs that train at once; more wait.")] = 4
+    max_file_bytes: _Count = 512 * 2**20  # largest upload
+    max_n: _Count = 16  # most choices of one request
+    drain_seconds: Annotated[
+        float, Range(0), Flag("What running answers get to finish when the server is stopped.")
+    ] = 30.0
     # Seconds of silence after which a hanging process is replaced; at least 2, or 0 for never.
     watchdog_seconds: float = 8.0
-    engine_wait_seconds: float = 120.0  # most seconds that requests and checks wait for a missing engine
-    checkpoint_steps: int = 50  # optimizer steps between two checkpoints of a job
+    engine_wait_seconds: _Seconds = 120.0  # most seconds that requests and checks wait for a missing engine
+    checkpoint_steps: _Count = 50  # optimizer steps between two checkpoints of a job
     report_to: tuple[str, ...] = ()  # experiment trackers that all jobs are reported to
     report_project: str = "coserve"  # their project or experiment
     slo: Mapping[str, SLO] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    standby: bool = True  # an imported engine waits: a restart is seconds faster, for some 400 MB
-    log_level: str = "info"  # or debug, warning, error
+    # An imported engine waits: a restart is seconds faster.
+    standby: Annotated[
+        bool, Flag("Keep no second engine waiting: saves some 400 MB.", name=" /--no-standby")
+    ] = True
+    log_level: Annotated[str, Flag("debug, info, warning or error.")] = "info"
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must be a folder or a hub name, not empty")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
-        for name in (
-            "max_queue",
-            "max_queue_tenant",
-            "max_files_tenant",
-            "max_bytes_tenant",
-            "max_records_tenant",
-            "max_idempotency_keys",
-            "max_jobs_tenant",
-            "max_connections",
-            "max_connections_address",
-            "max_jobs",
-            "max_file_bytes",
-            "max_n",
-            "checkpoint_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_requests_minute", "max_bad_keys_minute"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
-        if not 0 <= self.keep_days < float("inf"):
-            raise ConfigError(f"keep_days must be a number of days >= 0, not {self.keep_days}")
-        if not 0 < self.idempotency_seconds < float("inf"):
-            raise ConfigError(
-                f"idempotency_seconds must be a number of seconds > 0, not {self.idempotency_seconds}"
-            )
-        if not 0 <= self.drain_seconds < float("inf"):
-            raise ConfigError(f"drain_seconds must be a number of seconds >= 0, not {self.drain_seconds}")
-        if not 0 < self.stall_seconds < float("inf"):
-            raise ConfigError(f"stall_seconds must be a number of seconds > 0, not {self.stall_seconds}")
-        if not 0 < self.engine_wait_seconds < float("inf"):
-            raise ConfigError(
-                f"engine_wait_seconds must be a number of seconds > 0, not {self.engine_wait_seconds}"
-            )
+        check_ranges(self)
         if self.watchdog_seconds and not LEAST_WATCHDOG <= self.watchdog_seconds < float("inf"):
             raise ConfigError(
                 f"watchdog_seconds must be a number of seconds >= {LEAST_WATCHDOG:g}, or 0 for no watchdog, "

@@ -77,11 +77,15 @@ class Cutter:
         self.counts.skipped += 1
         return ()
 
-    def take_pieces(self, pieces: Sequence[Example], length: int) -> list[Example]:
-        """The pieces of a text of `length` tokens that was cut; those of one token have nothing to learn."""
-        self.counts.lengths.append(length)
+    def take_pieces(self, pieces: Sequence[Example], length: int, has_begun: bool = False) -> list[Example]:
+        """The pieces of a text of `length` tokens that was cut, or of one more part of the text before;
+        those of one token have nothing to learn."""
+        if has_begun:
+            self.counts.lengths[-1] += length
+        else:
+            self.counts.lengths.append(length)
+            self.counts.split += 1
         found = [piece for piece in pieces if piece.label_count]
-        self.counts.split += 1
         self.counts.pieces += len(found)
         return found
 

@@ -1,17 +1,10 @@
-"""Borders at which a long text is cut into pieces: between paragraphs, else sentences, else words."""
+"""Borders at which a long text is cut into pieces of tokens; `jobs/borders.py` finds them in characters."""
 
-import re
 from array import array
 from bisect import bisect_right
-from typing import Final
 
+from coserve.jobs.borders import KINDS, borders_in
 from coserve.text.control import TokenPlaces
-
-# A run of white space, after the end of a sentence or not; or the end of a sentence that none follows.
-_BORDER: Final = re.compile(
-    r"(?P<end>[.!?\u2026\u3002\uff01\uff1f][\"'\u2019\u201d\u00bb)\]]{0,4})?\s+|(?<=[\u3002\uff01\uff1f])(?=\S)"
-)
-_PARAGRAPH, _SENTENCE, _WORD = range(3)
 
 
 def borders_of(text: str, count: int, places: TokenPlaces | None, room: int, ending: int) -> list[int]:
@@ -31,14 +24,9 @@ class _Borders:
 
     def __init__(self, text: str, places: TokenPlaces) -> None:
         self._places = places
-        self._runs = tuple((array("q"), array("q")) for _ in (_PARAGRAPH, _SENTENCE, _WORD))
-        for run in _BORDER.finditer(text):
-            ends_sentence = run["end"] is not None
-            start = run.end("end") if ends_sentence else run.start()
-            lines = text.count("\n", start, run.end())
-            is_sentence = lines or ends_sentence or start == run.end()
-            kind = _PARAGRAPH if lines > 1 else _SENTENCE if is_sentence else _WORD
-            for places_of_kind, place in zip(self._runs[kind], (start, run.end()), strict=True):
+        self._runs = tuple((array("q"), array("q")) for _ in range(KINDS))
+        for kind, *run in borders_in(text):
+            for places_of_kind, place in zip(self._runs[kind], run, strict=True):
                 places_of_kind.append(place)
 
     def best(self, first: int, last: int) -> int:

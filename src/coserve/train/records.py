@@ -39,12 +39,15 @@ def prepare(
     cutter = Cutter(limit)
 
     def made() -> Iterator[Example]:
+        has_begun = False  # a text of several records
         for number, record in enumerate(records, 1):
             try:
                 tokens, wanted = _encode(record, tokenizer, loss_on, allow_special_tokens)
-                if isinstance(record, TextRecord) and _is_cut(tokens, limit):
-                    pieces = _pieces(record.text, tokenizer, limit.most or 0, allow_special_tokens)
-                    yield from cutter.take_pieces(pieces, len(tokens))
+                goes_on = isinstance(record, TextRecord) and record.goes_on
+                if isinstance(record, TextRecord) and (has_begun or goes_on or _is_cut(tokens, limit)):
+                    pieces = _pieces(record, tokenizer, limit.most or len(tokens), allow_special_tokens)
+                    yield from cutter.take_pieces(pieces, len(tokens), has_begun)
+                    has_begun = goes_on
                     continue
                 example = _shifted(tokens, wanted)
             except DataError as error:
@@ -71,10 +74,11 @@ def _is_cut(tokens: list[int], limit: LengthLimit) -> bool:
     return limit.most is not None and len(tokens) > limit.most > 1
 
 
-def _pieces(text: str, tokenizer: Tokenizer, most: int, allow_special_tokens: bool) -> list[Example]:
+def _pieces(record: TextRecord, tokenizer: Tokenizer, most: int, allow_special_tokens: bool) -> list[Example]:
     """A text in pieces of at most `most` tokens, which together have its tokens. Each has the tokens that
     begin a text; those that end it are in the last one alone, as the text goes on after the others."""
-    first, last = first_tokens(tokenizer), last_tokens(tokenizer)
+    text, first = record.text, first_tokens(tokenizer)
+    last = [] if record.goes_on else last_tokens(tokenizer)
     tokens, places = text_encoding(tokenizer, text, allow_special_tokens)
     room = max(most - len(first), 1)
     if room <= len(last):

@@ -275,7 +275,7 @@ def test_a_check_creates_nothing_and_tells_what_the_job_would_be(
     assert shown[0] == (
         "data.jsonl: JSON lines, chats in messages, 30 records, of which 16 were read for this"
     )
-    assert shown[1] == "tokens: 600 in all; of one min 10, p50 20, p90 40, p99 80, max 90"
+    assert shown[1] == "tokens: 600 in all; in one example min 10, p50 20, p90 40, p99 80, max 90"
     assert shown[2:4] == [f"  10-49  {'#' * 40} 28", "  50-89  ### 2"]
     assert shown[4:12] == [
         "examples: 27 to train on",

@@ -87,14 +87,14 @@ def test_a_reader_that_fails_is_an_error_of_the_file(
 
 def test_rows_and_files_have_bounds(parser: Path) -> None:
     one = does(parser, "yield Batch([{'text': 'x' * 1000}])")
-    with pytest.raises(DataError, match=r"^a, row 71: expected at most 1000 bytes$"):
+    with pytest.raises(DataError, match=r"^a, row 71: expected at most 1000 bytes: split it$"):
         list(read_rows(one, "a", ReadLimits(longest=1000)))
     endless = does(parser, "while True: yield Batch([{'text': 'x' * 100}])")
-    with pytest.raises(DataError, match=r"^a, row \d+: expected to unpack to at most 5000 bytes$"):
+    with pytest.raises(DataError, match=r"^a, row \d+: expected to unpack to at most 5000 bytes: split it$"):
         list(read_rows(endless, "a", ReadLimits(unpacked=5000)))
-    with pytest.raises(DataError, match=r"^a, row 1005: expected at most 1004 rows$"):
+    with pytest.raises(DataError, match=r"^a, row 1005: expected at most 1004 rows: split"):
         list(read_rows(endless, "a", ReadLimits(few_rows=1000)))
-    with pytest.raises(DataError, match=r"^a: expected at most 24 rows; found 71$"):
+    with pytest.raises(DataError, match=r"^a: expected at most 24 rows; found 71: split the file$"):
         list(read_rows(one, "a", ReadLimits(few_rows=20)))
     with pytest.raises(DataError, match=r"^a: expected at most 0 columns; found 1$"):
         list(read_rows(one, "a", ReadLimits(columns=0)))

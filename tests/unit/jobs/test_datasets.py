@@ -1,5 +1,6 @@
 """Contents of training files, and the messages of refused ones."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs.datasets import parse, read, read_any, read_labelled, read_preferences, read_prompts
+from coserve.jobs.datasets import count, parse, read, read_any, read_labelled, read_preferences, read_prompts
 from coserve.jobs.formats import (
     ChatRecord,
     CompletionRecord,
@@ -162,8 +163,9 @@ def test_a_file_has_one_format(write: Write) -> None:
     with pytest.raises(DataError) as caught:
         list(read(path))
     assert str(caught.value).splitlines() == [
-        "train.jsonl, line 2: expected texts, as in line 1; found prompts with completions",
-        "train.jsonl, line 3: expected texts, as in line 1; found chats in messages",
+        f"train.jsonl, line {line}: expected texts, as in line 1; found {found}: put those into a file of "
+        "their own"
+        for line, found in ((2, "prompts with completions"), (3, "chats in messages"))
     ]
     graded = {"messages": CHAT["messages"][:1], "answer": "4"}
     assert len(list(read_any([CHAT, graded]))) == 2  # chats that end with an answer, or await one
@@ -212,11 +214,11 @@ def test_reading_streams(write: Write) -> None:
         ({"prompt": "a"}, f'expected {EXPECTED}; found "prompt"'),
         ({}, f"expected {EXPECTED}; found an empty object"),
         ([1], "record 1, line 7: " f"expected {EXPECTED}; found a number"),
-        (b"{broken", f"expected {EXPECTED}; JSON is malformed: object keys must be strings (byte 1)"),
+        (b"{broken", "expected one JSON object in this line; JSON is malformed: object keys"),
         (b"[" * 100_000, "record 1, line 7: expected the list to end with ]; the file ends before"),
-        (b"[" * 100_000 + b"]" * 100_000, f"line 7: expected {EXPECTED}; maximum recursion depth"),
-        (b'{"text": ' + b"[" * 100_000, f"expected {EXPECTED}; maximum recursion depth"),
-        (b'{"text": "\\ud800"}', f"expected {EXPECTED}; "),
+        (b"[" * 100_000 + b"]" * 100_000, "line 7: expected one JSON object; maximum recursion depth"),
+        (b'{"text": ' + b"[" * 100_000, "expected one JSON object in this line; maximum recursion depth"),
+        (b'{"text": "\\ud800"}', "expected one JSON object in this line; "),
         ({"text": 3}, 'expected "text" to be a string; found a number'),
         ({"text": None}, 'expected "text" to be a string; found null'),
         ({"text": " \n"}, 'expected "text" to hold text; found it empty'),
@@ -256,7 +258,7 @@ def test_half_a_surrogate_pair_is_no_text() -> None:
 @pytest.mark.parametrize("name", ["train.jsonl", "corpus.txt"])
 def test_other_encodings_are_refused_with_their_line(write: Write, name: str) -> None:
     path = write({"text": "fine"}, '{"text": "Größe"}'.encode("latin-1"), name=name)
-    with pytest.raises(DataError, match=rf"^{name}, line 2: expected UTF-8; found byte 0xf6$"):
+    with pytest.raises(DataError, match=rf"^{name}, line 2: expected UTF-8; found byte 0xf6: save"):
         list(read(path))
 
 
@@ -283,7 +285,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             b'{"text": "a"}\n{"text": "' + b"b" * 100 + b'"}\n',
             "a.jsonl, line 2: expected at most 50",
         ),
-        ("a.txt", b"a\n\n" + b"0123456789\n" * 6, "a.txt, line 8: expected a blank line"),
+        ("a.csv", b"text\na\n" + b"0" * 100 + b"\n", "a.csv, line 3: expected at most 50 bytes"),
     ],
 )
 def test_nothing_is_read_as_a_whole(tmp_path: Path, name: str, data: bytes, said: str) -> None:
@@ -291,6 +293,47 @@ def test_nothing_is_read_as_a_whole(tmp_path: Path, name: str, data: bytes, said
     with pytest.raises(DataError, match=said):
         list(read(tmp_path / name, limits=ReadLimits(longest=50)))
     assert len(list(read(tmp_path / name, limits=ReadLimits(longest=200)))) == 2
+
+
+def test_a_long_text_is_cut_at_borders() -> None:
+    """A text of several records is one example to the count, and ends once."""
+    document = "One two. Three four five.\n\nSix seven eight nine ten eleven\n\ntwelve"
+    parts = ["One two. Three four five.\n\n", "Six seven eight nine ten ", "eleven\n\ntwelve"]
+    records = list(read([{"text": document, "id": 1}, {"text": "short"}], limits=ReadLimits(characters=28)))
+    assert records == [
+        *(TextRecord(part, goes_on=True) for part in parts[:-1]),
+        TextRecord(parts[-1]),
+        TextRecord("short"),
+    ]
+    solid = list(read([{"text": "x" * 70}], limits=ReadLimits(characters=28)))
+    assert [len(record.text) for record in solid if isinstance(record, TextRecord)] == [28, 28, 14]
+    with pytest.raises(DataError, match="at most 28 characters in a record"):
+        list(read([{"prompt": document, "completion": "a"}], limits=ReadLimits(characters=28)))
+
+
+def test_cut_texts_are_counted_once(write: Write) -> None:
+    path = write({"text": "one two three"}, {"text": "four"})
+    assert count(path, "a", ReadLimits(characters=5)) == 2
+    assert len(list(read(path, limits=ReadLimits(characters=5)))) == 4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_paragraphs_and_lines_of_a_corpus_are_cut_where_they_are_too_long(
+    tmp_path: Path, packed: bool
+) -> None:
+    """Also within a character of several bytes, and in one line without an end."""
+    line = "über die Größe. " * 20
+    corpus = f"first\n\n{line}\nsecond line\n\nlast\n{'ö' * 101}"
+    path = tmp_path / ("a.txt.gz" if packed else "a.txt")
+    data = corpus.encode()
+    path.write_bytes(gzip.compress(data) if packed else data)
+    texts = [one.text for one in read(path, limits=ReadLimits(longest=50)) if isinstance(one, TextRecord)]
+    assert max(map(len, texts)) <= 50 and texts[0] == "first"
+    assert "".join(texts[1:]) == corpus.removeprefix("first\n\n").replace("\n\n", "")
+    assert texts[1] == "über die Größe. " * 3
+    path.write_bytes(gzip.compress(data[:-1] + b"\xff") if packed else data[:-1] + b"\xff")
+    with pytest.raises(DataError, match=r"line 7: expected UTF-8; found byte 0xc3"):
+        list(read(path, limits=ReadLimits(longest=50)))
 
 
 def test_a_record_has_bounds() -> None:

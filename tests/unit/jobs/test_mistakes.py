@@ -33,7 +33,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
      'message 1: expected "content[0]" to be an object with "type" and "text"; found a string'),
     (CHAT, {"tools": [{"type": "search"}]}, """expected "tools[0].type" to be "function"; found 'search'"""),
     (ALPACA, {"output": ""}, 'expected "output" to hold text; found it empty'),
-    (ALPACA, {"history": [["Hi"]]}, 'expected "history[0]" to be an instruction and its output'),
+    (ALPACA, {"history": [["Hi"]]}, 'expected "history[0]" to be two texts: an instruction and its'),
     (SHAREGPT, {"conversations": [{"from": "alien", "value": "Hi"}]},
      '"conversations", message 1: expected "from" to be one of system, human'),
     (PAIR, {"rejected": [USER]}, """expected "rejected" to hold messages of the assistant; found 'user'"""),

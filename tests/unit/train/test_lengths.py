@@ -11,6 +11,7 @@ import pytest
 from coserve import tiny
 from coserve.errors import ConfigError, DataError
 from coserve.jobs.datasets import read, read_labelled, read_preferences, read_prompts
+from coserve.jobs.limits import ReadLimits
 from coserve.text.tokenizer import load_tokenizer
 from coserve.train.example import IGNORED, Example, Prepared
 from coserve.train.grading.graders import RegexGrader
@@ -266,6 +267,24 @@ def test_plain_texts_are_cut_at_borders_whatever_the_setting(name: str, too_long
         for one in prepared.examples:
             assert one.labels == (*one.tokens[1:], IGNORED)
         check_lengths_of(prepared, LengthLimit(most, too_long, "x"))
+
+
+def test_parts_of_a_text_are_pieces_of_one_example() -> None:
+    """The tokens that end a text are in the last piece of the last part."""
+    tokenizer = tokenizers()["letters"]
+    text = "One two three. Four five six seven."
+    for limit in (LengthLimit(), LengthLimit(10)):
+        given = [{"text": "a b"}, {"text": text}, {"text": "c"}]
+        prepared = prepare(read(given, limits=ReadLimits(characters=20)), tokenizer, limit=limit)
+        end = tokenizer.eos_token_id
+        ends = [example.tokens.index(end) for example in prepared.examples if end in example.tokens]
+        assert len(ends) == 3 and prepared.examples[-2].tokens[-1] == end
+        assert len(prepared.counts.lengths) == 3 and prepared.counts.split == 1
+        assert prepared.counts.pieces == len(prepared.examples) - 2 > 1
+        learned = "".join(
+            tokenizer.decode(one.tokens, skip_special_tokens=True) for one in prepared.examples[1:-1]
+        )
+        assert learned == text
 
 
 def test_pieces_are_whole_paragraphs_else_sentences_else_words() -> None:

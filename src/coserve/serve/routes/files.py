@@ -59,7 +59,8 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         path = state.store.file_path(file)
         upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
         examples, ignored = await _survey(request, state, caller, upload.path, file.filename)
-        file = replace(file, examples=examples)
+        details = f"Not read of its records: {', '.join(ignored)}" if ignored else None
+        file = replace(file, examples=examples, details=details)
         await asyncio.to_thread(settle, upload.path, path)
     finally:
         upload.path.unlink(missing_ok=True)
@@ -68,10 +69,7 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
     except QuotaExceeded:
         await asyncio.to_thread(path.unlink)
         raise
-    shown = _shown(file)
-    if ignored:
-        shown.status_details = f"Not read of its records: {', '.join(ignored)}"
-    return shown
+    return _shown(file)
 
 
 @router.get("/v1/files", response_model=FileList, responses=error_responses(), summary="List files")
@@ -201,6 +199,7 @@ def _shown(file: File) -> FileObject:
         bytes=file.bytes,
         created_at=file.created,
         filename=file.filename,
+        status_details=file.details,
         expires_at=file.expires,
         purpose="fine-tune-results" if file.purpose == "fine-tune-results" else "fine-tune",
     )

@@ -22,7 +22,7 @@ class FileObject(BaseModel):
         default="processed", description="Files are checked while they come in."
     )
     status_details: str | None = Field(
-        default=None, description="After the upload the keys of records that are not read."
+        default=None, description="The keys of its records that are not read, if there are any."
     )
     expires_at: int | None = Field(
         default=None, description="When the file is deleted, unless an unfinished job reads it then."

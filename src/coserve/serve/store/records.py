@@ -98,7 +98,8 @@ class Key:
 
 class File(Record):
     """An uploaded or a result file with its bytes at `Store.file_path`. `suffix` is that of the file on disk
-    (`jobs.containers.SUFFIXES`), `examples` their number in training data. `expires` is None for never."""
+    (`jobs.containers.SUFFIXES`), `examples` their number in training data, and `details` a sentence about
+    what was found in these. `expires` is None for never."""
 
     __tablename__ = "files"
     __table_args__ = (Index("files_of_tenant", "tenant", "number"),)
@@ -111,6 +112,7 @@ class File(Record):
     suffix: Mapped[str]
     examples: Mapped[int | None] = mapped_column(default=None)
     expires: Mapped[int | None] = mapped_column(default=None, index=True)
+    details: Mapped[str | None] = mapped_column(default=None)
 
 
 class Adapter(Record):

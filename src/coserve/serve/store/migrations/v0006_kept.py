@@ -33,32 +33,39 @@ TABLES = {
 
 def count_rows(table: str, owner: str, columns: str, has_files: bool) -> None:
     """Adds triggers that count a table's rows, and counts what is there."""
-
-    def size(row: str) -> str:
-        texts = (f"coalesce(length(CAST({row}.{column} AS BLOB)), 0)" for column in columns.split())
-        return " + ".join([str(_ROW), *texts, *([f"{row}.bytes"] if has_files else [])])
-
-    new, old, each = (owner.format(row=row) for row in ("NEW", "OLD", "r"))
+    each = owner.format(row="r")
     op.execute(
         f"INSERT INTO kept (tenant, kind, rows, bytes) SELECT {each}, '{table}', count(*), "
-        f"sum({size('r')}) FROM {table} AS r WHERE {each} IS NOT NULL GROUP BY {each}"
+        f"sum({_size('r', columns, has_files)}) FROM {table} AS r WHERE {each} IS NOT NULL GROUP BY {each}"
     )
+    add_triggers(table, owner, columns, has_files)
+
+
+def add_triggers(table: str, owner: str, columns: str, has_files: bool) -> None:
+    """Adds triggers that count a table's rows from now on."""
+    new, old = (owner.format(row=row) for row in ("NEW", "OLD"))
+    size_new, size_old = (_size(row, columns, has_files) for row in ("NEW", "OLD"))
     op.execute(
         f"CREATE TRIGGER kept_{table}_insert AFTER INSERT ON {table} WHEN {new} IS NOT NULL BEGIN "
         "INSERT INTO kept (tenant, kind, rows, bytes) "
-        f"VALUES ({new}, '{table}', 1, {size('NEW')}) "
+        f"VALUES ({new}, '{table}', 1, {size_new}) "
         "ON CONFLICT (tenant, kind) DO UPDATE SET rows = rows + 1, bytes = bytes + excluded.bytes; END"
     )
     op.execute(
         f"CREATE TRIGGER kept_{table}_delete AFTER DELETE ON {table} BEGIN "
-        f"UPDATE kept SET rows = rows - 1, bytes = bytes - ({size('OLD')}) "
+        f"UPDATE kept SET rows = rows - 1, bytes = bytes - ({size_old}) "
         f"WHERE tenant = {old} AND kind = '{table}'; END"
     )
     op.execute(
         f"CREATE TRIGGER kept_{table}_update AFTER UPDATE ON {table} BEGIN "
-        f"UPDATE kept SET bytes = bytes - ({size('OLD')}) + {size('NEW')} "
+        f"UPDATE kept SET bytes = bytes - ({size_old}) + {size_new} "
         f"WHERE tenant = {new} AND kind = '{table}'; END"
     )
+
+
+def _size(row: str, columns: str, has_files: bool) -> str:
+    texts = (f"coalesce(length(CAST({row}.{column} AS BLOB)), 0)" for column in columns.split())
+    return " + ".join([str(_ROW), *texts, *([f"{row}.bytes"] if has_files else [])])
 
 
 def upgrade() -> None:
