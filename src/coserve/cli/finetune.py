@@ -12,24 +12,21 @@ import typer
 from coserve.cli.options import (
     ApiKey,
     AsJson,
-    BaseCa,
-    BaseCertificate,
-    BaseKey,
-    BasePin,
-    BasePrivacy,
     ModelName,
     Url,
     connect,
     given,
     in_flags,
     tell_wait,
-)  # fmt: skip
+    with_flags,
+)
 from coserve.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
 
 
+@with_flags("base_ca", "base_pin", "base_certificate", "base_key", "base_privacy")
 def finetune(
     context: typer.Context,
     file: Annotated[
@@ -103,11 +100,8 @@ def finetune(
             "by commas) compute the linears of --model, a folder. Needs --output.",
         ),
     ] = None,
-    base_ca: BaseCa = None,
-    base_pin: BasePin = None,
-    base_certificate: BaseCertificate = None,
-    base_key: BaseKey = None,
-    base_privacy: BasePrivacy = None,
+    *,
+    flags: dict[str, Any],
     check: Annotated[
         bool,
         typer.Option(
@@ -144,10 +138,7 @@ def finetune(
     )
     own = _pairs("--method-option", method_option) or {}
     training = _method(method, own, hyperparameters, grader, teacher)
-    access = given(
-        base=base, base_ca=base_ca, base_pin=base_pin, base_certificate=base_certificate, base_key=base_key,
-        base_privacy=base_privacy,
-    )  # fmt: skip
+    access = given(base=base) | flags.get("engine", {})
     if access or output is not None:
         from coserve.cli.finetune_here import JobHere, check_here, finetune_here
 

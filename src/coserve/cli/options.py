@@ -57,43 +57,47 @@ def option_of(kind: type, field: str) -> Any:
 
 
 State = Annotated[Path | None, option_of(ServerSettings, "state")]
-BaseCa = Annotated[str | None, option_of(EngineConfig, "base_ca")]
-BasePin = Annotated[str | None, option_of(EngineConfig, "base_pin")]
-BaseCertificate = Annotated[str | None, option_of(EngineConfig, "base_certificate")]
-BaseKey = Annotated[str | None, option_of(EngineConfig, "base_key")]
-BasePrivacy = Annotated[str | None, option_of(EngineConfig, "base_privacy")]
 
 
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces the parameter `flags` by an option for each setting of a server that has a flag. The command
-    gets those that were given, in the structure of the file's table."""
+def with_flags(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replaces a command's parameter `flags` by an option for each setting of a server, or of its engine,
+    that has a flag, or for those of these `names`. The command gets those that were given, in the structure
+    of the file's table."""
     tables = {"": ServerSettings, "engine": EngineConfig}
-    settings = [(table, kind, name) for table, kind in tables.items() for name in noted(kind, Flag)]
-    hints, parameters = get_type_hints(command, include_extras=True), []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name == "flags":
-            parameters += [
-                inspect.Parameter(
-                    field,
-                    parameter.KEYWORD_ONLY,
-                    default=None,
-                    annotation=Annotated[_type_on_line(kind, field) | None, option_of(kind, field)],
-                )
-                for _, kind, field in settings
-            ]
-        else:
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+    settings = [
+        (table, kind, field)
+        for table, kind in tables.items()
+        for field in noted(kind, Flag)
+        if not names or field in names
+    ]
+    options = [
+        inspect.Parameter(
+            field,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[_type_on_line(kind, field) | None, option_of(kind, field)],
+        )
+        for _, kind, field in settings
+    ]
 
-    @wraps(command)
-    def call(**options: Any) -> None:
-        flags: dict[str, Any] = {}
-        for table, _, field in settings:
-            if (value := options.pop(field)) not in (None, []):
-                (flags.setdefault(table, {}) if table else flags)[field] = value
-        command(**options, flags=flags)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints, parameters = get_type_hints(command, include_extras=True), []
+        for name, parameter in inspect.signature(command).parameters.items():
+            own = parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name])
+            parameters += options if name == "flags" else [own]
 
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return call
+        @wraps(command)
+        def call(**given: Any) -> None:
+            flags: dict[str, Any] = {}
+            for table, _, field in settings:
+                if (value := given.pop(field)) not in (None, []):
+                    (flags.setdefault(table, {}) if table else flags)[field] = value
+            command(**given, flags=flags)
+
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def _type_on_line(kind: type, field: str) -> Any:

@@ -16,7 +16,7 @@ ZOO_TABLES = ("chains", "bases", "adapter_bases", "stitched")  # settings that a
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
 
 
-@with_flags
+@with_flags()
 def serve(
     context: typer.Context,
     model: Annotated[

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.options import ApiKey, AsJson, BaseCa, BaseCertificate, BaseKey, BasePin
+from coserve.cli.options import ApiKey, AsJson, with_flags
 
 if TYPE_CHECKING:
     from coserve.split.messages import ExecutorStatus, ProductStatus
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_ACCESS = ("base_ca", "base_pin", "base_certificate", "base_key")  # settings of an engine
 Found = Mapping[str, Any]
 
 
+@with_flags(*_ACCESS)
 def status(
     context: typer.Context,
     addresses: Annotated[
@@ -31,10 +33,8 @@ def status(
             help="What executors ask their clients for; of several, one each, with commas.",
         ),
     ] = "",
-    base_ca: BaseCa = None,
-    base_pin: BasePin = None,
-    base_certificate: BaseCertificate = None,
-    base_key: BaseKey = None,
+    *,
+    flags: dict[str, Any],
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,7 +47,8 @@ def status(
     from coserve.split.status import ask_status
 
     asked = [address for address in addresses if not address.startswith("http")]
-    credentials = Credentials(key, base_ca or "", base_pin or "", base_certificate or "", base_key or "")
+    access = flags.get("engine", {})
+    credentials = Credentials(key, *(access.get(name, "") for name in _ACCESS))
     known = dict(zip(asked, credentials.of(asked, "--key", "--base-pin"), strict=True))
 
     def of_server(address: str) -> Found:
