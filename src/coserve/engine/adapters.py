@@ -22,51 +22,72 @@ from coserve.model.base import Base
 from coserve.schedule.open_requests import OpenRequests
 
 
-class EngineAdapters:
-    """Publishes, loads, pins, saves and removes the adapters of one base of an engine. Bases share all but
-    what they know of their own: one bank, one cache, one thread that reads.
+class SharedAdapters:
+    """The adapters of all bases of an engine: `bank` has the current version of each name, `cache` the tier
+    and users of each version, `paged` the requests that wait for one, `reader` the reads of weights."""
 
-    `bank` has the current version of each name, `cache` the tier and users of each version, `paged` the
-    requests that wait for one, `reader` the reads of weights. Callers of `publish` hold `lock`, the engine's;
-    the other methods take it where they need it, so steps go on while files are read.
+    def __init__(
+        self,
+        requests: OpenRequests,
+        room: Callable[[], int],
+        host_room: int,
+        pause_training: Callable[[], object],
+    ) -> None:
+        """`room` gives the bytes that adapters read from files can have, `host_room` is that of their host
+        copies. `pause_training` is called once an adapter is read."""
+        self._executors: dict[str, Executor] = {}  # by base
+        self.reader = Reader(self._read, pause_training)
+        self.cache = AdapterCache(self.reader.begin, self.drop, room, host_room)
+        self.bank = AdapterBank(self.cache)
+        self.paged = PagedAdapters(self.cache, requests, self.reader)
+
+    def add_base(self, base: str, executor: Executor) -> None:
+        """Takes adapters for a base from now on."""
+        self._executors[base] = executor
+
+    def drop(self, key: str, tier: AdapterTier) -> None:
+        """Frees a version's copy in a tier."""
+        for executor in self._executors.values():  # those of other bases know no such key
+            executor.call(DropAdapters((key,), tier))
+
+    def _read(self, stored: StoredVersion) -> int:
+        """Loads a stored version onto the device; returns its bytes there. Runs on the reader's thread."""
+        return self._executors[stored.base].call(ReadAdapter(stored)).nbytes
+
+
+class EngineAdapters:
+    """Publishes, loads, pins, saves and removes the adapters of one base of an engine. What bases share is in
+    `shared`; `bank`, `cache`, `paged` and `reader` are its own.
+
+    Callers of `publish` hold `lock`, the engine's; the other methods take it where they need it, so steps go
+    on while files are read.
     """
 
     def __init__(
         self,
+        shared: SharedAdapters,
         executor: Executor,
         base: Base,
-        requests: OpenRequests,
         memory: EngineMemory,
         slot_nbytes: Callable[[Bypasses], int],
         refuse_while_trained: Callable[[str], None],
         removed: Callable[[], None],
         lock: AbstractContextManager[bool],
-        pause_training: Callable[[], object],
-        beside: "EngineAdapters | None" = None,
         base_id: str = BASE,
     ) -> None:
         """`slot_nbytes` gives the bytes of an adapter's slot. `refuse_while_trained` raises JobError for the
-        name of an adapter in training; `removed` is called once an adapter's bytes may be free,
-        `pause_training` once one is read. `beside` are those of the engine's first base."""
+        name of an adapter in training; `removed` is called once an adapter's bytes may be free."""
         self._executor, self._base, self._memory, self._lock = executor, base, memory, lock
         self._refuse_while_trained, self._removed = refuse_while_trained, removed
         self._outlines = Outlines(base, base.dtype, slot_nbytes)
-        self._base_id = base_id
-        self._executors: dict[str, Executor] = {} if beside is None else beside._executors  # by base
-        if beside is None:
-            self.reader = Reader(self._read, pause_training)
-            room = memory.stored_room
-            self.cache = AdapterCache(self.reader.begin, self._drop, room, executor.spec.host_room)
-            self.bank = AdapterBank(self.cache)
-            self.paged = PagedAdapters(self.cache, requests, self.reader)
-        else:
-            self.reader, self.cache, self.bank, self.paged = (
-                beside.reader, beside.cache, beside.bank, beside.paged
-            )  # fmt: skip
+        self._base_id, self.shared = base_id, shared
+        self.bank, self.cache, self.paged, self.reader = (
+            shared.bank, shared.cache, shared.paged, shared.reader
+        )  # fmt: skip
 
     def open(self) -> None:
         """Takes adapters for the base from now on."""
-        self._executors[self._base_id] = self._executor
+        self.shared.add_base(self._base_id, self._executor)
 
     def look(self, name: str) -> KnownVersion:
         """The current version of a name, or the version of a key. Raises AdapterNotFound, and AdapterError
@@ -157,17 +178,7 @@ class EngineAdapters:
         for updated in updates:
             name, _, number = updated.version.rpartition("@")
             if name not in self.bank:  # removed while the plan was under way
-                self._drop(updated.version, AdapterTier.DEVICE)
+                self.shared.drop(updated.version, AdapterTier.DEVICE)
                 continue
             before = self.bank.look(name)
             self.bank.publish(KnownVersion(name, int(number), before.outline, base=before.base))
-
-    # For the cache
-
-    def _read(self, stored: StoredVersion) -> int:
-        """Loads a stored version onto the device; returns its bytes there. Runs on the reader's thread."""
-        return self._executors[stored.base].call(ReadAdapter(stored)).nbytes
-
-    def _drop(self, key: str, tier: AdapterTier) -> None:
-        for executor in self._executors.values():  # those of other bases know no such key
-            executor.call(DropAdapters((key,), tier))

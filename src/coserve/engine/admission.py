@@ -6,7 +6,7 @@ start in order of arrival, so small jobs cannot starve a large one.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol
 
 from coserve.adapters.replace import expect_exact
@@ -47,8 +47,16 @@ class _WaitingJob(NamedTuple):
     admission: "Admission"  # of its base
 
 
+@dataclass(slots=True)
+class JobLine:
+    """Jobs of all bases of an engine that wait for bytes, the next one first, and each base's admission."""
+
+    waiting: dict[str, _WaitingJob] = field(default_factory=dict)
+    admissions: list["Admission"] = field(default_factory=list)
+
+
 class Admission:
-    """Admits jobs of one base as far as bytes allow. Those of all bases of an engine wait in one line. All
+    """Admits jobs of one base as far as bytes allow. Those of all bases of an engine wait in one `line`. All
     methods run between two steps."""
 
     def __init__(
@@ -58,21 +66,18 @@ class Admission:
         base: Base,
         config: SchedulerConfig,
         steps: Steps,
-        beside: "Admission | None" = None,
+        line: JobLine,
     ) -> None:
-        """`steps` limits what one job may have under way at once; `beside` is that of the engine's first
-        base."""
+        """`steps` limits what one job may have under way at once."""
         self._memory, self._executor, self._base, self.steps = memory, executor, base, steps
         self._base_owner = base_owner("base", memory.base_id)
         self._backward_owner = base_owner(_BACKWARD, memory.base_id)
         self._row_nbytes = replayed_bytes(base, 1)  # computed once, as it looks at every linear
         self._ledger = memory.ledger
-        # Of all bases, the next one first.
-        self._waiting: dict[str, _WaitingJob] = {} if beside is None else beside._waiting
+        self.line, self._waiting = line, line.waiting
         self._sizes: dict[str, JobSize] = {}  # of all jobs that have entered
         self._needs: dict[str, JobNeeds] = {}  # of these, computed once: it takes most of a millisecond
-        self._all: list[Admission] = [] if beside is None else beside._all  # of all bases
-        self._all.append(self)
+        line.admissions.append(self)
         self._left = 0  # jobs that have left since freed memory was returned
         self._reserved_rows = config.reserved_rows
         group = 0 if config.training_window is not None else config.reserved_rows
@@ -86,7 +91,7 @@ class Admission:
 
     def has(self, name: str) -> bool:
         """Tells whether a job or session of this name, on any base, has entered and not left."""
-        return any(name in one._sizes for one in self._all)
+        return any(name in one._sizes for one in self.line.admissions)
 
     def check(self, name: str, size: JobSize) -> JobNeeds:
         """A job's needs, for `enter`. Raises OutOfMemory, with settings that would fit, for a job that would
@@ -214,6 +219,6 @@ class Admission:
         if place:
             return f"waits for {needed} of memory, behind job {self.waiting[0]}"
         missing = self._ledger.missing(self._wanted(name))
-        running = [job for one in self._all for job in one._running]
+        running = [job for one in self.line.admissions for job in one._running]
         holders = f"job {', '.join(running)} ends" if running else "an adapter is unloaded"
         return f"waits for {needed} of memory, {show_size(missing)} more than are free, until {holders}"

@@ -27,7 +27,7 @@ from coserve.engine.chain_changes import ChainChanges
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, reserved_positions
 from coserve.engine.loop import StepLoop
-from coserve.engine.memory import EngineMemory
+from coserve.engine.memory import DeviceBudget, EngineMemory
 from coserve.engine.openings import Openings
 from coserve.engine.reading import Data, Reading, read_data
 from coserve.engine.rollouts import Rollouts
@@ -96,7 +96,8 @@ class Engine:
         if beside is None:
             set_threads(config.threads)
         self._counts_libraries = counts_libraries
-        self.memory: EngineMemory = EngineMemory(config, None if beside is None else beside.memory, base_id)
+        budget = DeviceBudget(config) if beside is None else beside.memory.budget
+        self.memory: EngineMemory = EngineMemory(config, budget, base_id)
         special = config.allow_special_tokens
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
         if opened is None:
@@ -115,7 +116,9 @@ class Engine:
             plans_ahead = config.plans_ahead and not reads and not config.base
             first = self._cache(settings, SwapTier(config.swap_nbytes, GUESS))
             schedule = Scheduler(first, self.cost, policy)
-            self.loop: StepLoop[Engine] = StepLoop(self.executor, schedule, clock, plans_ahead)
+            self.loop: StepLoop[Engine] = StepLoop(
+                self.executor, schedule, clock, plans_ahead, self.memory.stored_room
+            )
         else:
             self.loop = beside.loop
         self.bases, self.scheduler = self.loop.bases, self.loop.scheduler
@@ -124,16 +127,14 @@ class Engine:
             places = {*range(self.base.depth)} - self.streaming.plan.resident
             self.cost.reads.start(places, self.streaming.plan.read_nbytes, self.streaming.rate)
         self.adapters: EngineAdapters = EngineAdapters(
+            self.loop.adapters,
             self.executor,
             self.base,
-            self.scheduler.requests,
             self.memory,
             opened.slot_nbytes,
             self._refuse_while_trained,
             lambda: self.training.admission.advance(),
             self.loop.lock,
-            self.arrivals.pause_training,
-            None if beside is None else beside.adapters,
             base_id,
         )
         self.memory.open(self.executor, self.base, self.adapters.cache, settings)
@@ -157,7 +158,7 @@ class Engine:
             self.base,
             settings,
             self._steps(policy, settings),
-            None if beside is None else beside.training.admission,
+            self.loop.jobs,
         )
         self.openings = Openings(self.executor, self.adapters.bank, base_id)
         own = self.executor, self.base, self.adapters.bank, self.scheduler, admission, self.openings

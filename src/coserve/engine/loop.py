@@ -8,7 +8,8 @@ from typing import Generic, Protocol, TypeVar
 from coserve.core.events import Event, Finished, JobFailed, PassDone, RequestFailed, StepDone, TokenEvent
 from coserve.core.plan import StepResult
 from coserve.core.request import BASE, FinishReason
-from coserve.engine.adapters import EngineAdapters
+from coserve.engine.adapters import EngineAdapters, SharedAdapters
+from coserve.engine.admission import JobLine
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.bases import Bases
 from coserve.engine.chain_changes import ChainChanges
@@ -45,22 +46,31 @@ H = TypeVar("H", bound=BaseHost)
 class StepLoop(Generic[H]):
     """Plans, runs and applies the steps of all bases, and delivers what comes of them.
 
-    `bases` are the hosts, `completions` the handles of open requests by key. All that happens between two
-    steps happens under `lock`; `arrivals` announces who waits for it. A step is `Scheduler.plan`, the
-    executor, `Scheduler.apply`.
+    `bases` are the hosts, `completions` the handles of open requests by key, `adapters` those of all bases,
+    and `jobs` the line in which jobs wait for bytes. All that happens between two steps happens under `lock`;
+    `arrivals` announces who waits for it. A step is `Scheduler.plan`, the executor, `Scheduler.apply`.
     """
 
     def __init__(
-        self, executor: Executor, scheduler: Scheduler, clock: Callable[[], float], plans_ahead: bool
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        plans_ahead: bool,
+        stored_room: Callable[[], int],
     ) -> None:
         """`executor` is that of the first base. `plans_ahead` has the next step planned while one runs
-        (asynchronous scheduling)."""
+        (asynchronous scheduling). `stored_room` gives the bytes that adapters read from files can have."""
         self.executor = StepExecutor(executor)
         self.bases: Bases[H] = Bases()
         self.scheduler, self.clock = scheduler, clock
         self.completions: dict[int, Completion] = {}
         self.lock = threading.RLock()
         self.arrivals = Arrivals(self.executor)
+        self.adapters = SharedAdapters(
+            scheduler.requests, stored_room, executor.spec.host_room, self.arrivals.pause_training
+        )
+        self.jobs = JobLine()
         self._plans_ahead = plans_ahead
 
     def join(

@@ -21,7 +21,7 @@ from coserve.memory.budget import Capacity, budget_of, process_capacity
 from coserve.memory.compiled import bound_compiled_shapes, built_bytes
 from coserve.memory.ledger import Account, Bytes, Ledger
 from coserve.memory.malloc import resident_bytes, return_freed_memory
-from coserve.memory.measured import Meter, make_meter
+from coserve.memory.measured import make_meter
 from coserve.model.base import Base
 from coserve.model.load import usable_device
 from coserve.schedule.config import SchedulerConfig
@@ -35,25 +35,27 @@ _LIBRARIES: Final = "libraries"
 _REGROWN: Final = 8 << 20
 
 
-class EngineMemory:
-    """The bytes of one base in the ledger of its engine, which all bases share (`beside` is that of the first
-    one). All methods run between two steps."""
+class DeviceBudget:
+    """The bytes of a device as all bases of an engine have them in common: the ledger, and what each base
+    holds (`bases`, those that are loaded)."""
 
-    def __init__(
-        self, config: EngineConfig, beside: "EngineMemory | None" = None, base_id: str = BASE
-    ) -> None:
-        """That of an engine's first base must be made before the model is loaded: the bytes free then are the
-        capacity. Raises ConfigError where the device cannot be used."""
-        self.base_id = base_id
+    def __init__(self, config: EngineConfig) -> None:
+        """It must be made before a model is loaded: the bytes free then are the capacity. Raises ConfigError
+        where the device cannot be used."""
         device = usable_device(config.device)
         bound_compiled_shapes()
-        self._all: list[EngineMemory] = [] if beside is None else beside._all  # of all bases that are loaded
-        self.meter: Meter = make_meter(device) if beside is None else beside.meter
-        # Bytes of the imports, which no budget counts.
-        self.imports: int = resident_bytes() if beside is None else beside.imports
-        self.ledger: Ledger = (
-            Ledger(budget_of(config.memory, device_capacity(device))) if beside is None else beside.ledger
-        )
+        self.bases: list[EngineMemory] = []
+        self.meter = make_meter(device)
+        self.imports = resident_bytes()  # which no budget counts
+        self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
+
+
+class EngineMemory:
+    """The bytes of one base in the ledger of its engine. All methods run between two steps."""
+
+    def __init__(self, config: EngineConfig, budget: DeviceBudget, base_id: str = BASE) -> None:
+        self.base_id, self.budget = base_id, budget
+        self.meter, self.imports, self.ledger = budget.meter, budget.imports, budget.ledger
         self._limit = adapter_limit(config, self.ledger.budget)
         self._returned = 0  # resident bytes after freed memory was last returned
 
@@ -75,7 +77,7 @@ class EngineMemory:
                 f"step ({show_size(workspace)}): set it to {show_size(self.ledger.budget + missing, up=True)}"
             )
         self.ledger.reserve(fixed)
-        self._all.append(self)
+        self.budget.bases.append(self)
         if self._limit is not None and self.base_id == BASE:
             asked = {_STORED: {Account.ADAPTERS: self._limit}}
             if missing := self.ledger.missing(asked):
@@ -94,7 +96,7 @@ class EngineMemory:
         """
         if self._base.device.type != "cpu":
             return
-        loaded = sum(one._executor.spec.grown for one in self._all)
+        loaded = sum(one._executor.spec.grown for one in self.budget.bases)
         nbytes = (loaded if grown is None else grown) + built_bytes()
         wanted = {_LIBRARIES: {Account.LIBRARIES: nbytes}}
         if missing := self.ledger.missing(wanted):
@@ -143,7 +145,7 @@ class EngineMemory:
     def audit(self) -> dict[Account, int]:
         """Charges the bytes that the device holds, of all bases; returns bytes by account."""
         self.count_adapters()
-        for one in self._all:
+        for one in self.budget.bases:
             held = one._held()
             self.ledger.charge(base_owner("base", one.base_id), Account.BASE, held.base)
             for job, accounts in held.sessions.items():
@@ -173,7 +175,7 @@ class EngineMemory:
 
     def beside_jobs(self) -> dict[str, int]:
         """Bytes that no job can have, by what has them: the base as it is once a job trains."""
-        held, others = self._held(), [one.base_id for one in self._all if one is not self]
+        held, others = self._held(), [one.base_id for one in self.budget.bases if one is not self]
 
         def of(name: str, bases: Iterable[str] = (self.base_id,)) -> int:
             return sum(self.ledger.of(base_owner(name, base)) for base in bases)
@@ -195,7 +197,7 @@ class EngineMemory:
     def count_adapters(self) -> None:
         """Counts versions outside of jobs' reservations: loaded ones, finished ones, and those that answers
         hold, of all bases."""
-        held = [one._held() for one in self._all]
+        held = [one._held() for one in self.budget.bases]
         nbytes = self._cache.nbytes(sum(each.slots for each in held))
         own = sum(accounts[Account.ADAPTERS] for each in held for accounts in each.sessions.values())
         self.ledger.charge(_STORED, Account.ADAPTERS, nbytes.paged)
