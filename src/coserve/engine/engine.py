@@ -35,6 +35,7 @@ from coserve.engine.sessions import Sessions
 from coserve.engine.stats import count
 from coserve.engine.training import Training
 from coserve.engine.training_client import TrainingClient
+from coserve.engine.training_host import TrainingHost
 from coserve.errors import ConfigError, RequestError
 from coserve.executors.executor import CompileGrammar
 from coserve.jobs.limits import limits_of
@@ -161,12 +162,20 @@ class Engine:
             self.loop.jobs,
         )
         self.openings = Openings(self.executor, self.adapters.bank, base_id)
-        own = self.executor, self.base, self.adapters.bank, self.scheduler, admission, self.openings
-        self.sessions = Sessions(*own, self.loop.drive, self.loop.lock, base_id)
-        self.rollouts = Rollouts(self.generate, self.text, lambda: self.loop.others_wait, config.max_running)
-        self.training: Training = Training(
-            *own, self.sessions, self.rollouts, self.loop.drive, self.adapters.save, self.loop.lock, base_id
+        host = TrainingHost(
+            self.executor,
+            self.base,
+            self.adapters.bank,
+            self.scheduler,
+            admission,
+            self.openings,
+            self.loop.drive,
+            self.loop.lock,
+            base_id,
         )
+        self.sessions = Sessions(host)
+        self.rollouts = Rollouts(self.generate, self.text, lambda: self.loop.others_wait, config.max_running)
+        self.training: Training = Training(host, self.sessions, self.rollouts, self.adapters.save)
         if config.calibrate:
             self.calibrate()
         self.loop.join(base_id, self, self.executor, self.cost, partial(self._cache, settings))

@@ -2,25 +2,21 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank, check_name
+from coserve.adapters.bank import check_name
 from coserve.adapters.bypass import exact_type
 from coserve.adapters.files import read_adapter
 from coserve.adapters.paging.stored import KnownVersion
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.plan import AdamW, OptimStep
-from coserve.core.request import BASE
 from coserve.core.training import AdamParams, Datum
-from coserve.engine.admission import Admission
 from coserve.engine.aside import Aside, AtOnce
-from coserve.engine.openings import Openings
 from coserve.engine.training_client import (
     CallOperation,
     Operation,
@@ -28,17 +24,15 @@ from coserve.engine.training_client import (
     StepOperation,
     TrainingClient,
 )
+from coserve.engine.training_host import TrainingHost
 from coserve.errors import AdapterMismatch, CoserveError, JobError, OutOfMemory, RequestError
 from coserve.executors.executor import (
-    Executor,
     FetchAdapter,
     FreshAdapter,
     OpenSession,
     RestartStep,
     SaveState,
 )
-from coserve.model.base import Base
-from coserve.schedule.scheduler import Scheduler
 from coserve.train.checkpoint import read_checkpoint, write_checkpoint, write_weights
 from coserve.train.client_pass import ClientPass, DataLimits
 from coserve.train.config import TrainingConfig
@@ -84,24 +78,11 @@ class Sessions:
     """All sessions on one base of an engine; a `SessionHost`. `aside` runs work on files: at once, or on a
     thread of a server."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        base: Base,
-        bank: AdapterBank,
-        scheduler: Scheduler,
-        admission: Admission,
-        openings: Openings,
-        drive: Callable[[], bool],
-        lock: AbstractContextManager[bool],
-        base_id: str = BASE,
-    ) -> None:
+    def __init__(self, host: TrainingHost) -> None:
         self.clients: dict[str, TrainingClient] = {}  # of sessions that have not ended, by name
         self.opened = 0  # number of sessions opened since the start
         self.aside: Aside = AtOnce()
-        self._executor, self._base, self._bank, self._base_id = executor, base, bank, base_id
-        self._scheduler, self._admission, self._openings = scheduler, admission, openings
-        self._drive, self._lock = drive, lock
+        self._host = host
         self._sessions: dict[str, _Session] = {}
 
     def open(
@@ -117,29 +98,27 @@ class Sessions:
         weight and the seed count. `sketch` are the shapes of a fresh adapter where they are known. Raises
         AdapterError, and OutOfMemory where it would not fit even alone. The caller holds the lock."""
         check_name(adapter)
-        first = start or sketch or sketch_adapter(self._base, adapter, methods, config.seed)
+        base = self._host.base
+        first = start or sketch or sketch_adapter(base, adapter, methods, config.seed)
         virtual = first.virtual
-        rank = None if start is not None else rank_of(self._base, adapter, methods, config.seed)
+        rank = None if start is not None else rank_of(base, adapter, methods, config.seed)
         size = JobSize(first, (), config, rank, is_session=True)
-        needs = self._admission.check(job, size)
+        needs = self._host.admission.check(job, size)
         client = TrainingClient(job, adapter, self)
         session = _Session(
             client,
             methods,
             config,
             start,
-            Packing(job, self._base.depth, self._base.row_buckets, virtual.given_count, virtual.prompt_count),
+            Packing(job, base.depth, base.row_buckets, virtual.given_count, virtual.prompt_count),
             DataLimits(
-                self._base.vocabulary,
-                self._base.max_positions,
-                virtual.count,
-                config.rows - virtual.prompt_count,
+                base.vocabulary, base.max_positions, virtual.count, config.rows - virtual.prompt_count
             ),
             {name: tuple(tensor.shape) for name, tensor in first.parameters().items()},
         )
         self.opened += 1
         self.clients[job], self._sessions[job] = client, session
-        if self._admission.enter(client, size, needs, partial(self._start, session)):
+        if self._host.admission.enter(client, size, needs, partial(self._start, session)):
             self._start(session)
             if client.opened.error is not None:
                 raise client.opened.error
@@ -149,7 +128,7 @@ class Sessions:
 
     def drive(self) -> bool:
         """See `SessionHost`."""
-        return self._drive()
+        return self._host.drive()
 
     def prepare(
         self, job: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], backward: bool
@@ -162,34 +141,34 @@ class Sessions:
 
     def submit(self, job: str, work: ClientPass, backward: bool) -> PassOperation:
         """See `SessionHost`."""
-        with self._lock:
+        with self._host.lock:
             session = self._of(job)
             return self._submit(session, PassOperation(session.client, work, backward))
 
     def optim_step(self, job: str, params: AdamParams) -> StepOperation:
         """See `SessionHost`."""
-        with self._lock:
+        with self._host.lock:
             params.check()
             session = self._of(job)
             return self._submit(session, StepOperation(session.client, params))
 
     def save(self, job: str, folder: Path, state: bool) -> CallOperation[Path]:
         """See `SessionHost`."""
-        with self._lock:
+        with self._host.lock:
             session = self._of(job)
             begin = partial(self._save_state if state else self._save_weights, session, folder)
             return self._submit(session, CallOperation(session.client, begin))
 
     def load(self, job: str, folder: Path, optimizer: bool) -> CallOperation[str]:
         """See `SessionHost`."""
-        with self._lock:
+        with self._host.lock:
             session = self._of(job)
             begin = partial(self._load, session, folder, optimizer)
             return self._submit(session, CallOperation(session.client, begin, exclusive=True))
 
     def close(self, job: str) -> None:
         """See `SessionHost`."""
-        with self._lock:
+        with self._host.lock:
             if (session := self._sessions.get(job)) is not None:
                 self._end(session, JobError(f"session {job} was closed"))
 
@@ -251,13 +230,13 @@ class Sessions:
 
         client = session.client
         try:
-            version = self._bank.next_version(client.adapter, self._base_id)
+            version = self._host.bank.next_version(client.adapter, self._host.base_id)
             identity = Identity("", session.config.seed, 0, 0)  # a session has no order of examples
             config = session.device_config
             command = OpenSession(
                 session.job, client.adapter, version, config, start, fresh, identity, resume
             )
-            self._openings.open(command, opened)
+            self._host.openings.open(command, opened)
         except BaseException as error:
             self._end(session, contained(error, f"session {session.job}", JobError))
 
@@ -291,19 +270,19 @@ class Sessions:
                 params = operation.params
                 optimizer = AdamW((params.beta1, params.beta2), params.eps, params.weight_decay)
                 step = OptimStep(session.job, params.learning_rate, params.grad_clip_norm, optimizer)
-                weight, base = session.config.weight, self._base_id
-                self._scheduler.training.add(session.job, (), weight, step, base=base)
+                weight, base = session.config.weight, self._host.base_id
+                self._host.scheduler.training.add(session.job, (), weight, step, base=base)
             case CallOperation():
                 operation.begin(operation)
 
     def _run(self, session: _Session, operation: PassOperation, rows: int) -> None:
         """Gives the scheduler the micro-batches of a pass."""
-        keys = iter(self._scheduler.new_key, None)
+        keys = iter(self._host.scheduler.new_key, None)
         batches = operation.work.micro_batches(
             session.packing, session.client.version, rows, keys, session.passes, session.config.seed
         )
-        self._scheduler.training.add(
-            session.job, batches, session.config.weight, is_pass=True, base=self._base_id
+        self._host.scheduler.training.add(
+            session.job, batches, session.config.weight, is_pass=True, base=self._host.base_id
         )
 
     def _passed(self, session: _Session, event: PassDone) -> None:
@@ -330,7 +309,7 @@ class Sessions:
         if is_pass and isinstance(error, OutOfMemory):
             session.config = replace(session.config, keep=SavePolicy.INPUTS)
         number = session.passes if is_pass else None
-        self._executor.call(RestartStep(session.job, session.device_config, number))
+        self._host.executor.call(RestartStep(session.job, session.device_config, number))
         is_short = isinstance(error, OutOfMemory) and session.config.rows > 1
         if isinstance(operation, PassOperation) and is_short and not operation.is_repeated:
             operation.is_repeated = True
@@ -344,12 +323,14 @@ class Sessions:
         self._advance(session)
 
     def _save_weights(self, session: _Session, folder: Path, operation: Operation[Path]) -> None:
-        version, config = self._executor.call(FetchAdapter(session.client.version)), self._base.model.config
+        version = self._host.executor.call(FetchAdapter(session.client.version))
+        config = self._host.base.model.config
         write = partial(write_weights, folder, version, str(config.name_or_path), config.model_type)
         self.aside.do("writing the weights", write, partial(_settle, operation))
 
     def _save_state(self, session: _Session, folder: Path, operation: Operation[Path]) -> None:
-        state, name = self._executor.call(SaveState(session.job)), str(self._base.model.config.name_or_path)
+        state = self._host.executor.call(SaveState(session.job))
+        name = str(self._host.base.model.config.name_or_path)
 
         def write() -> Path:
             return write_checkpoint(folder, state, name).path
@@ -357,12 +338,12 @@ class Sessions:
         self.aside.do("writing the state", write, partial(_settle, operation))
 
     def _load(self, session: _Session, folder: Path, optimizer: bool, operation: Operation[str]) -> None:
-        name, exact = session.client.adapter, exact_type(self._base.dtype)
+        name, exact = session.client.adapter, exact_type(self._host.base.dtype)
 
         def read() -> TrainingState | AdapterVersion:
             if optimizer:
-                return read_checkpoint(folder, name, self._base, exact)
-            return read_adapter(folder, name, self._base, exact, self._base.device)
+                return read_checkpoint(folder, name, self._host.base, exact)
+            return read_adapter(folder, name, self._host.base, exact, self._host.base.device)
 
         self.aside.do("reading the state", read, partial(self._loaded, session, operation))
 
@@ -402,7 +383,7 @@ class Sessions:
             operation.succeed(session.client.version)
             self._go_on(session, operation)
 
-        self._openings.close(session.job, lambda: None)  # it is open, so nothing of it is left
+        self._host.openings.close(session.job, lambda: None)  # it is open, so nothing of it is left
         session.is_open = False
         self._open(session, start, None, resume, reopened)
 
@@ -414,11 +395,11 @@ class Sessions:
 
     def _end(self, session: _Session, error: CoserveError) -> None:
         """Frees a session's resources, and fails its operations with `error`."""
-        job, leave = session.job, partial(self._admission.leave, session.job)
-        is_gone = self._openings.close(job, leave)
+        job, leave = session.job, partial(self._host.admission.leave, session.job)
+        is_gone = self._host.openings.close(job, leave)
         del self._sessions[job], self.clients[job]
         session.is_open = False
-        self._scheduler.training.remove(job)
+        self._host.scheduler.training.remove(job)
         if is_gone:
             leave()
         current, session.current = session.current, None

@@ -2,34 +2,28 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from coserve.adapters.bank import AdapterBank, check_name
+from coserve.adapters.bank import check_name
 from coserve.adapters.paging.stored import KnownVersion
 from coserve.adapters.settings import left_untrained
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.job_status import JobStatus
-from coserve.core.request import BASE
-from coserve.engine.admission import Admission
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, reserved_positions
 from coserve.engine.job_steps import make_steps
-from coserve.engine.openings import Openings
 from coserve.engine.rollouts import Rollouts
 from coserve.engine.sessions import Sessions
+from coserve.engine.training_host import TrainingHost
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
 from coserve.executors.executor import (
-    Executor,
     FreshAdapter,
     OpenSession,
     RestartStep,
     SaveState,
 )
-from coserve.model.base import Base
-from coserve.schedule.scheduler import Scheduler
 from coserve.train.example import check_room
 from coserve.train.fitting import JobSize, rank_of
 from coserve.train.needs import JobNeeds
@@ -48,35 +42,25 @@ class Training:
 
     def __init__(
         self,
-        executor: Executor,
-        base: Base,
-        bank: AdapterBank,
-        scheduler: Scheduler,
-        admission: Admission,
-        openings: Openings,
+        host: TrainingHost,
         sessions: Sessions,
         rollouts: Rollouts,
-        drive: Callable[[], bool],
         save: Callable[[str, str | Path], None],
-        lock: AbstractContextManager[bool],
-        base_id: str = BASE,
     ) -> None:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
         self.started = 0  # number of jobs started since the start
-        self.admission, self._sessions, self._rollouts = admission, sessions, rollouts
-        self._executor, self._scheduler, self._openings = executor, scheduler, openings
-        self._base, self._bank, self._base_id = base, bank, base_id
-        self._drive, self._save, self._lock = drive, save, lock
+        self.admission, self._host, self._save = host.admission, host, save
+        self._sessions, self._rollouts = sessions, rollouts
         self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
     def check(self, prepared: PreparedJob) -> tuple[JobSize, JobNeeds]:
         """Returns a job's size and its needs. Raises AdapterError, ConfigError, DataError, or OutOfMemory
         where the job would not fit even alone."""
-        with self._lock:
-            prepared.check_objective(self._base.vocabulary)
+        with self._host.lock:
+            prepared.check_objective(self._host.base.vocabulary)
             size = self._size(prepared)
             reserved = reserved_positions(size.adapter, prepared.reference, prepared.objective)
-            check_room(prepared.data.examples, self._base.max_positions, reserved)
+            check_room(prepared.data.examples, self._host.base.max_positions, reserved)
             return size, self.admission.check(prepared.job, size)
 
     def start(
@@ -87,7 +71,7 @@ class Training:
     ) -> FineTuning:
         """Starts a job, or queues it until its bytes are free and its session is open. `begun` is called
         between two steps once it has begun, or failed to. Raises what `check` does, and JobError."""
-        with self._lock:
+        with self._host.lock:
             check_name(prepared.adapter)
             self.refuse_while_trained(prepared.adapter)
             self.refuse_taken(prepared.job)
@@ -95,7 +79,7 @@ class Training:
             steps = count_steps(prepared.units, prepared.config)
             handle = self.jobs[prepared.job] = FineTuning(prepared, steps, self, keeping)
             is_new = prepared.start is None and prepared.resume is None
-            if is_new and (note := left_untrained(self._base, prepared.methods)):
+            if is_new and (note := left_untrained(self._host.base, prepared.methods)):
                 handle.notes.append(note)
             start = partial(self._start, handle, begun)
             if self.admission.enter(handle, size, needs, start):
@@ -107,13 +91,13 @@ class Training:
 
     def set_weight(self, job: str, weight: float) -> None:
         """Changes a running job's share among the jobs that train."""
-        with self._lock:
+        with self._host.lock:
             if not weight > 0:
                 raise ConfigError(f"a job's weight must be positive, not {weight}")
             if job not in self._steps:
                 raise JobError(f"no job {job!r} is running")
             self.jobs[job].weight = weight
-            self._scheduler.training.set_weight(job, weight)
+            self._host.scheduler.training.set_weight(job, weight)
 
     def refuse_while_trained(self, adapter: str) -> None:
         """Raises JobError if a session, or a job that runs or is queued, trains the adapter."""
@@ -148,7 +132,7 @@ class Training:
 
     def drive(self) -> bool:
         """See `Trainer`."""
-        return self._drive()
+        return self._host.drive()
 
     def save(self, adapter: str, folder: str | Path) -> None:
         """See `Trainer`."""
@@ -156,10 +140,10 @@ class Training:
 
     def end(self, job: str, status: JobStatus) -> None:
         """See `Trainer`."""
-        with self._lock:
+        with self._host.lock:
             if (handle := self.jobs.get(job)) is not None:
                 leave = partial(self.admission.leave, job)
-                is_gone = self._openings.close(job, leave)  # where that raises, the job goes on
+                is_gone = self._host.openings.close(job, leave)  # where that raises, the job goes on
                 handle.end(status)
                 self._forget(job)
                 if is_gone:
@@ -167,9 +151,9 @@ class Training:
 
     def state(self, job: str) -> TrainingState:
         """See `Trainer`."""
-        with self._lock:
+        with self._host.lock:
             if (steps := self._steps.get(job)) is not None:
-                state = self._executor.call(SaveState(job))
+                state = self._host.executor.call(SaveState(job))
                 return state if steps.loss is None else replace(state, loss=steps.loss)
             handle = self.jobs.get(job)
             if handle is not None and handle.prepared is not None and handle.prepared.resume is not None:
@@ -181,8 +165,8 @@ class Training:
     def _size(self, prepared: PreparedJob) -> JobSize:
         """The job's size; a fresh adapter is counted by its shapes."""
         is_fresh, seed = prepared.start is None, prepared.config.seed
-        rank = rank_of(self._base, prepared.adapter, prepared.methods, seed) if is_fresh else None
-        first, lengths = prepared.first(self._base), prepared.lengths
+        rank = rank_of(self._host.base, prepared.adapter, prepared.methods, seed) if is_fresh else None
+        first, lengths = prepared.first(self._host.base), prepared.lengths
         return JobSize(
             first, lengths, prepared.config, rank, answers=prepared.answers, reference=prepared.reference
         )
@@ -204,15 +188,15 @@ class Training:
 
         try:
             steps, command = self._opening(prepared)
-            self._openings.open(command, opened)
+            self._host.openings.open(command, opened)
         except BaseException as error:
             self._fail(prepared.job, contained(error, f"job {prepared.job}", JobError))
             begun()
 
     def _opening(self, prepared: PreparedJob) -> tuple[JobSteps, OpenSession]:
         """The steps of a job, and the command that opens its session."""
-        version = self._bank.next_version(prepared.adapter, self._base_id)
-        steps = make_steps(prepared, f"{prepared.adapter}@{version}", self._base)
+        version = self._host.bank.next_version(prepared.adapter, self._host.base_id)
+        steps = make_steps(prepared, f"{prepared.adapter}@{version}", self._host.base)
         start = prepared.start
         if start is not None:
             for _, bypass in start.placed():
@@ -242,7 +226,7 @@ class Training:
 
     def _answered(self, job: str) -> None:
         """Continues a job whose next answers have been sampled, unless it still trains on earlier ones."""
-        with self._lock:
+        with self._host.lock:
             steps = self._steps.get(job)
             if steps is not None and not steps.is_under_way:
                 self._feed(job)
@@ -250,22 +234,24 @@ class Training:
     def _feed(self, job: str) -> None:
         """Gives the scheduler the job's next work, or ends the job."""
         steps = self._steps[job]
-        if (work := steps.next_work(iter(self._scheduler.new_key, None))) is not None:
+        if (work := steps.next_work(iter(self._host.scheduler.new_key, None))) is not None:
             self._add(job, work)
         elif steps.is_over:
             self.end(job, JobStatus.SUCCEEDED)
 
     def _add(self, job: str, work: StepWork) -> None:
         weight, is_pass = self.jobs[job].weight, work.update is None
-        self._scheduler.training.add(job, work.micro_batches, weight, work.update, is_pass, self._base_id)
+        self._host.scheduler.training.add(
+            job, work.micro_batches, weight, work.update, is_pass, self._host.base_id
+        )
 
     def _goes_on_smaller(self, event: JobFailed) -> bool:
         """Repeats the step of a job that ran out of memory with leaner settings, once; True if it does."""
         steps, handle = self._steps[event.job], self.jobs[event.job]
         if not isinstance(event.error, OutOfMemory) or handle.has_shrunk or not steps.is_under_way:
             return False
-        work = steps.smaller_work(iter(self._scheduler.new_key, None))
-        self._executor.call(RestartStep(event.job, steps.session))
+        work = steps.smaller_work(iter(self._host.scheduler.new_key, None))
+        self._host.executor.call(RestartStep(event.job, steps.session))
         self.admission.shrink(event.job, steps.config)
         handle.has_shrunk = True
         handle.notes.append(
@@ -278,7 +264,7 @@ class Training:
     def _fail(self, job: str, error: CoserveError) -> None:
         if (handle := self.jobs.get(job)) is not None:
             leave = partial(self.admission.leave, job)
-            is_gone = self._openings.close(job, leave)
+            is_gone = self._host.openings.close(job, leave)
             handle.fail(error)
             self._forget(job)
             if is_gone:
@@ -287,6 +273,6 @@ class Training:
     def _forget(self, job: str) -> None:
         """Drops a job's handle and what is planned for it; its published version stays."""
         self._rollouts.drop(job)
-        self._scheduler.training.remove(job)
+        self._host.scheduler.training.remove(job)
         self._steps.pop(job, None)
         self.jobs.pop(job, None)
