@@ -130,7 +130,7 @@ def test_a_host_that_is_gone_takes_its_executor_along(engine: Engine) -> None:
     for _ in range(5):
         engine.step()
     executor, now = remote(engine), engine.clock()
-    executor.launch(engine.scheduler.plan(now))
+    executor.launch(engine.scheduler.plan(now).only)
     for sock in (executor._steps, executor._signals):
         sock.close()
     executor.process.wait(10)

@@ -238,10 +238,10 @@ def test_sequences_wait_for_room_and_all_are_answered() -> None:
 
 def test_the_cost_of_reading_is_learned() -> None:
     engine = engine_of(FEW)
-    guess = engine.scheduler.cost.offload.token_seconds
+    guess = engine.scheduler.cost.first.offload.token_seconds
     ask(engine, prompts(random.Random(3), [LONG])[0])
     engine.run()
-    learned = engine.scheduler.cost.offload.token_seconds
+    learned = engine.scheduler.cost.first.offload.token_seconds
     assert learned != guess and 0 < learned < 1
     stats = engine.stats()
     assert stats.offloaded_read_bytes > 0 and stats.offloaded_pages > stats.offloaded_pages_used == 0

@@ -294,7 +294,7 @@ def test_calibration_measures_arithmetic_and_reads_nothing(folder: Path) -> None
     before = reader.total.nbytes
     engine.calibrate()
     assert reader.total.nbytes == before and not reader.dry
-    reads = engine.scheduler.cost.reads
+    reads = engine.scheduler.cost.first.reads
     assert reads.nbytes * reads.layers.bit_count() == streaming.plan.read_nbytes
     assert {place for place in range(engine.base.depth) if reads.layers >> place & 1} == {
         place for place, one in enumerate(engine.base.chain) if not isinstance(one.residence, Resident)
@@ -309,7 +309,7 @@ def test_results_say_what_was_read_for_them(folder: Path) -> None:
     reader, found = engine.base.reader, []
     assert reader is not None
     step = engine.scheduler.apply
-    engine.scheduler.apply = lambda result, now: (found.append(result), step(result, now))[1]  # type: ignore[func-returns-value]
+    engine.scheduler.apply = lambda result, now: (found.append(result.only), step(result, now))[1]  # type: ignore[func-returns-value]
     before = reader.total.nbytes
     engine.run()
     nbytes = sum(result.reads.nbytes for result in found)
