@@ -189,7 +189,7 @@ NAMES: Final[Mapping[str, str]] = {
                            "loss_fn_inputs={'target_tokens': [6, 7, 8], 'weights': [1.0, 1.0, 1.0]})]",
     "docs/tinker.md prompt": "prompt = types.ModelInput.from_ints([5, 6, 7])",
     "scheduler": f"{_ENGINE}\nengine.generate('hello')\nscheduler = engine.scheduler",
-    "executor": "executor = engine.executor",
+    "executor": "executor = engine.loop.executor",
     "now": "now = engine.clock()",
     "get_peft_model": "from peft import get_peft_model",
     "LoraConfig": "from peft import LoraConfig",
