@@ -27,6 +27,7 @@ class StepExecutor:
     at once, so that several plans may be under way. Where an executor cannot run its part yet
     (WeightsUnreadable) the others are launched, so that commands come behind them, and those that have run
     keep their results until the plan is tried again.
+    Commands go to a base's own executor, when `collect` has returned or raised.
     """
 
     def __init__(self, first: Executor) -> None:
