@@ -10,6 +10,7 @@ from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import BasePlan, Updated
 from coserve.core.sequence import MicroBatch
 from coserve.engine.engine import Engine
+from coserve.engine.finetuning import Keeping
 from coserve.errors import LossNotFinite
 from coserve.memory.arena import Arena
 from coserve.memory.ledger import Account
@@ -63,6 +64,10 @@ class TrainingRun:
         """Bytes of activations, master weights, gradients and optimizer state."""
         return int(self.session.held[Account.ACTIVATIONS] + self.session.held[Account.OPTIMIZERS])
 
+    def state(self) -> TrainingState:
+        """A copy of the state now."""
+        return self.session.snapshot()()
+
     def next_step(self, keys: Iterator[int]) -> list[MicroBatch]:
         """The micro-batches of the next optimizer step, which the session has begun."""
         made = self.supervised.next_step(keys)
@@ -79,6 +84,11 @@ class TrainingRun:
             raise found
         self.supervised.ended(found)
         return found
+
+
+def keep_states(states: list[TrainingState], every: int = 1) -> Keeping:
+    """Has a job's states added to a list."""
+    return Keeping(every, lambda snapshot: states.append(snapshot.read()))
 
 
 def adopt(engine: Engine, run: TrainingRun) -> None:

@@ -17,7 +17,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.plan import Updated
-from coserve.engine.finetuning import Keeping, PreparedJob
+from coserve.engine.finetuning import PreparedJob
 from coserve.errors import AdapterNotFound, ConfigError, DataError
 from coserve.train import distilled
 from coserve.train.example import Example, Prepared, epochs
@@ -31,6 +31,7 @@ from coserve.train.prompts import TokenPrompt
 from coserve.train.reinforced import AnswerGroup, ReinforcedSteps
 from coserve.train.state import TrainingState
 from models import Exact, lora_parameters, prompts, tiny, with_lora
+from training_runs import keep_states
 
 LORA = LoRAConfig(rank=4, alpha=6.0)  # as `with_lora` makes them
 RATE = 0.2
@@ -305,7 +306,7 @@ def test_a_resumed_job_on_pairs_is_the_uninterrupted_one(objective: DPO | ORPO |
     config = TrainingConfig(batch_size=2, epochs=2, learning_rate=1e-2, seed=3, rows=40)
     given = started(engine)
     with Exact():
-        keeping = Keeping(1, states.append)
+        keeping = keep_states(states)
         whole = engine.finetune(
             pairs, "mine", LORA, config, given, objective=objective, keeping=keeping
         ).result()
@@ -386,7 +387,7 @@ def test_a_resumed_distillation_is_the_uninterrupted_one(monkeypatch: pytest.Mon
     engine.adapters.add(replace(started(engine), name="teacher"))
     objective = Distillation("teacher", top_k=4)
     with Exact():
-        keeping = Keeping(1, states.append)
+        keeping = keep_states(states)
         whole = engine.finetune(examples, "mine", LORA, config, objective=objective, keeping=keeping).result()
         monkeypatch.setattr(distilled, "_MOST_KEPT", 0)
         for state in (states[0], states[3]):

@@ -12,13 +12,13 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.engine.finetuning import Keeping
 from coserve.errors import DataError
 from coserve.train.checkpoint import read_checkpoint, write_checkpoint
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from coserve.train.state import TrainingState
 from models import POSITIONS, Exact, prompts, tiny
+from training_runs import keep_states
 from virtual import with_virtual
 
 METHODS: dict[str, object] = {
@@ -94,7 +94,13 @@ def test_a_checkpoint_keeps_all_that_trains(method: str, tmp_path: Path) -> None
     """Encoders too: what goes on from the disk is what would have been, bit by bit."""
     states: list[TrainingState] = []
     engine = engine_of("llama", torch.float32, **EXACTLY)
-    engine.finetune(examples(), "mine", METHODS[method], TRAINING, keeping=Keeping(2, states.append))
+    engine.finetune(
+        examples(),
+        "mine",
+        METHODS[method],
+        TRAINING,
+        keeping=keep_states(states, 2),
+    )
     engine.run()
     wanted = weights(engine, "mine")
     state = next(state for state in states if state.step == 2)

@@ -161,7 +161,7 @@ def first_gradients(engine: Engine) -> dict[str, Tensor]:
 
 
 def _moments(engine: Engine, name: str, job: str) -> dict[str, Tensor]:
-    moments = local_sessions(engine)[job].weights.optimizer.moments()
+    moments = local_sessions(engine)[job].weights.optimizer.snapshot()()[1]
     return {
         f"{name}: {key.removesuffix('.exp_avg')}": moment.cpu().double() / (1 - _BETA)
         for key, moment in moments.items()

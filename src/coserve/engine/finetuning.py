@@ -18,14 +18,24 @@ from coserve.train.state import TrainingState
 
 
 @dataclass(frozen=True, slots=True)
+class StateSnapshot:
+    """A job's state after optimizer step `step`. `read` copies it, once, on any thread, while the job goes on
+    or after its end."""
+
+    step: int
+    read: Callable[[], TrainingState]
+
+
+@dataclass(frozen=True, slots=True)
 class Keeping:
     """Checkpointing of a job: its state after every `every` optimizer steps and after the last.
 
-    `take` receives the states between two steps and must return quickly.
+    `take` receives the snapshots between two steps and must return quickly: what it reads on another thread
+    holds up no step. It reads each of them.
     """
 
     every: int
-    take: Callable[[TrainingState], None]
+    take: Callable[[StateSnapshot], None]
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -106,8 +116,8 @@ class Trainer(Protocol):
         """Ends a job that has not ended, and frees its resources."""
         ...
 
-    def state(self, job: str) -> TrainingState:
-        """State of a job. Raises JobError where there is none."""
+    def snapshot(self, job: str) -> StateSnapshot:
+        """Snapshot of a job's state. Raises JobError where there is none."""
         ...
 
     def save(self, adapter: str, folder: str | Path) -> None:
@@ -178,9 +188,13 @@ class FineTuning:
 
     def pause(self) -> TrainingState:
         """Stops the job and returns the state to resume from; `train.checkpoint` writes it to disk."""
-        state = self._trainer.state(self.job)
+        return self.set_aside().read()
+
+    def set_aside(self) -> StateSnapshot:
+        """Stops the job as `pause` does, and leaves the copy of its state to the caller."""
+        snapshot = self._trainer.snapshot(self.job)
         self._trainer.end(self.job, JobStatus.PAUSED)
-        return state
+        return snapshot
 
     def save(self, folder: str | Path) -> None:
         """Writes the adapter's newest version in PEFT's format."""
@@ -191,7 +205,7 @@ class FineTuning:
         self.history.append(updated)
         step, keeping = updated.step, self._keeping
         if keeping is not None and (step == self.steps or step % keeping.every == 0):
-            keeping.take(self._trainer.state(self.job))
+            keeping.take(self._trainer.snapshot(self.job))
 
     def wait(self, reason: str) -> None:
         """Notes why the queued job waits."""

@@ -21,7 +21,7 @@ from coserve.core.job_status import JobStatus
 from coserve.engine.background import Background, Outcome
 from coserve.engine.best_checkpoint import BestCheckpoint
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
+from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, StateSnapshot
 from coserve.engine.job_files import adapter_of, read_job, reference_of
 from coserve.engine.scoring import Scoring
 from coserve.engine.served_job import PendingCheckpoint, ReadJob, ServedJob, leave_unscored
@@ -30,7 +30,6 @@ from coserve.errors import ConfigError, CoserveError, JobError
 from coserve.schedule.training_queue import starved
 from coserve.train.checkpoint import Checkpoint, write_checkpoint
 from coserve.train.objectives import Reinforcement
-from coserve.train.state import TrainingState
 from coserve.wire.messages import (
     Fault,
     JobCheckpoint,
@@ -114,8 +113,11 @@ class Jobs:
             job.stop = JobStatus.PAUSED if keep else JobStatus.CANCELLED
             return
         if keep and job.step and not job.waits:
-            state = job.handle.pause()
-            self._keep(job, state)
+            self._report(job)
+            if job.step == job.kept:  # two threads would write one folder
+                job.handle.cancel()
+            else:
+                self._keep(job, job.handle.set_aside())
             leave_unscored(job)  # scored when the job resumes from it
             self._end(job, JobStatus.PAUSED)
         else:
@@ -304,11 +306,9 @@ class Jobs:
         )
         job.last = now
 
-    def _keep(self, job: ServedJob, state: TrainingState) -> None:
-        """Writes a state in the background. The state is a copy already."""
-        if state.step == job.kept:  # just written: two threads would write one folder
-            return
-        job.kept = state.step
+    def _keep(self, job: ServedJob, snapshot: StateSnapshot) -> None:
+        """Copies and writes a state in the background."""
+        job.kept = snapshot.step
         self._report(job)
         reports = [
             msgspec.to_builtins(numbered.news)
@@ -318,7 +318,10 @@ class Jobs:
         pending = PendingCheckpoint(self._scoring(job))
         job.pending.append(pending)
         base_name = str(job.engine.base.model.config.name_or_path)
-        write = partial(write_checkpoint, Path(job.spec.folder), state, base_name, reports)
+
+        def write() -> Checkpoint:
+            return write_checkpoint(Path(job.spec.folder), snapshot.read(), base_name, reports)
+
         self._background.do("writing the checkpoint", write, partial(self._written, job, pending))
 
     def _scoring(self, job: ServedJob) -> Scoring | None:

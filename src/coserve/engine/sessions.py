@@ -29,9 +29,10 @@ from coserve.errors import AdapterMismatch, CoserveError, JobError, OutOfMemory,
 from coserve.executors.executor import (
     FetchAdapter,
     FreshAdapter,
+    MarkState,
     OpenSession,
+    ReadState,
     RestartStep,
-    SaveState,
 )
 from coserve.train.checkpoint import read_checkpoint, write_checkpoint, write_weights
 from coserve.train.client_pass import ClientPass, DataLimits
@@ -329,11 +330,12 @@ class Sessions:
         self.aside.do("writing the weights", write, partial(_settle, operation))
 
     def _save_state(self, session: _Session, folder: Path, operation: Operation[Path]) -> None:
-        state = self._host.executor.call(SaveState(session.job))
+        executor = self._host.executor
+        mark = executor.call(MarkState(session.job))
         name = str(self._host.base.model.config.name_or_path)
 
         def write() -> Path:
-            return write_checkpoint(folder, state, name).path
+            return write_checkpoint(folder, executor.call(ReadState(mark.snapshot)), name).path
 
         self.aside.do("writing the state", write, partial(_settle, operation))
 

@@ -12,7 +12,7 @@ from coserve.adapters.settings import left_untrained
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.job_status import JobStatus
-from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, reserved_positions
+from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, StateSnapshot, reserved_positions
 from coserve.engine.job_steps import make_steps
 from coserve.engine.rollouts import Rollouts
 from coserve.engine.sessions import Sessions
@@ -20,9 +20,10 @@ from coserve.engine.training_host import TrainingHost
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
 from coserve.executors.executor import (
     FreshAdapter,
+    MarkState,
     OpenSession,
+    ReadState,
     RestartStep,
-    SaveState,
 )
 from coserve.train.example import check_room
 from coserve.train.fitting import JobSize, rank_of
@@ -149,15 +150,22 @@ class Training:
                 if is_gone:
                     leave()
 
-    def state(self, job: str) -> TrainingState:
+    def snapshot(self, job: str) -> StateSnapshot:
         """See `Trainer`."""
         with self._host.lock:
-            if (steps := self._steps.get(job)) is not None:
-                state = self._host.executor.call(SaveState(job))
-                return state if steps.loss is None else replace(state, loss=steps.loss)
             handle = self.jobs.get(job)
-            if handle is not None and handle.prepared is not None and handle.prepared.resume is not None:
-                return handle.prepared.resume
+            resumed = None if handle is None or handle.prepared is None else handle.prepared.resume
+            if (steps := self._steps.get(job)) is not None:
+                executor, loss = self._host.executor, steps.loss
+                mark = executor.call(MarkState(job))
+
+                def read() -> TrainingState:
+                    state = executor.call(ReadState(mark.snapshot))
+                    return state if loss is None else replace(state, loss=loss)
+
+                return StateSnapshot(mark.step, read)
+            if resumed is not None:
+                return StateSnapshot(resumed.step, lambda: resumed)
             raise JobError(f"job {job!r} has {'ended' if handle is None else 'not begun'}")
 
     # Inside

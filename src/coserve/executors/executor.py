@@ -166,11 +166,29 @@ class CloseSession(Command[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveState(Command[TrainingState]):
-    """Copies the state of a session after its last optimizer step, without the one under way."""
+class StateMark:
+    """Number of a snapshot of a session, and the optimizer step after which it was made."""
+
+    snapshot: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkState(Command[StateMark]):
+    """Makes a snapshot of a session after its last optimizer step, without the one under way. Nothing is
+    copied yet: `ReadState`, which must follow, does it beside steps."""
 
     job: str
+    reply = StateMark
+
+
+@dataclass(frozen=True, slots=True)
+class ReadState(Command[TrainingState]):
+    """Copies a snapshot, and drops it. The session may have gone on, or be closed."""
+
+    snapshot: int
     reply = TrainingState
+    beside = True
 
 
 @dataclass(frozen=True, slots=True)

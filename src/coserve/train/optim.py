@@ -1,6 +1,7 @@
 """AdamW over the master weights of jobs, equal to `torch.optim.AdamW` of each, and its moments' place."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from coserve.core.plan import AdamW
 from coserve.train.optimizer_offload import KINDS, MakeOffload
 from coserve.train.slabs import Slabs
+from coserve.train.snapshot import TensorSnapshot
 
 _COUNT = "step"  # of updates, one number a weight, beside the moments
 
@@ -55,6 +57,7 @@ class Optimizer:
         self._offload = None if make_offload is None else make_offload(self.flat)
         self._is_marked = False  # no gradient has come since `mark`
         self._saved: dict[str, Tensor] = {}  # gradients at `mark`, once others have come
+        self._snapshot: weakref.ref[TensorSnapshot] | None = None  # which the next change must not reach
 
     def mark(self) -> None:
         """Begins a pass: `rollback` returns to the gradients as they are now."""
@@ -111,6 +114,7 @@ class Optimizer:
     def bring(self) -> None:
         """Brings the moments of all weights with a gradient beside them; new ones are zero. All memory of a
         step is allocated here."""
+        self._settle_snapshot()
         for slab, gradient in enumerate(self._gradients):
             if gradient is None:
                 continue
@@ -142,23 +146,41 @@ class Optimizer:
             torch.tensor(piece.count + 1.0, dtype=torch.float32, device=self.flat[piece.slab].device),
         ]
 
-    def moments(self) -> dict[str, Tensor]:
-        """Moments by the weight's name and the moment's: `name.exp_avg`. Weights that never had a gradient
-        have none."""
-        found: dict[str, Tensor] = {}
-        for name, slot in self.slabs.slots.items():
-            if not self._counts[name]:
-                continue
-            found[f"{name}.{_COUNT}"] = torch.tensor(float(self._counts[name]), dtype=torch.float32)
-            for kind in KINDS:
-                slab = self._moments[kind][slot.slab]
-                assert slab is not None, "what had an update has moments"
-                found[f"{name}.{kind}"] = slab[slot.start : slot.stop].view(slot.shape)
-        return found
+    def snapshot(self) -> Callable[[], tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """Returns a function that copies weights and moments as they are now to the CPU, on any thread, while
+        steps go on.
+
+        Moments have the weight's name and their own: `name.exp_avg`. Weights that never had a gradient have
+        none.
+        """
+        slabs, counts = self.slabs, dict(self._counts)
+        every = {(kind, n): slab for kind in KINDS for n, slab in enumerate(self._moments[kind])}
+        moments = {place: slab for place, slab in every.items() if slab is not None}
+        places = list(moments)
+        snapshot = None if self._snapshot is None else self._snapshot()
+        if snapshot is None:  # else one of the same step: the next change copies at most once
+            snapshot = TensorSnapshot([*self.flat, *moments.values()])
+            self._snapshot = weakref.ref(snapshot)
+        copied = snapshot.copies
+
+        def read() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            copies = copied()
+            own = dict(zip(places, copies[len(slabs.sizes) :], strict=True))
+            found: dict[str, Tensor] = {}
+            for name, slot in slabs.slots.items():
+                if not counts[name]:
+                    continue
+                found[f"{name}.{_COUNT}"] = torch.tensor(float(counts[name]), dtype=torch.float32)
+                for kind in KINDS:
+                    found[f"{name}.{kind}"] = own[kind, slot.slab][slot.start : slot.stop].view(slot.shape)
+            return slabs.views(copies[: len(slabs.sizes)]), found
+
+        return read
 
     def restore(self, moments: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> None:
-        """Restores the moments of an earlier `moments`, from any device; with `weights` these as well,
+        """Restores the moments of an earlier `snapshot`, from any device; with `weights` these as well,
         without gradients."""
+        self._settle_snapshot()
         if weights is not None:
             for name, weight in self.weights.items():
                 weight.data.copy_(weights[name])
@@ -187,6 +209,12 @@ class Optimizer:
         )
         held = (*self.flat, *self._gradients, *moments, *self._saved.values())
         return sum(slab.nbytes for slab in held if slab is not None)
+
+    def _settle_snapshot(self) -> None:
+        """Copies what a snapshot has not copied, before a change."""
+        if self._snapshot is not None and (snapshot := self._snapshot()) is not None:
+            snapshot.copies()
+        self._snapshot = None
 
     def _lay_down(self) -> None:
         if self._offload is None:

@@ -5,11 +5,10 @@ sends forward and back (`micro_batch`), and optimizer steps (`updating.update_al
 (`supervised.py`) is a client of it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Final
-
-from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.loaded import LoadedAdapters
@@ -163,14 +162,18 @@ class TrainingSession:
 
     # State
 
-    def state(self) -> TrainingState:
-        """A copy of the session's state after its last optimizer step, without the one under way."""
+    def snapshot(self) -> Callable[[], TrainingState]:
+        """Returns a function that copies the session's state after its last optimizer step, without the one
+        under way. It may be called on any thread, while steps go on, also once the session is closed."""
         assert self._identity is not None, "what is saved says what it was trained on"
-        optimizer = self.weights.optimizer
-        weights = {name: _copy(weight) for name, weight in optimizer.weights.items()}
-        moments = {name: _copy(moment) for name, moment in optimizer.moments().items()}
-        adapter = self.weights.current.with_parameters(weights)
-        return TrainingState(adapter, moments, self.step, self._identity, self.loss)
+        adapter, step, identity, loss = self.weights.current, self.step, self._identity, self.loss
+        read_optimizer = self.weights.optimizer.snapshot()
+
+        def read() -> TrainingState:
+            weights, moments = read_optimizer()
+            return TrainingState(adapter.with_parameters(weights), moments, step, identity, loss)
+
+        return read
 
     @property
     def held(self) -> dict[Account, int]:
@@ -180,7 +183,3 @@ class TrainingSession:
             Account.OPTIMIZERS: self.weights.optimizer.nbytes,
             Account.ADAPTERS: self.weights.current.nbytes + self._reference.nbytes,
         }
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)

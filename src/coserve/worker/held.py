@@ -1,6 +1,8 @@
 """State of a local device between steps: adapters' weights and training sessions, changed by commands."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -24,15 +26,17 @@ from coserve.executors.executor import (
     FetchAdapter,
     FreshAdapter,
     LoadAdapter,
+    MarkState,
     OpenSession,
     R,
     ReadAdapter,
     ReadMemory,
     ReadParameter,
+    ReadState,
     RestartStep,
-    SaveState,
     SetLimits,
     SkipReads,
+    StateMark,
     TraceLayers,
 )
 from coserve.memory.arena import Arena
@@ -43,6 +47,7 @@ from coserve.train.fresh import fresh_adapter, sketch_adapter
 from coserve.train.optimizer_offload import MakeOffload
 from coserve.train.pruning.plan import foresee
 from coserve.train.session import TrainingSession
+from coserve.train.state import TrainingState
 
 
 class HeldState:
@@ -61,6 +66,8 @@ class HeldState:
         self.host_copies = host_copies(base, base.dtype, base.device)
         self.sessions: dict[str, TrainingSession] = {}
         self.window_group_rows = 0  # most in one group
+        self._snapshots: dict[int, Callable[[], TrainingState]] = {}  # that are not read yet
+        self._next_snapshot = count()
         self._base_bytes: tuple[int, int] | None = None  # as last counted, which takes milliseconds
         self._grammars, self._make_offload = grammars, make_offload
 
@@ -89,8 +96,10 @@ class HeldState:
                 if (session := self.sessions.pop(command.job, None)) is not None:
                     session.abandon()
                 return None
-            case SaveState():
-                return self.sessions[command.job].state()
+            case MarkState():
+                return self._mark(command.job)
+            case ReadState():
+                return self._snapshots.pop(command.snapshot)()
             case TraceLayers():
                 return foresee(self.base, self._shapes(command.start, command.fresh), command.keep)
             case ReadParameter():
@@ -173,6 +182,11 @@ class HeldState:
             case "gain":
                 return self.base.frozen.gain(path)
         return self.base.frozen.weights(path).row_norms()
+
+    def _mark(self, job: str) -> StateMark:
+        session, number = self.sessions[job], next(self._next_snapshot)
+        self._snapshots[number] = session.snapshot()
+        return StateMark(number, session.step)
 
     def _restart(self, command: RestartStep) -> None:
         session = self.sessions[command.job]

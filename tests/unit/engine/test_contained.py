@@ -140,7 +140,7 @@ PLACES = {
     "the first step": ("coserve.train.steps.JobSteps", "next_work"),
     "the tail": ("coserve.train.tail.Tail", "loss"),
     "a layer on the way back": ("coserve.train.backward", "layer_gradients"),
-    "its state": ("coserve.train.session.TrainingSession", "state"),
+    "its state": ("coserve.train.session.TrainingSession", "snapshot"),
     "its checkpoint": (jobs_module, "write_checkpoint"),
     "its validation": ("coserve.engine.scoring.Scoring", "advance"),
 }

@@ -9,7 +9,6 @@ import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import BasePlan
-from coserve.engine.finetuning import Keeping
 from coserve.errors import JobError
 from coserve.train.grading.graders import PythonGrader
 from coserve.train.objectives import Reinforcement, ScaleRewards
@@ -19,6 +18,7 @@ from coserve.train.state import TrainingState
 from coserve.train.steps import StepWork
 from models import letter_tokenizer, tiny
 from steps import run_steps_by
+from training_runs import keep_states
 
 LORA = LoRAConfig(rank=8)
 PROMPTS = [TokenPrompt(tuple(range(first, first + 4)), {"first": first}) for first in range(5, 13)]
@@ -117,7 +117,7 @@ def resumable(
 
     training = TrainingConfig(batch_size=3, epochs=2, learning_rate=1e-2, seed=4)
     return engine.finetune(
-        PROMPTS, name, LORA, training, job=name, resume=resume, keeping=Keeping(1, states.append),
+        PROMPTS, name, LORA, training, job=name, resume=resume, keeping=keep_states(states),
         objective=task(grade, group_size=2, max_tokens=4),
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -28,10 +28,11 @@ from coserve.executors.executor import (
     FetchAdapter,
     FreshAdapter,
     LoadAdapter,
+    MarkState,
     OpenSession,
     R,
     ReadMemory,
-    SaveState,
+    ReadState,
     SetLimits,
 )
 from coserve.executors.scripted import ScriptedExecutor
@@ -378,10 +379,14 @@ def test_weights_come_and_go_by_command(opened: Opened) -> None:
         executor.call(FetchAdapter(other.key))
 
 
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_a_command_that_fails_is_its_callers_alone(opened: Opened, draws: Random) -> None:
     executor = opened.executor
     with pytest.raises(Exception, match="nobody"):
-        executor.call(SaveState("nobody"))
+        executor.call(MarkState("nobody"))
     assert len(answer(executor, sequence(draws), 2)) == 2
 
 
@@ -390,8 +395,9 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
     batches = [micro_batch(executor, draws, job) for _ in range(2)]
     travel(executor, batches[0], cut=12)
     run(executor, BasePlan(updates=(OptimStep(job, 1e-2),)))
-    state = executor.call(SaveState(job))
-    assert state.step == 1 and state.identity == IDENTITY and state.loss is not None
+    mark, read_later = executor.call(MarkState(job)), executor.call(MarkState(job))
+    state = executor.call(ReadState(mark.snapshot))
+    assert mark.step == state.step == 1 and state.identity == IDENTITY and state.loss is not None
     travel(executor, batches[1], cut=12)
     run(executor, BasePlan(updates=(OptimStep(job, 1e-2),)))
     expected = executor.call(FetchAdapter(f"{job}@2")).parameters()
@@ -400,6 +406,11 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
         executor.call(CloseSession(job))
     assert job not in executor.call(ReadMemory()).sessions
     assert executor.call(FetchAdapter(f"{job}@1")).version == 1, "what it published stays"
+    later = executor.call(ReadState(read_later.snapshot))
+    assert later.step == 1 and same(later.moments, state.moments)
+    assert same(later.adapter.parameters(), state.adapter.parameters()), "not those of step 2"
+    with pytest.raises(Exception, match=str(mark.snapshot)):
+        executor.call(ReadState(mark.snapshot))
 
     resumed = OpenSession(job, f"{job} again", 1, SessionConfig(rows=64), identity=IDENTITY, resume=state)
     executor.call(resumed)
@@ -408,7 +419,7 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
     travel(executor, again, cut=12)
     run(executor, BasePlan(updates=(OptimStep(job, 1e-2),)))
     found = executor.call(FetchAdapter(f"{job} again@2")).parameters()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert same(found, expected)
 
 
 def test_commands_take_effect_after_the_plans_before_them(opened: Opened, draws: Random) -> None:

@@ -16,7 +16,6 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
 from coserve.core.plan import BasePlan
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence
-from coserve.engine.finetuning import Keeping
 from coserve.errors import WeightsUnreadable
 from coserve.executors.executor import Executor, ReadMemory
 from coserve.executors.remote import RemoteExecutor
@@ -29,6 +28,7 @@ from coserve.worker.opening import Opened, open_local, open_remote
 from forked_executors import fork_executors
 from mixed import STEPS, TRAINING, make_examples, trained
 from models import save, tiny
+from training_runs import keep_states
 
 FIELDS: dict[str, Any] = {"calibrate": False, "cache_tokens": 1024, "page_size": 4, "deterministic": True}
 SAMPLING = SamplingParams(max_tokens=40, logprobs=4, ignore_eos=True)
@@ -72,7 +72,10 @@ class Run:
         self.engine.executor.launch = note  # type: ignore[method-assign]
         self.kept: list[int] = []
         self.states: list[TrainingState] = []
-        examples, keeping = make_examples("lora"), Keeping(1, self.states.append)
+        examples, keeping = (
+            make_examples("lora"),
+            keep_states(self.states),
+        )
         self.job = self.engine.finetune(examples, "tuned lora", LoRAConfig(rank=4), TRAINING, keeping=keeping)
         self.answers = [self.engine.generate([1 + n, 5, 9, 2], sampling=SAMPLING) for n in range(answers)]
 

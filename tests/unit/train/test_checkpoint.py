@@ -87,17 +87,19 @@ def test_a_resumed_job_is_the_uninterrupted_one_bit_by_bit(dtype: torch.dtype, t
     """Through the disk, at every step, in the middle of a step: losses, norms, weights and moments."""
     engine = engine_of(dtype)
     run = run_of(engine)
-    states, updates = [run.state()], []
+    states, updates, read_later = [run.state()], [], [run.snapshot()]
     for _ in range(run.steps):
         batch = run.next_step(itertools.count(1))
         if run.step % 2:  # what a step under way has gathered is not in the state
             there_and_back(engine, batch[0])
-            states[-1] = run.state()
+            states[-1], read_later[-1] = run.state(), run.snapshot()
             batch = batch[1:]
         for rest in batch:
             there_and_back(engine, rest)
         updates.append(run.update())
         states.append(run.state())
+        read_later.append(run.snapshot())
+    assert all(same_state(read(), state) for read, state in zip(read_later, states, strict=True))
     assert run.steps == 10 and any(u.grad_norm > 0.05 for u in updates)
     exact = torch.promote_types(dtype, torch.float32)
     for state in states:

@@ -40,6 +40,10 @@ def make(own: Mapping[str, Tensor], offload: MakeOffload | None = None) -> Optim
     return Optimizer(own, torch.float32, torch.device("cpu"), offload)
 
 
+def moments_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    return optimizer.snapshot()()[1]
+
+
 def train(optimizer: Optimizer, steps: range) -> None:
     """One of the weights has its first gradient in the third step, one never has any."""
     for number in steps:
@@ -58,7 +62,7 @@ def test_moments_that_rest_elsewhere_change_no_bit(kind: str, tmp_path: Path) ->
     for name in ("none", kind):
         optimizer = make(weights(), offloads(tmp_path)[name])
         train(optimizer, range(5))
-        found[name] = {**optimizer.weights, **optimizer.moments()}
+        found[name] = {**optimizer.weights, **moments_of(optimizer)}
     assert found["none"].keys() == found[kind].keys() and "never.exp_avg" not in found[kind]
     assert all(torch.equal(tensor, found[kind][name]) for name, tensor in found["none"].items())
 
@@ -68,7 +72,7 @@ def test_moments_can_be_taken_up_again(kind: str, tmp_path: Path) -> None:
     whole, first = make(weights()), make(weights(), offloads(tmp_path)[kind])
     train(whole, range(6))
     train(first, range(3))
-    kept = {name: moment.clone() for name, moment in first.moments().items()}
+    kept = {name: moment.clone() for name, moment in moments_of(first).items()}
     again = make(first.weights, offloads(tmp_path)[kind])
     again.restore(kept)
     train(again, range(3, 6))
@@ -100,7 +104,7 @@ def test_an_update_that_was_cut_short_leaves_nothing(monkeypatch: pytest.MonkeyP
         with pytest.raises(RuntimeError, match="allocate"):
             train(optimizer, range(1))
     optimizer.drop_gradients()
-    assert not optimizer.moments() and all(w.grad is None for w in optimizer.weights.values())
+    assert not moments_of(optimizer) and all(w.grad is None for w in optimizer.weights.values())
     train(optimizer, range(4))
     train(wanted, range(4))
     assert all(torch.equal(wanted.weights[name], optimizer.weights[name]) for name in SHAPES)
@@ -172,7 +176,7 @@ def test_steps_of_several_jobs_are_those_of_torch_for_each(
         step([(job.ours, job.settings, job.rate) for job in due])
         assert all(weight.grad is None for job in due for weight in job.ours.weights.values())
     for job in jobs:
-        moments = job.ours.moments()
+        moments = moments_of(job.ours)
         for name, twin in job.twins.items():
             torch.testing.assert_close(job.ours.weights[name], twin, rtol=1e-10, atol=1e-12)
             for kind, value in job.theirs.state.get(twin, {}).items():
