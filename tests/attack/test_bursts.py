@@ -164,7 +164,7 @@ class Stream:
 def burst(folder: Path, count: int, few: int, seed: int) -> dict[str, float]:
     """The longest gap of a stream beside a burst of each kind, in seconds."""
     gaps = {}
-    with EngineProcess(folder, cache_tokens=8192, memory="4GiB") as process:
+    with EngineProcess(folder, cache_tokens=8192, memory=f"{4 + count // 12}GiB") as process:
         server = process.launch(tiny.path())
         stream, bursts = Stream(server), Bursts(server, folder, count, few, seed)
         stream.watch(lambda: True)
