@@ -57,7 +57,7 @@ def test_room_is_made_by_evicting_no_more_than_is_needed_of_the_base_with_most()
                 while stay[base] + expected[base] + wanted > pages[base]:
                     expected[base] -= 1
                 while SIZES[base] * (expected[base] + wanted) + SIZES[other] * expected[other] > left:
-                    expected[max(SIZES, key=lambda one: SIZES[one] * expected[one])] -= 1  # noqa: B023
+                    expected[max(SIZES, key=lambda one: SIZES[one] * expected[one])] -= 1
                 number = copies[base].add(tuple(range(wanted)))
                 needed[base][number] = wanted
                 if wanted == 1 and draw.random() < 0.9:

@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import SLO
 from coserve.schedule.features import DEFAULT_WEIGHTS
