@@ -48,7 +48,7 @@ def test_steps_are_as_long_as_both_bounds_are_missed_alike() -> None:
             max_running=draw.choice([3, 64]),
             bounded_prefill_rows=draw.choice([64, 512]),
             min_prefill_rows=draw.choice([1, 16]),
-            patience=draw.choice([0.0, 2.0]),
+            patience=draw.choice([0.0, 0.3]),
             stages=draw.choice([1, 1, 3]),
         )
         COST.misses = type(COST.misses)()
