@@ -14,7 +14,7 @@ from coserve.schedule.swapping import Swapping
 
 
 def test_an_offloaded_sequence_has_all_its_pages_from_one_account_of_bytes() -> None:
-    """A page there takes the bytes of a part of a copy's, or of several; none are taken where one is missing."""
+    """A page there takes the bytes of a part of a copy's, or of several; all are taken or none."""
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     draw, entered, refused = random.Random(seed), 0, 0

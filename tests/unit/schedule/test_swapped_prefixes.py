@@ -7,7 +7,6 @@ from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.cost import CostModel, added_seconds
-from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapped_prefixes import SwappedPrefixes
 from coserve.schedule.swapping import Swapping
 
