@@ -1,4 +1,4 @@
-"""Where a long text is cut, against a look at each of its characters."""
+"""The places at which a long text is cut, against a look at each of its characters."""
 
 import random
 from collections.abc import Iterator

@@ -53,7 +53,7 @@ class Reference:
         )
 
     def admit(self) -> list[tuple[Ticket, bool]]:
-        """Who enters now, in order, and whether as a newcomer."""
+        """The tickets that enter now, in order, and whether as newcomers'."""
         entered = list[tuple[Ticket, bool]]()
         while True:
             free = PLACES - sum(len(one.inside) for one in self.accounts)
