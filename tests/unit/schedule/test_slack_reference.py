@@ -82,7 +82,7 @@ def test_a_step_has_the_time_that_every_bound_of_every_request_leaves() -> None:
 def bounds_of(
     queues: RequestQueues, config: SchedulerConfig, utilization: float
 ) -> Iterator[tuple[str, float]]:
-    """What each bound of each request leaves, by the field of `Slack` that it limits."""
+    """The seconds that each bound of each request leaves, by the field of `Slack` that they limit."""
     running, rows = queues.running, 0
     step = STEP + ROW * len(running) if running else 0.0
     ends = sorted(one.steps_left for one in running)
