@@ -1,3 +1,4 @@
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -82,3 +83,47 @@ def test_what_is_left_to_the_model_is_the_room_there_is() -> None:
 
 def test_scoring_a_prompt_needs_no_room_for_an_answer() -> None:
     assert request_cost(RequestSize((2048,), max_tokens=0, scores_prompt=True), LIMITS).max_tokens == (0,)
+
+
+def test_a_price_is_that_of_its_parts_and_an_answer_has_the_room_that_there_is() -> None:
+    """The second tier's room counts for prompts and answers that the device's is too small for."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw, refused, elsewhere = random.Random(seed), 0, 0
+    for _ in range(300):
+        positions, cached, offloaded = (draw.choice([100, 300, 900]) for _ in range(3))
+        limits = RequestLimits(positions, cached, 16, 64, draw.choice([0, offloaded]))
+        size = RequestSize(
+            tuple(draw.randint(1, 320) for _ in range(draw.randint(1, 4))),
+            draw.randint(1, 4),
+            draw.choice([None, draw.randint(1, 320)]),
+            alternatives=draw.choice([None, 0, 7]),
+            scores_prompt=draw.random() < 0.5,
+            biases=draw.choice([0, 9]),
+            grammar_bytes=draw.choice([0, 50]),
+        )
+        least = (0 if size.scores_prompt else 1) if size.max_tokens is None else size.max_tokens
+        most = list[int]()
+        for length in size.prompts:
+            on_device, anywhere = min(positions, cached), min(positions, max(cached, limits.offloaded_tokens))
+            wanted = max(least, 1) if size.max_tokens is None else least
+            room = on_device - length if length + wanted <= on_device else anywhere - length
+            elsewhere += wanted <= room and length + wanted > on_device
+            most.append(-1 if wanted > room else room if size.max_tokens is None else size.max_tokens)
+        if -1 in most:
+            refused += 1
+            with pytest.raises(ApiError, match="tokens at most"):
+                request_cost(size, limits)
+            continue
+        scores = 0.0 if size.alternatives is None else 0.3 + 0.03 * size.alternatives
+        read = 1.0 + scores * size.scores_prompt
+        token = 2.0 + scores + 0.5 * (size.grammar_bytes > 0)
+        answers = [
+            length * read + answer * token + 0.1 * size.biases
+            for length, answer in zip(size.prompts, most, strict=True)
+        ]
+        cost = request_cost(size, limits)
+        assert cost.max_tokens == tuple(most) and cost.token == pytest.approx(token)
+        assert cost.prompts == pytest.approx([length * read for length in size.prompts])
+        assert cost.total == pytest.approx(size.choices * sum(answers) + 0.02 * size.grammar_bytes)
+    assert refused > 20 and elsewhere > 5

@@ -1,0 +1,101 @@
+"""Pages of offloaded sequences and what is learned of the second tier, against plain accounts."""
+
+import random
+
+import pytest
+
+from coserve.core.plan import BasePlan, BaseResult, SwapIn, SwapOut
+from coserve.core.request import Request, SamplingParams
+from coserve.core.sequence import Sequence
+from coserve.schedule.cost import CostModel
+from coserve.schedule.offloading import Offloading
+from coserve.schedule.swap_tier import Rate, SwapCopies, SwapTier
+from coserve.schedule.swapping import Swapping
+
+
+def test_an_offloaded_sequence_has_all_its_pages_from_one_account_of_bytes() -> None:
+    """A page there takes the bytes of a part of a copy's, or of several; all are taken or none."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw, entered, refused = random.Random(seed), 0, 0
+    for _ in range(40):
+        size, first, pages, copies = (
+            draw.randint(1, 5),
+            draw.choice([0, 50]),
+            draw.randint(4, 30),
+            draw.randint(4, 60),
+        )
+        swapping = Swapping(CostModel(), copies)
+        offloading = Offloading(swapping, first, pages, size)
+        there = dict[int, tuple[Sequence, int, int]]()  # with its pages, and those of copies
+        for key in range(40):
+            if there and draw.random() < 0.4:
+                offloading.leave(there.pop(draw.choice(list(there)))[0])
+            sampling = SamplingParams(max_tokens=draw.randint(1, 40))
+            prompt = draw.randint(1, 40)
+            one = Sequence(key, Request("r", (1,) * prompt, sampling), offloaded=True)
+            tokens = prompt + sampling.max_tokens - 1
+            needed = next(n for n in range(100) if n * size >= tokens)
+            share = next(n for n in range(1000) if n * pages >= needed * copies)
+            assert (offloading.refusal(one.request, tokens) == "") is (needed <= pages)
+            assert (sampling.max_tokens <= offloading.room(prompt)) is (tokens <= pages * size)
+            taken, bytes_ = sum(n for _, n, _ in there.values()), sum(n for _, _, n in there.values())
+            has_room = needed <= pages - taken and share <= copies - bytes_
+            assert offloading.enter(one) is has_room
+            entered, refused = entered + has_room, refused + (not has_room)
+            if has_room:
+                there[key] = one, needed, share
+            assert offloading.used == sum(n for _, n, _ in there.values())
+            assert swapping.copies.used == sum(n for _, _, n in there.values())
+            held = [page for sequence, _, _ in there.values() for page in sequence.pages]
+            assert len({*held}) == len(held) == offloading.used and {*held} <= {*range(first, first + pages)}
+    assert entered > 50 and refused > 50
+
+
+def test_a_rate_is_a_running_mean_whose_excess_over_the_guess_is_forgotten_by_halves() -> None:
+    """The first measurement replaces the guess; later ones count a quarter, as four times what is known at
+    most."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(50):
+        guess, now = draw.uniform(1e-9, 1e-6), draw.uniform(0.0, 100.0)
+        rate, measured = Rate(guess), list[tuple[float, float]]()  # when, and what was known from then on
+        for _ in range(12):
+            known = guess
+            if measured:
+                at, known = measured[-1]
+                known = known if known <= guess else max(known / 2 ** ((now - at) / 60), guess)
+            assert rate.seconds(now) == pytest.approx(known)
+            nbytes, seconds = draw.choice([0, 7, 900]), guess * draw.choice([0.0, 0.2, 1.0, 30.0]) * 900
+            rate.observe(nbytes, seconds, now)
+            if nbytes and seconds:
+                newest = seconds / nbytes
+                mean = known + (min(newest, 4 * known) - known) / 4
+                measured.append((now, mean if measured else newest))
+            now += draw.uniform(0.0, 90.0)
+
+
+def test_moves_teach_each_way_its_seconds_and_one_that_fails_bars_the_tier_for_a_minute() -> None:
+    """Pages of both bases count together, and those that were lost do not."""
+    tier = SwapTier(10**6)
+    one, other = SwapCopies(tier, 100, 10), SwapCopies(tier, 100, 30)
+    out = BasePlan(swap_out=(SwapOut(1, (1, 2)),)), BasePlan(swap_out=(SwapOut(2, (3,)),))
+    back = BasePlan(swap_in=(SwapIn(1, (4, 5)),)), BasePlan(swap_in=(SwapIn(2, (6,)),))
+    moved = [
+        (copies, plan, BaseResult(1.0, swap_seconds=seconds))
+        for copies, plan, seconds in zip(
+            (one, other, one, other),
+            (*out, *back),
+            ((0.2, 0.0), (0.3, 0.0), (0.0, 1.0), (0.0, 4.0)),
+            strict=True,
+        )
+    ]
+    assert tier.apply(moved, 5.0) == (3, 3) and not tier.is_barred(5.0)
+    assert tier.writing.seconds(5.0) == pytest.approx(0.5 / 50)
+    assert tier.reading.seconds(5.0) == pytest.approx(5.0 / 50)
+    lost = [
+        (one, BasePlan(swap_out=(SwapOut(3, (1, 2)), SwapOut(4, (3,)))), BaseResult(1.0, swap_failed=(3,)))
+    ]
+    assert tier.apply(lost, 7.0) == (1, 0)
+    assert tier.is_barred(7.0) and tier.is_barred(66.9) and not tier.is_barred(67.0)

@@ -1,0 +1,94 @@
+"""Cached pages in the second tier, against a list of them in the order of their use."""
+
+import random
+
+from coserve.core.plan import BasePlan, BaseResult, SwapIn, SwapOut
+from coserve.core.request import Request
+from coserve.core.sequence import Sequence
+from coserve.memory.pages import PagePool
+from coserve.schedule.cost import CostModel, added_seconds
+from coserve.schedule.swapped_prefixes import SwappedPrefixes
+from coserve.schedule.swapping import Swapping
+
+SIZE = 16  # tokens of a page
+
+
+def test_the_least_recently_used_copies_make_room_for_others() -> None:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(20):
+        room = draw.randint(2, 8)
+        swapping = Swapping(CostModel(), room)  # moves take no time
+        prefixes, used, held = SwappedPrefixes(swapping, PagePool(9, SIZE)), list[bytes](), 0
+        for number in range(60):
+            name, kind = b"%d" % draw.randrange(12), draw.random()
+            if kind < 0.7:
+                prefixes.keep(number, name)
+                if name in used:
+                    used.remove(name)
+                elif held < room:
+                    used = used[max(len(used) + held + 1 - room, 0) :]
+                used = [*used, name] if held < room else used
+            elif kind < 0.8 and used:
+                names = draw.sample(used, draw.randint(1, len(used)))
+                taken = prefixes.take(names)
+                assert not any(one in prefixes for one in names)
+                prefixes.give_back(taken)
+                used = [*(one for one in used if one not in names), *names]
+            elif held < room - 1:  # a preempted sequence has a page
+                assert swapping.copies.make_room(1)
+                swapping.copies.use(1)
+                held += 1
+                used = used[max(len(used) + held - room, 0) :]
+            assert [b"%d" % one for one in range(12) if b"%d" % one in prefixes] == sorted(used, key=int)
+            assert len(prefixes) == len(used) and swapping.copies.used == len(used) + held
+
+
+def test_pages_are_copied_and_read_where_that_gains_time_and_the_plan_has_it() -> None:
+    """A copy gains the share of such pages that were read lately, a page of computing, less reading. Of the
+    copies of a prefix as many are read as the plan has time for, unless computing takes less."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw, cost, decided = (
+        random.Random(seed),
+        CostModel(),
+        dict.fromkeys(("kept", "left", "all", "some", "none"), 0),
+    )
+    page = added_seconds(cost, 0, SIZE)
+    for _ in range(60):
+        swapping = Swapping(cost, 1000, page_nbytes=4)
+        tier, prefixes = swapping.tier, SwappedPrefixes(swapping, PagePool(9, SIZE))
+        tier.writing.guess, tier.reading.guess = (page / 4 * draw.uniform(0.01, 1.2) for _ in range(2))
+        writing, reading = 4 * tier.writing.guess, 4 * tier.reading.guess
+        written, read = 0.0, 0.0
+        for number in range(30):
+            moved = [draw.randrange(3) for _ in range(2)]
+            swapping.copies.moves.out = {-1: SwapOut(-1, (0,) * moved[0])}
+            swapping.copies.moves.back = {-2: SwapIn(-2, (0,) * moved[1])}
+            planned = moved[0] * writing + moved[1] * reading
+            tier.begin(0.0, planned + draw.choice([0.5, 3.0, 30.0]) * page * draw.random())
+            name = b"%d" % number
+            prefixes.keep(number, name)
+            written, read = 0.999 * written, 0.999 * read
+            share = min((read + 1) / (written + 1), 1)
+            is_kept = planned + writing <= tier.limit and writing < share * (page - reading)
+            assert (name in prefixes) is is_kept
+            written += is_kept
+            decided["kept" if is_kept else "left"] += 1
+
+            pages, start = draw.randint(1, 8), draw.choice([0, 512])
+            swapping.copies.moves.out = {-1: SwapOut(-1, (0,) * moved[0])}
+            asks = Sequence(number, Request("r", (1,) * 2000))
+            fitting = max(n for n in range(pages + 1) if planned + n * reading <= tier.limit or not n)
+            gains = fitting * reading < added_seconds(cost, start, fitting * SIZE)
+            found = prefixes.worth_reading(asks, start, pages)
+            assert found == (fitting if gains else 0)
+            decided["all" if found == pages else "some" if found else "none"] += 1
+            if is_kept and draw.random() < 0.5:
+                asks.pages, asks.shared = [number], 0
+                prefixes.load(asks, prefixes.take([name]))
+                read += 1
+    assert min(decided.values()) > 5, decided
+    tier.apply([(swapping.copies, BasePlan(), BaseResult(1.0, swap_failed=(7,)))], 0.0)
+    assert not prefixes.worth_reading(asks, 0, 1)
