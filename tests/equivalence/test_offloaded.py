@@ -3,6 +3,7 @@
 import os
 import random
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
-from coserve.attention import offloaded
 from coserve.engine.completion import Completion
 from coserve.errors import OffloadFailed, OutOfPages
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
+from coserve.worker import offloaded
 from models import prompts, tiny
 
 PAGE = 4
@@ -66,7 +67,7 @@ def expect_empty(engine: Engine) -> None:
     assert cache.offloading.used == 0 and copies.used == len(copies.evictable)
     assert engine.pages.free_count == engine.pages.pages
     held = getattr(getattr(engine.executor, "worker", None), "_offloaded", None)
-    assert held is None or not held._held
+    assert held is None or not any(isinstance(name, tuple) for name in held.store._entries)
 
 
 @pytest.mark.sample(2)
@@ -153,7 +154,7 @@ def test_a_failing_disk_ends_one_request_and_no_other(
     wanted = [ask(full, prompt), ask(full, short, "lora")]
     full.run()
     broken: Any = few.executor.worker
-    file = broken._offloaded._tier._file
+    file = broken._offloaded.store._file
 
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
@@ -174,13 +175,25 @@ def test_a_failing_disk_ends_one_request_and_no_other(
     expect_empty(few)
 
 
+def cut(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+
+
+def flip(descriptor: int) -> None:
+    """One bit of every token in every layer."""
+    for place in range(0, os.fstat(descriptor).st_size, 16):
+        (byte,) = os.pread(descriptor, 1, place)
+        os.pwrite(descriptor, bytes([byte ^ 1]), place)
+
+
 @pytest.mark.local
-def test_a_file_that_became_short_is_noticed() -> None:
+@pytest.mark.parametrize("damage", [cut, flip])
+def test_a_file_that_has_changed_is_noticed(damage: Callable[[int], None]) -> None:
     engine: Any = engine_of(FEW)
     lost = ask(engine, prompts(random.Random(1), [LONG])[0])
     for _ in range(3):
         engine.step()
-    os.ftruncate(engine.executor.worker._offloaded._tier._file._descriptor, 0)
+    damage(engine.executor.worker._offloaded.store._file._descriptor)
     engine.run()
     with pytest.raises(OffloadFailed):
         lost.result()
