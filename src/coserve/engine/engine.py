@@ -473,7 +473,7 @@ class Engine:
         copy_nbytes = config.swap_nbytes // max(spec.swap_pages, 1)  # of a page, at least what it takes
         swapping = Swapping(self.cost, spec.swap_pages, tier, max(copy_nbytes, 1))
         offloading = Offloading(
-            swapping, config.pages + 1, spec.offload_pages, config.page_size, spec.offload_refusal
+            tier, config.pages + 1, spec.offload_pages, config.page_size, spec.offload_refusal
         )
         page_nbytes = offloaded_page_nbytes(self.base.caches, config.page_size, self.base.dtype)
         self.cost.offload = OffloadCosts(GUESS * page_nbytes / config.page_size)
