@@ -60,8 +60,8 @@ class SwapSpace:
                 self._backend.read_pages(part, rows[:, : self._backend.page_nbytes])
                 self.store.put(number, start, rows)
         except (CoserveError, OSError, RuntimeError) as error:
-            self._fail(error)
             self.store.drop(number)
+            self._fail(error)
             return False
         return True
 

@@ -157,6 +157,27 @@ def test_a_disk_that_is_full_for_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
         assert it.run(BasePlan(swap_out=(SwapOut(100 + number, (1,)),)))[0] == ()
 
 
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_a_device_without_memory_for_a_move_loses_the_copy_alone(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other error of torch's is one of ours."""
+    it = space_of(backend_of())
+    plan = BasePlan(swap_out=(SwapOut(1, (1, 2)),), swap_in=(SwapIn(1, (3, 4)),))
+    for error in (RuntimeError("out of memory"), RuntimeError("index out of range")):
+
+        def fail(*_: object, error: RuntimeError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(it.store, verb, fail)
+        if "memory" in str(error):
+            assert {*it.run(plan)[0]} == {1}
+        else:
+            with pytest.raises(RuntimeError, match="out of range"):
+                it.run(plan)
+        assert not it.store.used
+
+
 def test_no_room_is_no_tier() -> None:
     it = space_of(backend_of(), 0)
     assert it.pages == 0 and it.run(BasePlan(swap_dropped=(1,)))[0] == ()
