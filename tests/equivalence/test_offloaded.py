@@ -11,6 +11,7 @@ import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
+from coserve.core.plan import BasePlan, SwapOut
 from coserve.engine.completion import Completion
 from coserve.errors import OffloadFailed, OutOfPages
 from coserve.train.example import Example
@@ -220,6 +221,16 @@ def test_what_cannot_be_offloaded_is_refused_with_the_reason(tmp_path: Any) -> N
     assert len(short.tokens) == 6
     room = engine.scheduler.requests.queues.room
     assert room(LONG, 0) > 100 > FEW > room(5, 0) == FEW - 5 + 1
+
+
+@pytest.mark.local
+def test_pages_move_into_the_room_of_a_sequence_that_has_ended() -> None:
+    """In the plan that says so."""
+    worker: Any = engine_of(FEW).executor.worker
+    store = worker._offloaded.store
+    store.make((7, 0), store.nbytes // 8, 8)
+    assert worker.run(BasePlan(swap_out=(SwapOut(1, (0,)),))).swap_failed == (1,), "all room is taken"
+    assert worker.run(BasePlan(released=(7,), swap_out=(SwapOut(2, (0,)),))).swap_failed == ()
 
 
 def test_an_eight_bit_cache_leaves_them_exact() -> None:

@@ -141,7 +141,11 @@ class Worker:
 
     @torch.no_grad()
     def _swap(self, plan: BasePlan) -> Swapped:
-        """Moves the pages of a plan; once, as what runs again may have written into them."""
+        """Moves the pages of a plan, also into the room of sequences that have ended; once, as what runs again
+        may have written into them."""
+        if self._offloaded is not None:
+            for key in plan.released:
+                self._offloaded.end(key)
         return _NO_SWAPS if self._swap_space is None else self._swap_space.run(plan)
 
     @torch.no_grad()
@@ -217,8 +221,6 @@ class Worker:
             self.sessions[micro_batch.job].begin(micro_batch)
         self.table.extend(plan.inference)
         if self._offloaded is not None:
-            for key in plan.released:
-                self._offloaded.end(key)
             for segment in plan.inference:
                 if segment.offloaded and segment.new_pages:
                     self._offloaded.begin(segment.key, len(segment.new_pages))
