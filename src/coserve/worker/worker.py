@@ -141,7 +141,7 @@ class Worker:
 
     @torch.no_grad()
     def _swap(self, plan: BasePlan) -> Swapped:
-        """Moves the pages of a plan, also into the room of sequences that have ended; once, as what runs again
+        """Moves the pages of a plan, also into room that ended sequences had; once, as what runs again
         may have written into them."""
         if self._offloaded is not None:
             for key in plan.released:
