@@ -82,7 +82,7 @@ def open_store(device: torch.device, folder: str, nbytes: int) -> PageStore[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _FileRows:
     """Rows of `width` bytes in ranges of a file, one behind the other, and their checksums [rows]."""
 
     width: int
@@ -102,7 +102,7 @@ class _Rows:
         assert done == nbytes, "within its rows"
 
 
-class FileStore(PageStore[_Rows]):
+class FileStore(PageStore[_FileRows]):
     """A scratch file, with a checksum of each row: what a disk says it has written may not be what it reads.
 
     The sums are of 8-byte words times odd numbers, modulo 2**64: one wrong word is always noticed, and others
@@ -117,16 +117,16 @@ class FileStore(PageStore[_Rows]):
         self._buffer = ReadBuffer(0)
         self._factors: dict[int, Tensor] = {}  # by the words of a row
 
-    def _allocate(self, rows: int, width: int) -> _Rows:
-        return _Rows(width, self._file.take(rows * width), torch.zeros(rows, dtype=torch.long))
+    def _allocate(self, rows: int, width: int) -> _FileRows:
+        return _FileRows(width, self._file.take(rows * width), torch.zeros(rows, dtype=torch.long))
 
-    def _write(self, entry: _Rows, first: int, rows: Tensor) -> None:
+    def _write(self, entry: _FileRows, first: int, rows: Tensor) -> None:
         entry.sums[first : first + len(rows)] = self._sums(rows)
         memory = memory_of(rows)
         for place, begin, count in entry.pieces(first * entry.width, rows.nbytes):
             self._file.put(place, memory[begin : begin + count])
 
-    def _read(self, entry: _Rows, first: int, count: int) -> Tensor:
+    def _read(self, entry: _FileRows, first: int, count: int) -> Tensor:
         """Raises WeightsUnreadable where the bytes are not those that were written."""
         start, nbytes = first * entry.width, count * entry.width
         skipped = start % PAGE  # reads are of whole pages of the file
@@ -140,7 +140,7 @@ class FileStore(PageStore[_Rows]):
             raise WeightsUnreadable("the scratch file does not have what was written")
         return rows
 
-    def _free(self, entry: _Rows) -> None:
+    def _free(self, entry: _FileRows) -> None:
         self._file.free(entry.ranges)
 
     def _sums(self, rows: Tensor) -> Tensor:
