@@ -18,7 +18,7 @@ from coserve.schedule.swap_tier import Rate
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from coserve.worker import opening, swap_space
-from coserve.worker.page_store import FileStore
+from coserve.worker.page_store import ScratchStore
 from models import prompts, tiny
 
 PAGE = 4
@@ -179,13 +179,13 @@ def test_what_a_disk_loses_is_computed_again(
 ) -> None:
     asked = draw_pressed(f"damaged {secrets.randbits(32)}")
     whole, _ = run(asked, 1200, "0", deterministic=True)
-    put = FileStore.put
+    put = ScratchStore.put
 
-    def then_damage(store: FileStore, name: int, first: int, rows: Tensor) -> None:
+    def then_damage(store: ScratchStore, name: int, first: int, rows: Tensor) -> None:
         put(store, name, first, rows)
         how(store._file._descriptor)
 
-    monkeypatch.setattr(FileStore, "put", then_damage)
+    monkeypatch.setattr(ScratchStore, "put", then_damage)
     with caplog.at_level(logging.WARNING, swap_space.__name__):
         found, engine = run(asked, 72, "1GiB", deterministic=True)
     assert found == whole

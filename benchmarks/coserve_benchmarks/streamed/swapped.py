@@ -21,7 +21,7 @@ from coserve.core.sequence import Sequence
 from coserve.engine.engine import Engine
 from coserve.schedule.swap_tier import Rate
 from coserve.worker import page_store
-from coserve.worker.page_store import FileStore
+from coserve.worker.page_store import ScratchStore
 from coserve.workload.requests import Tokens, fixed_prompts, greedy
 from coserve_benchmarks.streamed.orders import StreamedOrder, SwapCase
 
@@ -34,7 +34,7 @@ _TRIES: Final = 10  # preemptions from which the scheduler learns a tier's rate,
 _TRY: Final = 256  # tokens of the sequences in these
 
 
-class PacedStore(FileStore):
+class PacedStore(ScratchStore):
     """The scratch file, slower by `pause` seconds a page; counts the pages that pass."""
 
     pause = 0.0
@@ -58,7 +58,7 @@ class Preemptions:
     them moved, False computed again, None leaves the choice to the scheduler."""
 
     def __init__(self, order: StreamedOrder) -> None:
-        page_store.FileStore = PacedStore  # type: ignore[misc]
+        page_store.ScratchStore = PacedStore  # type: ignore[misc]
         PacedStore.pause = 0.0
         longest = max(order.swapped)
         config = EngineConfig(

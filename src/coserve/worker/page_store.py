@@ -78,7 +78,7 @@ class PageStore(ABC, Generic[Entry]):
 def open_store(device: torch.device, folder: str, nbytes: int) -> PageStore[Any]:
     """A file in `folder` beside a CPU, the host's memory beside a GPU. Raises ConfigError for a folder that
     can hold nothing."""
-    return FileStore(folder, nbytes) if device.type == "cpu" else MemoryStore(device, nbytes)
+    return ScratchStore(folder, nbytes) if device.type == "cpu" else HostStore(device, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _FileRows:
         assert done == nbytes, "within its rows"
 
 
-class FileStore(PageStore[_FileRows]):
+class ScratchStore(PageStore[_FileRows]):
     """A scratch file, with a checksum of each row: what a disk says it has written may not be what it reads.
 
     The sums are of 8-byte words times odd numbers, modulo 2**64: one wrong word is always noticed, and others
@@ -151,7 +151,7 @@ class FileStore(PageStore[_FileRows]):
         return torch.mv(rows.view(torch.long), self._factors[words])
 
 
-class MemoryStore(PageStore[Tensor]):
+class HostStore(PageStore[Tensor]):
     """The host's memory, pinned beside a GPU for faster transfers."""
 
     piece = 64 << 20  # on the way it passes through as much of a GPU's memory

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from coserve.errors import ConfigError, WeightsUnreadable
-from coserve.worker.page_store import FileStore, MemoryStore, PageStore
+from coserve.worker.page_store import HostStore, PageStore, ScratchStore
 
 BLOCK, BLOCKS = 4096, 12
 STORES: dict[str, Callable[[], PageStore[Any]]] = {
-    "file": lambda: FileStore("", BLOCKS * BLOCK),
-    "memory": lambda: MemoryStore(torch.device("cpu"), BLOCKS * BLOCK),
+    "file": lambda: ScratchStore("", BLOCKS * BLOCK),
+    "memory": lambda: HostStore(torch.device("cpu"), BLOCKS * BLOCK),
 }
 
 
@@ -59,7 +59,7 @@ def test_rows_of_any_width_come_back_from_any_place(make: Callable[[], PageStore
 
 
 def test_a_wrong_bit_is_noticed_in_its_row_alone() -> None:
-    store, data = FileStore("", BLOCKS * BLOCK), drawn(40, 72)
+    store, data = ScratchStore("", BLOCKS * BLOCK), drawn(40, 72)
     store.make("a", 40, 72)
     store.put("a", 0, data)
     place = secrets.randbelow(data.nbytes)

@@ -16,7 +16,7 @@ from coserve.attention.backend import AttentionBackend, CacheShape
 from coserve.attention.batched import BatchedBackend
 from coserve.core.plan import BasePlan, SwapIn, SwapOut
 from coserve.worker import swap_space
-from coserve.worker.page_store import FileStore, MemoryStore, open_store
+from coserve.worker.page_store import HostStore, ScratchStore, open_store
 from coserve.worker.swap_space import SwapSpace
 from layouts import BACKENDS, Make
 
@@ -55,15 +55,15 @@ def test_pages_come_back_as_they_went(
     make: Make, piece: int, host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random copies that fill the room to its last page, with ranges of the file in pieces."""
-    monkeypatch.setattr(FileStore, "piece", piece)
-    monkeypatch.setattr(MemoryStore, "piece", piece)
+    monkeypatch.setattr(ScratchStore, "piece", piece)
+    monkeypatch.setattr(HostStore, "piece", piece)
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     draws, backend = Random(seed), backend_of(make)
     it = space_of(backend)
     assert it.pages == ROOM
     if host:
-        it.store = MemoryStore(CPU, it.store.nbytes)
+        it.store = HostStore(CPU, it.store.nbytes)
     kept: dict[int, Tensor] = {}
     for number in range(120):
         count = draws.randint(1, 6)
@@ -107,7 +107,7 @@ def test_a_plan_drops_then_writes_then_reads() -> None:
     assert torch.equal(read(backend, [0]), third) and not torch.equal(first[:2], second)
 
 
-def spoil(store: FileStore, width: int, how: str) -> None:
+def spoil(store: ScratchStore, width: int, how: str) -> None:
     descriptor = store._file._descriptor
     size = os.fstat(descriptor).st_size
     if how == "short":
@@ -132,7 +132,7 @@ def test_damage_is_noticed_and_said_once(how: str, caplog: pytest.LogCaptureFixt
         for number in range(3):
             write(backend, [1, 2, 3])
             assert it.run(BasePlan(swap_out=(SwapOut(number, (1, 2, 3)),)))[0] == ()
-            assert isinstance(it.store, FileStore)
+            assert isinstance(it.store, ScratchStore)
             spoil(it.store, backend.page_nbytes, how)
             assert it.run(BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,)
             assert it.run(BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,), "it is gone"
