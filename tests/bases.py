@@ -53,7 +53,7 @@ class TwoBases:
         self.it = Scheduler(first, costs[SMALL], make_policy("hybrid"))
         its = SchedulerConfig(LAYERS[WIDE], **{"max_positions": 256, **(wide or {})})
         swapping = Swapping(costs[WIDE], swap // 2, tier, 2)
-        offloading = Offloading(swapping, wide_pages + 1, swap // 2, PAGE)
+        offloading = Offloading(tier, wide_pages + 1, swap // 2, PAGE)
         self.it.add_base(WIDE, BaseCache(its, self.pools[WIDE], swapping, offloading), costs[WIDE])
         self.executor, self.executors = scripted(swap)
         self.plans: list[StepPlan] = []

@@ -3,6 +3,7 @@
 import os
 import random
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
-from coserve.attention import offloaded
+from coserve.core.plan import BasePlan, SwapOut
 from coserve.engine.completion import Completion
 from coserve.errors import OffloadFailed, OutOfPages
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
+from coserve.worker import offloaded
 from models import prompts, tiny
 
 PAGE = 4
@@ -66,7 +68,7 @@ def expect_empty(engine: Engine) -> None:
     assert cache.offloading.used == 0 and copies.used == len(copies.evictable)
     assert engine.pages.free_count == engine.pages.pages
     held = getattr(getattr(engine.executor, "worker", None), "_offloaded", None)
-    assert held is None or not held._held
+    assert held is None or not any(isinstance(name, tuple) for name in held.store._entries)
 
 
 @pytest.mark.sample(2)
@@ -153,7 +155,7 @@ def test_a_failing_disk_ends_one_request_and_no_other(
     wanted = [ask(full, prompt), ask(full, short, "lora")]
     full.run()
     broken: Any = few.executor.worker
-    file = broken._offloaded._tier._file
+    file = broken._offloaded.store._file
 
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
@@ -174,13 +176,25 @@ def test_a_failing_disk_ends_one_request_and_no_other(
     expect_empty(few)
 
 
+def cut(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+
+
+def flip(descriptor: int) -> None:
+    """One bit of every token in every layer."""
+    for place in range(0, os.fstat(descriptor).st_size, 16):
+        (byte,) = os.pread(descriptor, 1, place)
+        os.pwrite(descriptor, bytes([byte ^ 1]), place)
+
+
 @pytest.mark.local
-def test_a_file_that_became_short_is_noticed() -> None:
+@pytest.mark.parametrize("damage", [cut, flip])
+def test_a_file_that_has_changed_is_noticed(damage: Callable[[int], None]) -> None:
     engine: Any = engine_of(FEW)
     lost = ask(engine, prompts(random.Random(1), [LONG])[0])
     for _ in range(3):
         engine.step()
-    os.ftruncate(engine.executor.worker._offloaded._tier._file._descriptor, 0)
+    damage(engine.executor.worker._offloaded.store._file._descriptor)
     engine.run()
     with pytest.raises(OffloadFailed):
         lost.result()
@@ -207,6 +221,16 @@ def test_what_cannot_be_offloaded_is_refused_with_the_reason(tmp_path: Any) -> N
     assert len(short.tokens) == 6
     room = engine.scheduler.requests.queues.room
     assert room(LONG, 0) > 100 > FEW > room(5, 0) == FEW - 5 + 1
+
+
+@pytest.mark.local
+def test_pages_move_into_the_room_of_a_sequence_that_has_ended() -> None:
+    """In the plan that says so."""
+    worker: Any = engine_of(FEW).executor.worker
+    store = worker._offloaded.store
+    store.make((7, 0), store.nbytes // 8, 8)
+    assert worker.run(BasePlan(swap_out=(SwapOut(1, (0,)),))).swap_failed == (1,), "all room is taken"
+    assert worker.run(BasePlan(released=(7,), swap_out=(SwapOut(2, (0,)),))).swap_failed == ()
 
 
 def test_an_eight_bit_cache_leaves_them_exact() -> None:

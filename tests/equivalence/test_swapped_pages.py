@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.schedule.swap_tier import Rate
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
-from coserve.worker import swap_space
-from coserve.worker.swap_space import FileTier
+from coserve.worker import opening, swap_space
+from coserve.worker.page_store import ScratchStore
 from models import prompts, tiny
 
 PAGE = 4
@@ -154,8 +155,8 @@ def test_a_prompt_whose_pages_went_to_the_tier_is_answered_with_the_same_bits() 
 
 
 def flip(descriptor: int) -> None:
-    """One bit of every page that is written, somewhere."""
-    for start in range(0, os.fstat(descriptor).st_size, 4096):
+    """Bits of every page that is written."""
+    for start in range(0, os.fstat(descriptor).st_size, 64):
         place = start + secrets.randbelow(64)
         byte = os.pread(descriptor, 1, place)
         os.pwrite(descriptor, bytes([byte[0] ^ (1 << secrets.randbelow(8))]), place)
@@ -178,14 +179,13 @@ def test_what_a_disk_loses_is_computed_again(
 ) -> None:
     asked = draw_pressed(f"damaged {secrets.randbits(32)}")
     whole, _ = run(asked, 1200, "0", deterministic=True)
-    write = FileTier.write
+    put = ScratchStore.put
 
-    def then_damage(tier: FileTier, pages: list[int]) -> Any:
-        copy = write(tier, pages)
-        how(tier._file._descriptor)
-        return copy
+    def then_damage(store: ScratchStore, name: int, first: int, rows: Tensor) -> None:
+        put(store, name, first, rows)
+        how(store._file._descriptor)
 
-    monkeypatch.setattr(FileTier, "write", then_damage)
+    monkeypatch.setattr(ScratchStore, "put", then_damage)
     with caplog.at_level(logging.WARNING, swap_space.__name__):
         found, engine = run(asked, 72, "1GiB", deterministic=True)
     assert found == whole
@@ -212,6 +212,6 @@ def test_a_full_disk_costs_nobody_an_answer(
 
 
 def test_without_a_folder_pages_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, swap_space.__name__):
+    with caplog.at_level(logging.WARNING, opening.__name__):
         engine = Engine(tiny("llama"), EngineConfig(calibrate=False, scratch=str(tmp_path / "nowhere")))
     assert engine.stats().swap_pages == 0 and "nowhere" in caplog.text

@@ -160,7 +160,7 @@ def test_both_have_the_second_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     unneeded = sum(len(caches[base].swapping.copies.evictable) for base in caches)
     held = engine.scheduler.tier.used
     assert (held > 0) is (unneeded > 0) and stats.free_pages == stats.pages and not stats.offloaded_pages_used
-    copies = [len(one.executor.worker._swap_space._copies) for one in engines.values()]  # type: ignore[attr-defined]
+    copies = [len(one.executor.worker._swap_space.store._entries) for one in engines.values()]  # type: ignore[attr-defined]
     assert sum(copies) == unneeded
 
 

@@ -135,7 +135,7 @@ class World:
         self.pool = PagePool(pages, PAGE)
         cost, moves = CostModel(), count(1)
         swapping = Swapping(cost, swap_pages)
-        self.offloading = Offloading(swapping, pages + 1, swap_pages, PAGE)
+        self.offloading = Offloading(swapping.tier, pages + 1, swap_pages, PAGE)
         self.it = Scheduler(
             BaseCache(config, self.pool, swapping, self.offloading), cost, make_policy(policy)
         )
@@ -278,7 +278,7 @@ class World:
         copies = [s.swapped.pages for s in self.sequences if s.swapped is not None]
         swapped = self.it.caches.first.swapping.copies
         copies += [self.offloading.used, len(swapped.evictable)]
-        assert swapped.used == sum(copies) <= swapped.pages
+        assert self.it.tier.used == sum(copies) <= self.it.tier.nbytes
         assert [self.pool.readers(page) for page in range(self.pool.pages)] == [
             read[page] for page in range(self.pool.pages)
         ]

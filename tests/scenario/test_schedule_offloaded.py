@@ -44,7 +44,7 @@ class World:
         swapping = Swapping(CostModel(), 1000)
         self.pool, config = PagePool(10, PAGE), SchedulerConfig(2, 1000, prefix_sharing=False)
         policy = make_policy("hybrid")
-        offloading = Offloading(swapping, 11, 1000, PAGE)
+        offloading = Offloading(swapping.tier, 11, 1000, PAGE)
         self.it = Scheduler(BaseCache(config, self.pool, swapping, offloading), CostModel(), policy)
         self.executor = Slow(PAGE, swap_pages=1000)
 

@@ -6,12 +6,13 @@ sequence returns. Tiers slower than this machine's pause for some seconds with e
 """
 
 import time
-from collections.abc import Sequence as Sequences
+from collections.abc import Hashable
 from dataclasses import replace
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import psutil
+from torch import Tensor
 
 from coserve.config import EngineConfig
 from coserve.core.events import Event
@@ -19,8 +20,8 @@ from coserve.core.plan import StepResult
 from coserve.core.sequence import Sequence
 from coserve.engine.engine import Engine
 from coserve.schedule.swap_tier import Rate
-from coserve.worker import swap_space
-from coserve.worker.swap_space import FileTier
+from coserve.worker import page_store
+from coserve.worker.page_store import ScratchStore
 from coserve.workload.requests import Tokens, fixed_prompts, greedy
 from coserve_benchmarks.streamed.orders import StreamedOrder, SwapCase
 
@@ -33,23 +34,23 @@ _TRIES: Final = 10  # preemptions from which the scheduler learns a tier's rate,
 _TRY: Final = 256  # tokens of the sequences in these
 
 
-class PacedTier(FileTier):
+class PacedStore(ScratchStore):
     """The scratch file, slower by `pause` seconds a page; counts the pages that pass."""
 
     pause = 0.0
     written = read_back = 0
 
-    def write(self, pages: Sequences[int]) -> Any:
-        """See `PageTier`."""
-        PacedTier.written += len(pages)
-        time.sleep(PacedTier.pause * len(pages))
-        return super().write(pages)
+    def put(self, name: Hashable, first: int, rows: Tensor) -> None:
+        """See `PageStore`."""
+        PacedStore.written += len(rows)
+        time.sleep(PacedStore.pause * len(rows))
+        super().put(name, first, rows)
 
-    def read(self, copy: Any, first: int, pages: Sequences[int]) -> None:
-        """See `PageTier`."""
-        PacedTier.read_back += len(pages)
-        time.sleep(PacedTier.pause * len(pages))
-        super().read(copy, first, pages)
+    def get(self, name: Hashable, first: int, count: int) -> Tensor:
+        """See `PageStore`."""
+        PacedStore.read_back += count
+        time.sleep(PacedStore.pause * count)
+        return super().get(name, first, count)
 
 
 class Preemptions:
@@ -57,8 +58,8 @@ class Preemptions:
     them moved, False computed again, None leaves the choice to the scheduler."""
 
     def __init__(self, order: StreamedOrder) -> None:
-        swap_space.FileTier = PacedTier  # type: ignore[misc]
-        PacedTier.pause = 0.0
+        page_store.ScratchStore = PacedStore  # type: ignore[misc]
+        PacedStore.pause = 0.0
         longest = max(order.swapped)
         config = EngineConfig(
             dtype="float32",
@@ -94,7 +95,7 @@ class Preemptions:
 
     def _open_tier(self, pause: float) -> None:
         """A tier of which nothing is known yet, and then what the scheduler's own choices teach."""
-        PacedTier.pause = pause
+        PacedStore.pause = pause
         self._tier.writing, self._tier.reading = Rate(self._guess), Rate(self._guess)
         for _ in range(_TRIES):
             self.preempt(_TRY, None)
@@ -104,7 +105,7 @@ class Preemptions:
         what it is made to do."""
         known = replace(self._tier.writing), replace(self._tier.reading)
         moved, computed, choices = list[_Seconds](), list[_Seconds](), list[bool]()
-        written, read_back = PacedTier.written, PacedTier.read_back
+        written, read_back = PacedStore.written, PacedStore.read_back
         stats, passed = self._engine.stats(), _passed()
         for turn in range(self._order.rounds):
             for moves in (True, False) if turn % 2 else (False, True):
@@ -114,7 +115,7 @@ class Preemptions:
                 self._tier.writing, self._tier.reading = replace(known[0]), replace(known[1])
         after, rounds = self._engine.stats(), self._order.rounds
         expected = rounds * self._pages(tokens)
-        assert (PacedTier.written - written, PacedTier.read_back - read_back) == (expected, expected)
+        assert (PacedStore.written - written, PacedStore.read_back - read_back) == (expected, expected)
         assert after.swapped_out_pages - stats.swapped_out_pages == expected
         assert after.swapped_in_pages - stats.swapped_in_pages == expected
         assert after.recomputed_tokens - stats.recomputed_tokens == rounds * (tokens + _ANSWERED - 1)

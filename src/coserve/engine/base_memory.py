@@ -12,7 +12,6 @@ from typing import Final
 
 from transformers import PreTrainedModel
 
-from coserve.attention.offloaded import WORKSPACE as OFFLOAD_WORKSPACE
 from coserve.config import EngineConfig
 from coserve.core.size import read_memory, read_size, show_size
 from coserve.errors import ConfigError
@@ -27,6 +26,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.streamed.model_files import saved_bytes, stored_bytes
 from coserve.streamed.shapes import enough_to_stream
 from coserve.train.needs import step_bytes
+from coserve.worker.offloaded import WORKSPACE as OFFLOAD_WORKSPACE
 from coserve.worker.opening import Opened, dtype_of, open_loaded, open_local
 
 # Bytes that loading a base as a whole takes beside it in a process of the engine's own: 57 MiB for one of 342

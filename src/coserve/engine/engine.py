@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.paging.stored import StoredVersion
-from coserve.attention.offloaded import offloaded_page_nbytes
 from coserve.config import EngineConfig, StitchedChain
 from coserve.core.events import Event
 from coserve.core.request import BASE, SLO, FinishReason, Request, SamplingParams
@@ -61,6 +60,7 @@ from coserve.train.objectives import Distillation, Objective, Supervised, object
 from coserve.train.state import TrainingState
 from coserve.wire.messages import EngineStats
 from coserve.worker.compute_threads import set_threads
+from coserve.worker.offloaded import offloaded_page_nbytes
 from coserve.worker.opening import Opened, open_executor, open_stitched
 
 Messages = Sequence[Mapping[str, str]]
@@ -473,7 +473,7 @@ class Engine:
         copy_nbytes = config.swap_nbytes // max(spec.swap_pages, 1)  # of a page, at least what it takes
         swapping = Swapping(self.cost, spec.swap_pages, tier, max(copy_nbytes, 1))
         offloading = Offloading(
-            swapping, config.pages + 1, spec.offload_pages, config.page_size, spec.offload_refusal
+            tier, config.pages + 1, spec.offload_pages, config.page_size, spec.offload_refusal
         )
         page_nbytes = offloaded_page_nbytes(self.base.caches, config.page_size, self.base.dtype)
         self.cost.offload = OffloadCosts(GUESS * page_nbytes / config.page_size)

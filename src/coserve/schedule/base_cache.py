@@ -31,7 +31,7 @@ class BaseCache:
         self.config, self.pages = config, pages
         self.swapping = swapping or Swapping(CostModel())
         self.prefixes = Prefixes(pages, config.prefix_sharing, SwappedPrefixes(self.swapping, pages))
-        self.offloading = offloading or Offloading(self.swapping)
+        self.offloading = offloading or Offloading(self.swapping.tier)
 
 
 class BaseCaches:

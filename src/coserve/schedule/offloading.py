@@ -10,18 +10,19 @@ from itertools import count
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
-from coserve.schedule.swapping import Swapping
+from coserve.schedule.swap_tier import SwapTier
 
 
 class Offloading:
     """A base's `pages` in the second tier for sequences that lie there as a whole, numbered from `first` on.
-    Copies of preempted sequences (`swapping`) share its bytes. `refusal` says why there are no pages."""
+    They have the bytes of a `tier` in common with copies. `refusal` says why there are no pages."""
 
     def __init__(
-        self, swapping: Swapping, first: int = 0, pages: int = 0, page_size: int = 1, refusal: str = ""
+        self, tier: SwapTier, first: int = 0, pages: int = 0, page_size: int = 1, refusal: str = ""
     ) -> None:
         self.pool = PagePool(pages, page_size)
-        self._swapping, self._first, self._refusal = swapping, first, refusal
+        self._tier, self._first, self._refusal = tier, first, refusal
+        self._page_nbytes = tier.nbytes // max(pages, 1)  # at least what a page takes
 
     @property
     def pages(self) -> int:
@@ -56,24 +57,18 @@ class Offloading:
         """Gives a sequence all pages that it will ever need; False, with nothing changed, where so many are
         not free."""
         pages = self.pool.pages_for(sequence.longest - 1)
-        shared = self._share(pages)
-        if pages > self.pool.free_count or not self._swapping.copies.make_room(shared):
+        if pages > self.pool.free_count or not self._tier.make_room(pages * self._page_nbytes):
             return False
         taken = self.pool.allocate(sequence.key, pages)
         assert taken is not None, "so many are free"
-        self._swapping.copies.use(shared)
+        self._tier.used += pages * self._page_nbytes
         sequence.pages = [self._first + page for page in taken]
         return True
 
     def leave(self, sequence: Sequence) -> None:
         """Frees the pages of a sequence."""
-        self._swapping.copies.use(-self._share(self.pool.free(sequence.key)))
+        self._tier.used -= self.pool.free(sequence.key) * self._page_nbytes
         sequence.pages = []
-
-    def _share(self, pages: int) -> int:
-        """Pages of copies that take the bytes of `pages` offloaded ones, which may be larger: they are in the
-        base's type."""
-        return -(-pages * self._swapping.copies.pages // self.pages)
 
 
 class OffloadTurns:

@@ -1,10 +1,11 @@
 """The second tier of pages as all bases of an engine have it in common: its bytes, what moving one takes, and
 the copies that a plan moves. What is worth moving is decided base by base (`schedule.swapping`)."""
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final, Protocol
+from typing import Final
 
 from coserve.core.plan import BasePlan, BaseResult, SwapIn, SwapOut
 from coserve.core.sequence import Sequence
@@ -56,31 +57,6 @@ class Moves:
         return bool(self.out or self.back or self.dropped)
 
 
-class Evictable(Protocol):
-    """Copies of a page each that nobody needs; `len` is their number."""
-
-    def __len__(self) -> int: ...
-
-    def evict(self) -> None:
-        """Drops one."""
-        ...
-
-    def lose(self, number: int) -> None:
-        """Drops copy `number`, which could not be written, if it is one of these."""
-        ...
-
-
-class _Nothing:
-    """No copies."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def evict(self) -> None: ...
-
-    def lose(self, number: int) -> None: ...
-
-
 class SwapTier:
     """A tier of `nbytes`, whose first guess is `byte_seconds` a byte, one way. Copies have numbers of their
     own whatever their base, and those that nobody needs make room for any.
@@ -91,7 +67,6 @@ class SwapTier:
     def __init__(self, nbytes: int, byte_seconds: float = 0.0) -> None:
         self.nbytes, self.used = nbytes, 0  # of copies, and of offloaded sequences
         self.writing, self.reading = Rate(byte_seconds), Rate(byte_seconds)
-        self.owners: dict[int, Sequence] = {}  # by copy, until it is read or dropped
         self.numbers = count(1)
         self.now = 0.0  # of the plan under construction
         self.limit = INFINITE  # seconds that its moves may take
@@ -134,13 +109,14 @@ class SwapTier:
         unneeded = sum(len(copies.evictable) * copies.page_nbytes for copies in self._copies)
         return self.nbytes - self.used + unneeded
 
-    def make_room(self, nbytes: int) -> None:
-        """Evicts copies that nobody needs until `nbytes` are free, of the base that has most of them. There
-        is `room` for these."""
-        assert nbytes <= self.room, "evicting what nobody needs would never end"
+    def make_room(self, nbytes: int) -> bool:
+        """Evicts copies that nobody needs until `nbytes` are free, of the base that has most of them; False,
+        with nothing changed, if they cannot be."""
+        if nbytes > self.room:
+            return False
         while nbytes > self.nbytes - self.used:
-            most = max(self._copies, key=lambda copies: len(copies.evictable) * copies.page_nbytes)
-            most.evictable.evict()
+            max(self._copies, key=lambda copies: len(copies.evictable) * copies.page_nbytes).evict()
+        return True
 
     def apply(
         self, moved: Iterable[tuple["SwapCopies", BasePlan, BaseResult]], now: float
@@ -164,13 +140,13 @@ class SwapTier:
         for out in plan.swap_out:
             if out.copy not in lost:
                 continue
-            sequence = self.owners.get(out.copy)
+            sequence = copies.owners.get(out.copy)
             if sequence is None:
-                copies.evictable.lose(out.copy)
+                copies.lose(out.copy)
             elif not sequence.loading:  # else its `SwapIn` fails, too
                 self.on_failure(sequence)
         for back in plan.swap_in:
-            sequence = self.owners.pop(back.copy, None)
+            sequence = copies.owners.pop(back.copy, None)
             if sequence is not None:
                 sequence.loading = ()
                 if back.copy in lost:
@@ -180,43 +156,48 @@ class SwapTier:
 
 
 class SwapCopies:
-    """Copies of a base's pages in a tier, which has room for `pages` of them, of `page_nbytes` each. Those in
-    `evictable` make room for others."""
+    """Copies of a base's pages in a tier, which has room for at most `pages` of them, of `page_nbytes` each.
+    They are those of sequences, the `owners`, and those of cached pages by name, the least recently used
+    first, which are `evictable`: they make room for others, of any base."""
 
     def __init__(self, tier: SwapTier, pages: int, page_nbytes: int) -> None:
         self.pages, self.page_nbytes = pages, page_nbytes
         self.moves = Moves()
-        self.used = 0  # pages of copies, and of offloaded sequences
-        self.evictable: Evictable = _Nothing()
+        self.owners: dict[int, Sequence] = {}  # by copy, until it is read or dropped
+        self.evictable: OrderedDict[Hashable, int] = OrderedDict()
         self._tier = tier
         self._sizes: dict[int, int] = {}  # pages of each copy in the tier
         tier.add(self)
 
     @property
+    def used(self) -> int:
+        """Pages of all copies."""
+        return sum(self._sizes.values())
+
+    @property
     def room(self) -> int:
         """Pages that a copy can have."""
-        return min(self.pages - self.used + len(self.evictable), self._tier.room // self.page_nbytes)
+        return min(self.pages, self._tier.room // self.page_nbytes)
 
     def make_room(self, pages: int) -> bool:
         """Evicts copies that nobody needs until `pages` fit; False, with nothing changed, if they cannot."""
-        if pages > self.room:
-            return False
-        while pages > self.pages - self.used:
-            self.evictable.evict()
-        self._tier.make_room(pages * self.page_nbytes)
-        return True
+        return pages <= self.pages and self._tier.make_room(pages * self.page_nbytes)
 
-    def use(self, pages: int) -> None:
-        """Counts so many pages more as used."""
-        self.used += pages
-        self._tier.used += pages * self.page_nbytes
+    def evict(self) -> None:
+        """Drops the least recently used copy of a cached page."""
+        self.remove(self.evictable.popitem(last=False)[1])
+
+    def lose(self, number: int) -> None:
+        """Drops the copy of a cached page that could not be written, if it is still there."""
+        for name in [name for name, its in self.evictable.items() if its == number]:
+            self.remove(self.evictable.pop(name))
 
     def add(self, pages: tuple[int, ...]) -> int:
         """Has the plan copy `pages`, for which there is room; returns the copy's number."""
         number = next(self._tier.numbers)
         self.moves.out[number] = SwapOut(number, pages)
         self._sizes[number] = len(pages)
-        self.use(len(pages))
+        self._tier.used += len(pages) * self.page_nbytes
         return number
 
     def remove(self, number: int) -> None:
@@ -227,14 +208,14 @@ class SwapCopies:
 
     def forget(self, number: int) -> None:
         """Frees the pages of a copy that is read or dropped."""
-        self.use(-self._sizes.pop(number))
+        self._tier.used -= self._sizes.pop(number) * self.page_nbytes
 
     def take(self) -> Moves:
         """The plan's moves: copies that it reads are gone afterwards."""
         moves, self.moves = self.moves, Moves()
         for number in moves.back:
             self.forget(number)
-            sequence = self._tier.owners[number]
+            sequence = self.owners[number]
             if sequence.swapped is not None and sequence.swapped.number == number:
                 sequence.swapped = None
         return moves

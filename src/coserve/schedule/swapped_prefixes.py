@@ -4,7 +4,6 @@ LMCache and SGLang's HiCache keep prefixes so. Whether a page is written is deci
 of computing its tokens again, those of writing and reading it, and the share of such pages read lately.
 """
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Final
 
@@ -17,17 +16,15 @@ _MEMORY: Final = 0.999  # of the pages counted for the share that is read: some 
 
 
 class SwappedPrefixes:
-    """Copies of cached pages by their names, least recently used first. `written` and `read` count pages."""
+    """Copies of cached pages, by their names. `written` and `read` count pages."""
 
     def __init__(self, swapping: Swapping, pages: PagePool) -> None:
         self.written = self.read = 0
         self._swapping = swapping
         self._page_size = pages.page_size
-        self._copies: OrderedDict[Hashable, int] = OrderedDict()
-        self._names: dict[int, Hashable] = {}  # the other way round
+        self._copies = swapping.copies.evictable
         self._lately_written = self._lately_read = 0.0
         if swapping.copies.pages:
-            swapping.copies.evictable = self
             pages.evicted = self.keep
 
     def __len__(self) -> int:
@@ -42,8 +39,7 @@ class SwappedPrefixes:
         if name in self._copies:
             self._copies.move_to_end(name)
         elif isinstance(name, bytes) and self._is_worth_writing() and self._swapping.copies.make_room(1):
-            number = self._swapping.copies.add((page,))
-            self._copies[name], self._names[number] = number, name
+            self._copies[name] = self._swapping.copies.add((page,))
             self.written += 1
             self._lately_written += 1
 
@@ -72,33 +68,14 @@ class SwappedPrefixes:
 
     def take(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
         """Copies that the plan is to read, by name. They can no longer be evicted."""
-        taken = {name: self._copies.pop(name) for name in names}
-        for number in taken.values():
-            del self._names[number]
-        return taken
+        return {name: self._copies.pop(name) for name in names}
 
     def give_back(self, taken: Mapping[Hashable, int]) -> None:
         """Undoes `take` where there are no pages to read into."""
         self._copies.update(taken)
-        self._names.update((number, name) for name, number in taken.items())
 
     def load(self, sequence: Sequence, taken: Mapping[Hashable, int]) -> None:
         """Has the plan fill a sequence's pages behind the shared ones from copies that were taken."""
         self._swapping.read_single(sequence, taken.values())
         self.read += len(taken)
         self._lately_read += len(taken)
-
-    # Evictable
-
-    def evict(self) -> None:
-        """Drops the least recently used copy."""
-        _, number = self._copies.popitem(last=False)
-        del self._names[number]
-        self._swapping.copies.remove(number)
-
-    def lose(self, number: int) -> None:
-        """Drops a copy that could not be written, if it is still there."""
-        name = self._names.pop(number, None)
-        if name is not None:
-            del self._copies[name]
-            self._swapping.copies.remove(number)

@@ -61,7 +61,7 @@ class Swapping:
         assert has_room, "`is_worth` has found it"
         number = self.copies.add(pages)
         sequence.swapped = SwapCopy(number, first, len(pages), sequence.computed)
-        self.tier.owners[number] = sequence
+        self.copies.owners[number] = sequence
 
     def read(self, sequence: Sequence) -> None:
         """Has the plan fill the pages behind those that a sequence shares from its copy."""
@@ -76,7 +76,7 @@ class Swapping:
         sequence.loading = tuple(numbers)
         for number, page in zip(sequence.loading, sequence.pages[sequence.shared :], strict=False):
             self.copies.moves.back[number] = SwapIn(number, (page,))
-            self.tier.owners[number] = sequence
+            self.copies.owners[number] = sequence
 
     def withdraw(self, sequence: Sequence) -> None:
         """Gives up reading for a sequence that loses its pages again. It keeps a copy of its own that no plan
@@ -84,7 +84,7 @@ class Swapping:
         numbers, sequence.loading = sequence.loading, ()
         for number in numbers:
             if self.copies.moves.back.pop(number, None) is None:
-                del self.tier.owners[number]
+                del self.copies.owners[number]
             elif sequence.swapped is None or number != sequence.swapped.number:
                 self._remove(number)
 
@@ -95,7 +95,7 @@ class Swapping:
             self._remove(copy.number)
 
     def _remove(self, number: int) -> None:
-        del self.tier.owners[number]
+        del self.copies.owners[number]
         self.copies.remove(number)
 
 

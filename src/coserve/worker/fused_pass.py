@@ -11,7 +11,6 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
-from coserve.attention.offloaded import OffloadedCache, OffloadedSegment, SplitRows
 from coserve.attention.paged import PagedBackend
 from coserve.core.plan import InferenceSegment, Lane, Prefix, Sampled, TrainingSegment
 from coserve.core.sequence import Direction
@@ -23,6 +22,7 @@ from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
 from coserve.worker.held import HeldState
 from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
+from coserve.worker.offloaded import OffloadedCache, OffloadedSegment, SplitRows
 from coserve.worker.sampler import Sampler
 from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.training_passes import TrainingPasses

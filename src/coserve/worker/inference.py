@@ -10,9 +10,9 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.lora_batch import SlotRows
 from coserve.attention.backend import InferenceRows
-from coserve.attention.offloaded import SplitRows
 from coserve.core.plan import InferenceSegment
 from coserve.model.batch import FusedRows, LayerCalls
+from coserve.worker.offloaded import SplitRows
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.slot_pools import LoraSlotPools
+from coserve.attention.backend import AttentionBackend
 from coserve.attention.store import Int8KVStore, KVStore
 from coserve.config import EngineConfig
 from coserve.core.size import read_memory
@@ -38,7 +39,8 @@ from coserve.streamed.shapes import stream_shapes
 from coserve.train.optimizer_offload import offload_for
 from coserve.train.proof import prove_training
 from coserve.worker.deterministic import DeterministicWorker
-from coserve.worker.offload_space import OffloadSpace
+from coserve.worker.offloaded import OffloadedCache
+from coserve.worker.page_store import open_store
 from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.stitched import StitchedWorker
 from coserve.worker.swap_space import SwapSpace
@@ -223,6 +225,23 @@ def _make(
     sampling = SamplingTable(config.max_running, base.vocabulary, eos_ids(base), base.device, grammars)
     table = SequenceTable(config.max_running, most, attention, sampling)
     offload = offload_for(base.device, config.scratch) if config.offload else None
-    swap_space = SwapSpace(attention, config, base.device)
-    offload_space = OffloadSpace(base, attention, config)
-    return kind(base, attention, table, offload, grown, streaming, swap_space, offload_space)
+    elsewhere = _elsewhere(base, attention, config)
+    return kind(base, attention, table, offload, grown, streaming, *elsewhere)
+
+
+def _elsewhere(
+    base: Base, attention: AttentionBackend[Any], config: EngineConfig
+) -> tuple[SwapSpace | None, OffloadedCache | None, str]:
+    """Pages of preempted sequences and of longer ones in one page store; and why none of the latter."""
+    if not config.swap_nbytes:
+        return None, None, "engine.swap_space has no room for pages elsewhere"
+    try:
+        store = open_store(base.device, config.scratch, config.swap_nbytes)
+    except ConfigError as error:
+        _log.warning("preempted sequences are computed again, and longer prompts refused: %s", error)
+        return None, None, str(error)
+    swap_space = SwapSpace(attention, store, base.device)
+    if config.deterministic:
+        return swap_space, None, "the deterministic mode attends to pages alone"
+    offloaded = OffloadedCache(base.caches, attention.page_size, base.dtype, store)
+    return swap_space, offloaded, "" if offloaded.pages else "engine.swap_space has no room for one page"

@@ -32,7 +32,7 @@ from coserve.worker.compute_threads import ComputeThreads
 from coserve.worker.fused_pass import FusedPass
 from coserve.worker.held import HeldState
 from coserve.worker.lanes import LaneRunner
-from coserve.worker.offload_space import OffloadSpace
+from coserve.worker.offloaded import OffloadedCache
 from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.swap_space import SwapSpace
 from coserve.worker.training_passes import TrainingPasses
@@ -62,11 +62,12 @@ class Worker:
         grown: int = 0,
         streaming: Streaming | None = None,
         swap_space: SwapSpace | None = None,
-        offload_space: OffloadSpace | None = None,
+        offloaded: OffloadedCache | None = None,
+        offload_refusal: str = "",
     ) -> None:
         """`grown` are the bytes that loading the base took, and keeps, beside its weights; `streaming` says
-        how it is streamed, `swap_space` where pages move to as plans say, `offload_space` where those of
-        longer sequences are."""
+        how it is streamed. `swap_space` moves pages to the page store and back as plans say, `offloaded` has
+        those of longer sequences there; `offload_refusal` says why it is None."""
         self.base, self.attention, self.table = base, attention, table
         self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
@@ -74,8 +75,7 @@ class Worker:
         self.sessions, self.arena = self.held.sessions, self.held.arena
         self._begun: BasePlan | None = None  # a plan that has begun, and needs weights that could not be read
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
-        self._offload_space = offload_space
-        self._offloaded = None if offload_space is None else offload_space.cache
+        self._offloaded, self._offload_refusal = offloaded, offload_refusal
         self._swapped: Swapped | None = None  # what came of moving the pages of the plan under way
         self._lanes = LaneRunner(base.device)
         is_free = self.base.device.type == "cpu" and not self.is_deterministic
@@ -107,8 +107,8 @@ class Worker:
             sites=tuple(self.base.sites.values()),
             streaming=self._streaming,
             swap_pages=0 if self._swap_space is None else self._swap_space.pages,
-            offload_pages=0 if self._offload_space is None else self._offload_space.pages,
-            offload_refusal="" if self._offload_space is None else self._offload_space.refusal,
+            offload_pages=0 if self._offloaded is None else self._offloaded.pages,
+            offload_refusal=self._offload_refusal,
             elsewhere=frozenset(p for p, own in self.base.linears.items() if own.placement.is_elsewhere),
         )
 
@@ -141,7 +141,11 @@ class Worker:
 
     @torch.no_grad()
     def _swap(self, plan: BasePlan) -> Swapped:
-        """Moves the pages of a plan; once, as what runs again may have written into them."""
+        """Moves the pages of a plan, also into room that ended sequences had; once, as what runs again
+        may have written into them."""
+        if self._offloaded is not None:
+            for key in plan.released:
+                self._offloaded.end(key)
         return _NO_SWAPS if self._swap_space is None else self._swap_space.run(plan)
 
     @torch.no_grad()
@@ -217,8 +221,6 @@ class Worker:
             self.sessions[micro_batch.job].begin(micro_batch)
         self.table.extend(plan.inference)
         if self._offloaded is not None:
-            for key in plan.released:
-                self._offloaded.end(key)
             for segment in plan.inference:
                 if segment.offloaded and segment.new_pages:
                     self._offloaded.begin(segment.key, len(segment.new_pages))

@@ -39,7 +39,7 @@ class World:
         cost, swap_pages = CostModel(), draws.choice((0, 10, 100))
         pages = PagePool(draws.choice((9, 16, 30, 60)), PAGE)
         swapping = Swapping(cost, swap_pages)
-        elsewhere = Offloading(swapping, pages.pages + 1, swap_pages, PAGE)
+        elsewhere = Offloading(swapping.tier, pages.pages + 1, swap_pages, PAGE)
         self.it = Scheduler(BaseCache(config, pages, swapping, elsewhere), cost, make_policy(policy))
         failures = {"bad": LossNotFinite("nan")}
         lost = draws.choice((0.0, 0.0, 0.2))

@@ -16,7 +16,8 @@ from coserve.attention.backend import AttentionBackend, CacheShape
 from coserve.attention.batched import BatchedBackend
 from coserve.core.plan import BasePlan, SwapIn, SwapOut
 from coserve.worker import swap_space
-from coserve.worker.swap_space import FileTier, HostTier, SwapSpace
+from coserve.worker.page_store import HostStore, ScratchStore, open_store
+from coserve.worker.swap_space import SwapSpace
 from layouts import BACKENDS, Make
 
 PAGES, SIZE, ROOM = 24, 4, 18
@@ -31,7 +32,7 @@ def backend_of(make: Make = BatchedBackend) -> AttentionBackend[Any]:
 
 def space_of(backend: AttentionBackend[Any], pages: int = ROOM, folder: str = "") -> SwapSpace:
     stride = -(-backend.page_nbytes // STRIDE) * STRIDE
-    return SwapSpace(backend, EngineConfig(swap_space=pages * stride, scratch=folder), CPU)
+    return SwapSpace(backend, open_store(CPU, folder, pages * stride), CPU)
 
 
 def write(backend: AttentionBackend[Any], pages: list[int]) -> Tensor:
@@ -54,15 +55,15 @@ def test_pages_come_back_as_they_went(
     make: Make, piece: int, host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random copies that fill the room to its last page, with ranges of the file in pieces."""
-    monkeypatch.setattr(swap_space, "PIECE", piece)
-    monkeypatch.setattr(swap_space, "_ON_DEVICE", piece)
+    monkeypatch.setattr(ScratchStore, "piece", piece)
+    monkeypatch.setattr(HostStore, "piece", piece)
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     draws, backend = Random(seed), backend_of(make)
     it = space_of(backend)
     assert it.pages == ROOM
     if host:
-        it._tier = HostTier(backend, CPU)
+        it.store = HostStore(CPU, it.store.nbytes)
     kept: dict[int, Tensor] = {}
     for number in range(120):
         count = draws.randint(1, 6)
@@ -96,7 +97,7 @@ def test_a_plan_drops_then_writes_then_reads() -> None:
     it = space_of(backend, 3)
     first = write(backend, [1, 2, 3])
     it.run(BasePlan(swap_out=(SwapOut(1, (1, 2, 3)),)))
-    assert it.run(BasePlan(swap_out=(SwapOut(2, (0,)),)))[0] == (2,), "there is no room"
+    assert it.run(BasePlan(swap_out=(SwapOut(2, (0, 7, 8)),)))[0] == (2,), "there is no room"
     second = write(backend, [4, 5])
     it.run(BasePlan(swap_dropped=(1,), swap_out=(SwapOut(3, (4, 5)),)))
     third = write(backend, [5])
@@ -106,8 +107,8 @@ def test_a_plan_drops_then_writes_then_reads() -> None:
     assert torch.equal(read(backend, [0]), third) and not torch.equal(first[:2], second)
 
 
-def spoil(tier: FileTier, how: str) -> None:
-    descriptor = tier._file._descriptor
+def spoil(store: ScratchStore, width: int, how: str) -> None:
+    descriptor = store._file._descriptor
     size = os.fstat(descriptor).st_size
     if how == "short":
         os.ftruncate(descriptor, size - STRIDE)
@@ -118,7 +119,7 @@ def spoil(tier: FileTier, how: str) -> None:
         words = [os.pread(descriptor, 8, place) for place in (8, 16)]
         os.pwrite(descriptor, words[1] + words[0], 8)
     else:
-        place = secrets.randbelow(size // STRIDE) * STRIDE + secrets.randbelow(tier._backend.page_nbytes)
+        place = secrets.randbelow(3 * width)
         (byte,) = os.pread(descriptor, 1, place)
         os.pwrite(descriptor, bytes([byte ^ 1 << secrets.randbelow(8)]), place)
 
@@ -131,8 +132,8 @@ def test_damage_is_noticed_and_said_once(how: str, caplog: pytest.LogCaptureFixt
         for number in range(3):
             write(backend, [1, 2, 3])
             assert it.run(BasePlan(swap_out=(SwapOut(number, (1, 2, 3)),)))[0] == ()
-            assert isinstance(it._tier, FileTier)
-            spoil(it._tier, how)
+            assert isinstance(it.store, ScratchStore)
+            spoil(it.store, backend.page_nbytes, how)
             assert it.run(BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,)
             assert it.run(BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,), "it is gone"
     assert len(caplog.records) == 1
@@ -156,7 +157,28 @@ def test_a_disk_that_is_full_for_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
         assert it.run(BasePlan(swap_out=(SwapOut(100 + number, (1,)),)))[0] == ()
 
 
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_a_device_without_memory_for_a_move_loses_the_copy_alone(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other error of torch's is one of ours."""
+    it = space_of(backend_of())
+    plan = BasePlan(swap_out=(SwapOut(1, (1, 2)),), swap_in=(SwapIn(1, (3, 4)),))
+    for error in (RuntimeError("out of memory"), RuntimeError("index out of range")):
+
+        def fail(*_: object, error: RuntimeError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(it.store, verb, fail)
+        if "memory" in str(error):
+            assert {*it.run(plan)[0]} == {1}
+        else:
+            with pytest.raises(RuntimeError, match="out of range"):
+                it.run(plan)
+        assert not it.store.used
+
+
 def test_no_room_is_no_tier() -> None:
     it = space_of(backend_of(), 0)
-    assert it.pages == 0 and it.run(BasePlan(swap_dropped=(1,))) == ((), (0.0, 0.0))
+    assert it.pages == 0 and it.run(BasePlan(swap_dropped=(1,)))[0] == ()
     assert not replace(EngineConfig(), swap_space=0).swap_nbytes

@@ -7,9 +7,10 @@ same step as everybody else's. `kernels/chunked.py` has the arithmetic.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.attention.backend import CacheShape, InferenceRows
@@ -17,30 +18,11 @@ from coserve.core.plan import OffloadReads
 from coserve.errors import CoserveError, OffloadFailed
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.chunked import ChunkedAttention
+from coserve.streamed.files import PAGE
+from coserve.worker.page_store import WORD, PageStore
 
 CHUNK: Final = 4 << 20  # bytes that are read at once
 WORKSPACE: Final = 3 * CHUNK  # bytes: what is read with the rest of its blocks, and scores
-BLOCK: Final = 4096  # bytes; a page has whole blocks of them in each layer
-
-
-class OffloadTier(Protocol):
-    """Slower memory. Methods raise CoserveError or OSError, as disks fail."""
-
-    def take(self, nbytes: int) -> Any:
-        """Allocates a place, a multiple of `BLOCK` bytes."""
-        ...
-
-    def write(self, place: Any, start: int, data: Tensor) -> None:
-        """Writes the bytes of a contiguous tensor from byte `start` of a place on."""
-        ...
-
-    def read(self, place: Any, start: int, nbytes: int) -> Tensor:
-        """Bytes [nbytes] of a place, on the device; valid until the next call."""
-        ...
-
-    def free(self, place: Any) -> None:
-        """Gives a place back."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,49 +34,41 @@ class OffloadedSegment:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class _OffloadedPlace:
-    """A sequence's place, and room for its tokens there."""
-
-    place: Any
-    pages: int
-
-
 def offloaded_page_nbytes(caches: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a page in slower memory, all layers'."""
-    return sum(_layer_nbytes(cache, page_size, dtype) for cache in caches)
+    """Most bytes of a page in slower memory, all layers'."""
+    return sum(-(-page_size * _row_nbytes(cache, dtype) // PAGE) * PAGE for cache in caches)
 
 
 class OffloadedCache:
-    """Keys and values of whole sequences in a tier, in the base's type: layer by layer, token by token, so
-    that what one layer needs of a sequence is read in order.
+    """Keys and values of whole sequences in a `store`, in the base's type: layer by layer, a row for each
+    token, so that what one layer needs of a sequence is read in order. There is room for `pages`.
 
     A sequence whose bytes cannot be written or read is lost: its rows give zeros from then on, and
     `take_lost` says why. The others go on.
     """
 
     def __init__(
-        self, caches: Sequence[CacheShape], page_size: int, dtype: torch.dtype, tier: OffloadTier
+        self, caches: Sequence[CacheShape], page_size: int, dtype: torch.dtype, store: PageStore[Any]
     ) -> None:
-        self._caches, self._dtype, self._tier = caches, dtype, tier
-        self._layers = [_layer_nbytes(cache, page_size, dtype) for cache in caches]  # of a page
-        self._before = [sum(self._layers[:layer]) for layer in range(len(caches))]
-        self._held: dict[int, _OffloadedPlace] = {}
+        self.store, self.pages = store, store.nbytes // offloaded_page_nbytes(caches, page_size, dtype)
+        self._caches, self._page_size, self._dtype = caches, page_size, dtype
         self._lost: set[int] = set()
         self._told: dict[int, CoserveError] = {}
         self._reads = OffloadReads()
 
     def begin(self, key: int, pages: int) -> None:
-        """Allocates room for all tokens that a sequence will have."""
+        """Takes room for all tokens that a sequence will have."""
         try:
-            self._held[key] = _OffloadedPlace(self._tier.take(pages * sum(self._layers)), pages)
+            for layer, cache in enumerate(self._caches):
+                if cache.reads is None:
+                    self.store.make((key, layer), pages * self._page_size, _row_nbytes(cache, self._dtype))
         except (CoserveError, OSError) as error:
             self._lose(key, error)
 
     def end(self, key: int) -> None:
-        """Frees a sequence's place, if it has one."""
-        if (held := self._held.pop(key, None)) is not None:
-            self._tier.free(held.place)
+        """Frees what a sequence has, if it has anything."""
+        for layer in range(len(self._caches)):
+            self.store.drop((key, layer))
         self._lost.discard(key)
 
     def take_lost(self) -> dict[int, CoserveError]:
@@ -125,37 +99,33 @@ class OffloadedCache:
         source = layer
         while (below := self._caches[source].reads) is not None:
             source = below
-        start, held, cache = segment.start, self._held[segment.key], self._caches[source]
+        start, name, cache = segment.start, (segment.key, source), self._caches[source]
         found = ChunkedAttention(q, start, cache.groups, cache.value, spec)
         end = start + segment.count
         if source == layer:
-            self._write(layer, held, start, k, v)
+            rows = torch.cat([k.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)], dim=1)
+            nbytes = rows.view(torch.uint8)
+            self.store.put(name, start, F.pad(nbytes, (0, -nbytes.shape[1] % WORD)))
             found.add(k, v, start)
             end = start
-        row = cache.width * self._dtype.itemsize
         first = 0 if spec.window is None else max(start - spec.window + 1, 0)
-        most = max(CHUNK // row, 1)
+        most = max(CHUNK // _row_nbytes(cache, self._dtype), 1)
         for low in range(first, end, most):
-            count = min(most, end - low)
-            keys, values = self._read(source, held, low, count)
+            keys, values = self._read(name, cache, low, min(most, end - low))
             found.add(keys, values, low)
         return found.result().transpose(0, 1)[None]
 
-    def _write(self, layer: int, held: _OffloadedPlace, start: int, k: Tensor, v: Tensor) -> None:
-        rows = torch.cat([k.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)], dim=1)
-        place = held.pages * self._before[layer] + start * rows.shape[1] * rows.element_size()
-        self._tier.write(held.place, place, rows)
-
-    def _read(self, layer: int, held: _OffloadedPlace, start: int, count: int) -> tuple[Tensor, Tensor]:
+    def _read(
+        self, name: tuple[int, int], cache: CacheShape, start: int, count: int
+    ) -> tuple[Tensor, Tensor]:
         """Keys [groups, count, dk] and values [groups, count, dv] from position `start` on."""
-        cache = self._caches[layer]
-        row, begun = cache.width * self._dtype.itemsize, time.perf_counter()
-        place = held.pages * self._before[layer] + start * row
-        data = self._tier.read(held.place, place, count * row)
+        begun = time.perf_counter()
+        data = self.store.get(name, start, count)
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()
         seconds = self._reads.seconds + time.perf_counter() - begun
-        self._reads = OffloadReads(self._reads.nbytes + count * row, seconds)
-        rows, width = data.view(self._dtype).view(count, -1), cache.groups * cache.key
-        keys, values = rows[:, :width], rows[:, width:]
+        self._reads = OffloadReads(self._reads.nbytes + data.nbytes, seconds)
+        keys, values, _ = data.view(self._dtype).tensor_split([cache.groups * cache.key, cache.width], 1)
         return (
             keys.view(count, cache.groups, cache.key).transpose(0, 1),
             values.view(count, cache.groups, cache.value).transpose(0, 1),
@@ -202,6 +172,6 @@ class SplitRows:
         return torch.cat(outputs, dim=1)
 
 
-def _layer_nbytes(cache: CacheShape, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a page in one layer."""
-    return -(-page_size * cache.width * dtype.itemsize // BLOCK) * BLOCK
+def _row_nbytes(cache: CacheShape, dtype: torch.dtype) -> int:
+    """Bytes of a token in one layer, whole words."""
+    return -(-cache.width * dtype.itemsize // WORD) * WORD
