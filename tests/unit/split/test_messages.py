@@ -93,7 +93,7 @@ def test_other_versions_and_other_bases() -> None:
     table = GroupTable(HELLO)
     for fingerprint in ("", "abc"):
         table.check_hello(ClientHello(VERSION, "me", fingerprint))
-    with pytest.raises(ConfigError, match="version 0 of the protocol, the executor 6"):
+    with pytest.raises(ConfigError, match="version 0 of the protocol, the executor 7"):
         table.check_hello(ClientHello(0, "me"))
     with pytest.raises(AdapterMismatch, match="the client's base is abd"):
         table.check_hello(ClientHello(VERSION, "me", "abd"))

@@ -15,6 +15,7 @@ from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
 from coserve.split.work import Work
 from models import tiny
+from split_served import spans_of
 
 UP, DOWN, GATE = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down", "gate"))
 
@@ -34,15 +35,16 @@ UP, DOWN, GATE = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down", "
 )
 def test_feed_forward_modules_are_found_in_models_nobody_edited(kind: str, paths: list[str]) -> None:
     hello = BaseLinears(tiny(kind)).hello
-    assert [span.path for span in hello.spans] == paths
+    spans = spans_of(hello, "module")
+    assert [span.path for span in spans] == paths
     offered = {path for group in hello.groups for path in group.outputs}
-    for span in hello.spans:
-        assert (span.inputs, span.outputs) == (64, 64) and set(span.linears) < offered
+    for span in spans:
+        assert (span.inputs, span.outputs) == ((64,), (64,)) and set(span.linears) < offered
 
 
 def test_those_whose_linears_are_not_all_here_are_none() -> None:
     for choice in (LayerChoice("1"), LayerChoice(r".*layers\.1\..*|.*(up|gate)_proj")):
-        spans = BaseLinears(tiny("llama"), choice=choice).hello.spans
+        spans = spans_of(BaseLinears(tiny("llama"), choice=choice).hello, "module")
         assert [span.path for span in spans] == ["model.layers.1.mlp"]
     assert not BaseLinears(tiny("llama"), shard=Shard(1, 2)).hello.spans
 
@@ -69,7 +71,7 @@ def test_what_does_not_pass_the_trial_is_none(kind: type[Mixing]) -> None:
     model = tiny("llama")
     for layer in model.model.layers:
         layer.mlp = kind(layer.mlp)
-    assert [span.path for span in BaseLinears(model).hello.spans] == [
+    assert [span.path for span in spans_of(BaseLinears(model).hello, "module")] == [
         f"model.layers.{layer}.mlp.inner" for layer in range(3)
     ]
 
@@ -78,7 +80,7 @@ def test_what_does_not_pass_the_trial_is_none(kind: type[Mixing]) -> None:
 def test_results_and_gradients_are_the_modules(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in pieces: five rows of two at once."""
     linears, plain = BaseLinears(tiny(kind)), tiny(kind)
-    span = linears.hello.spans[1]
+    span = spans_of(linears.hello, "module")[1]
     x, grad = torch.randn(5, 64, requires_grad=True), torch.randn(5, 64)
     y = plain.get_submodule(span.path)(x[None])[0]
     (wanted,) = torch.autograd.grad(y, x, grad)
@@ -96,7 +98,7 @@ def test_results_and_gradients_are_the_modules(kind: str, monkeypatch: pytest.Mo
 
 
 def test_a_call_is_checked_as_others_are() -> None:
-    shape = SpanShape("l.mlp", 8, 6, ("l.up", "l.down"))
+    shape = SpanShape("module", "l.mlp", (8,), (6,), ("l.up", "l.down"))
     hello = BaseHello(
         VERSION, "", "float32", (GroupShape(8, {"l.up": 9}), GroupShape(9, {"l.down": 6})), spans=(shape,)
     )
@@ -125,7 +127,9 @@ def as_dict(call: LinearCall) -> dict[str, object]:
 def test_a_client_that_calls_spans_has_come_as_far_as_others() -> None:
     """Its progress decides the order, so that clients of both kinds meet."""
     groups = [GroupShape(8, {GATE: 9, UP: 9}), GroupShape(9, {DOWN: 8}), GroupShape(8, {"next": 8})]
-    queues = CallQueues(BatchingConfig(), groups, 10, spans=[SpanShape("mlp", 8, 8, (GATE, UP, DOWN))])
+    queues = CallQueues(
+        BatchingConfig(), groups, 10, spans=[SpanShape("module", "mlp", (8,), (8,), (GATE, UP, DOWN))]
+    )
     progress = []
     for calls in (("mlp", "next"), (UP, DOWN, "next")):
         account = queues.join("client")
