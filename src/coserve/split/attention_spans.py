@@ -24,10 +24,10 @@ from coserve.model.linear import FrozenLinear
 from coserve.split.linears import grouped
 from coserve.split.messages import SpanShape
 from coserve.split.native_spans import NativeSpan
-from coserve.split.spans import Span, digest_beside, is_small, linears_of, passes_trial
+from coserve.split.spans import BaseSpan, digest_beside, is_small, linears_of, passes_trial
 
 
-class _AttentionSpan(Span):
+class _AttentionSpan(BaseSpan):
     """The span after one layer's attention. It is given the layer's input [rows, width] and the rows
     [rows, in] that attention gives to its last linear, and has the layer's output [rows, width] and the
     products [rows, out] of the linears that follow."""
@@ -57,7 +57,7 @@ class _AttentionSpan(Span):
             self._native = NativeSpan.find(own, after, lambda *given: self.run(given, ()))
 
 
-def attention_spans(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> list[Span]:
+def attention_spans(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> list[BaseSpan]:
     """Spans of the decoder layers whose linears are all among these frozen ones: which they are is seen from
     what layers contain, and by trying them with rows as `like`."""
     try:
@@ -66,7 +66,7 @@ def attention_spans(model: PreTrainedModel, linears: Collection[str], like: Tens
         return []
     width = layer_width(model)
     own = [_CutLayer.of(path, layer, linears, width) for path, layer in layers.items()]
-    found: list[Span] = []
+    found: list[BaseSpan] = []
     for layer, following in zip(own, [*own[1:], None], strict=True):
         if layer is not None:
             made = _AttentionSpan(_shape(layer, following, width), layer, following)

@@ -33,7 +33,7 @@ from coserve.split.payload import DTYPES
 from coserve.split.privacy.field import exponent_of, product, total
 from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
-from coserve.split.spans import Span, compute, module_spans
+from coserve.split.spans import BaseSpan, compute, module_spans
 from coserve.split.work import Outcome, Work
 
 # At once: OpenMP threads of one product wait for each other while clients compute on the same cores. Four
@@ -44,7 +44,7 @@ _PRODUCTS: Final = 2
 class BaseLinears:
     """Placements of a model's linears and spans of them, by path, and their description for clients."""
 
-    _spans: Mapping[str, Span] = {}
+    _spans: Mapping[str, BaseSpan] = {}
 
     def __init__(
         self,

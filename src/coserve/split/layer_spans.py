@@ -20,13 +20,13 @@ from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.block import Block, Call
 from coserve.model.load import adopt
 from coserve.split.messages import SpanShape
-from coserve.split.spans import Span, digest_beside, is_small, linears_of, passes_trial
+from coserve.split.spans import BaseSpan, digest_beside, is_small, linears_of, passes_trial
 
 _log = logging.getLogger(__name__)
 LONGEST: Final = 2048  # tokens of a sequence: scores of attention that is not fused take their square
 
 
-class _LayerSpan(Span):
+class _LayerSpan(BaseSpan):
     """A decoder layer."""
 
     def __init__(self, shape: SpanShape, decoder: "_Decoder") -> None:
@@ -37,7 +37,7 @@ class _LayerSpan(Span):
         return [self._decoder.run(self.shape.number, given[0], lengths)]
 
 
-def layer_spans(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> list[Span]:
+def layer_spans(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> list[BaseSpan]:
     """The decoder layers whose linears are all among these frozen ones, for rows as `like`: none where the
     model's layers cannot be driven one by one. Takes over the model's decoder."""
     try:
@@ -47,7 +47,7 @@ def layer_spans(model: PreTrainedModel, linears: Collection[str], like: Tensor) 
         return []
 
 
-def _found(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> list[Span]:
+def _found(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> list[BaseSpan]:
     width, decoder = layer_width(model), _Decoder(model, like)
     own = [linears_of(block.path, block.module) for block in decoder.blocks]
     chosen = {
@@ -57,7 +57,7 @@ def _found(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> li
     }
     decoder.leave([block.module for block in chosen.values()])
     positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST)
-    found: list[Span] = []
+    found: list[BaseSpan] = []
     for number, block in chosen.items():
         layers, longest = {block.path: digest_beside(block.module)}, min(LONGEST, positions)
         shape = SpanShape(

@@ -33,7 +33,7 @@ class NativeSpan:
         self._parts, self._layer, self._following = parts, layer, following
 
     def __call__(self, hidden: Tensor, attended: Tensor) -> list[Tensor] | None:
-        """As `Span.run`; None for rows that modules compute faster."""
+        """As `BaseSpan.run`; None for rows that modules compute faster."""
         if not are_few(len(hidden), self._parts) or not ops.takes(hidden, attended):
             return None
         return layer_slice(self._layer, self._following, hidden.contiguous(), attended.contiguous())

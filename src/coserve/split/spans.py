@@ -27,7 +27,7 @@ _BESIDE: Final = 0.02  # bytes of norms and the like beside linears, at most: fu
 _APART: Final = 0.05  # relative: above rounding in every type, and below another row's influence
 
 
-class Span(ABC):
+class BaseSpan(ABC):
     """A span of a model whose linears are frozen ones, with its description for clients."""
 
     def __init__(self, shape: SpanShape) -> None:
@@ -44,7 +44,7 @@ class Span(ABC):
 
 
 def compute(
-    spans: Sequence[Span], direction: Direction, tensors: Sequence[Tensor], lengths: Sequence[int] = ()
+    spans: Sequence[BaseSpan], direction: Direction, tensors: Sequence[Tensor], lengths: Sequence[int] = ()
 ) -> list[Tensor]:
     """The tensors [rows, width] behind spans that follow each other, for those ahead of them. Backward, the
     gradients of the latter, given these tensors and the gradients of the former."""
@@ -56,13 +56,13 @@ def compute(
     return found[0] if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
-def _outputs(spans: Sequence[Span], given: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+def _outputs(spans: Sequence[BaseSpan], given: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
     return list(_cuts(spans, given, lengths)[-1])
 
 
 @torch.no_grad()
 def _cuts(
-    spans: Sequence[Span], given: Sequence[Tensor], lengths: Sequence[int]
+    spans: Sequence[BaseSpan], given: Sequence[Tensor], lengths: Sequence[int]
 ) -> Sequence[Sequence[Tensor]]:
     """The tensors at each cut."""
     cuts = [given]
@@ -72,7 +72,7 @@ def _cuts(
     return cuts
 
 
-def _gradients(spans: Sequence[Span], tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+def _gradients(spans: Sequence[BaseSpan], tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
     """One span's activations are there at a time."""
     count = len(spans[0].shape.inputs)
     grads = list(tensors[count:])
@@ -101,7 +101,7 @@ def pieces(rows: int, lengths: Sequence[int], most: int) -> Iterator[tuple[int, 
 
 
 @torch.no_grad()
-def passes_trial(span: Span, like: Tensor) -> bool:
+def passes_trial(span: BaseSpan, like: Tensor) -> bool:
     """Tells by a trial with rows of the type and on the device of `like` whether some rows, or one of two
     sequences, give the same without the others."""
     shape, made, rows = span.shape, torch.Generator().manual_seed(0), sum(_TRIED)
@@ -123,7 +123,7 @@ def passes_trial(span: Span, like: Tensor) -> bool:
     ) and all(is_close(part, y[some]) for y, part in zip(every, few, strict=True))
 
 
-class _ModuleSpan(Span):
+class _ModuleSpan(BaseSpan):
     """A module, feed-forward layers above all. Attention is none: it depends on other rows, whose keys and
     values clients have."""
 
@@ -136,11 +136,11 @@ class _ModuleSpan(Span):
         return [y]
 
 
-def module_spans(model: nn.Module, linears: Collection[str], like: Tensor) -> list[Span]:
+def module_spans(model: nn.Module, linears: Collection[str], like: Tensor) -> list[BaseSpan]:
     """The largest modules that have two or more of these frozen linears, no other tensor, and outputs that
     depend on the same row of their one input alone. They are found by their contents, and by trying them with
     rows of the type and on the device of `like`."""
-    found: list[Span] = []
+    found: list[BaseSpan] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{span.shape.path}.") for span in found):
             continue

@@ -1,4 +1,4 @@
-"""What lies between two layers' attention as one call, and the models that have it."""
+"""Spans between two layers' attention as one call, and the models that have them."""
 
 import threading
 

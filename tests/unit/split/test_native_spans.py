@@ -20,7 +20,7 @@ from coserve.split import native_spans
 from coserve.split.executor import BaseLinears
 from coserve.split.messages import LinearCall
 from coserve.split.native_spans import NativeAttention
-from coserve.split.spans import Span, compute
+from coserve.split.spans import BaseSpan, compute
 from coserve.train.example import Example
 from models import PANELS, tiny
 from split_served import serving
@@ -36,12 +36,12 @@ TRAINING = TrainingConfig(learning_rate=0.1, batch_size=1, max_steps=1, warmup_r
 SAMPLING = SamplingParams(12, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
-def between_attention(model: Any) -> list[Span]:
+def between_attention(model: Any) -> list[BaseSpan]:
     """The spans between the attention of two layers that an executor of this model has."""
     return [own for own in BaseLinears(model)._spans.values() if own.shape.cuts == "attention"]
 
 
-def rows_for(span: Span, rows: int) -> list[Tensor]:
+def rows_for(span: BaseSpan, rows: int) -> list[Tensor]:
     return [torch.randn(rows, width).bfloat16() for width in span.shape.inputs]
 
 

@@ -1,5 +1,7 @@
 """Modules that an executor computes as one call, and which of a model's they are."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,6 +97,55 @@ def test_results_and_gradients_are_the_modules(kind: str, monkeypatch: pytest.Mo
             (found,) = linears.compute(call, rows)
             torch.testing.assert_close(found, right.detach(), rtol=1e-5, atol=1e-5)
             assert not found.requires_grad
+
+
+class Power(own.BaseSpan):
+    """x to x * y and y, by kernels too for few rows: with one more, which shows that they were asked."""
+
+    def __init__(self) -> None:
+        super().__init__(SpanShape("module", "power", (2, 2), (2, 2), ("l",)))
+
+    def run(self, given: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        x, y = given
+        return [x * y, y]
+
+    def by_kernels(self, given: Sequence[Tensor]) -> list[Tensor] | None:
+        return [given[0] * given[1] + 1, given[1]] if len(given[0]) < 3 else None
+
+
+def test_spans_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels compute forward where they take the rows; the way back is by modules, from inputs that were
+    computed as forward."""
+    spans = [Power(), Power()]
+    x, y, grad = torch.randn(3, 5, 2)
+    zero = torch.zeros(5, 2)
+    found = own.compute(spans, "forward", [x, y])
+    assert all(map(torch.equal, found, [x * y * y, y]))
+    back = own.compute(spans, "backward", [x, y, grad, zero])
+    for got, wanted in zip(back, [grad * y * y, 2 * x * y * grad], strict=True):
+        torch.testing.assert_close(got, wanted)
+    monkeypatch.setattr(own, "_ROWS", 2)
+    found = own.compute(spans, "forward", [x[:4], y[:4]])
+    assert all(map(torch.equal, found, [(x * y + 1)[:4] * y[:4] + 1, y[:4]]))
+    back = own.compute(spans, "backward", [x[:4], y[:4], grad[:4], zero[:4]])
+    for got, wanted in zip(back, [grad * y * y, (2 * x * y + 1) * grad], strict=True):
+        torch.testing.assert_close(got, wanted[:4])
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "wanted"),
+    [
+        (0, (), []),
+        (4, (), [(4, ())]),
+        (9, (), [(4, ()), (4, ()), (1, ())]),
+        (9, (1, 2, 3, 3), [(3, (1, 2)), (3, (3,)), (3, (3,))]),
+        (12, (6, 2, 2, 2), [(6, (6,)), (4, (2, 2)), (2, (2,))]),  # one is longer than that
+    ],
+)
+def test_rows_are_cut_and_sequences_are_not(
+    rows: int, lengths: tuple[int, ...], wanted: list[tuple[int, tuple[int, ...]]]
+) -> None:
+    assert list(own.pieces(rows, lengths, 4)) == wanted
 
 
 def test_a_call_is_checked_as_others_are() -> None:
