@@ -370,8 +370,9 @@ class GroupTable:
                 f"the client's base is {client.fingerprint}, the executor's {own.fingerprint}"
             )
 
-    def check_call(self, call: LinearCall) -> None:
-        """Raises RequestError for a call that the base cannot compute; the connection goes on."""
+    def check_call(self, call: LinearCall) -> tuple[list[int], int]:
+        """The widths of a call's tensors, and the bytes of its answer's. Raises RequestError for a call that
+        the base cannot compute; the connection goes on."""
         if call.dtype not in (self._hello.dtype, "field"):
             raise RequestError(f"the call's rows are {call.dtype}, the base is {self._hello.dtype}")
         most = self._hello.limits.rows
@@ -379,27 +380,15 @@ class GroupTable:
             layers = f" of {len(call.paths)} layers" if call.lengths else ""
             most = most * call.rows // call.load
             raise RequestError(f"{call.rows} rows{layers} in one call: at most {most} may be")
-        if (expected := self.call_bytes(call)) != call.nbytes:
+        given, asked = self._widths(call)
+        if call.direction == "backward":
+            given, asked = [*(given if call.paths[0] in self._spans else ()), *asked], given
+        nbytes = call.rows * ITEM_BYTES[call.dtype]
+        if (expected := sum(given) * nbytes) != call.nbytes:
             raise RequestError(f"{call.nbytes} bytes came for {call.rows} rows, which have {expected}")
-        if (answer := self.answer_bytes(call)) > self._hello.limits.payload:
+        if (answer := sum(asked) * nbytes) > self._hello.limits.payload:
             raise RequestError(f"the answer would have {answer} bytes: at most {self._hello.limits.payload}")
-
-    def call_widths(self, call: LinearCall) -> list[int]:
-        """Widths of a call's tensors. Raises RequestError as `call_bytes`."""
-        inputs, outputs = self._widths(call)
-        if call.direction == "forward":
-            return inputs
-        return [*inputs, *outputs] if call.paths[0] in self._spans else outputs
-
-    def call_bytes(self, call: LinearCall) -> int:
-        """Bytes of a call's tensors. Raises RequestError where its paths are no siblings of this base."""
-        return call.rows * sum(self.call_widths(call)) * ITEM_BYTES[call.dtype]
-
-    def answer_bytes(self, call: LinearCall) -> int:
-        """Bytes of the answer's tensors. Raises as `call_bytes`."""
-        inputs, outputs = self._widths(call)
-        numbers = sum(outputs if call.direction == "forward" else inputs)
-        return call.rows * numbers * ITEM_BYTES[call.dtype]
+        return given, answer
 
     def _widths(self, call: LinearCall) -> tuple[list[int], list[int]]:
         """Widths of the inputs and of the outputs."""

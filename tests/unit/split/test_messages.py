@@ -60,11 +60,9 @@ def test_what_an_executor_says_arrives(message: Any) -> None:
 
 def test_bytes_of_calls_and_answers_both_ways() -> None:
     table = GroupTable(HELLO)
-    table.check_call(CALL)
-    assert table.answer_bytes(CALL) == 3 * 12 * 4
+    assert table.check_call(CALL) == ([8], 3 * 12 * 4)
     back = changed(direction="backward", nbytes=3 * 12 * 4)
-    table.check_call(back)
-    assert table.answer_bytes(back) == 3 * 8 * 4
+    assert table.check_call(back) == ([8, 4], 3 * 8 * 4)
     table.check_call(changed(paths=("l.k",), direction="backward", nbytes=3 * 4 * 4))
 
 

@@ -156,10 +156,8 @@ def test_a_call_is_checked_as_others_are() -> None:
     table = GroupTable(hello)
     forward = LinearCall(0, ("l.mlp",), "forward", 3, "float32", "inference", 3 * 8 * 4)
     back = LinearCall(0, ("l.mlp",), "backward", 3, "float32", "training", 3 * 14 * 4)
-    assert (table.call_widths(forward), table.answer_bytes(forward)) == ([8], 3 * 6 * 4)
-    assert (table.call_widths(back), table.answer_bytes(back)) == ([8, 6], 3 * 8 * 4)
-    for call in (forward, back):
-        table.check_call(call)
+    assert table.check_call(forward) == ([8], 3 * 6 * 4)
+    assert table.check_call(back) == ([8, 6], 3 * 8 * 4)
     for fields, reason in (
         ({"paths": ("l.mlp", "l.up")}, "'l.mlp' is a call of its own"),
         ({"paths": ("l.up", "l.mlp")}, "different inputs|no linear"),
