@@ -1,7 +1,7 @@
 """A base executor in the test's process, which notes its calls, and engines whose linears it computes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from coserve.split.address import Address
 from coserve.split.executor import BaseExecutor, BaseLinears
-from coserve.split.messages import LinearCall
+from coserve.split.messages import BaseHello, LinearCall, SpanShape
 from coserve.split.service import SplitService
 from coserve.split.shard import Shard
 from models import VOCABULARY
@@ -28,6 +28,11 @@ def call(rows: int = 2, **fields: Any) -> LinearCall:
     return LinearCall(paths=(DOWN,), direction="forward", rows=rows, **fields)
 
 
+def spans_of(hello: BaseHello, cuts: str) -> list[SpanShape]:
+    """The spans between such cuts that an executor offers."""
+    return [span for span in hello.spans if span.cuts == cuts]
+
+
 class ServedBase:
     """An executor of a model, and its calls."""
 
@@ -37,19 +42,16 @@ class ServedBase:
         socket: Path,
         offers: Callable[[str], bool] | None = None,
         shard: Shard | None = None,
-        slices: bool = True,
+        cuts: Collection[str] = ("module", "attention", "layer"),
     ) -> None:
-        """`offers` tells which linears are offered; all where it is None. Without `slices` there are none."""
+        """`offers` tells which linears are offered; all where it is None. Spans are offered between these
+        `cuts`."""
         self.linears = BaseLinears(model, shard=shard)
-        if not slices:
-            self.linears.hello = msgspec.structs.replace(self.linears.hello, slices=())
-        if offers is not None:
-            groups = [group for group in self.linears.hello.groups if all(map(offers, group.outputs))]
-            spans = [span for span in self.linears.hello.spans if all(map(offers, span.linears))]
-            whole = [own for own in self.linears.hello.slices if all(map(offers, own.linears))]
-            self.linears.hello = msgspec.structs.replace(
-                self.linears.hello, groups=tuple(groups), spans=tuple(spans), slices=tuple(whole)
-            )
+        offers = offers or (lambda _: True)
+        hello = self.linears.hello
+        groups = tuple(group for group in hello.groups if all(map(offers, group.outputs)))
+        spans = tuple(span for span in hello.spans if span.cuts in cuts and all(map(offers, span.linears)))
+        self.linears.hello = msgspec.structs.replace(hello, groups=groups, spans=spans)
         self.calls: list[Call] = []
         self.work: Counter[str] = Counter()  # of calls, by their class
         self.types: list[str] = []  # of their rows

@@ -21,7 +21,7 @@ from coserve.train.example import Example
 from methods import SMALL
 from mixed import SAMPLING, everything
 from models import save, tiny
-from split_served import differences, serving
+from split_served import differences, serving, spans_of
 
 TOLERANCE = 1e-5  # float32: products of other numbers of rows round differently
 # One step of AdamW that moves each number by its gradient, but for a thousandth of its square.
@@ -81,9 +81,10 @@ def test_training_asks_for_nothing_twice(name: str, tmp_path: Path) -> None:
         backward = Counter(paths for direction, paths in served.calls if direction == "backward")
         assert served.work.keys() == {"training"}
         engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=2, ignore_eos=True)).result()
-        within = {path for span in served.linears.hello.spans for path in span.linears}
+        spans = spans_of(served.linears.hello, "module")
+        within = {path for span in spans for path in span.linears}
         beside = [paths for paths in forward if paths[0] not in within]
-        assert served.work["inference"] == 2 * (len(beside) + len(served.linears.hello.spans))
+        assert served.work["inference"] == 2 * (len(beside) + len(spans))
     groups = {tuple(group.outputs) for group in served.linears.hello.groups}
     assert set(forward) == groups and set(forward.values()) == {1}
     # Nothing below asks for the gradient of the first layer's input.
@@ -164,7 +165,7 @@ def test_layers_on_several_executors_and_here(tmp_path: Path) -> None:
         for served, layer in ((one, 0), (two, 2)):
             asked = {path for _, paths in served.calls for path in paths}
             wanted = {p for group in served.linears.hello.groups for p in group.outputs}
-            assert asked == wanted | {span.path for span in served.linears.hello.spans}
+            assert asked == wanted | {span.path for span in spans_of(served.linears.hello, "module")}
             assert {path.split(".")[2] for path in asked} == {str(layer)}
         elsewhere = {p for p, own in engine.base.linears.items() if own.placement.is_elsewhere}
         assert {path.split(".")[2] for path in elsewhere} == {"0", "2"}

@@ -235,14 +235,14 @@ GRADIENTS = TrainingConfig(
 
 
 def test_an_engine_calls_spans_where_no_row_has_an_adapter_inside(tmp_path: Path) -> None:
-    """Of an executor without slices, which would have them. Training keeps what the linears give, so its rows
-    go to linears."""
+    """Of an executor without spans between attention, which would have them. Training keeps what the linears
+    give, so its rows go to linears."""
     beside, inside = (
         LoRAConfig(rank=4, targets=("q_proj", "v_proj")),
         LoRAConfig(rank=4, targets=("up_proj",)),
     )
     example, answers = Example(tuple(range(1, 13)), tuple(range(2, 14))), []
-    with serving(tiny("llama"), tmp_path, slices=False) as served:
+    with serving(tiny("llama"), tmp_path, cuts=["module"]) as served:
         for config in (CONFIG, replace(CONFIG, base=served.address)):
             engine, found = Engine(tiny("llama"), config), {}
             for name, method in (("beside", beside), ("inside", inside)):

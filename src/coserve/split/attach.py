@@ -15,20 +15,18 @@ from typing import Final, Literal, get_args
 
 from torch import nn
 
-from coserve.adapters.sites import decoder_of
 from coserve.errors import AdapterMismatch, ConfigError
 from coserve.model.origin import linears_digest
 from coserve.model.placing import put
 from coserve.split.absent import check_methods
-from coserve.split.block_calls import BlockCalls
 from coserve.split.calls import Calls, Source
 from coserve.split.gather import Where, check_access, connect
-from coserve.split.linears import digests_of, find_linears, shape_of, transformers_model
+from coserve.split.linears import digests_of, find_linears, shape_of
 from coserve.split.messages import other_weights
 from coserve.split.privacy.modes import Privacy, mode_of, private
-from coserve.split.remote_group import RemoteBlocks, RemoteGroup, RemoteSpan
+from coserve.split.remote_group import RemoteGroup
 from coserve.split.script_kernels import use_script_kernels
-from coserve.split.span_calls import ScriptSpan, Spans
+from coserve.split.script_spans import Spans, put_spans
 from coserve.split.tls import ClientTls
 from coserve.split.virtual import Siblings, virtual
 
@@ -100,40 +98,11 @@ def attach(
         for path in shape.outputs:
             place, module = found[path]
             put(model, place, virtual(path, module, rows))
-    if spans != "never":
-        _put_spans(model, calls, spans)
-    if blocks:
-        _put_blocks(model, calls)
+    put_spans(model, calls, spans, blocks)
     if kernels:
         use_script_kernels(model)
     weakref.finalize(model, calls.close)
     return calls
-
-
-def _put_spans(model: nn.Module, calls: Calls, spans: Spans) -> None:
-    """Makes one call of each module of the model that the executor computes as a whole."""
-    _, own = transformers_model(model)
-    for shape in calls.base.spans:
-        try:
-            module = own.get_submodule(shape.path)
-        except AttributeError:  # the client's model is made of other modules
-            continue
-        if "forward" not in vars(module):
-            module.forward = ScriptSpan(module, RemoteSpan(calls, shape), spans)
-
-
-def _put_blocks(model: nn.Module, calls: Calls) -> None:
-    """Makes calls of the decoder layers of the model that the executor computes as a whole."""
-    _, own = transformers_model(model)
-    shape = calls.base.blocks
-    if shape is None:
-        return
-    try:
-        layers = {layer.number: own.get_submodule(layer.path) for layer in shape.layers}
-    except AttributeError:  # the client's model is made of other modules
-        return
-    if not any("forward" in vars(layer) for layer in layers.values()):
-        BlockCalls(decoder_of(own), layers, RemoteBlocks(calls, shape))
 
 
 def _check(source: Source, own: Mapping[str, nn.Module]) -> None:

@@ -22,9 +22,10 @@ from coserve.model.native import use_native_kernels
 from coserve.model.origin import configuration_digest, linears_digest
 from coserve.model.placement import Offer, Placement, place_locally
 from coserve.model.placing import place_linears
+from coserve.split.attention_spans import attention_spans
 from coserve.split.batching import BatchingConfig
-from coserve.split.blocks import BlockModules, find_blocks
 from coserve.split.clients import ClientAccount
+from coserve.split.layer_spans import layer_spans
 from coserve.split.layers import LayerChoice
 from coserve.split.linears import digests_of, find_linears, grouped, shape_of
 from coserve.split.messages import VERSION, BaseHello, Dtype, ExecutorStatus, GroupShape, Limits, LinearCall
@@ -32,8 +33,7 @@ from coserve.split.payload import DTYPES
 from coserve.split.privacy.field import exponent_of, product, total
 from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
-from coserve.split.slices import SliceModule, find_slices
-from coserve.split.spans import SpanModule, find_spans
+from coserve.split.spans import BaseSpan, compute, module_spans
 from coserve.split.work import Outcome, Work
 
 # At once: OpenMP threads of one product wait for each other while clients compute on the same cores. Four
@@ -42,12 +42,9 @@ _PRODUCTS: Final = 2
 
 
 class BaseLinears:
-    """Placements of a model's linears by path, spans and slices of them, whole decoder layers, and their
-    description for clients."""
+    """Placements of a model's linears and spans of them, by path, and their description for clients."""
 
-    _spans: Mapping[str, SpanModule] = {}
-    _slices: Mapping[str, SliceModule] = {}
-    _blocks: BlockModules | None = None
+    _spans: Mapping[str, BaseSpan] = {}
 
     def __init__(
         self,
@@ -112,19 +109,11 @@ class BaseLinears:
             model.to(device=self.device)
             use_native_kernels(model)
             like = torch.empty(0, dtype=DTYPES[self.hello.dtype], device=self.device)
-            spans = find_spans(model, chosen, like)
-            self._spans = {span.shape.path: span for span in spans}
-            slices = find_slices(model, chosen, like)  # before blocks replace forwards
-            self._slices = {own.shape.path: own for own in slices}
-            self._blocks = find_blocks(model, chosen, like)
-            blocks = None if self._blocks is None else self._blocks.shape
-            self.hello = msgspec.structs.replace(
-                self.hello,
-                spans=tuple(span.shape for span in spans),
-                blocks=blocks,
-                slices=tuple(own.shape for own in slices),
-                configuration=configuration if spans or slices or blocks else "",
-            )
+            finders = (module_spans, attention_spans, layer_spans)  # the last one replaces forwards
+            self._spans = {span.shape.path: span for find in finders for span in find(model, chosen, like)}
+            spans = tuple(span.shape for span in self._spans.values())
+            configuration = configuration if spans else ""
+            self.hello = msgspec.structs.replace(self.hello, spans=spans, configuration=configuration)
 
     @staticmethod
     def load(
@@ -154,12 +143,9 @@ class BaseLinears:
     def _compute(self, call: LinearCall, tensors: Sequence[Tensor]) -> list[Tensor]:
         if call.dtype == "field":
             return self._compute_in_field(call, tensors)
-        if call.lengths and self._blocks is not None:
-            return self._blocks.compute(call.paths, call.direction, tensors, call.lengths)
-        if (span := self._spans.get(call.paths[0])) is not None:
-            return span.compute(call.direction, tensors)
-        if (own := self._slices.get(call.paths[0])) is not None:
-            return own.compute(tensors)
+        if call.paths[0] in self._spans:
+            spans = [self._spans[path] for path in call.paths]
+            return compute(spans, call.direction, tensors, call.lengths)
         placements = [self._placements[path] for path in call.paths]
         if call.direction == "forward":
             return [placement.forward(tensors[0]) for placement in placements]
@@ -198,13 +184,7 @@ class BaseExecutor:
         self.hello = msgspec.structs.replace(linears.hello, limits=limits)
         self._linears, self._clock, self._began = linears, clock, clock()
         self._queues = CallQueues(
-            self.config,
-            self.hello.groups,
-            self.hello.limits.rows,
-            clock,
-            self.hello.spans,
-            self.hello.blocks,
-            self.hello.slices,
+            self.config, self.hello.groups, self.hello.limits.rows, clock, self.hello.spans
         )
         self._under_way: dict[int, float] = {}  # when the product that a thread computes began
         self._own = threading.local()

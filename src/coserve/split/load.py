@@ -27,13 +27,11 @@ from coserve.model.refusal import refusing
 from coserve.split.access import BaseAccess
 from coserve.split.calls import Source
 from coserve.split.endpoint import Endpoint, HiddenRows
+from coserve.split.engine_spans import put_attention_spans, put_module_spans
 from coserve.split.linears import digests_of, shape_of
 from coserve.split.messages import Dtype, other_weights
 from coserve.split.payload import DTYPES
 from coserve.split.placement import Offered
-from coserve.split.remote_group import RemoteSpan
-from coserve.split.slice_calls import put_slices
-from coserve.split.span_calls import EngineSpan
 
 
 def load_remote(
@@ -87,7 +85,7 @@ def _load(
         for endpoint in endpoints:
             endpoint.beat = _beat_of(weakref.ref(base))
         driven = drive(base)
-        put_slices(driven, offered.slices())
+        put_attention_spans(driven, offered.spans("attention"))
         prove(driven)
         for source in sources:
             if isinstance(source, HiddenRows):
@@ -147,20 +145,12 @@ class _RemoteLinears:
             if placement.bias is not None:
                 placement.bias = placement.bias.to(self._where)
             put(model, path, FrozenLinear(path, placement, self._offered.shape(path), self._cell))
-        self._put_spans(model, list(origin.sites))
+        spans = [own for own in self._offered.spans("module") if self._taken.keys() >= {*own[1].linears}]
+        put_module_spans(model, spans, list(origin.sites), self._cell)
         self._taken.clear()
         if any(tensor.device != self._where for tensor in state.values()):
             model = model.to(device=self._where)
         return make_base(model, layers, origin, self._cell)
-
-    def _put_spans(self, model: PreTrainedModel, sites: Sequence[str]) -> None:
-        """Makes one call of each module whose linears are all remote ones of one executor, which computes it
-        as a whole."""
-        for source, shape in self._offered.spans():
-            module = model.get_submodule(shape.path)
-            if all(path in self._taken for path in shape.linears) and "forward" not in vars(module):
-                inside = {*shape.linears, *(path for path in sites if path.startswith(f"{shape.path}."))}
-                module.forward = EngineSpan(module, RemoteSpan(source, shape), sorted(inside), self._cell)
 
     def _check_weights(self, linears: Mapping[str, nn.Module]) -> None:
         """Raises AdapterMismatch where linears with data have other content hashes than the executors'."""

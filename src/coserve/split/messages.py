@@ -17,7 +17,7 @@ from coserve.errors import AdapterMismatch, ConfigError, RequestError
 from coserve.wire.messages import Fault, WireMessage
 
 T = TypeVar("T")
-VERSION: Final = 6
+VERSION: Final = 7
 MOST_HEADER: Final = 1 << 20  # bytes: the shapes of a base with a thousand groups take about 200,000
 MOST_PATHS: Final = 64  # linears in one call
 _SHOWN: Final = 3  # paths in an error
@@ -34,6 +34,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Paths = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=MOST_PATHS)]
+_Widths = Annotated[tuple[_Count, ...], msgspec.Meta(min_length=1, max_length=MOST_PATHS)]
 
 
 class GroupShape(msgspec.Struct, frozen=True):
@@ -50,55 +51,34 @@ class GroupShape(msgspec.Struct, frozen=True):
 
 
 class SpanShape(msgspec.Struct, frozen=True):
-    """A module of linears and of operations between them that treats each row alone, such as a feed-forward
-    layer: the widths of its input and output, and the paths of its linears. It is called like a linear, by
-    its own path. Backward, its input comes before the gradient of its output, as nothing is kept of the
-    forward call."""
+    """Modules of the base between two cuts, which are a call by their own path: the widths of the tensors at
+    both cuts, the paths of the linears between them, and content hashes of what decoder layers have beside
+    linears, by the layers' paths, where it is computed too. Backward, inputs come before the gradients of
+    outputs, as nothing is kept of the forward call.
 
+    The `cuts` are before and after a "module" that treats each row alone, such as a feed-forward layer; or
+    after one layer's "attention" and before the next one's. The latter span is called forward alone: inputs
+    are the layer's own and that of the linear where its attention ends, the first of `linears`; outputs are
+    the layer's own and the products of the last of `linears`, with which the next layer's attention begins.
+    Or they are around a "layer" as a whole, of which the rows are those of whole sequences with at most
+    `longest` tokens: `number` is its place in the model, `window` that of its attention in positions (None:
+    all before), and consecutive ones are one call.
+    """
+
+    cuts: Literal["module", "attention", "layer"]
     path: _Name
-    inputs: _Count
-    outputs: _Count
-    linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=2)]
-
-
-class SliceShape(msgspec.Struct, frozen=True):
-    """The modules between the attention of a decoder layer and that of the next: from the linear `output`,
-    where the layer's attention ends, through the rest of the layer to the linears that the next layer's
-    attention begins with. `linears` are those of the layer, `following` the next one's with the widths of
-    their outputs: none after the last layer. `digests` are content hashes of what both layers have beside
-    linears. It is a call by its own path, one way: the layer's input and that of `output`; the answer has the
-    layer's output and the products of `following`."""
-
-    path: _Name
-    layer: _Name
-    width: _Count  # of rows between layers
-    output: _Name
-    inputs: _Count  # of that linear
+    inputs: _Widths
+    outputs: _Widths
     linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)]
-    digests: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=2)]
-    following: dict[_Name, _Count] = {}
+    layers: dict[_Name, _Name] = {}
+    number: _Number = 0
+    longest: _Number = 0
+    window: _Count | None = None
 
-
-class BlockShape(msgspec.Struct, frozen=True):
-    """A decoder layer that an executor computes as a whole: its place in the model, the window of its
-    attention in positions (None: all before), the paths of its linears, and the content hash of what it has
-    beside these."""
-
-    path: _Name
-    number: _Number
-    window: _Count | None
-    linears: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)]
-    digest: str = ""
-
-
-class BlocksShape(msgspec.Struct, frozen=True):
-    """Decoder layers in their order: the width of their rows, and the most tokens of a sequence. Consecutive
-    ones are a call of their paths, for rows of whole sequences whose lengths the call states. Backward, their
-    input comes before the gradient of their output."""
-
-    width: _Count
-    longest: _Count
-    layers: Annotated[tuple[BlockShape, ...], msgspec.Meta(min_length=1)]
+    @property
+    def following(self) -> tuple[str, ...]:
+        """The linears whose products are the outputs after the first."""
+        return self.linears[len(self.linears) + 1 - len(self.outputs) :]
 
 
 class ShardShape(msgspec.Struct, frozen=True):
@@ -154,8 +134,6 @@ class BaseHello(WireMessage, frozen=True):
     slots: SlotShape | None = None
     shard: ShardShape | None = None
     spans: tuple[SpanShape, ...] = ()
-    blocks: BlocksShape | None = None
-    slices: tuple[SliceShape, ...] = ()
     configuration: str = ""
 
     @property
@@ -169,7 +147,7 @@ class BaseHello(WireMessage, frozen=True):
 
     def of_linears(self) -> "BaseHello":
         """The same without calls of more than linears, which are not linear: for modes of privacy."""
-        return msgspec.structs.replace(self, spans=(), blocks=None, slices=(), configuration="")
+        return msgspec.structs.replace(self, spans=(), configuration="")
 
     @property
     def _calls(self) -> tuple[object, ...]:
@@ -180,18 +158,16 @@ class BaseHello(WireMessage, frozen=True):
             self.groups,
             self.shard,
             self.spans,
-            self.blocks,
-            self.slices,
             self.configuration,
         )
 
 
 class LinearCall(WireMessage, frozen=True):
-    """Products of siblings, or the gradient of their input; the same of a span or of decoder layers; or the
-    products of a slice. `nbytes` of payload follow, or are at the beginning of a slot of the shared memory.
+    """Products of siblings, or the gradient of their input; or the same of a span, or of layers that follow
+    each other. `nbytes` of payload follow, or are at the beginning of a slot of the shared memory.
 
     `deadline` is in seconds from now, None without one. `lengths` are those of the sequences that the rows
-    belong to, one after the other: for decoder layers only.
+    belong to, one after the other: for whole layers only.
     """
 
     number: _Number
@@ -371,8 +347,7 @@ def _shapes(base: BaseHello) -> dict[str, tuple[int, int]]:
 
 def _beside(base: BaseHello) -> dict[str, str]:
     """Content hashes of what layers have beside linears, by the layer's path."""
-    layers = () if base.blocks is None else base.blocks.layers
-    return {own.layer: own.digests[0] for own in base.slices} | {own.path: own.digest for own in layers}
+    return {path: digest for span in base.spans for path, digest in span.layers.items()}
 
 
 class GroupTable:
@@ -382,9 +357,6 @@ class GroupTable:
         self._hello = hello
         self._of_path = {path: group for group in hello.groups for path in group.outputs}
         self._spans = {span.path: span for span in hello.spans}
-        self._slices = {own.path: own for own in hello.slices}
-        layers = () if hello.blocks is None else hello.blocks.layers
-        self._layers = {layer.path: layer for layer in layers}
 
     def check_hello(self, client: ClientHello) -> None:
         """Raises ConfigError for another version, AdapterMismatch for another base."""
@@ -398,8 +370,9 @@ class GroupTable:
                 f"the client's base is {client.fingerprint}, the executor's {own.fingerprint}"
             )
 
-    def check_call(self, call: LinearCall) -> None:
-        """Raises RequestError for a call that the base cannot compute; the connection goes on."""
+    def check_call(self, call: LinearCall) -> tuple[list[int], int]:
+        """The widths of a call's tensors, and the bytes of its answer's. Raises RequestError for a call that
+        the base cannot compute; the connection goes on."""
         if call.dtype not in (self._hello.dtype, "field"):
             raise RequestError(f"the call's rows are {call.dtype}, the base is {self._hello.dtype}")
         most = self._hello.limits.rows
@@ -407,46 +380,24 @@ class GroupTable:
             layers = f" of {len(call.paths)} layers" if call.lengths else ""
             most = most * call.rows // call.load
             raise RequestError(f"{call.rows} rows{layers} in one call: at most {most} may be")
-        if (expected := self.call_bytes(call)) != call.nbytes:
+        given, asked = self._widths(call)
+        if call.direction == "backward":
+            given, asked = [*(given if call.paths[0] in self._spans else ()), *asked], given
+        nbytes = call.rows * ITEM_BYTES[call.dtype]
+        if (expected := sum(given) * nbytes) != call.nbytes:
             raise RequestError(f"{call.nbytes} bytes came for {call.rows} rows, which have {expected}")
-        if (answer := self.answer_bytes(call)) > self._hello.limits.payload:
+        if (answer := sum(asked) * nbytes) > self._hello.limits.payload:
             raise RequestError(f"the answer would have {answer} bytes: at most {self._hello.limits.payload}")
-
-    def call_widths(self, call: LinearCall) -> list[int]:
-        """Widths of a call's tensors. Raises RequestError as `call_bytes`."""
-        inputs, outputs = self._widths(call)
-        if call.direction == "forward":
-            return inputs
-        is_whole = call.paths[0] in self._spans or call.paths[0] in self._layers
-        return [*inputs, *outputs] if is_whole else outputs
-
-    def call_bytes(self, call: LinearCall) -> int:
-        """Bytes of a call's tensors. Raises RequestError where its paths are no siblings of this base."""
-        return call.rows * sum(self.call_widths(call)) * ITEM_BYTES[call.dtype]
-
-    def answer_bytes(self, call: LinearCall) -> int:
-        """Bytes of the answer's tensors. Raises as `call_bytes`."""
-        inputs, outputs = self._widths(call)
-        numbers = sum(outputs if call.direction == "forward" else inputs)
-        return call.rows * numbers * ITEM_BYTES[call.dtype]
+        return given, answer
 
     def _widths(self, call: LinearCall) -> tuple[list[int], list[int]]:
         """Widths of the inputs and of the outputs."""
         paths = call.paths
-        if paths[0] in self._layers:
-            return self._check_layers(call)
+        if (first := self._spans.get(paths[0])) is not None:
+            self._check_spans(call, first)
+            return list(first.inputs), list(first.outputs)
         if call.lengths:
             raise RequestError("lengths of sequences are for decoder layers")
-        if (whole := self._spans.get(paths[0]) or self._slices.get(paths[0])) is not None:
-            if len(paths) > 1:
-                raise RequestError(f"{whole.path!r} is a call of its own")
-            if call.dtype == "field":
-                raise RequestError(f"{whole.path!r} is no linear, so shares cannot be added")
-            if isinstance(whole, SpanShape):
-                return [whole.inputs], [whole.outputs]
-            if call.direction == "backward":
-                raise RequestError(f"{whole.path!r} is computed forward alone")
-            return [whole.width, whole.inputs], [whole.width, *whole.following.values()]
         group = self._of_path.get(paths[0])
         for path in paths:
             if path not in self._of_path:
@@ -458,20 +409,29 @@ class GroupTable:
         assert group is not None, "each path has a group"
         return [group.inputs], [group.outputs[path] for path in paths]
 
-    def _check_layers(self, call: LinearCall) -> tuple[list[int], list[int]]:
-        """The widths of a call of decoder layers. Raises RequestError."""
-        shape = self._hello.blocks
-        assert shape is not None, "it has these layers"
-        numbers = [self._layers[path].number if path in self._layers else -1 for path in call.paths]
-        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-            raise RequestError(f"{', '.join(call.paths)} are no decoder layers that follow each other")
+    def _check_spans(self, call: LinearCall, first: SpanShape) -> None:
+        """Raises RequestError for a wrong call of spans."""
         if call.dtype == "field":
-            raise RequestError(f"{call.paths[0]!r} is no linear, so shares cannot be added")
+            raise RequestError(f"{first.path!r} is no linear, so shares cannot be added")
+        if first.cuts == "layer":
+            self._check_layers(call, first)
+            return
+        if call.lengths:
+            raise RequestError("lengths of sequences are for decoder layers")
+        if len(call.paths) > 1:
+            raise RequestError(f"{first.path!r} is a call of its own")
+        if first.cuts == "attention" and call.direction == "backward":
+            raise RequestError(f"{first.path!r} is computed forward alone")
+
+    def _check_layers(self, call: LinearCall, first: SpanShape) -> None:
+        for number, path in enumerate(call.paths, first.number):
+            span = self._spans.get(path)
+            if span is None or (span.cuts, span.number) != ("layer", number):
+                raise RequestError(f"{', '.join(call.paths)} are no decoder layers that follow each other")
         if sum(call.lengths) != call.rows:
             raise RequestError(f"{call.rows} rows are not those of sequences of {sum(call.lengths)} tokens")
-        if (longest := max(call.lengths)) > shape.longest:
-            raise RequestError(f"a sequence of {longest} tokens: at most {shape.longest} may be")
-        return [shape.width], [shape.width]
+        if (longest := max(call.lengths)) > first.longest:
+            raise RequestError(f"a sequence of {longest} tokens: at most {first.longest} may be")
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

@@ -9,7 +9,7 @@ from torch import Tensor
 from coserve.errors import AdapterMismatch
 from coserve.model.placement import Offer, Placement
 from coserve.split.calls import Source
-from coserve.split.messages import GroupShape, SliceShape, SpanShape
+from coserve.split.messages import GroupShape, SpanShape
 from coserve.split.payload import DTYPES
 from coserve.split.remote_group import RemoteGroup
 
@@ -93,30 +93,15 @@ class Offered:
             raise AdapterMismatch(f"the executor at {source.address} does not tell what {path} is")
         return shape.digests[path]
 
-    def spans(self) -> list[tuple[Source, SpanShape]]:
-        """Spans whose linears all come from the same executor as the span."""
+    def spans(self, cuts: str) -> list[tuple[Source, SpanShape]]:
+        """Spans between such cuts whose linears all come from the same executor as the span."""
         return [
             (source, span)
-            for source in self._sources()
+            for source in dict.fromkeys(source for source, _ in self._found.values())
             for span in source.base.spans
-            if self._is_asked(source, span.linears)
+            if span.cuts == cuts
+            and all(path in self._found and self._found[path][0] is source for path in span.linears)
         ]
-
-    def slices(self) -> list[tuple[Source, SliceShape]]:
-        """Slices whose linears all come from the same executor as the slice."""
-        return [
-            (source, own)
-            for source in self._sources()
-            for own in source.base.slices
-            if self._is_asked(source, (*own.linears, *own.following))
-        ]
-
-    def _sources(self) -> Iterable[Source]:
-        return dict.fromkeys(source for source, _ in self._found.values())
-
-    def _is_asked(self, source: Source, paths: Iterable[str]) -> bool:
-        """Tells whether calls of all these linears go to this source."""
-        return all(path in self._found and self._found[path][0] is source for path in paths)
 
     def placement(self, path: str, has_bias: bool) -> RemotePlacement:
         """Raises WeightsUnreadable."""

@@ -16,19 +16,17 @@ from coserve.split.clients import ClientAccount, ProductName
 from coserve.split.costs import ProductCost, RecentRate
 from coserve.split.key_shares import KeyShares, compare
 from coserve.split.messages import (
-    BlocksShape,
     ClientStatus,
     Direction,
     GroupShape,
     ProductStatus,
-    SliceShape,
     SpanShape,
 )
 from coserve.split.work import ProductQueue, Work
 
 MOST_PRODUCTS: Final = 2000  # most products in a status: those computed most often
 # A product of fewer seconds is computed by the thread that has read its call. Handing it to another took 130
-# to 150 us of 450, and 0.1 ms of a slice of 2.3 ms. Until it is computed the connection is not read.
+# to 150 us of 450, and 0.1 ms of a span of 2.3 ms. Until it is computed the connection is not read.
 _SHORT: Final = 6e-3
 # Connections whose threads may do so: each such thread gets OpenMP threads of its own, one for each core but
 # its own, which stay until it ends. With more clients at work than these, queues are seldom empty.
@@ -56,24 +54,17 @@ class CallQueues:
         most_rows: int,
         clock: Callable[[], float] = time.monotonic,
         spans: Sequence[SpanShape] = (),
-        blocks: BlocksShape | None = None,
-        slices: Sequence[SliceShape] = (),
     ) -> None:
-        """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups`, for
-        `spans` and `slices` of them, and for decoder layers of `blocks`."""
+        """At most `most_rows` rows are in a product of several calls; calls are for linears of `groups` and
+        for `spans` of them."""
         self._policy = config.policy(most_rows)
         self._clock = clock
         self._groups = {path: tuple(group.outputs) for group in groups for path in group.outputs}
-        layers = () if blocks is None else blocks.layers
-        inside = {span.path: span.linears for span in spans} | {own.path: own.linears for own in layers}
-        inside |= {own.path: (*own.linears, *own.following) for own in slices}
         # A client that calls a span has come as far as one that calls its groups.
         self._steps = {
-            whole: len({self._groups[path] for path in linears if path in self._groups})
-            for whole, linears in inside.items()
+            span.path: len({self._groups[path] for path in span.linears if path in self._groups})
+            for span in spans
         }
-        alone = (*(span.path for span in spans), *(own.path for own in slices))
-        self._groups |= {path: (path,) for path in alone}
         self._queues: dict[ProductName, ProductQueue] = {}
         self._tallies: dict[tuple[Direction, tuple[str, ...]], _Tally] = {}
         self._clients: dict[ClientAccount, None] = {}  # in order of arrival
@@ -225,8 +216,7 @@ class CallQueues:
         if work.client not in self._clients:
             return
         work.own_pass = work.client.add(work.call, work.came)
-        own = work.call.paths if work.call.lengths else work.call.paths[:1]
-        work.own_pass.progress += sum(self._steps.get(path, 1) for path in own)
+        work.own_pass.progress += sum(self._steps.get(path, 0) for path in work.call.paths) or 1
         work.progress = work.own_pass.progress
         self.received.add(work.call.nbytes, work.came)
         queue = self._queues.setdefault(work.product, ProductQueue(self._tally(work).cost))
@@ -268,5 +258,5 @@ class CallQueues:
         return self._tallies.setdefault(self._name(work), _Tally())
 
     def _name(self, work: Work) -> tuple[Direction, tuple[str, ...]]:
-        call = work.call  # consecutive decoder layers are one product
-        return call.direction, call.paths if call.lengths else self._groups[call.paths[0]]
+        call = work.call  # of spans, those of a call are one product
+        return call.direction, self._groups.get(call.paths[0], call.paths)

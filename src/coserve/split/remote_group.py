@@ -1,6 +1,6 @@
-"""Linears, spans and slices of a base executor, as a client calls them: rows are cut into calls."""
+"""Linears and spans of a base executor, as a client calls them: rows are cut into calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,13 +14,12 @@ from coserve.split.messages import (
     MOST_PATHS,
     PRODUCTS_OF_LAYER,
     BaseHello,
-    BlocksShape,
     Direction,
     GroupShape,
-    SliceShape,
     SpanShape,
 )
 from coserve.split.payload import DTYPES
+from coserve.split.spans import pieces
 
 # Bytes of a call's tensors, either way. A head's rows x vocabulary come once a step: in one call, those of
 # eight training clients that wait for their turn took 140 MB of shared memory. Smaller pieces would be
@@ -32,159 +31,106 @@ class RemoteGroup(Group):
     """Linears of a base executor with the same input."""
 
     def __init__(self, calls: Calls, shape: GroupShape) -> None:
-        self._inputs, self.outputs = shape.inputs, shape.outputs
-        self._cut = _CutCalls(calls, max(shape.inputs, sum(shape.outputs.values())))
+        self._calls, self._inputs, self.outputs = calls, shape.inputs, shape.outputs
 
     def launch(self, x: Tensor, paths: Sequence[str], is_training: bool = False) -> "_ConvertedAnswer":
         widths = [self.outputs[path] for path in paths]
-        return self._cut.launch("forward", [x], paths, widths, is_training)
+        return _launch(self._calls, "forward", [x], paths, widths, is_training)
 
     def launch_backward(self, grads: Mapping[str, Tensor]) -> "_First":
-        return _First(self._cut.launch("backward", list(grads.values()), list(grads), [self._inputs], True))
+        given = list(grads.values())
+        return _First(_launch(self._calls, "backward", given, list(grads), [self._inputs], True))
 
 
 class RemoteSpan:
-    """A span of a base executor."""
+    """A span of a base executor, by itself or with layers that follow it."""
 
     def __init__(self, calls: Calls, shape: SpanShape) -> None:
-        self.shape = shape
-        self._cut = _CutCalls(calls, shape.inputs + shape.outputs)
+        self.shape, self._calls = shape, calls
+        self._most = calls.base.limits.rows // PRODUCTS_OF_LAYER  # rows of a layer
 
-    def forward(self, x: Tensor, is_training: bool = False) -> Tensor:
-        """[..., in] to [..., out]."""
-        return self._cut.launch(
-            "forward", [x], [self.shape.path], [self.shape.outputs], is_training
-        ).result()[0]
-
-    def backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of x [..., in], given that of its output [..., out]."""
-        return self._cut.launch("backward", [x, grad], [self.shape.path], [self.shape.inputs], True).result()[
-            0
-        ]
-
-
-class RemoteSlice:
-    """A slice of a base executor."""
-
-    def __init__(self, calls: Calls, shape: SliceShape) -> None:
-        self.shape = shape
-        self._widths = [shape.width, *shape.following.values()]
-        self._cut = _CutCalls(calls, max(shape.width + shape.inputs, sum(self._widths)))
-
-    def forward(self, hidden: Tensor, attended: Tensor, is_training: bool = False) -> list[Tensor]:
-        """The layer's output [..., width] and the products [..., out] of the linears that follow, for the
-        layer's input [..., width] and the input [..., in] of the linear where attention ends."""
-        given = [hidden, attended]
-        return self._cut.launch("forward", given, [self.shape.path], self._widths, is_training).result()
-
-
-class RemoteBlocks:
-    """Decoder layers of an executor, for whole sequences."""
-
-    def __init__(self, calls: Calls, shape: BlocksShape) -> None:
-        self._calls, self._most = calls, calls.base.limits.rows // PRODUCTS_OF_LAYER  # rows of a layer
-        self.shape, self.longest = shape, min(shape.longest, self._most)
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence, around a layer."""
+        return min(self.shape.longest, self._most)
 
     def most_layers(self, lengths: Sequence[int]) -> int:
         """Most layers of one call for sequences of these lengths; longer ones allow fewer."""
         return min(MOST_PATHS, max(1, self._most // max(lengths)))
 
-    def call(self, paths: Sequence[str], x: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Outputs of these layers, one after the other, for x [..., width] of sequences of these lengths. In
-        a graph only x is kept."""
-        if torch.is_grad_enabled() and x.requires_grad:
-            y: Tensor = _Whole.apply(x, self, tuple(paths), tuple(lengths))  # type: ignore[no-untyped-call]
-            return y
-        return self.run("forward", paths, [x], lengths, torch.is_grad_enabled())
+    def forward(
+        self,
+        given: Sequence[Tensor],
+        is_training: bool = False,
+        paths: Sequence[str] = (),
+        lengths: Sequence[int] = (),
+    ) -> list[Tensor]:
+        """The tensors [..., width] at the second cut for those at the first; `paths` are those of this span
+        and of layers behind it, this span alone where there are none. In a graph `given` alone is kept, and
+        the span is computed anew on the way back."""
+        own = paths or (self.shape.path,)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+            return list(_Anew.apply(self, own, lengths, *given))  # type: ignore[no-untyped-call]
+        return self.run("forward", given, is_training, own, lengths)
 
     def run(
         self,
         direction: Direction,
-        paths: Sequence[str],
         given: Sequence[Tensor],
-        lengths: Sequence[int],
         is_training: bool,
-    ) -> Tensor:
-        """Outputs, or gradients of inputs given these and the outputs' [..., width]."""
-        base, like = self._calls.base, given[0]
-        rows = [as_sent(tensor, base) for tensor in given]
-        answers, begin = [], 0
-        for part in self._parts(lengths, len(paths)):
-            own = [tensor[begin : begin + sum(part)] for tensor in rows]
-            begin += sum(part)
-            call = call_of(
-                paths,
-                own,
-                base.dtype,
-                direction=direction,
-                work="training" if is_training else "inference",
-                lengths=tuple(part),
-            )
-            answers.append(self._calls.submit(call, own, [self.shape.width]))
-        return _ConvertedAnswer(answers, like, [self.shape.width]).result()[0]
-
-    def _parts(self, lengths: Sequence[int], layers: int) -> Iterator[list[int]]:
-        """Sequences of one call each: as many as an executor takes at once."""
-        base = self._calls.base
-        payload = base.limits.payload // (2 * self.shape.width * ITEM_BYTES[base.dtype])
-        most = min(self._most // layers, payload)
-        part: list[int] = []
-        for length in lengths:
-            if part and sum(part) + length > most:
-                yield part
-                part = []
-            part.append(length)
-        yield part
+        paths: Sequence[str],
+        lengths: Sequence[int],
+    ) -> list[Tensor]:
+        """Outputs; or gradients of inputs, given these and those of outputs."""
+        widths = self.shape.outputs if direction == "forward" else self.shape.inputs
+        return _launch(self._calls, direction, given, paths, widths, is_training, lengths).result()
 
 
-class _Whole(torch.autograd.Function):
-    """Decoder layers in a graph, computed anew on the way back."""
+class _Anew(torch.autograd.Function):
+    """Spans in a graph."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, remote: RemoteBlocks, paths: tuple[str, ...], lengths: tuple[int, ...]
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.call = remote, paths, lengths
-        return remote.run("forward", paths, [x], lengths, True)
+        ctx: Any, span: RemoteSpan, paths: Sequence[str], lengths: Sequence[int], *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*given)
+        ctx.call = span, paths, lengths
+        return tuple(span.run("forward", given, True, paths, lengths))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        remote, paths, lengths = ctx.call
-        return remote.run("backward", paths, [x, grads[0]], lengths, True), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        span, paths, lengths = ctx.call
+        found = span.run("backward", [*ctx.saved_tensors, *grads], True, paths, lengths)
+        return None, None, None, *found
 
 
-class _CutCalls:
-    """Calls cut to the rows that an executor takes at once, and to pieces of `PIECE` bytes."""
-
-    def __init__(self, calls: Calls, widest: int) -> None:
-        """`widest` is how many numbers of a row cross one way at most."""
-        self._calls, base = calls, calls.base
-        payload = min(base.limits.payload, PIECE) // (widest * ITEM_BYTES[base.dtype])
-        self._most_rows = max(1, min(base.limits.rows, payload))
-
-    def launch(
-        self,
-        direction: Direction,
-        given: Sequence[Tensor],
-        paths: Sequence[str],
-        widths: Sequence[int],
-        is_training: bool,
-    ) -> "_ConvertedAnswer":
-        """Starts a call with these tensors [..., width], for an answer of tensors [..., width] for each of
-        `widths`."""
-        base, work = self._calls.base, "training" if is_training else "inference"
-        like = given[0]
-        rows = [as_sent(tensor, base) for tensor in given]
-        parts: list[Sequence[Tensor]] = [[tensor] for tensor in rows] if len(rows[0]) else []
-        if len(rows[0]) > self._most_rows:
-            parts = [torch.split(tensor, self._most_rows) for tensor in rows]
-        answers = [
-            self._calls.submit(call_of(paths, part, base.dtype, direction=direction, work=work), part, widths)
-            for part in zip(*parts, strict=True)
-        ]
-        return _ConvertedAnswer(answers, like, widths)
+def _launch(
+    calls: Calls,
+    direction: Direction,
+    given: Sequence[Tensor],
+    paths: Sequence[str],
+    widths: Sequence[int],
+    is_training: bool,
+    lengths: Sequence[int] = (),
+) -> "_ConvertedAnswer":
+    """Starts a call with these tensors [..., width], for an answer of tensors [..., width] for each of
+    `widths`: cut to the rows that an executor takes at once, and to pieces of `PIECE` bytes either way."""
+    base, work = calls.base, "training" if is_training else "inference"
+    rows = [as_sent(tensor, base) for tensor in given]
+    widest = max(sum(tensor.shape[1] for tensor in rows), sum(widths))
+    most = min(base.limits.payload, PIECE) // (widest * ITEM_BYTES[base.dtype])
+    load = PRODUCTS_OF_LAYER * len(paths) if lengths else 1
+    cut = list(pieces(len(rows[0]), lengths, max(1, min(base.limits.rows // load, most))))
+    parts: list[Sequence[Tensor]] = [[tensor] for tensor in rows]
+    if len(cut) != 1:
+        parts = [torch.split(tensor, [count for count, _ in cut]) for tensor in rows]
+    answers = [
+        calls.submit(
+            call_of(paths, part, base.dtype, direction=direction, work=work, lengths=own), part, widths
+        )
+        for (_, own), part in zip(cut, zip(*parts, strict=True), strict=True)
+    ]
+    return _ConvertedAnswer(answers, given[0], widths)
 
 
 def as_sent(tensor: Tensor, base: BaseHello) -> Tensor:

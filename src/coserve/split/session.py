@@ -176,16 +176,16 @@ class ClientSession:
 
     def _take(self, call: LinearCall) -> None:
         try:
-            self._table.check_call(call)
+            widths, answer = self._table.check_call(call)
         except RequestError as error:
             self._channel.skip_tensors(call)
             self._reply(call, error)
             time.sleep(_PAUSE)
             return
-        tensors = self._channel.receive_tensors(call, call.rows, self._table.call_widths(call), call.dtype)
+        tensors = self._channel.receive_tensors(call, call.rows, widths, call.dtype)
         assert self._account is not None, "calls come after the greeting"
-        nbytes = call.nbytes + self._table.answer_bytes(call)
-        self._executor.submit(Work(call, tensors, partial(self._reply, call), self._account, nbytes=nbytes))
+        reply, nbytes = partial(self._reply, call), call.nbytes + answer
+        self._executor.submit(Work(call, tensors, reply, self._account, nbytes=nbytes))
 
     def _reply(self, call: LinearCall, outcome: Outcome) -> None:
         if isinstance(outcome, CoserveError):

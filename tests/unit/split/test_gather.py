@@ -28,8 +28,7 @@ class Direct:
 
     def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> "Ready":
         table = GroupTable(self.base)
-        table.check_call(call)
-        assert [part.shape[1] for part in rows] == table.call_widths(call)
+        assert [part.shape[1] for part in rows] == table.check_call(call)[0]
         self.calls.append(call)
         answer = self.linears.compute(call, rows)
         assert [part.shape for part in answer] == [(call.rows, width) for width in widths]

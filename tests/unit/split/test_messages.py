@@ -60,11 +60,9 @@ def test_what_an_executor_says_arrives(message: Any) -> None:
 
 def test_bytes_of_calls_and_answers_both_ways() -> None:
     table = GroupTable(HELLO)
-    table.check_call(CALL)
-    assert table.answer_bytes(CALL) == 3 * 12 * 4
+    assert table.check_call(CALL) == ([8], 3 * 12 * 4)
     back = changed(direction="backward", nbytes=3 * 12 * 4)
-    table.check_call(back)
-    assert table.answer_bytes(back) == 3 * 8 * 4
+    assert table.check_call(back) == ([8, 4], 3 * 8 * 4)
     table.check_call(changed(paths=("l.k",), direction="backward", nbytes=3 * 4 * 4))
 
 
@@ -93,7 +91,7 @@ def test_other_versions_and_other_bases() -> None:
     table = GroupTable(HELLO)
     for fingerprint in ("", "abc"):
         table.check_hello(ClientHello(VERSION, "me", fingerprint))
-    with pytest.raises(ConfigError, match="version 0 of the protocol, the executor 6"):
+    with pytest.raises(ConfigError, match="version 0 of the protocol, the executor 7"):
         table.check_hello(ClientHello(0, "me"))
     with pytest.raises(AdapterMismatch, match="the client's base is abd"):
         table.check_hello(ClientHello(VERSION, "me", "abd"))

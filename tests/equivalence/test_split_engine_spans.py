@@ -21,7 +21,7 @@ from coserve.split.messages import LinearCall
 from coserve.train.example import Example
 from mixed import SAMPLING
 from models import tiny
-from split_served import ServedBase, differences, serving
+from split_served import ServedBase, differences, serving, spans_of
 
 TOLERANCE = 1e-5  # float32: products of joined rows round differently
 LAYERS = 3
@@ -32,10 +32,10 @@ GRADIENTS = TrainingConfig(
 
 
 def asked(served: ServedBase) -> tuple[int, int]:
-    """Calls of slices since the last look, and all others but the head's."""
-    slices = sum(paths[0].endswith(".after") for _, paths in served.calls)
+    """Calls of spans since the last look, and all others but the head's."""
+    spans = sum(paths[0].endswith(".after") for _, paths in served.calls)
     head = sum(paths == ("lm_head",) for _, paths in served.calls)
-    found = slices, len(served.calls) - slices - head
+    found = spans, len(served.calls) - spans - head
     served.calls.clear()
     return found
 
@@ -59,14 +59,14 @@ def test_a_step_of_the_bare_base_is_a_call_a_layer(kind: str, tmp_path: Path) ->
         served.calls.clear()
         for prompt, right in zip(prompts, wanted, strict=True):
             (found,) = scores(engine, prompt, None)
-            slices, others = asked(served)
-            assert slices == LAYERS * others and others >= len(right)
+            spans, others = asked(served)
+            assert spans == LAYERS * others and others >= len(right)
             assert differences({"": found}, {"": right})[""] <= TOLERANCE
 
 
 def test_adapters_decide_a_step_at_a_time(tmp_path: Path) -> None:
     """One at the linears before attention costs no call; one inside has its layers computed by linears."""
-    settings: dict[str, tuple[object, int]] = {  # and slices of a step
+    settings: dict[str, tuple[object, int]] = {  # and spans of a step
         "queries": (LoRAConfig(rank=4, targets=("q_proj", "v_proj")), LAYERS),
         "scaled": (IA3Config(targets=("k_proj",), feedforward=()), LAYERS),
         "prefix": (PrefixTuningConfig(5), LAYERS),
@@ -134,8 +134,8 @@ def test_a_layer_that_computes_something_else_goes_its_own_way(change: str, tmp_
             served.calls.clear()
             (found,) = scores(engine, [1, 5, 9], None)
             assert differences({"": found}, {"": wanted})[""] <= TOLERANCE
-        slices, _ = asked(served)
-        assert slices == (len(found) if change == "norm" else 0)  # the last layer's are as they were
+        spans, _ = asked(served)
+        assert spans == (len(found) if change == "norm" else 0)  # the last layer's are as they were
 
 
 def test_an_executor_that_goes_away_within_a_layer(tmp_path: Path) -> None:
@@ -160,20 +160,24 @@ def test_an_executor_that_goes_away_within_a_layer(tmp_path: Path) -> None:
         assert left[0] < 0 and differences({"": found}, {"": wanted})[""] <= TOLERANCE
 
 
-def test_what_is_no_slice_of_this_base_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_span_of_this_base_is_refused(tmp_path: Path) -> None:
     """By its name, before anything is computed with it."""
     with serving(tiny("llama"), tmp_path) as served:
-        first, *others = served.linears.hello.slices
+        first, *others = spans_of(served.linears.hello, "attention")
+        digests = list(first.layers.values())
         for fields in (
-            {"layer": "model.layers.9"},
-            {"width": 32},
-            {"inputs": 65},
-            {"following": {path: out + 1 for path, out in first.following.items()}},
+            {"layers": dict(zip(("model.layers.9", "model.layers.1"), digests, strict=True))},
+            {"layers": dict(zip(("model.layers.0", "model.layers.2"), digests, strict=True))},
+            {"layers": {}},
+            {"outputs": (32, *first.outputs[1:])},
+            {"inputs": (64, 65)},
+            {"inputs": (64,)},
+            {"outputs": (64, *(out + 1 for out in first.outputs[1:]))},
+            {"outputs": (64, *[8] * len(first.linears), 8)},  # more than there are linears
         ):
             changed = msgspec.structs.replace(first, **fields)
             served.stop()
-            hello = msgspec.structs.replace(served.linears.hello, slices=(changed, *others))
-            served.linears.hello = hello
+            served.linears.hello = msgspec.structs.replace(served.linears.hello, spans=(changed, *others))
             served.start()
-            with pytest.raises(AdapterMismatch, match=r"the slice model.layers.0.self_attn.after of unix:"):
+            with pytest.raises(AdapterMismatch, match=r"the span model.layers.0.self_attn.after of unix:"):
                 Engine(tiny("llama"), replace(CONFIG, base=served.address))

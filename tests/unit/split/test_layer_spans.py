@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from coserve.errors import RequestError
-from coserve.split import blocks
+from coserve.split import spans
 from coserve.split.executor import BaseLinears
 from coserve.split.layers import LayerChoice
 from coserve.split.messages import GroupTable, Limits, LinearCall
 from coserve.split.shard import Shard
 from models import tiny
+from split_served import spans_of
 
 LAYERS = [f"model.layers.{number}" for number in range(3)]
 
@@ -45,7 +46,7 @@ def own(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
 def test_each_sequence_is_computed_alone(
     linears: BaseLinears, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(blocks, "_ROWS", at_once)
+    monkeypatch.setattr(spans, "_ROWS", at_once)
     lengths = (3, 1, 7, 2)
     x = torch.randn(sum(lengths), 64, requires_grad=True)
     grad = torch.randn(sum(lengths), 64)
@@ -99,18 +100,21 @@ def test_wrong_calls_are_refused(linears: BaseLinears, wrong: LinearCall, reason
 
 def test_a_sequence_longer_than_the_model_is_refused() -> None:
     linears = BaseLinears(tiny("gpt2", n_positions=16))
-    assert linears.hello.blocks is not None and linears.hello.blocks.longest == 16
-    path = linears.hello.blocks.layers[0].path
+    first = spans_of(linears.hello, "layer")[0]
+    assert first.longest == 16
     with pytest.raises(RequestError, match="a sequence of 17 tokens: at most 16 may be"):
-        GroupTable(linears.hello).check_call(call([path], (17,)))
+        GroupTable(linears.hello).check_call(call([first.path], (17,)))
 
 
 def test_layers_that_an_executor_has_in_part_are_not_offered() -> None:
-    some = BaseLinears(tiny("llama"), choice=LayerChoice("1-2")).hello.blocks
-    assert some is not None and [layer.path for layer in some.layers] == LAYERS[1:]
-    assert BaseLinears(tiny("llama"), choice=LayerChoice(r".*\.mlp\..*")).hello.blocks is None
-    assert BaseLinears(tiny("llama"), shard=Shard(1, 2)).hello.blocks is None
-    assert BaseLinears(tiny("mixtral")).hello.blocks is None  # its experts are one tensor
+    some = spans_of(BaseLinears(tiny("llama"), choice=LayerChoice("1-2")).hello, "layer")
+    assert [layer.path for layer in some] == LAYERS[1:]
+    for linears in (
+        BaseLinears(tiny("llama"), choice=LayerChoice(r".*\.mlp\..*")),
+        BaseLinears(tiny("llama"), shard=Shard(1, 2)),
+        BaseLinears(tiny("mixtral")),  # its experts are one tensor
+    ):
+        assert not spans_of(linears.hello, "layer")
 
 
 def test_what_no_layer_needs_is_freed() -> None:
@@ -119,4 +123,4 @@ def test_what_no_layer_needs_is_freed() -> None:
     linears = BaseLinears(model, choice=LayerChoice("1"))
     assert model.model.embed_tokens.weight.is_meta and model.model.layers[0].mlp.up_proj.weight.is_meta
     assert not model.model.layers[1].input_layernorm.weight.is_meta
-    assert linears.hello.blocks is not None
+    assert spans_of(linears.hello, "layer")

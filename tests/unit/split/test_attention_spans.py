@@ -1,4 +1,4 @@
-"""Slices (the modules between two layers' attention) as one call, and the models that have them."""
+"""Spans between two layers' attention as one call, and the models that have them."""
 
 import threading
 
@@ -7,17 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from coserve.errors import RequestError
-from coserve.split import slices as own
+from coserve.split import spans as own
 from coserve.split.batching import BatchingConfig
 from coserve.split.connection import call_of
+from coserve.split.engine_spans import LayerRun
 from coserve.split.executor import BaseLinears
 from coserve.split.layers import LayerChoice
-from coserve.split.messages import VERSION, BaseHello, GroupShape, GroupTable, LinearCall, SliceShape
+from coserve.split.messages import VERSION, BaseHello, GroupShape, GroupTable, LinearCall, SpanShape
 from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
-from coserve.split.slice_calls import LayerRun
 from coserve.split.work import Work
 from models import tiny
+from split_served import spans_of
 
 LLAMA = [f"model.layers.{layer}.self_attn" for layer in range(3)]
 ATTENTION = {
@@ -35,20 +36,27 @@ ATTENTION = {
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_they_are_found_in_models_nobody_edited(kind: str) -> None:
     hello = BaseLinears(tiny(kind)).hello
-    assert [shape.path for shape in hello.slices] == [f"{path}.after" for path in ATTENTION[kind]]
+    spans = spans_of(hello, "attention")
+    assert [shape.path for shape in spans] == [f"{path}.after" for path in ATTENTION[kind]]
     offered = {path: out for group in hello.groups for path, out in group.outputs.items()}
-    for shape in hello.slices:
-        assert shape.width == 64 and {*shape.linears, *shape.following} <= offered.keys()
-        assert all(path.startswith(f"{shape.layer}.") for path in shape.linears)
-        assert all(offered[path] == out for path, out in shape.following.items())
-    assert [bool(shape.following) for shape in hello.slices] == [True, True, False][: len(ATTENTION[kind])]
+    for shape in spans:
+        layer, *after = shape.layers
+        assert shape.inputs[0] == 64 and {*shape.linears} <= offered.keys()
+        assert shape.outputs == (64, *(offered[path] for path in shape.following))
+        for path in shape.linears:
+            assert path.startswith(f"{after[0] if path in shape.following else layer}.")
+    assert [bool(shape.following) for shape in spans] == [True, True, False][: len(ATTENTION[kind])]
 
 
 def test_only_those_of_which_the_executor_has_all() -> None:
-    chosen = BaseLinears(tiny("llama"), choice=LayerChoice("0,2")).hello.slices
-    assert [(shape.layer, *shape.following) for shape in chosen] == [("model.layers.0",), ("model.layers.2",)]
-    assert not BaseLinears(tiny("llama"), choice=LayerChoice(r".*mlp.*")).hello.slices
-    assert not BaseLinears(tiny("llama"), shard=Shard(1, 2)).hello.slices
+    chosen = spans_of(BaseLinears(tiny("llama"), choice=LayerChoice("0,2")).hello, "attention")
+    assert [(*shape.layers, *shape.following) for shape in chosen] == [
+        ("model.layers.0",),
+        ("model.layers.2",),
+    ]
+    mlp = BaseLinears(tiny("llama"), choice=LayerChoice(r".*mlp.*"))
+    assert not spans_of(mlp.hello, "attention")
+    assert not BaseLinears(tiny("llama"), shard=Shard(1, 2)).hello.spans
 
 
 class Mixing(nn.Module):
@@ -65,10 +73,11 @@ class Mixing(nn.Module):
 def test_what_does_not_pass_the_trial_is_none() -> None:
     model = tiny("llama")
     model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
-    assert [shape.layer for shape in BaseLinears(model).hello.slices] == ["model.layers.0", "model.layers.2"]
+    found = spans_of(BaseLinears(model).hello, "attention")
+    assert [next(iter(shape.layers)) for shape in found] == ["model.layers.0", "model.layers.2"]
 
 
-def noted(kind: str, shape: SliceShape) -> tuple[list[Tensor], list[Tensor]]:
+def noted(kind: str, shape: SpanShape) -> tuple[list[Tensor], list[Tensor]]:
     """A layer's input and what attention gives its last linear, in the model's own pass; and the layer's
     output with the products of the next layer's first linears."""
     model, found = tiny(kind), dict[str, Tensor]()
@@ -80,18 +89,23 @@ def noted(kind: str, shape: SliceShape) -> tuple[list[Tensor], list[Tensor]]:
 
         model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
 
-    note(shape.output, True)
+    note(shape.linears[0], True)
     for path in shape.following:
         note(path, False)
     outputs = dict[str, Tensor]()
-    layer = model.get_submodule(shape.layer)
+    layer = model.get_submodule(next(iter(shape.layers)))
     layer.register_forward_pre_hook(lambda _, args: outputs.update(into=args[0]))
     layer.register_forward_hook(
         lambda _, args, out: outputs.update(out=out[0] if isinstance(out, tuple) else out)
     )
     with torch.no_grad():
         model(torch.arange(1, 10)[None])
-    rows = [outputs["into"], found[shape.output], outputs["out"], *(found[path] for path in shape.following)]
+    rows = [
+        outputs["into"],
+        found[shape.linears[0]],
+        outputs["out"],
+        *(found[path] for path in shape.following),
+    ]
     flat = [tensor.reshape(9, -1) for tensor in rows]
     return flat[:2], flat[2:]
 
@@ -100,7 +114,7 @@ def noted(kind: str, shape: SliceShape) -> tuple[list[Tensor], list[Tensor]]:
 def test_results_are_the_models(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in pieces: nine rows, four at once."""
     linears = BaseLinears(tiny(kind))
-    for shape in linears.hello.slices[1:]:
+    for shape in spans_of(linears.hello, "attention")[1:]:
         given, wanted = noted(kind, shape)
         call = call_of([shape.path], given, "float32", direction="forward", work="inference")
         GroupTable(linears.hello).check_call(call)
@@ -113,13 +127,14 @@ def test_results_are_the_models(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_whole_layers_can_be_computed_beside_them() -> None:
-    """On another thread: attention is left out on that of a slice alone."""
+    """On another thread: attention is left out on that of a span alone."""
     linears = BaseLinears(tiny("llama"))
-    shape, x = linears.hello.slices[1], torch.randn(6, 64)
+    shape, x = spans_of(linears.hello, "attention")[1], torch.randn(6, 64)
+    layer = next(iter(shape.layers))
     given = [x, torch.randn(6, 64)]
-    slice_call = call_of([shape.path], given, "float32", direction="forward", work="inference")
-    block = call_of([shape.layer], [x], "float32", direction="forward", work="inference", lengths=(4, 2))
-    wanted = linears.compute(slice_call, given), linears.compute(block, [x])
+    span_call = call_of([shape.path], given, "float32", direction="forward", work="inference")
+    block = call_of([layer], [x], "float32", direction="forward", work="inference", lengths=(4, 2))
+    wanted = linears.compute(span_call, given), linears.compute(block, [x])
     failures = []
 
     def blocks() -> None:
@@ -130,21 +145,22 @@ def test_whole_layers_can_be_computed_beside_them() -> None:
     thread = threading.Thread(target=blocks)
     thread.start()
     for _ in range(60):
-        if not all(map(torch.equal, linears.compute(slice_call, given), wanted[0])):
-            failures.append("a slice")
+        if not all(map(torch.equal, linears.compute(span_call, given), wanted[0])):
+            failures.append("a span")
     thread.join()
     assert not failures
 
 
-SHAPE = SliceShape("l.attn.after", "l", 8, "l.out", 6, ("l.out", "l.up"), ("1", "2"), {"m.in": 5})
+SHAPE = SpanShape(
+    "attention", "l.attn.after", (8, 6), (8, 5), ("l.out", "l.up", "m.in"), {"l": "1", "m": "2"}
+)
 GROUPS = (GroupShape(6, {"l.out": 8}), GroupShape(8, {"l.up": 9}), GroupShape(8, {"m.in": 5}))
 
 
 def test_a_call_is_checked_as_others_are() -> None:
-    table = GroupTable(BaseHello(VERSION, "", "float32", GROUPS, slices=(SHAPE,)))
+    table = GroupTable(BaseHello(VERSION, "", "float32", GROUPS, spans=(SHAPE,)))
     call = LinearCall(0, ("l.attn.after",), "forward", 3, "float32", "inference", 3 * 14 * 4)
-    table.check_call(call)
-    assert (table.call_widths(call), table.answer_bytes(call)) == ([8, 6], 3 * 13 * 4)
+    assert table.check_call(call) == ([8, 6], 3 * 13 * 4)
     for fields, reason in (
         ({"paths": ("l.attn.after", "l.up")}, "'l.attn.after' is a call of its own"),
         ({"paths": ("l.up", "l.attn.after")}, "is no linear of this base"),
@@ -158,14 +174,14 @@ def test_a_call_is_checked_as_others_are() -> None:
             table.check_call(LinearCall(**changed))
 
 
-def test_an_executor_with_other_slices_is_no_successor() -> None:
-    one, other = (BaseHello(VERSION, "", "float32", GROUPS, slices=own) for own in ((SHAPE,), ()))
+def test_an_executor_with_other_spans_is_no_successor() -> None:
+    one, other = (BaseHello(VERSION, "", "float32", GROUPS, spans=own) for own in ((SHAPE,), ()))
     assert one.is_same_base(one) and not one.is_same_base(other)
 
 
-def test_a_client_that_calls_slices_has_come_as_far_as_others() -> None:
+def test_a_client_that_calls_spans_has_come_as_far_as_others() -> None:
     """Its progress decides the order, so that clients of both kinds meet."""
-    queues = CallQueues(BatchingConfig(), (*GROUPS, GroupShape(5, {"m.out": 8})), 10, slices=[SHAPE])
+    queues = CallQueues(BatchingConfig(), (*GROUPS, GroupShape(5, {"m.out": 8})), 10, spans=[SHAPE])
     progress = []
     for calls in (("l.attn.after", "m.out"), ("l.out", "l.up", "m.in", "m.out")):
         account = queues.join("client")
@@ -179,7 +195,7 @@ def test_a_client_that_calls_slices_has_come_as_far_as_others() -> None:
 
 
 def test_products_are_those_of_the_next_layer_alone() -> None:
-    """Other rows may join what the slice gave, and a step may end between two layers."""
+    """Other rows may join what the span gave, and a step may end between two layers."""
     y, product = torch.zeros(1, 2, 4), torch.zeros(1, 2, 3)
     run = LayerRun()
     for hidden, expected in ((y, {"m.in": product}), (torch.cat([y, y], 1), {}), (y.clone(), {})):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from coserve.split.attach import attach
 from coserve.split.privacy.modes import Noise
 from models import VOCABULARY, tiny
-from split_served import ServedBase, differences, results, serving
+from split_served import ServedBase, differences, results, serving, spans_of
 
 TOLERANCE = 1e-5  # float32: products of joined rows round differently
 IDS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -29,8 +29,7 @@ def with_lora(kind: str, layer: int, **changes: Any) -> nn.Module:
 
 def asked(served: ServedBase) -> Asked:
     """Calls of whole layers since the last look, by direction, with the numbers of the layers."""
-    layers = {} if served.linears.hello.blocks is None else served.linears.hello.blocks.layers
-    numbers = {layer.path: layer.number for layer in layers}
+    numbers = {layer.path: layer.number for layer in spans_of(served.linears.hello, "layer")}
     found = [(way, [numbers[path] for path in paths]) for way, paths in served.calls if paths[0] in numbers]
     served.calls.clear()
     return found

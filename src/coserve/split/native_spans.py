@@ -1,4 +1,5 @@
-"""Slices that kernels compute in one call, on the executor; and what lies between them, on the client.
+"""Spans between the attention of two layers that kernels compute in one call, on the executor; and attention
+between two spans, on the client.
 
 Both are recognised by experiment: kernels and modules get the same random rows, and have to give the same
 numbers, bit for bit.
@@ -25,14 +26,14 @@ from coserve.model.native_layer import are_few, rotary_tables
 _TRIED: Final = 5  # rows
 
 
-class NativeSlice:
+class NativeSpan:
     """The rest of a layer behind its attention, and the products with which the next one's begins."""
 
     def __init__(self, parts: LayerParts, layer: Layer, following: Layer | None) -> None:
         self._parts, self._layer, self._following = parts, layer, following
 
     def __call__(self, hidden: Tensor, attended: Tensor) -> list[Tensor] | None:
-        """As `SliceModule.compute`; None for rows that modules compute faster."""
+        """As `BaseSpan.run`; None for rows that modules compute faster."""
         if not are_few(len(hidden), self._parts) or not ops.takes(hidden, attended):
             return None
         return layer_slice(self._layer, self._following, hidden.contiguous(), attended.contiguous())
@@ -42,8 +43,8 @@ class NativeSlice:
         parts: LayerParts | None,
         following: LayerParts | None,
         own: Callable[[Tensor, Tensor], Sequence[Tensor]],
-    ) -> "NativeSlice | None":
-        """The slice that computes as `own` does; `following` is None where no layer follows."""
+    ) -> "NativeSpan | None":
+        """The span that computes as `own` does; `following` is None where no layer follows."""
         if parts is None or not all(map(_join, filter(None, (parts, following)))):
             return None
         made = torch.Generator().manual_seed(0)
@@ -54,7 +55,7 @@ class NativeSlice:
             return None
         wanted = own(*rows)
         for layer, after in product(_layers(parts), [None] if following is None else _layers(following)):
-            found = NativeSlice(parts, layer, after)
+            found = NativeSpan(parts, layer, after)
             given = found(*rows)
             if given is not None and all(map(torch.equal, given, wanted)):
                 return found

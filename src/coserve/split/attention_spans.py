@@ -1,17 +1,17 @@
-"""Slices: the modules between two layers' attention, which an executor computes as one call.
+"""Spans between the attention of two layers, which an executor computes as one call for engines.
 
-Clients keep the keys and values, so their attention cuts the model into slices, as the offloading of
-attention does (Lamina, arXiv 2405.01814): from the linear where a layer's attention ends to those with which
-the next layer's begins, with the residual, norms and feed-forward layer between them. Each row is treated
-alone and nothing is kept: the layer's input, which the residual needs, comes with the call. So a decode step
-takes one call a layer, where linears and spans take three.
+Clients keep the keys and values, so their attention cuts the model, as the offloading of attention does
+(Lamina, arXiv 2405.01814): from the linear where a layer's attention ends to those with which the next
+layer's begins, with the residual, norms and feed-forward layer between them. Each row is treated alone: the
+layer's input, which the residual needs, comes with the call. So a decode step takes one call a layer, where
+linears and feed-forward layers take three.
 """
 
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,113 +19,77 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.sites import decoder_layers, layer_width
 from coserve.errors import UnsupportedModel
-from coserve.model.contents import contents_of
 from coserve.model.layer_parts import LayerParts
 from coserve.model.linear import FrozenLinear
-from coserve.model.origin import digest_of
 from coserve.split.linears import grouped
-from coserve.split.messages import SliceShape
-from coserve.split.native_slices import NativeSlice
-from coserve.split.spans import is_close, is_small, linears_of
-
-_ROWS: Final = 2048  # computed at once, as in spans
-_TRIED: Final = 7  # rows
+from coserve.split.messages import SpanShape
+from coserve.split.native_spans import NativeSpan
+from coserve.split.spans import BaseSpan, digest_beside, is_small, linears_of, passes_trial
 
 
-class SliceModule:
-    """The slice after one layer's attention, with its description for clients."""
+class _AttentionSpan(BaseSpan):
+    """The span after one layer's attention. It is given the layer's input [rows, width] and the rows
+    [rows, in] that attention gives to its last linear, and has the layer's output [rows, width] and the
+    products [rows, out] of the linears that follow."""
 
-    def __init__(self, shape: SliceShape, layer: "_SlicedLayer", following: "_SlicedLayer | None") -> None:
-        self.shape = shape
+    def __init__(self, shape: SpanShape, layer: "_CutLayer", following: "_CutLayer | None") -> None:
+        super().__init__(shape)
         self._layer, self._following = layer, following
-        self._native: NativeSlice | None = None
+        self._native: NativeSpan | None = None
 
-    @torch.no_grad()
-    def compute(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The layer's output [rows, width] and the products [rows, out] of the linears that follow, for the
-        layer's input [rows, width] and the rows [rows, in] that attention gives to its last linear."""
-        parts = zip(*(torch.split(tensor, _ROWS) for tensor in tensors), strict=True)
-        found = [self._run(*part) for part in parts]
-        return found[0] if len(found) == 1 else [torch.cat(part) for part in zip(*found, strict=True)]
+    def run(self, given: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        hidden, attended = given
+        y = self._layer.after_attention(hidden[None], attended[None])
+        if self._following is None:
+            return [y[0]]
+        entering = self._following.before_attention(y)
+        return [y[0], *(linear(entering)[0] for linear in self._following.inputs)]
+
+    def by_kernels(self, given: Sequence[Tensor]) -> list[Tensor] | None:
+        return None if self._native is None else self._native(*given)
 
     @torch.no_grad()
     def find_native(self) -> None:
         """Has kernels compute it where they give what its modules give."""
         after = None if self._following is None else LayerParts.of(self._following.module)
         if (self._following is None) == (after is None):
-            self._native = NativeSlice.find(LayerParts.of(self._layer.module), after, self._run)
-
-    def _run(self, hidden: Tensor, attended: Tensor) -> list[Tensor]:
-        native = None if self._native is None else self._native(hidden, attended)
-        return self._run_modules(hidden, attended) if native is None else native
-
-    def _run_modules(self, hidden: Tensor, attended: Tensor) -> list[Tensor]:
-        y = self._layer.after_attention(hidden[None], attended[None])
-        if self._following is None:
-            return [y[0]]
-        x = self._following.before_attention(y)
-        return [y[0], *(linear(x)[0] for linear in self._following.inputs)]
-
-    def passes_trial(self, like: Tensor) -> bool:
-        """Runs it for some rows of the type and on the device of `like`, and for fewer of them in another
-        order: each must be alone."""
-        made = torch.Generator().manual_seed(0)
-        given = [
-            torch.randn(_TRIED, width, generator=made).to(like)
-            for width in (self.shape.width, self.shape.inputs)
-        ]
-        widths = [self.shape.width, *self.shape.following.values()]
-        order = [4, 1, 6]
-        try:
-            every, some = self.compute(given), self.compute([tensor[order] for tensor in given])
-        except Exception:  # the layer takes other arguments, or is built in another way
-            return False
-        return all(
-            y.shape == (_TRIED, width) and y.dtype == like.dtype and is_close(few, y[order])
-            for y, few, width in zip(every, some, widths, strict=True)
-        )
+            own = LayerParts.of(self._layer.module)
+            self._native = NativeSpan.find(own, after, lambda *given: self.run(given, ()))
 
 
-def find_slices(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> list[SliceModule]:
-    """Slices of the decoder layers whose linears are all among these frozen ones: which they are is seen from
+def attention_spans(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> list[BaseSpan]:
+    """Spans of the decoder layers whose linears are all among these frozen ones: which they are is seen from
     what layers contain, and by trying them with rows as `like`."""
     try:
         layers = decoder_layers(model)
     except UnsupportedModel:
         return []
     width = layer_width(model)
-    own = [_SlicedLayer.of(path, layer, linears, width) for path, layer in layers.items()]
-    found = []
+    own = [_CutLayer.of(path, layer, linears, width) for path, layer in layers.items()]
+    found: list[BaseSpan] = []
     for layer, following in zip(own, [*own[1:], None], strict=True):
         if layer is not None:
-            made = SliceModule(_shape(layer, following, width), layer, following)
-            if made.passes_trial(like):
+            made = _AttentionSpan(_shape(layer, following, width), layer, following)
+            if passes_trial(made, like):
                 made.find_native()
                 found.append(made)
     return found
 
 
-def _shape(layer: "_SlicedLayer", following: "_SlicedLayer | None", width: int) -> SliceShape:
+def _shape(layer: "_CutLayer", following: "_CutLayer | None", width: int) -> SpanShape:
     after = [] if following is None else following.inputs
     layers = [layer] if following is None else [layer, following]
-    return SliceShape(
+    return SpanShape(
+        "attention",
         f"{layer.attention}.after",  # no module's path
-        layer.path,
-        width,
-        layer.output.path,
-        layer.output.in_features,
-        (layer.output.path, *layer.others),
-        tuple(digest_beside(own.module) for own in layers),
-        {linear.path: linear.out_features for linear in after},
+        (width, layer.output.in_features),
+        (width, *(linear.out_features for linear in after)),
+        (layer.output.path, *layer.others, *(linear.path for linear in after)),
+        {own.path: digest_beside(own.module) for own in layers},
     )
 
 
-def digest_beside(layer: nn.Module) -> str:
-    """Content hash of a layer's parameters that are no frozen linears', such as norms."""
-    return digest_of(contents_of(dict(layer.named_parameters())))
-
-
-class _SlicedLayer:
+class _CutLayer:
     """A decoder layer whose attention begins with linears of the same input (`inputs`) and ends with one
     (`output`); `others` are the paths of its linears outside of attention."""
 
@@ -147,7 +111,7 @@ class _SlicedLayer:
         self._gate = inner.forward = _Gate(inner.forward)
 
     @staticmethod
-    def of(path: str, module: nn.Module, linears: Collection[str], width: int) -> "_SlicedLayer | None":
+    def of(path: str, module: nn.Module, linears: Collection[str], width: int) -> "_CutLayer | None":
         """The layer at `path`, None where it is built in another way or has other linears than these; `width`
         is that of rows between layers."""
         own = linears_of(path, module)
@@ -168,7 +132,7 @@ class _SlicedLayer:
             return None
         inputs, output = ends[0]
         others = [linear for linear in own if linear not in inside]
-        return _SlicedLayer(path, module, attention, [own[linear] for linear in inputs], own[output], others)
+        return _CutLayer(path, module, attention, [own[linear] for linear in inputs], own[output], others)
 
     def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [1, rows, width] for its input and the rows [1, rows, in] that attention gives

@@ -1,4 +1,4 @@
-"""Slices that kernels compute, and attention between them: what is recognised gives what the modules give,
+"""Spans that kernels compute, and attention between them: what is recognised gives what the modules give,
 bit for bit."""
 
 import random
@@ -16,10 +16,11 @@ from coserve.adapters.methods.bitfit import BitFitConfig
 from coserve.kernels.native.build import library
 from coserve.model.layer_experiment import LayerExperiment
 from coserve.model.load import load_base
-from coserve.split import native_slices
+from coserve.split import native_spans
 from coserve.split.executor import BaseLinears
 from coserve.split.messages import LinearCall
-from coserve.split.native_slices import NativeAttention
+from coserve.split.native_spans import NativeAttention
+from coserve.split.spans import BaseSpan, compute
 from coserve.train.example import Example
 from models import PANELS, tiny
 from split_served import serving
@@ -35,6 +36,15 @@ TRAINING = TrainingConfig(learning_rate=0.1, batch_size=1, max_steps=1, warmup_r
 SAMPLING = SamplingParams(12, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
+def between_attention(model: Any) -> list[BaseSpan]:
+    """The spans between the attention of two layers that an executor of this model has."""
+    return [own for own in BaseLinears(model)._spans.values() if own.shape.cuts == "attention"]
+
+
+def rows_for(span: BaseSpan, rows: int) -> list[Tensor]:
+    return [torch.randn(rows, width).bfloat16() for width in span.shape.inputs]
+
+
 def model_of(kind: str = "llama", **changes: Any) -> Any:
     return tiny(kind, torch.bfloat16, **{**PANELS, **changes})
 
@@ -43,15 +53,14 @@ def model_of(kind: str = "llama", **changes: Any) -> Any:
     ("kind", "changes"),
     [("llama", {}), ("llama", {"attention_bias": True}), ("qwen2", {}), ("mistral", {"sliding_window": 9})],
 )
-def test_a_slice_gives_what_its_modules_give(kind: str, changes: dict[str, Any]) -> None:
-    slices = BaseLinears(model_of(kind, **changes))._slices
-    assert slices
-    for own in slices.values():
-        assert own._native is not None
+def test_a_span_gives_what_its_modules_give(kind: str, changes: dict[str, Any]) -> None:
+    spans = between_attention(model_of(kind, **changes))
+    assert spans
+    for own in spans:
         for rows in (1, DRAWS.randint(2, 40)):
-            given = [torch.randn(rows, width).bfloat16() for width in (own.shape.width, own.shape.inputs)]
+            given = rows_for(own, rows)
             with torch.no_grad():
-                short, modules = own._native(*given), own._run_modules(*given)
+                short, modules = own.by_kernels(given), own.run(given, ())
             assert short is not None and len(short) == len(modules) == 1 + len(own.shape.following)
             assert all(map(torch.equal, short, modules))
 
@@ -63,7 +72,7 @@ def test_what_computes_otherwise_is_left_to_its_modules(kind: str) -> None:
         model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp)
     if kind == "float32":
         model = model.float()
-    found = [own._native is not None for own in BaseLinears(model)._slices.values()]
+    found = [own.by_kernels(rows_for(own, 2)) is not None for own in between_attention(model)]
     assert found == ([True, False, True] if kind == "scaled" else [False] * 3)
 
 
@@ -79,14 +88,13 @@ class Scaled(nn.Module):
 
 
 def test_more_rows_than_kernels_are_faster_with_are_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = next(iter(BaseLinears(model_of())._slices.values()))
-    assert own._native is not None
-    monkeypatch.setattr(native_slices, "are_few", lambda rows, parts: rows <= 3)
+    own = between_attention(model_of())[0]
+    monkeypatch.setattr(native_spans, "are_few", lambda rows, parts: rows <= 3)
     for rows in (3, 4):
-        given = [torch.randn(rows, width).bfloat16() for width in (own.shape.width, own.shape.inputs)]
+        given = rows_for(own, rows)
         with torch.no_grad():
-            assert (own._native(*given) is None) == (rows > 3)
-            assert all(map(torch.equal, own.compute(given), own._run_modules(*given)))
+            assert (own.by_kernels(given) is None) == (rows > 3)
+            assert all(map(torch.equal, compute([own], "forward", given), own.run(given, ())))
 
 
 def test_products_of_other_widths_than_the_pages_are_left_to_modules() -> None:
