@@ -123,7 +123,7 @@ def counted() -> list[Count]:
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("types of a request", len(present.intersection(REQUESTS)), 9, 4),
-        Count("types of a job", len(present.intersection(JOBS)), 15, 4),
+        Count("types of a job", len(present.intersection(JOBS)), 14, 4),
     ]
 
 
