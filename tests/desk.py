@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.core.request import BASE
+from coserve.core.request import BASE, Request
 from coserve.engine.background import Background
 from coserve.engine.link import Done, Inbox
 from coserve.engine.remembered import CostFile
@@ -123,4 +123,6 @@ def job(data: Path, folder: Path, name: str = "j", weight: float = 1.0, **fields
 
 
 def ask(name: str, tokens: int = 3, **fields: object) -> Submit:
-    return Submit(name, (5, 6), SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True), **fields)
+    sent = {one: fields.pop(one) for one in ("continued", "age") if one in fields}
+    sampling = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
+    return Submit(Request(name, (5, 6), sampling, **fields), **sent)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve.config import EngineConfig
-from coserve.core.request import SamplingParams
+from coserve.core.request import Request, SamplingParams
 from coserve.wire.codec import decode_answer, encode_commands
 from coserve.wire.control import EngineStart, Status, decode_line, encode_line
 from coserve.wire.launch import launch
@@ -116,7 +116,7 @@ class Server:
 
     def submit(self, name: str, prompt: list[int], continued: tuple[int, ...] = (), **sampling: Any) -> None:
         params = SamplingParams(**{"seed": 1, "ignore_eos": True, **sampling})
-        self.send(Submit(name, tuple(prompt), params, continued=continued))
+        self.send(Submit(Request(name, tuple(prompt), params), continued))
 
     def until(self, done: Callable[["Server"], object]) -> "Server":
         """Reads reports until `done`."""

@@ -12,9 +12,8 @@ from itertools import count
 from pathlib import Path
 
 from coserve.core.plan import TokenLogprobs, Updated
-from coserve.core.request import FinishReason
+from coserve.core.request import FinishReason, Request
 from coserve.core.training import PassOutput
-from coserve.serve.engine.live import AnswerRequest
 from coserve.wire.codec import decode_commands, encode_answer
 from coserve.wire.frames import read_frame, write_frame
 from coserve.wire.messages import (
@@ -51,13 +50,13 @@ from coserve.wire.messages import (
 from coserve.wire.scores import NONE, Scores
 
 SPEAK_SECONDS = 1.0  # between two reports, at most
-Script = Callable[[Submit, int], int]  # the token at a place of an answer
+Script = Callable[[Request, int], int]  # the token at a place of an answer
 
 
 def any_token(vocabulary: int, eos: tuple[int, ...] = ()) -> Script:
     """Tokens that look random, never one that ends the answer."""
 
-    def token(request: Submit, place: int) -> int:
+    def token(request: Request, place: int) -> int:
         seed = hash((request.prompt, request.sampling.seed, request.adapter, place))
         drawn = seed % vocabulary
         while drawn in eos:
@@ -93,8 +92,9 @@ class FakeEngine:
         self.steps = 0
         self.hangs = False  # says nothing while it is connected
         self._spoke = 0.0  # on `time.monotonic`
-        self.running: dict[str, Submit] = {}
+        self.running: dict[str, Request] = {}
         self.places: dict[str, int] = {}
+        self.begun: dict[str, int] = {}  # tokens of an answer that came with its request
         self.adapters: dict[str, str] = {}
         self.bases: dict[str, FurtherBase] = {}  # beside its first one
         self.stitched: tuple[str, ...] = ()  # chains of two of them
@@ -104,8 +104,8 @@ class FakeEngine:
         self.waiting: dict[str, str] = {}  # and which of these wait for memory
         self.starved: tuple[JobStarved, ...] = ()  # those of them that have no time to train
         self.poison: Callable[[Command], bool] = lambda command: False
-        self.chooses: Callable[[Submit], int] = lambda request: 0  # which of its alternatives answers
-        self.fatal: Callable[[Submit, int], bool] = lambda request, place: False
+        self.chooses: Callable[[Request], int] = lambda request: 0  # which of its alternatives answers
+        self.fatal: Callable[[Request, int], bool] = lambda request, place: False
         self.collapses = 0
         self._falling: asyncio.Task[None] | None = None
         self.crash = ""  # how the engine before it brought itself down, as it says
@@ -217,9 +217,9 @@ class FakeEngine:
             self._send(Report(tuple(tokens), tuple(replies), stats=self._stats(), drained=self._drained))
             self._drained = False
 
-    def _advance(self, request: Submit) -> Token:
+    def _advance(self, request: Request) -> Token:
         sampling, place = request.sampling, self.places[request.id]
-        first = place == len(request.continued)
+        first = place == self.begun[request.id]
         scored = NONE if sampling.prompt_logprobs is None or not first else self._scores(request)
         if sampling.max_tokens == 0:
             self._drop(request.id)
@@ -240,12 +240,12 @@ class FakeEngine:
             alternative=self.chooses(request),
         )  # fmt: skip
 
-    def _cached(self, request: Submit) -> int:
+    def _cached(self, request: Request) -> int:
         known = (request.scope, request.prompt) in self.cached
         self.cached.add((request.scope, request.prompt))
         return len(request.prompt) - 1 if known and self.caches else 0
 
-    def _scores(self, request: Submit) -> Scores:
+    def _scores(self, request: Request) -> Scores:
         most = request.sampling.prompt_logprobs or 0
         return Scores.joined([self._score(token, most) for token in request.prompt[1:]])
 
@@ -260,7 +260,7 @@ class FakeEngine:
             return
         match command:
             case Submit():
-                self._admit(command)
+                self._admit(command.request, len(command.continued))
             case Cancel():
                 self._drop(command.id)
             case AddAdapter():
@@ -319,12 +319,13 @@ class FakeEngine:
                 return Reply(ref, said=str(folder))
         return Reply(ref, said=name)
 
-    def _admit(self, request: Submit) -> None:
+    def _admit(self, request: Request, begun: int) -> None:
         if request.adapter is not None and request.adapter not in {*self.adapters, *self.stitched}:
             fault = Fault("AdapterNotFound", f"no adapter {request.adapter!r} is loaded")
             self._send(Report((Token(request.id, fault=fault),)))
             return
-        self.running[request.id], self.places[request.id] = request, len(request.continued)
+        self.running[request.id], self.places[request.id] = request, begun
+        self.begun[request.id] = begun
 
     def _drop(self, request: str) -> None:
         self.running.pop(request, None)
@@ -342,7 +343,6 @@ class FakeEngine:
         )  # fmt: skip
 
 
-def expected(fake: FakeEngine, wanted: AnswerRequest) -> list[int]:
+def expected(fake: FakeEngine, wanted: Request) -> list[int]:
     """Tokens of the whole answer to a request, as the engine's script has them."""
-    sent = Submit(wanted.id, wanted.prompt, wanted.sampling, adapter=wanted.adapter)
-    return [fake.script(sent, place) for place in range(wanted.sampling.max_tokens)]
+    return [fake.script(wanted, place) for place in range(wanted.sampling.max_tokens)]

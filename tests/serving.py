@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from coserve import tiny
+from coserve.core.request import Request
 from coserve.serve.app import create_app
 from coserve.serve.compose import build_state
 from coserve.serve.http.listener import Listener
@@ -40,9 +41,13 @@ class World:
             api_key=key, base_url="http://localhost/v1", http_client=self.http, max_retries=0
         )
 
-    def submits(self) -> list[Submit]:
+    def submits(self) -> list[Request]:
         """All requests that the engine was asked."""
-        return [command for command in self.engine.said if isinstance(command, Submit)]
+        return [command.request for command in self.engine.said if isinstance(command, Submit)]
+
+    def continued(self) -> list[tuple[int, ...]]:
+        """The tokens that came with each of these."""
+        return [command.continued for command in self.engine.said if isinstance(command, Submit)]
 
     def say(self, text: str, ends: bool = True) -> list[int]:
         """Makes the engine answer with this text, and then end, or repeat its last token; its tokens."""

@@ -10,11 +10,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from coserve.core.request import Request
 from coserve.serve.adapter_registry import registry
 from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
-from coserve.wire.messages import AddAdapter, JobStarted, JobStep, Numbered, RemoveAdapter, StartJob, Submit
+from coserve.wire.messages import AddAdapter, JobStarted, JobStep, Numbered, RemoveAdapter, StartJob
 from serving import Play, World
 
 BAD = 13  # the seed of a job that crashes engines
@@ -75,7 +76,7 @@ def test_a_stream_that_crashes_engines_ends_with_the_reason(play: Play) -> None:
 
     bad: list[tuple[int, ...]] = []
 
-    def fatal(asked: Submit, place: int) -> bool:
+    def fatal(asked: Request, place: int) -> bool:
         bad.append(asked.prompt)
         return asked.prompt == bad[0] and place == 4
 

@@ -155,7 +155,7 @@ def test_paths_are_immutable_and_outlive_the_server(play: Play) -> None:
         assert first["path"] == f"tinker://{run}/sampler_weights/step" and "immutable" in again["error"]
         answer = await world.client().completions.create(model=first["path"], prompt=[5], max_tokens=1)
         assert answer.model == first["path"]  # OpenAI's API finds it too
-        (key,) = {one.adapter for one in sent(world, Submit)}
+        (key,) = {one.request.adapter for one in sent(world, Submit)}
         assert key in world.engine.adapters
         folder = world.state.store.folder / "tinker"
         assert [one.name for one in folder.iterdir()] == [key]

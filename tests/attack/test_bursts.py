@@ -18,7 +18,7 @@ from hostile import PREFIX
 from safetensors.torch import save_file
 
 from coserve import tiny
-from coserve.core.request import SLO, SamplingParams
+from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.training import Datum
 from coserve.serve.settings import DEFAULT_SLO
 from coserve.wire.messages import (
@@ -105,7 +105,10 @@ class Bursts:
 
         prompt = tuple(self.draw.randrange(5, 500) for _ in range(40))
         short, patient = SamplingParams(max_tokens=1, seed=1, ignore_eos=True), SLO(deferral=60.0)
-        submits = [Submit(f"r{n}", (*prompt[: 1 + n % 40],), short, patient) for n in range(20 * self.count)]
+        submits = [
+            Submit(Request(f"r{n}", (*prompt[: 1 + n % 40],), short, slo=patient))
+            for n in range(20 * self.count)
+        ]
         data = tuple(Datum((1, 2, 3, 4), (2, 3, 4, 5)) for _ in range(4))
         folder = str(self.folder / "adapter")
         return [
@@ -143,7 +146,9 @@ class Stream:
     def _ask(self) -> None:
         self.asked, self._seen = self.asked + 1, 0
         sampling = SamplingParams(max_tokens=400, seed=1, ignore_eos=True)
-        self.server.send(Submit(f"stream {self.asked}", (5, 6, 7), sampling, DEFAULT_SLO["default"]))
+        self.server.send(
+            Submit(Request(f"stream {self.asked}", (5, 6, 7), sampling, slo=DEFAULT_SLO["default"]))
+        )
 
     def watch(self, done: Callable[[], bool]) -> float:
         """Reads until `done`, and some tokens more; returns the longest gap between two reports of tokens.

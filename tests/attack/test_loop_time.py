@@ -23,8 +23,8 @@ from asked import Asked, Generator
 from test_tinker_bodies import good
 
 from coserve import tiny
+from coserve.core.request import Request
 from coserve.serve.settings import ServerSettings
-from coserve.wire.messages import Submit
 from fake_engine import FakeEngine
 from hostile_bodies import CHAT, JOB, TEXT, chat, hostile, text
 from serving import Play, World
@@ -157,10 +157,10 @@ def largest(size: int, model: str, sampler: str, draw: random.Random) -> Iterato
         yield Asked("GET", path), PATIENCE
 
 
-def script(vocabulary: int, eos: int) -> Callable[[Submit, int], int]:
+def script(vocabulary: int, eos: int) -> Callable[[Request, int], int]:
     """Answers that end after some sixty tokens."""
 
-    def token(request: Submit, place: int) -> int:
+    def token(request: Request, place: int) -> int:
         drawn = hash((request.sampling.seed, place))
         return eos if drawn % 61 == 0 and not request.sampling.ignore_eos else 3 + drawn % (vocabulary - 3)
 

@@ -11,6 +11,11 @@ def test_it_does_not_grow(count: counts.Count) -> None:
     assert count.found <= count.most, f"{count.name}: {count.found:,}, at most {count.most:,} so far"
 
 
+def test_a_prompt_and_an_example_pass_no_more_modules() -> None:
+    prompt, example = counts.passed()
+    assert 20 < prompt.found <= prompt.most and 20 < example.found <= example.most
+
+
 def test_collaborators_are_objects_that_act() -> None:
     """Records, numbers and texts are data; functions and instances of other classes are collaborators."""
     source = "def f(a: Scheduler, b: 'Scheduler | None', c: Callable[[], int], d: StepPlan, e: int): ..."

@@ -61,7 +61,8 @@ def logit_errors(texts: int) -> tuple[float, float]:
 
 
 def _write(engine: Engine, seed: int) -> Tokens:
-    prompt = engine.tokenize(_BEGINNINGS[seed % len(_BEGINNINGS)])
+    assert engine.text is not None, "a model from a folder or the hub has a tokenizer"
+    prompt = engine.text.encode(_BEGINNINGS[seed % len(_BEGINNINGS)])
     sampling = SamplingParams(max_tokens=_LENGTH, temperature=0.8, seed=seed, ignore_eos=True)
     return (*prompt, *engine.generate(prompt, sampling=sampling).result().tokens)
 

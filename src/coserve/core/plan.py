@@ -1,39 +1,36 @@
 """Plans, from the scheduler to executors, and results, from executors to the scheduler. No tensors.
 
 A `StepPlan` has a `BasePlan` for each base that the step concerns, and a `StepResult` the `BaseResult` of
-each. What is inside one base's plan or result does not say which base it is.
+each. What an executor reads of one base's plan or result does not say which base it is.
 """
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
-from coserve.core.request import SamplingParams
+from coserve.core.request import Request
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec, Span
 from coserve.errors import CoserveError
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """Describes a sequence to an executor, once, in the first plan that has it.
+    """Describes a sequence to an executor, once, in the first plan that has it: its request, and how far it
+    is.
 
     `output` are the answer's known tokens. The block table begins with `shared` read-only pages; they and the
-    beginning of its first own page hold the `virtual` tokens of its adapter version and the first `computed`
-    of its own. That beginning is to be copied from page `template`, unless that is the page itself. Only
+    beginning of its first own page hold the virtual tokens of its adapter version and the first `computed` of
+    its own. That beginning is to be copied from page `template`, unless that is the page itself. Only
     sequences of one `scope` share pages with own tokens. The `swapped` pages after the shared ones were
     filled by an earlier `SwapIn`. An `offloaded` sequence has all its pages in slower memory from its first
     segment on: they are numbered behind those of the device, and no other sequence reads them.
     """
 
     key: int
-    prompt: tuple[int, ...]
-    output: tuple[int, ...]
-    sampling: SamplingParams
-    adapter: str | None = None
-    virtual: int = 0
+    request: Request
+    output: tuple[int, ...] = ()
     computed: int = 0
     shared: int = 0
     template: int | None = None
-    scope: str | None = ""
     swapped: int = 0
     offloaded: bool = False
 

@@ -121,11 +121,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for text from one base with at most one adapter version.
+    """A request for text: one record from the route, or the caller of `Engine`, to the device.
 
-    `prompt` are token ids; `adapter` is the key of an adapter *version* (`name@3`), resolved when the request
-    is made and fixed from then on. `arrival` is on the engine's clock, in seconds. `base` is the id of the
-    base that answers: one engine may hold several.
+    `prompt` are token ids. `arrival` is in seconds, on the clock of the engine, and in a server on
+    `time.monotonic`. `base` is the id of the base that answers: one engine may hold several.
+
+    `adapter` is the name or the key of an adapter version, or in a server's request the id of a chain of two
+    bases (`Hello.stitched`). Under load one of the `alternatives`, the most accurate first, may answer in its
+    place; None is the base. The engine chooses when the request is submitted: from then on `adapter` is the
+    key of the *version* that answers (`name@3`), and the fields that follow from it are set: `base`,
+    `virtual`, `virtual_rows` and `of_base`.
 
     An adapter may have `virtual` tokens: they precede the prompt, at positions 0 to `virtual - 1`, and are
     not counted in other fields. The last `virtual_rows` of them pass through the model first; keys and values
@@ -153,3 +158,4 @@ class Request:
     scope: str | None = ""
     newcomer: bool = False
     of_base: bool = False
+    alternatives: tuple[str | None, ...] = ()

@@ -267,8 +267,9 @@ class Story:
         engine, seats = self.stage.engine, self.options.conversations
         if self.options.trace is None:
             return ConversationSources(seats)
-        text = [token for t in material.texts(self.lessons) for token in engine.tokenize(t)]
-        return TraceSources(read_load(self.options.trace, engine.base.max_positions), text, seats)
+        assert engine.text is not None, "a model from a folder or the hub has a tokenizer"
+        tokens = [token for t in material.texts(self.lessons) for token in engine.text.encode(t)]
+        return TraceSources(read_load(self.options.trace, engine.base.max_positions), tokens, seats)
 
     def _score(self, lesson: Lesson, adapter: str | None) -> Score:
         return score_model(self.stage.engine, self.stage.step, lesson.held_out, adapter)

@@ -19,17 +19,16 @@ _TOO_LONG: Final = f"compiling the grammar takes longer than {SECONDS:.0f} s: us
 
 @dataclass(slots=True)
 class _Compiling:
-    """One grammar, and the requests that wait for it with their arrivals."""
+    """One grammar, and the requests that wait for it, by id."""
 
-    waiting: dict[str, tuple[Submit, float]] = field(default_factory=dict)
+    waiting: dict[str, Submit] = field(default_factory=dict)
     began: float | None = None  # time at which a thread began it
 
 
 class Compiling:
     """Holds requests until their grammar is compiled. Only the compiling runs on other threads.
 
-    `submit` takes on a request whose grammar is there, with its arrival on the engine's clock; `refuse` ends
-    one whose grammar cannot be compiled.
+    `submit` takes on a request whose grammar is there; `refuse` ends one whose grammar cannot be compiled.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class Compiling:
         grammars: Grammars | None,
         executor: Executor,
         background: Background,
-        submit: Callable[[Submit, float], None],
+        submit: Callable[[Submit], None],
         refuse: Callable[[Submit, BaseException], None],
     ) -> None:
         self._executor, self._grammars, self._background = (
@@ -55,9 +54,9 @@ class Compiling:
         """Tells whether any request waits."""
         return any(compiling.waiting for compiling in self._under_way.values())
 
-    def keep(self, command: Submit, arrival: float) -> bool:
+    def keep(self, command: Submit) -> bool:
         """Holds a request if its grammar is not compiled; True if so."""
-        text = command.sampling.grammar
+        text = command.request.sampling.grammar
         if text is None or self._grammars is None or self._grammars.find(text) is not None:
             return False
         if text not in self._under_way:
@@ -67,7 +66,7 @@ class Compiling:
                 partial(self._compile, self._grammars, text, compiling),
                 partial(self._compiled, text, compiling),
             )
-        self._under_way[text].waiting[command.id] = (command, arrival)
+        self._under_way[text].waiting[command.request.id] = command
         return True
 
     def cancel(self, id: str) -> None:
@@ -105,14 +104,14 @@ class Compiling:
         del self._under_way[text]
         if isinstance(outcome, CoserveError):
             self._refuse_all(compiling, outcome)
-        for command, arrival in compiling.waiting.values():
+        for command in compiling.waiting.values():
             try:
-                if not self.keep(command, arrival):  # else it came after the thread had looked
-                    self._submit(command, arrival)
+                if not self.keep(command):  # else it came after the thread had looked
+                    self._submit(command)
             except BaseException as error:
                 self._refuse(command, error)
 
     def _refuse_all(self, compiling: _Compiling, error: CoserveError) -> None:
-        for command, _ in compiling.waiting.values():
+        for command in compiling.waiting.values():
             self._refuse(command, error)
         compiling.waiting.clear()

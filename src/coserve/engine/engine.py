@@ -1,5 +1,6 @@
 """One engine: frozen bases, mostly one, their answers and their training."""
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +111,7 @@ class Engine:
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
         self.text = texts()
         self._random = random.Random(config.seed)
-        self._requests = 0
+        self._numbers = itertools.count(1)  # of requests
         settings = scheduler_config(config, self.base, self.executor.spec.eos_ids)
         self.pages, self.cost = PagePool(config.pages, config.page_size), CostModel()
         if beside is None:
@@ -294,18 +295,31 @@ class Engine:
         does.
         Raises RequestError, AdapterNotFound or ConfigError, with nothing queued.
         """
+        request = Request(
+            f"req-{next(self._numbers)}", self._tokens(prompt), sampling, adapter, slo,
+            self.clock() if arrival is None else arrival, self.base_id, scope=scope, newcomer=newcomer,
+            alternatives=tuple(alternatives),
+        )  # fmt: skip
+        return self.submit(request, continued, text)
+
+    def submit(self, request: Request, continued: Sequence[int] = (), text: bool = False) -> Completion:
+        """Queues a request for this base, as `generate` does, and returns its handle. Where it has no seed
+        one is drawn. Raises what `generate` does, with nothing queued."""
+        sampling = request.sampling
         # Before the lock is taken: no step waits while a grammar is compiled.
         grammar = check_sampling(sampling, self.base.vocabulary, self.grammars, continued)
         if grammar is not None:
             self.executor.call(CompileGrammar(grammar.text))
-        with self.arrivals.arriving(presses=not slo.bounds_deferral_alone), self.loop.lock:
-            tokens = self.tokenize(prompt)
-            asked = None if adapter is None else self.adapters.look(adapter)
-            versions = [asked, *(self._alternative(one, grammar is not None) for one in alternatives)]
-            chosen = self._approximations.choose(versions, len(tokens), sampling.max_tokens, self.clock())
+        with self.arrivals.arriving(presses=not request.slo.bounds_deferral_alone), self.loop.lock:
+            asked = None if request.adapter is None else self.adapters.look(request.adapter)
+            others = (self._alternative(one, grammar is not None) for one in request.alternatives)
+            versions = [asked, *others]
+            length, most = len(request.prompt), sampling.max_tokens
+            chosen = self._approximations.choose(versions, length, most, self.clock())
             version = versions[chosen]
-            request = self._request(tokens, version, sampling, slo, arrival)
-            request = replace(request, scope=scope, newcomer=newcomer)
+            if sampling.seed is None:
+                request = replace(request, sampling=replace(sampling, seed=self._random.getrandbits(63)))
+            request = for_version(request, version)
             if unknown := [t for t in (*request.prompt, *continued) if not 0 <= t < self.base.vocabulary]:
                 raise RequestError(f"token {unknown[0]} is not one of the model's {self.base.vocabulary}")
             if text and sampling.stop and self.text is None:
@@ -335,18 +349,6 @@ class Engine:
         if has_grammar and chain.grammars is not self.grammars:
             most = 0  # it would be compiled once more, while everybody's step waits
         return ChainOfBases(name, sum(leg.nbytes for leg in chain.base.legs), most)
-
-    def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt. Messages go through the chat template, which raises DataError."""
-        if not isinstance(prompt, Sequence):
-            raise RequestError(f"a prompt is text, token ids or messages, not {type(prompt).__name__}")
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return tuple(prompt)  # type: ignore[arg-type]
-        if not isinstance(prompt, str) and not all(isinstance(turn, Mapping) for turn in prompt):
-            raise RequestError("a prompt is text, token ids or messages; each message is a mapping")
-        if self.text is None:
-            raise ConfigError("text prompts need a tokenizer, and the engine was given none")
-        return self.text.encode(prompt) if isinstance(prompt, str) else self.text.chat(cast(Messages, prompt))
 
     # Fine-tuning
 
@@ -462,6 +464,18 @@ class Engine:
 
     # Inside
 
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt. Messages go through the chat template, which raises DataError."""
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"a prompt is text, token ids or messages, not {type(prompt).__name__}")
+        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+            return tuple(prompt)  # type: ignore[arg-type]
+        if not isinstance(prompt, str) and not all(isinstance(turn, Mapping) for turn in prompt):
+            raise RequestError("a prompt is text, token ids or messages; each message is a mapping")
+        if self.text is None:
+            raise ConfigError("text prompts need a tokenizer, and the engine was given none")
+        return self.text.encode(prompt) if isinstance(prompt, str) else self.text.chat(cast(Messages, prompt))
+
     def _steps(self, policy: Policy, settings: SchedulerConfig) -> Steps:
         """Limits of a job's work under way at once."""
         window = settings.training_window or settings.reserved_rows
@@ -478,27 +492,6 @@ class Engine:
         page_nbytes = offloaded_page_nbytes(self.base.caches, config.page_size, self.base.dtype)
         self.cost.offload = OffloadCosts(GUESS * page_nbytes / config.page_size)
         return BaseCache(settings, self.pages, swapping, offloading)
-
-    def _request(
-        self,
-        tokens: tuple[int, ...],
-        version: Version,
-        sampling: SamplingParams,
-        slo: SLO,
-        arrival: float | None,
-    ) -> Request:
-        self._requests += 1
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=self._random.getrandbits(63))
-        request = Request(
-            id=f"req-{self._requests}",
-            prompt=tokens,
-            sampling=sampling,
-            slo=slo,
-            arrival=self.clock() if arrival is None else arrival,
-            base=self.base_id,
-        )
-        return for_version(request, version)
 
 
 def _text_of(model: str | Path | PreTrainedModel, special: bool) -> Text | None:

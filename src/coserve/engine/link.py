@@ -106,7 +106,7 @@ def _is_urgent(item: Item) -> bool:
 
 def _bears_a_step(command: Command) -> bool:
     if isinstance(command, Submit):
-        return command.slo.bounds_deferral_alone
+        return command.request.slo.bounds_deferral_alone
     return isinstance(command, Acknowledge)
 
 

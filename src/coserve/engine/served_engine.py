@@ -12,7 +12,7 @@ from coserve.adapters.paging.stored import StoredVersion
 from coserve.adapters.settings import settings_of
 from coserve.core.contained import contained
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
-from coserve.core.request import SamplingParams
+from coserve.core.request import Request
 from coserve.engine.adapters import EngineAdapters
 from coserve.engine.background import Background, Outcome
 from coserve.engine.checking import read_beginning
@@ -93,8 +93,7 @@ class ServedEngine:
             for one in engine.bases
         }
         self._connection = 0  # counts servers, so that a late reply never reaches the next one
-        self._answers: dict[str, Completion] = {}
-        self._ids: dict[int, str] = {}  # ids of answers, by their sequences' keys
+        self._answers: dict[str, Completion] = {}  # by their requests' ids
         self._tokens: list[Token] = []
         self._replies: list[Reply] = []
         self._stale = True  # whether work was done since the last statistics
@@ -253,7 +252,7 @@ class ServedEngine:
         match command:
             case Submit():
                 fault = Fault.of(contained(error, "the request"))
-                self._tokens.append(Token(command.id, fault=fault))
+                self._tokens.append(Token(command.request.id, fault=fault))
             case AddAdapter() | PinAdapter() | RemoveAdapter():
                 self._reply(command.ref, contained(error, "the adapter", AdapterError))
             case CheckMethod() | CheckJob() | PreviewJob():
@@ -273,73 +272,51 @@ class ServedEngine:
     def _submit(self, command: Submit) -> None:
         if self.draining:
             raise EngineLost("the engine is shutting down and takes no new requests")
-        if command.id in self._answers or any(command.id in each for each in self._compiling.values()):
-            raise ConflictError(f"there is a request {command.id!r} already")
-        arrival = self._engine.clock() - command.age
-        if not self._compiling[self._engine_of(command).base_id].keep(command, arrival):
-            self._generate(command, arrival)
+        request = self._placed(command.request, self._engine.clock() - command.age)
+        if request.id in self._answers or any(request.id in each for each in self._compiling.values()):
+            raise ConflictError(f"there is a request {request.id!r} already")
+        engine, command = self._engine.bases[request.base], structs.replace(command, request=request)
+        if not self._compiling[engine.base_id].keep(command):
+            self._generate(command)
 
-    def _engine_of(self, command: Submit) -> Engine:
-        """The engine of the base that a request is for: its adapter's, or the chain's of two bases. Raises
-        AdapterNotFound and ConfigError."""
-        if command.adapter is None:
-            return self._engine.bases[command.base]
-        if command.adapter in self._hello.stitched:
-            return self._engine.bases[command.adapter]
-        return self._engine.bases[self._engine.adapters.bank.look(command.adapter).base]
+    def _generate(self, command: Submit) -> None:
+        request = command.request
+        self._answers[request.id] = self._engine.bases[request.base].submit(request, command.continued)
 
-    def _generate(self, command: Submit, arrival: float) -> None:
-        completion = self._engine_of(command).generate(
-            command.prompt,
-            self._adapter_of(command),
-            self._fitting(command),
-            command.slo,
-            arrival=arrival,
-            continued=command.continued,
-            text=False,
-            scope=command.scope,
-            newcomer=command.newcomer,
-            alternatives=command.alternatives,
-        )
-        self._answers[command.id] = completion
-        self._ids[completion.sequence.key] = command.id
-
-    def _adapter_of(self, command: Submit) -> str | None:
-        """The adapter that answers a request; None for a base or a chain of two bases."""
-        return None if command.adapter in self._hello.stitched else command.adapter
-
-    def _fitting(self, command: Submit) -> SamplingParams:
-        """Sampling parameters with `max_tokens` cut to what the adapter's virtual tokens leave; the server
-        does not know of these."""
-        if (adapter := self._adapter_of(command)) is None or command.sampling.max_tokens == 0:
-            return command.sampling
-        known = self._engine.adapters.bank.look(adapter)
+    def _placed(self, request: Request, arrival: float) -> Request:
+        """The request on the engine's clock and on the base that is to answer: its adapter's, or the chain of
+        two bases. `max_tokens` are cut to what the adapter's virtual tokens leave; the server does not know
+        of these. Raises AdapterNotFound."""
+        if (adapter := request.adapter) is None:
+            return replace(request, arrival=arrival)
+        if adapter in self._hello.stitched:
+            return replace(request, arrival=arrival, base=adapter, adapter=None)
+        known, sampling = self._engine.adapters.bank.look(adapter), request.sampling
         virtual = known.virtual.count
-        room = self._engine.scheduler.requests.queues.room(len(command.prompt), virtual, known.base)
-        if not virtual or not 1 <= room < command.sampling.max_tokens:
-            return command.sampling
-        held = min(command.sampling.min_tokens, room)
-        return replace(command.sampling, max_tokens=room, min_tokens=held)
+        room = self._engine.scheduler.requests.queues.room(len(request.prompt), virtual, known.base)
+        if virtual and 1 <= room < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+        return replace(request, arrival=arrival, base=known.base, sampling=sampling)
 
     def _cancel(self, name: str) -> None:
         for compiling in self._compiling.values():
             compiling.cancel(name)
         completion = self._answers.pop(name, None)
         if completion is not None:
-            del self._ids[completion.sequence.key]
             completion.cancel()
 
     def _tell(self, event: Event) -> None:
         if not isinstance(event, TokenEvent | Finished | RequestFailed):
             return
-        name = self._ids.get(event.key)
-        if name is None:  # cancelled meanwhile, or a validation example
+        name = event.request_id
+        completion = self._answers.get(name)
+        if completion is None or completion.sequence.key != event.key:  # cancelled, or a validation example
             return
         if isinstance(event, RequestFailed):
             self._tokens.append(Token(name, fault=Fault.of(event.error)))
-            del self._answers[name], self._ids[event.key]
+            del self._answers[name]
             return
-        alternative = self._answers[name].alternative
+        alternative = completion.alternative
         if isinstance(event, TokenEvent):
             self._tokens.append(
                 Token(
@@ -355,7 +332,7 @@ class ServedEngine:
         else:
             self._tokens.append(Token(name, finish=event.finish_reason, alternative=alternative))
         if event.finish_reason is not None:
-            del self._answers[name], self._ids[event.key]
+            del self._answers[name]
 
     def _load(self, command: AddAdapter) -> None:
         if command.key in self._engine.adapters.bank:

@@ -198,7 +198,9 @@ class ScriptedExecutor(VirtualClock, Executor):
     def _begin(self, plan: BasePlan) -> None:
         for start in plan.sequences:
             assert start.key not in self._sequences, "a sequence is named once"
-            self._sequences[start.key] = _Sequence(start, [*start.prompt, *start.output], start.computed)
+            self._sequences[start.key] = _Sequence(
+                start, [*start.request.prompt, *start.output], start.computed
+            )
         for batch in plan.micro_batches:
             assert batch.key not in self._micro_batches, "a micro-batch is named once"
             self._micro_batches[batch.key] = _MicroBatch(batch)
@@ -225,12 +227,13 @@ class ScriptedExecutor(VirtualClock, Executor):
         sequence = self._sequences[segment.key]
         start, end = sequence.start, segment.start + segment.length
         assert segment.length > 0 and segment.start == sequence.computed, "rows in order"
-        assert segment.context == start.virtual + segment.start and segment.adapter == start.adapter
+        virtual, adapter = start.request.virtual, start.request.adapter
+        assert segment.context == virtual + segment.start and segment.adapter == adapter
         assert end <= len(sequence.tokens), "rows that are not known yet"
         begins = not sequence.pages
         self._clean(sequence, segment.new_pages)
         sequence.pages += segment.new_pages
-        assert start.virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
+        assert virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
         for page in sequence.pages:
             self._readers.setdefault(page, set()).add(segment.key)
         if begins and start.template is not None:
@@ -248,24 +251,24 @@ class ScriptedExecutor(VirtualClock, Executor):
         """Copies the part of a template page that begins a sequence."""
         target = sequence.pages[sequence.start.shared]
         if target != template:
-            for slot in range((sequence.start.virtual + sequence.computed) % self._page_size):
+            for slot in range((sequence.start.request.virtual + sequence.computed) % self._page_size):
                 self._cache[target, slot] = self._cache[template, slot]
 
     def _infer(self, segment: InferenceSegment) -> Sampled:
         """Reads the past of the rows, and writes them; a page is right if its whole past is."""
         sequence = self._sequences[segment.key]
-        start, end = sequence.start, segment.start + segment.length
+        request, end = sequence.start.request, segment.start + segment.length
         self._pass_pages(sequence, segment)
         sequence.computed = end
         scored: tuple[TokenLogprobs, ...] = ()
-        if start.sampling.prompt_logprobs is not None:
-            last = min(end, len(start.prompt) - 1)
+        if request.sampling.prompt_logprobs is not None:
+            last = min(end, len(request.prompt) - 1)
             scored = tuple(TokenLogprobs(-float(position + 1)) for position in range(segment.start, last))
         is_last = end == len(sequence.tokens)
         assert segment.tail_rows == len(scored) + is_last, "rows through the head"
         if not is_last:
             return Sampled(None, prompt_logprobs=scored)
-        virtual = virtual_tokens(start.adapter or "", start.virtual)
+        virtual = virtual_tokens(request.adapter or "", request.virtual)
         sequence.tokens.append(next_token([*virtual, *sequence.tokens], self._vocabulary))
         return Sampled(sequence.tokens[-1], prompt_logprobs=scored)
 
@@ -326,12 +329,13 @@ class _Sequence:
 
         Virtual tokens are common to all sequences; the following tokens to those of one scope, if any.
         """
-        start, adapter = self.start, self.start.adapter or ""
-        known = [*virtual_tokens(adapter, start.virtual), *self.tokens[:end]]
+        request = self.start.request
+        virtual, scope, adapter = request.virtual, request.scope, request.adapter or ""
+        known = [*virtual_tokens(adapter, virtual), *self.tokens[:end]]
         for position in range(len(self.pasts), len(known)):
             before = self.pasts[-1] if self.pasts else _past_of(0, adapter)
-            if position == start.virtual:
-                before = _past_of(before, start.key if start.scope is None else start.scope)
+            if position == virtual:
+                before = _past_of(before, self.start.key if scope is None else scope)
             self.pasts.append(_past_of(before, known[position]))
         return self.pasts
 

@@ -72,18 +72,13 @@ def inference_plan(rows: Iterable[tuple[Sequence, int, int]]) -> BasePlan:
 
 
 def _start(sequence: Sequence) -> SequenceStart:
-    request = sequence.request
     return SequenceStart(
         key=sequence.key,
-        prompt=request.prompt,
+        request=sequence.request,
         output=tuple(sequence.output),
-        sampling=request.sampling,
-        adapter=request.adapter,
-        virtual=request.virtual,
         computed=sequence.computed,
         shared=sequence.shared,
         template=sequence.template,
-        scope=request.scope,
         swapped=sequence.filled,
         offloaded=sequence.offloaded,
     )

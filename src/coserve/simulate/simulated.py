@@ -99,7 +99,7 @@ class SimulatedExecutor(VirtualClock):
             self._known.pop(key, None)
             self._batches.pop(key, None)
         for start in plan.sequences:
-            self._known[start.key] = len(start.prompt) + len(start.output)
+            self._known[start.key] = len(start.request.prompt) + len(start.output)
         for batch in plan.micro_batches:
             self._batches[batch.key] = _Batch(batch)
         seconds, trained, lanes = self._time(plan)

@@ -14,7 +14,7 @@ import msgspec
 from coserve.core.job_status import JobStatus
 from coserve.core.job_words import Rival
 from coserve.core.plan import Updated
-from coserve.core.request import BASE, SLO, FinishReason, SamplingParams
+from coserve.core.request import BASE, FinishReason, Request
 from coserve.core.training import AdamParams, Datum, PassOutput
 from coserve.errors import CoserveError
 from coserve.wire.scores import NONE, Scores
@@ -31,27 +31,17 @@ class WireMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Submit(WireMessage, frozen=True):
-    """A request for text. `sampling.seed` must be set, so that another engine can continue the answer.
+    """Submits a request. Its `sampling.seed` must be set, so that another engine can continue the answer, and
+    its adapter and alternatives have been loaded on this connection before.
 
     `continued` are the answer's first tokens, from an engine that died: they count towards `max_tokens` and
-    are not reported again. `adapter` is the key of a version loaded on this connection before, or the id of a
-    chain of two bases (`Hello.stitched`), as are those of `alternatives`, one of which may answer in its
-    place under load: the most accurate first, None is the base. Without an adapter the base of the id `base`
-    answers. `age` is the seconds since the request arrived. Requests of one `scope` share prefixes. The first
-    token of a `newcomer` has priority.
+    are not reported again. `age` is the seconds since the request arrived, which count in place of its
+    `arrival`: that is on the server's clock.
     """
 
-    id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    slo: SLO = SLO()
-    adapter: str | None = None
+    request: Request
     continued: tuple[int, ...] = ()
     age: float = 0.0
-    scope: str | None = ""
-    newcomer: bool = False
-    alternatives: tuple[str | None, ...] = ()
-    base: str = BASE
 
 
 class Cancel(WireMessage, frozen=True):

@@ -28,7 +28,7 @@ class SequenceState:
 
     def is_newest(self, segment: InferenceSegment) -> bool:
         """Tells whether a segment is a decode row: only the newest token of an answer under way."""
-        return segment.start == self.length - 1 >= len(self.start.prompt)
+        return segment.start == self.length - 1 >= len(self.start.request.prompt)
 
 
 class SequenceTable:
@@ -81,7 +81,7 @@ class SequenceTable:
             own = segment.new_pages[max(start.shared + start.swapped - known, 0) :]
             fresh += [page for page in own if page != start.template]
             if not known and start.template is not None and own[0] != start.template:
-                begun = (start.virtual + start.computed) % self._attention.page_size
+                begun = (start.request.virtual + start.computed) % self._attention.page_size
                 copies.append(PageCopy(start.template, own[0], begun))
         if fresh:
             self._attention.clean(fresh)
@@ -101,7 +101,7 @@ class SequenceTable:
         self.sampling.clear(state.row)
         self.scored.discard(key)
         self._free.append(state.row)
-        return state.start.adapter
+        return state.start.request.adapter
 
     def batch(
         self, segments: Sequence[InferenceSegment], num_decodes: int
@@ -154,15 +154,16 @@ class SequenceTable:
 
     def _enter(self, sequence: SequenceStart) -> None:
         assert sequence.key not in self._states, "a sequence is named once"
-        row, tokens = self._free.pop(), [*sequence.prompt, *sequence.output]
+        request, row = sequence.request, self._free.pop()
+        tokens = [*request.prompt, *sequence.output]
         self._states[sequence.key] = SequenceState(sequence, row, tokens)
         if sequence.output:
             self._last_token[row] = sequence.output[-1]
-        params = sequence.sampling
+        params = request.sampling
         if params.prompt_logprobs is not None:
             self.scored.add(sequence.key)
         assert params.seed is not None, "a seed is drawn when the request is made"
-        self.sampling.set(row, params, params.seed, sequence.prompt, sequence.output)
+        self.sampling.set(row, params, params.seed, request.prompt, sequence.output)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._last_token.device)

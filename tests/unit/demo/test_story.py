@@ -170,7 +170,7 @@ def test_the_held_out_loss_is_that_of_the_labels(engine: Engine) -> None:
     """Against the model's own forward pass."""
     import torch
 
-    tokens = engine.tokenize("Mira lives in Tolmen. Where does Mira live?")
+    tokens = engine.text.encode("Mira lives in Tolmen. Where does Mira live?")
     labels = (*(IGNORED for _ in tokens[:-4]), *tokens[-3:], IGNORED)
     loss = score.held_out_loss(engine, engine.step, [Example(tokens, labels)] * 2, None)
     from transformers import AutoModelForCausalLM

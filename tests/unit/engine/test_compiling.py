@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import coserve
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.core.request import FinishReason
+from coserve.core.request import FinishReason, Request
 from coserve.engine import compiling
 from coserve.model import grammar as grammar_module
 from coserve.wire.messages import Cancel, Drain, Submit
@@ -29,7 +29,7 @@ def grammar(number: int) -> str:
 
 
 def matching(name: str, text: str) -> Submit:
-    return Submit(name, (5, 6), SamplingParams(max_tokens=30, seed=1, grammar=text))
+    return Submit(Request(name, (5, 6), SamplingParams(max_tokens=30, seed=1, grammar=text)))
 
 
 class Compiler:

@@ -1,14 +1,16 @@
 """Answers that another engine began, and prompts that are only scored."""
 
 import random
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from coserve import SLO, Engine, EngineConfig, SamplingParams
 from coserve.core.plan import BasePlan, BaseResult
-from coserve.core.request import FinishReason
-from coserve.errors import ConfigError, PromptTooLong, RequestError
+from coserve.core.request import FinishReason, Request
+from coserve.errors import AdapterNotFound, ConfigError, PromptTooLong, RequestError
 from models import letter_tokenizer, logits_of, prompts, tiny
 from steps import run_steps_by
 
@@ -162,3 +164,36 @@ def test_statistics_count_what_happened() -> None:
     after = engine.stats()
     assert (after.decode_tokens, after.running) == (5, 0)
     assert after.resident_bytes > torch.finfo(torch.float32).bits * 1000 and after.cost_error > 0
+
+
+def test_a_request_that_is_made_already(engine: Engine) -> None:
+    sampling = SamplingParams(max_tokens=5, temperature=1.0, seed=3)
+    answer = engine.submit(Request("mine", (5, 9, 33), sampling)).result()
+    assert answer.tokens == engine.generate([5, 9, 33], sampling=sampling).result().tokens
+    assert answer.sequence.request.id == "mine" and answer.text == ""
+    rest = engine.submit(Request("rest", (5, 9, 33), sampling), answer.tokens[:2], text=True)
+    assert rest.result().tokens == answer.tokens and rest.text
+    drawn = engine.submit(Request("drawn", (5, 9, 33), replace(sampling, seed=None)))
+    assert drawn.sequence.request.sampling.seed is not None
+    with pytest.raises(AdapterNotFound):
+        engine.submit(Request("bad", (5,), sampling, adapter="nobody's"))
+    drawn.result()
+
+
+def test_no_step_waits_while_a_text_is_tokenized(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = []
+
+    def encode(_: str) -> tuple[int, ...]:
+        def try_lock() -> None:
+            free.append(engine.loop.lock.acquire(blocking=False))
+            if free[-1]:
+                engine.loop.lock.release()
+
+        other = threading.Thread(target=try_lock)
+        other.start()
+        other.join()
+        return (5, 9)
+
+    monkeypatch.setattr(engine.text, "encode", encode)
+    engine.generate("ab", sampling=SamplingParams(max_tokens=1)).result()
+    assert free == [True]

@@ -13,7 +13,7 @@ from adapters import known
 from coserve import LoRAConfig
 from coserve.adapters import bank as bank_module
 from coserve.adapters.paging import stored as stored_module
-from coserve.core.request import SamplingParams
+from coserve.core.request import Request, SamplingParams
 from coserve.memory.malloc import resident_bytes
 from coserve.train.fresh import sketch_adapter
 from coserve.train.pruning import layers
@@ -87,7 +87,7 @@ class Tenants:
         desk.send(CheckJob(CHECKED, spec))
         desk.send(
             StartJob(spec),
-            Submit(f"beside {name}", (5, 6, 7), SamplingParams(max_tokens=2, seed=1)),
+            Submit(Request(f"beside {name}", (5, 6, 7), SamplingParams(max_tokens=2, seed=1))),
         )
         if fate in ("cancelled", "paused"):
             desk.until(lambda: any(stepped.job == name for stepped in desk.news(JobStep)))
@@ -105,7 +105,7 @@ class Tenants:
         desk.send(
             PinAdapter(3, key, True), PinAdapter(4, key, False),
             *(
-                Submit(f"{name} {i}", (7 + i, 8, 9), SamplingParams(max_tokens=3, seed=i), adapter=version)
+                Submit(Request(f"{name} {i}", (7 + i, 8, 9), SamplingParams(max_tokens=3, seed=i), version))
                 for i, version in enumerate([desk.engine.adapters.bank.look(key).key] * 2 + ["nobody"])
             ),
         )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 
 from coserve import SLO, Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import BasePlan, BaseResult, TrainingSegment
+from coserve.core.request import Request
 from coserve.core.sequence import Direction
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.completion import Completion
@@ -312,11 +313,11 @@ def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None
     arrivals.announce = lambda: told.update(["announced"])  # type: ignore[method-assign]
     arrivals.taken = lambda: told.update(["taken"])  # type: ignore[method-assign]
     inbox, connection = Inbox(), cast(Connection, object())
-    request, news = Submit("a", (1, 2), SamplingParams()), Acknowledge(1)
+    request, news = Submit(Request("a", (1, 2))), Acknowledge(1)
     inbox.put(Received(connection, (request,)))  # before the engine is there
     inbox.pauses(arrivals)
-    patient = Submit("b", (1, 2), SamplingParams(), SLO(deferral=60.0))
-    bound = Submit("c", (1, 2), SamplingParams(), SLO(deferral=60.0, first_token=9.0))
+    patient = Submit(Request("b", (1, 2), slo=SLO(deferral=60.0)))
+    bound = Submit(Request("c", (1, 2), slo=SLO(deferral=60.0, first_token=9.0)))
     items = [
         Received(connection, (patient, news)), Received(connection, (patient, bound)),
         Connected(connection), Received(connection, (news,)), Received(connection, (news, request, request)),

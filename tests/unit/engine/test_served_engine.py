@@ -102,6 +102,16 @@ def test_a_late_cancel_and_a_name_used_twice(desk: Desk) -> None:
     desk.until(lambda: desk.tokens[-1].finish)
 
 
+def test_the_end_of_a_cancelled_answer_is_not_that_of_the_next_by_its_name(desk: Desk) -> None:
+    desk.send(ask("a", 50))
+    desk.step()
+    desk.reports.clear()
+    desk.send(Cancel("a"), ask("a", 3))
+    desk.until(lambda: not desk.worker.has_work)
+    assert [token.token is not None for token in desk.tokens] == [True] * 3
+    assert [token.finish for token in desk.tokens] == [None, None, FinishReason.LENGTH]
+
+
 def test_the_age_of_a_request_counts(desk: Desk) -> None:
     desk.send(ask("a", age=5.0))
     (answer,) = desk.engine.completions.values()

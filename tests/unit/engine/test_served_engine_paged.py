@@ -7,6 +7,7 @@ import pytest
 
 from coserve import Engine, SamplingParams
 from coserve.adapters.files import WEIGHTS
+from coserve.core.request import Request
 from coserve.engine.background import Background
 from coserve.engine.link import Done, Inbox
 from coserve.engine.served_engine import ServedEngine
@@ -63,7 +64,7 @@ class Desk:
 
     def ask(self, name: str, adapter: str) -> list[Token]:
         sampling = SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
-        self.say(Submit(name, (5, 9), sampling, adapter=adapter), lambda: self._is_over(name))
+        self.say(Submit(Request(name, (5, 9), sampling, adapter=adapter)), lambda: self._is_over(name))
         return self.tokens[name]
 
     def at_once(self, command: AddAdapter | PinAdapter | RemoveAdapter) -> Reply:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.core.request import FinishReason
+from coserve.core.request import FinishReason, Request
 from coserve.engine.background import Background
 from coserve.engine.link import Inbox
 from coserve.engine.served_engine import ServedEngine
@@ -30,7 +30,7 @@ def answer(engine: Engine, prompt: int, adapter: str | None, **sampling: int) ->
     worker = ServedEngine(engine, HELLO, Background(Inbox(), threads=1))
     worker.connected()
     params = SamplingParams(ignore_eos=not sampling.get("min_tokens"), seed=1, **sampling)
-    worker.take(Submit("r", (5,) * prompt, params, adapter=adapter))
+    worker.take(Submit(Request("r", (5,) * prompt, params, adapter=adapter)))
     found: list[Token] = []
     for _ in range(5000):
         if found and (found[-1].finish is not None or found[-1].fault is not None):

@@ -4,7 +4,7 @@ import pytest
 
 from bases import SMALL, WIDE, scripted
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, SequenceStart, StepPlan
-from coserve.core.request import SamplingParams
+from coserve.core.request import Request, SamplingParams
 from coserve.errors import WeightsUnreadable
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.executors.step_executor import StepExecutor
@@ -13,7 +13,7 @@ from coserve.executors.step_executor import StepExecutor
 def answers(*keys: int) -> BasePlan:
     """A plan of new sequences."""
     segments = tuple(InferenceSegment(key, 0, 3, 0, 1, new_pages=(key,)) for key in keys)
-    starts = tuple(SequenceStart(key, (5, 6, 7), (), SamplingParams(seed=1)) for key in keys)
+    starts = tuple(SequenceStart(key, Request("r", (5, 6, 7), SamplingParams(seed=1))) for key in keys)
     return BasePlan(inference=segments, sequences=starts)
 
 

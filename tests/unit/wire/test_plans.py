@@ -5,7 +5,7 @@ import pytest
 
 from coserve import errors
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Sampled, SequenceStart, TokenLogprobs
-from coserve.core.request import SamplingParams
+from coserve.core.request import SLO, Request, SamplingParams
 from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
 
 
@@ -18,7 +18,10 @@ from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_r
     ],
 )
 def test_a_plan_comes_back_as_it_was(sampling: SamplingParams) -> None:
-    start = SequenceStart(3, (1, 2), (5,), sampling, "a@1", 4, 2, 1, 9, None)
+    request = Request(
+        "r", (1, 2), sampling, "a@1", SLO(0.5), virtual=4, scope=None, alternatives=("b@2", None)
+    )
+    start = SequenceStart(3, request, (5,), 2, 1, 9)
     plan = BasePlan(
         (InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4)),), released=(1, 2), split=0.5, sequences=(start,)
     )

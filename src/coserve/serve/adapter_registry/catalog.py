@@ -48,6 +48,12 @@ class Model:
         """Key of the adapter version in the engine."""
         return None if self.adapter is None else self.adapter.id
 
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Folders of the adapter and of the chains that are one, by key."""
+        known = ((self.key, self.folder), *((chain.key, chain.folder) for chain in self.chains))
+        return {key: folder for key, folder in known if key is not None and folder is not None}
+
 
 class Catalog:
     """Finds models by name, and defers an adapter's removal until its last answer has ended."""

@@ -94,12 +94,13 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
 
 
 async def _one(state: State, generation: GenerationRequest, index: int, ticket: Ticket) -> PieceStream:
-    timing = AnswerTiming(state.metrics, generation.model.base, generation.arrived)
+    timing = AnswerTiming(state.metrics, generation.model.base, generation.asked.arrival)
     await ticket.admitted()
     timing.admitted(time.monotonic())
     writer = Writer(state, generation, index)
+    request = generation.request(index, ticket.is_newcomer)
     try:
-        async with aclosing(state.link.generate(generation.request(index, ticket.is_newcomer))) as tokens:
+        async with aclosing(state.link.generate(request, generation.model.folders)) as tokens:
             async for token in tokens:
                 if token.finish is FinishReason.CANCELLED:
                     raise EngineLost("the engine gave this answer up")
@@ -118,7 +119,7 @@ async def _one(state: State, generation: GenerationRequest, index: int, ticket: 
                 if writer.has_finished:
                     return
     finally:
-        timing.close(len(generation.prompt(index)))
+        timing.close(len(request.prompt))
 
 
 class Writer:

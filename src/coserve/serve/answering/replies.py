@@ -56,7 +56,7 @@ class AnswerFormat(Protocol):
 def common_fields(generation: GenerationRequest) -> dict[str, Any]:
     """Fields common to all answers and chunks of a request."""
     return {
-        "id": generation.id,
+        "id": generation.asked.id,
         "created": generation.created,
         "model": generation.model.name,
         "service_tier": generation.tier,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
-from coserve.core.request import SLO, SamplingParams
+from coserve.core.request import Request, SamplingParams
 from coserve.errors import DataError
 from coserve.serve.adapter_registry.catalog import EXACT, Model
 from coserve.serve.answering.cost import (
@@ -23,7 +23,6 @@ from coserve.serve.answering.cost import (
     request_cost,
 )
 from coserve.serve.engine.link import CONNECTING
-from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload
 from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
@@ -43,22 +42,20 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A checked request. Its answers are numbered by prompt, then by choice."""
+    """A checked call, with `choices` answers to each of its prompts. Answers are numbered by prompt, then by
+    choice. `asked` is what their requests have in common, with the call's id and without stop strings, which
+    the server handles."""
 
-    id: str
+    asked: Request
     created: int
-    arrived: float  # time.monotonic
     tenant: Tenant
     model: Model
     tier: Tier
-    slo: SLO
     prompts: Sequence[tuple[int, ...]]
     choices: int
-    sampling: SamplingParams  # of all answers, but for max_tokens and seed
     stops: tuple[str, ...]
     cost: RequestCost
     fingerprint: str
-    salt: str = ""  # prompts of one tenant share the cache where their salts are equal
     tells_tokens: bool = False
     goes_on: bool = False  # answers go on with their prompt's text
     adaptive: bool = False  # an approximate chain of the model may answer
@@ -80,20 +77,19 @@ class GenerationRequest:
         """The prompt of answer `index`."""
         return self.prompts[index // self.choices]
 
-    def request(self, index: int, newcomer: bool = False) -> AnswerRequest:
-        """The engine's request for answer `index`, without stop strings, which the server handles."""
-        assert self.sampling.seed is not None
-        sampling = replace(
-            self.sampling,
-            max_tokens=self.cost.max_tokens[index // self.choices],
-            seed=(self.sampling.seed + index % self.choices) % _SEEDS,
+    def request(self, index: int, newcomer: bool = False) -> Request:
+        """The request for answer `index`."""
+        sampling, prompt = self.asked.sampling, index // self.choices
+        assert sampling.seed is not None
+        seed = (sampling.seed + index % self.choices) % _SEEDS
+        sampling = replace(sampling, max_tokens=self.cost.max_tokens[prompt], seed=seed)
+        return replace(
+            self.asked,
+            id=f"{self.asked.id}-{index}",
+            prompt=self.prompts[prompt],
+            sampling=sampling,
+            newcomer=newcomer,
         )
-        return AnswerRequest(
-            f"{self.id}-{index}", self.prompt(index), sampling, self.slo, self.model.key, self.model.folder,
-            time.monotonic() - self.arrived, f"{self.tenant.id}/{self.salt}", newcomer,
-            tuple((chain.key, chain.folder) for chain in self.model.chains) if self.adaptive else (),
-            self.model.base_id,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +181,6 @@ class RequestBuilder:
         size: RequestSize,
     ) -> GenerationRequest:
         self._check_ids(prompts, sampling)
-        settings = self.state.settings
         size = replace(
             size,
             choices=body.n or 1,
@@ -199,24 +194,32 @@ class RequestBuilder:
                 f"Invalid value for 'min_tokens': the answer may have {min(cost.max_tokens)} tokens at most."
             )
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
-        return GenerationRequest(
+        adaptive = bool(body.adaptive)
+        asked = Request(
             id=f"{kind}-{secrets.token_hex(12)}",
+            prompt=(),
+            sampling=sampling,
+            adapter=self.model.key,
+            slo=self.state.settings.slo[body.tier],
+            arrival=self.arrived,
+            base=self.model.base_id,
+            scope=f"{self.tenant.id}/{body.cache_salt or ''}",  # prompts of one scope share the cache
+            alternatives=tuple(chain.key for chain in self.model.chains) if adaptive else (),
+        )
+        return GenerationRequest(
+            asked=asked,
             created=int(time.time()),
-            arrived=self.arrived,
             tenant=self.tenant,
             model=self.model,
             tier=body.tier,
-            slo=settings.slo[body.tier],
             prompts=prompts,
             choices=size.choices,
-            sampling=sampling,
             stops=body.stops,
             cost=cost,
             fingerprint=fingerprint(self.hello),
-            salt=body.cache_salt or "",
             tells_tokens=bool(body.return_token_ids),
             goes_on=isinstance(body, CompletionRequest),
-            adaptive=bool(body.adaptive),
+            adaptive=adaptive,
         )
 
     def _limits(self) -> RequestLimits:

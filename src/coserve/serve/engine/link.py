@@ -4,18 +4,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from msgspec import structs
 
-from coserve.core.request import BASE
+from coserve.core.request import BASE, Request
 from coserve.errors import CoserveError, EngineLost, Quarantined, error_named
 from coserve.serve.engine.connection import EngineConnection
-from coserve.serve.engine.live import AnswerRequest, LiveRequest
+from coserve.serve.engine.live import LiveRequest
 from coserve.serve.engine.live_sessions import LiveSessions
 from coserve.serve.engine.news import EngineNews
 from coserve.serve.engine.probation import Probation, WorkItem
@@ -108,8 +109,11 @@ class EngineLink:
         assert self.hello is not None
         return self.hello
 
-    async def generate(self, request: AnswerRequest) -> AsyncGenerator[Token, None]:
-        """The tokens of an answer, each once, also across engine crashes.
+    async def generate(
+        self, request: Request, folders: Mapping[str, Path] = MappingProxyType({})
+    ) -> AsyncGenerator[Token, None]:
+        """The tokens of an answer, each once, also across engine crashes. The request has a seed; `folders`
+        are those of its adapters, by key.
 
         Closing the iterator cancels the request in the engine before it returns. Raises the engine's
         CoserveError, or EngineLost.
@@ -117,7 +121,7 @@ class EngineLink:
         if self._refusal is not None:
             raise self._refusal
         self._verdicts.check_request(request)
-        live = LiveRequest(request, asyncio.get_running_loop().time())
+        live = LiveRequest(request, folders)
         self.live[request.id] = live
         if self._connection is not None:
             self._submit(self._connection, live)
@@ -337,7 +341,7 @@ class EngineLink:
 
     def _submit(self, connection: EngineConnection, live: LiveRequest) -> None:
         request = live.request
-        is_loaded = all(key is None or connection.is_loaded(key) for key, _ in live.versions)
+        is_loaded = all(key is None or connection.is_loaded(key) for key in live.versions)
         if is_loaded and self.probation.is_open(live.item):
             self._post_request(connection, live)
             return
@@ -348,7 +352,7 @@ class EngineLink:
     def _post_request(self, connection: EngineConnection, live: LiveRequest) -> None:
         self.probation.enter(live.item, len(live.tokens))
         try:
-            connection.post(live.submission(asyncio.get_running_loop().time(), connection.is_loaded))
+            connection.post(live.submission(connection.is_loaded))
         except CoserveError as error:
             self._fail(live, error)
 
@@ -357,13 +361,14 @@ class EngineLink:
         Alternatives that cannot be loaded are not offered to the engine."""
         request = live.request
         try:
-            (adapter, folder), *alternatives = live.versions
-            if adapter is not None and folder is not None:
-                await self._load(connection, adapter, folder, base=request.base)
-            for key, path in alternatives:
-                if key is not None and path is not None:
-                    with suppress(CoserveError):
-                        await self._load(connection, key, path, base=request.base)
+            for place, key in enumerate(live.versions):
+                if key is None or (folder := live.folders.get(key)) is None:
+                    continue
+                try:
+                    await self._load(connection, key, folder, base=request.base)
+                except CoserveError:
+                    if not place:  # it is the adapter that was asked for, or the answer's so far
+                        raise
             await self.probation.turn(live.item)
         except CoserveError as error:
             self._fail(live, error)

@@ -1,54 +1,26 @@
 """Live requests, which continue across engine restarts."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from msgspec import structs
 
-from coserve.core.request import BASE, SLO, SamplingParams
+from coserve.core.request import Request
 from coserve.errors import CoserveError
 from coserve.serve.engine.probation import WorkItem
 from coserve.wire.messages import Submit, Token
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """A request for one answer of the engine.
-
-    `sampling.seed` must be set, so that another engine can continue the answer. `folder` has the files of
-    `adapter`, which every engine loads on first use. `alternatives` are keys with folders, the most accurate
-    first (the base has no key, and a chain of two bases no folder), one of which may answer in the adapter's
-    place. `age` is the seconds that the
-    request had waited on submission. Requests with the same `scope` share cached prefixes.
-    `base` is the id of the base that answers.
-    """
-
-    id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    slo: SLO = field(default_factory=SLO)
-    adapter: str | None = None
-    folder: Path | None = None
-    age: float = 0.0
-    scope: str | None = ""
-    newcomer: bool = False  # its tenant has used less than its share
-    alternatives: tuple[tuple[str | None, Path | None], ...] = ()
-    base: str = BASE
-
-    @property
-    def asks(self) -> int:
-        """A key equal for requests that differ in id and seed only."""
-        return hash((self.prompt, self.base, self.adapter, repr(replace(self.sampling, seed=None))))
-
-
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request under way, and its tokens so far."""
+    """A request under way, and its tokens so far. `folders` have the files of its adapter and of the
+    alternatives that are adapters, by key: every engine loads them on first use."""
 
-    request: AnswerRequest
-    began: float  # on the loop's clock
+    request: Request
+    folders: Mapping[str, Path]
     tokens: list[int] = field(default_factory=list)
     scored: int = 0  # prompt positions whose log-probabilities have come
     repeated: int = 0  # of these, those that the present engine reports once more
@@ -62,27 +34,25 @@ class LiveRequest:
         return WorkItem("request", self.request.id)
 
     @property
-    def versions(self) -> tuple[tuple[str | None, Path | None], ...]:
-        """Keys and folders of the versions that an engine needs: that of the answer so far, or those of the
-        adapter and its alternatives."""
-        request = self.request
-        known = ((request.adapter, request.folder), *request.alternatives)
+    def versions(self) -> tuple[str | None, ...]:
+        """Keys of the versions that an engine needs: that of the answer so far, or those of the adapter and
+        its alternatives."""
+        known = (self.request.adapter, *self.request.alternatives)
         return known if self.alternative is None else (known[self.alternative],)
 
-    def submission(self, now: float, is_loaded: Callable[[str], bool]) -> Submit:
+    def submission(self, is_loaded: Callable[[str], bool]) -> Submit:
         """The request for an engine, with the alternatives that it has loaded."""
         request = self.request
         sampling = request.sampling
         if self.tokens:  # the first token came after the whole prompt had been scored
             sampling = replace(sampling, prompt_logprobs=None)
-        (adapter, _), *others = self.versions
-        there = [(place, key) for place, (key, _) in enumerate(others, 1) if key is None or is_loaded(key)]
+        adapter, *others = self.versions
+        there = [(place, key) for place, key in enumerate(others, 1) if key is None or is_loaded(key)]
         self._offered = (self.alternative or 0, *(place for place, _ in there))
-        return Submit(
-            request.id, request.prompt, sampling, request.slo, adapter,
-            tuple(self.tokens), request.age + now - self.began, request.scope,
-            request.newcomer, tuple(key for _, key in there), request.base,
-        )  # fmt: skip
+        request = replace(
+            request, sampling=sampling, adapter=adapter, alternatives=tuple(key for _, key in there)
+        )
+        return Submit(request, tuple(self.tokens), time.monotonic() - request.arrival)
 
     def take(self, token: Token) -> None:
         self.alternative = self._offered[token.alternative]  # another engine goes on with this version

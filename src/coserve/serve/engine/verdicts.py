@@ -2,10 +2,10 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from coserve.core.request import Request
 from coserve.errors import Quarantined
-from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.engine.probation import WorkItem
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ class QuarantineVerdict:
 
     item: WorkItem
     reason: str
-    request: AnswerRequest | None = None
+    request: Request | None = None
 
 
 class Verdicts:
@@ -32,7 +32,7 @@ class Verdicts:
         self._blamed: Counter[str] = Counter()  # adapters, by their requests that are guilty
 
     def find(
-        self, item: WorkItem, request: AnswerRequest | None, crash: str, pass_key: int | None = None
+        self, item: WorkItem, request: Request | None, crash: str, pass_key: int | None = None
     ) -> list[QuarantineVerdict]:
         """Records an item as guilty of `crash`, in some cases with its adapter; `pass_key` is that of a
         session's pass under way."""
@@ -48,9 +48,9 @@ class Verdicts:
                 found.append(self._find(WorkItem("adapter", adapter), None, why, crash))
         return found
 
-    def check_request(self, request: AnswerRequest) -> None:
+    def check_request(self, request: Request) -> None:
         """Raises Quarantined for a request equal to a guilty one but for id and seed."""
-        if (reason := self._requests.get(request.asks)) is not None:
+        if (reason := self._requests.get(_asked(request))) is not None:
             raise Quarantined(reason)
 
     @property
@@ -68,11 +68,17 @@ class Verdicts:
         if (reason := self._others.pop(item, None)) is not None:
             raise Quarantined(reason)
 
-    def _find(self, item: WorkItem, request: AnswerRequest | None, why: str, crash: str) -> QuarantineVerdict:
+    def _find(self, item: WorkItem, request: Request | None, why: str, crash: str) -> QuarantineVerdict:
         reason = f"{why} ({crash}): it is quarantined and not tried again; `coserve quarantine` lists it"
         log.error("quarantined: %s %s (%s)", item.kind, item.id, crash)
         if request is not None:
-            self._requests[request.asks] = reason
+            self._requests[_asked(request)] = reason
         elif item.kind not in ("job", "session"):
             self._others[item] = reason
         return QuarantineVerdict(item, reason, request)
+
+
+def _asked(request: Request) -> int:
+    """A key equal for requests that differ in id and seed only."""
+    sampling = repr(replace(request.sampling, seed=None))
+    return hash((request.prompt, request.base, request.adapter, sampling))

@@ -92,7 +92,7 @@ class _ChatFormat:
         )
 
     def _logprobs(self, piece: AnswerPiece) -> WrittenJson | None:
-        if self._generation.sampling.logprobs is None:
+        if self._generation.asked.sampling.logprobs is None:
             return None
         count = len(piece.starts)  # those of the text: the token that ends an answer is not told
         return self._writer.chat(piece.tokens[:count], piece.scores.rows(0, count))

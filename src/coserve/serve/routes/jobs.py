@@ -3,7 +3,6 @@
 import secrets
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -61,10 +60,9 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
 
     "auto" hyperparameters follow the number of examples and the width of the model.
     """
-    asked = await _asked(state, caller, body)
+    job, _, model, teacher = await _asked(state, caller, body)
     await state.store.jobs.check_room(caller.id)  # before the engine checks it; counted again later
-    job = asked.job
-    async with origins_of(state.catalog, state.store, job, asked.model, asked.teacher):
+    async with origins_of(state.catalog, state.store, job, model, teacher):
         async with state.checks.of(caller.id):
             await _check_job(state, job)
         job = await state.job_controller.submit(job)
@@ -75,10 +73,9 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
 async def validate_job(body: JobRequest, caller: Caller, state: Shared) -> JobValidation:
     """Tells what a job with this body would be, and for what reason it would be refused. Nothing is
     created."""
-    asked = await _asked(state, caller, body)
-    job, training = asked.job, asked.training
+    job, training, *models = await _asked(state, caller, body)
     with ExitStack() as used:
-        for model in filter(None, (asked.model, asked.teacher)):
+        for model in filter(None, models):
             used.enter_context(state.catalog.use(model))
         async with state.checks.of(caller.id):
             spec = await spec_of(state.store, job, state.settings.base_id(job.base))
@@ -94,18 +91,11 @@ async def validate_job(body: JobRequest, caller: Caller, state: Shared) -> JobVa
     return _validation(job, training, preview, refusal)
 
 
-@dataclass(frozen=True, slots=True)
-class AskedJob:
-    """A job as a body asks for it, which is not created yet, with its file and models."""
-
-    job: JobRecord
-    training: File
-    model: Model
-    teacher: Model | None
-
-
-async def _asked(state: State, caller: Tenant, body: JobRequest) -> AskedJob:
-    """Raises ApiError for what can be told without reading the file."""
+async def _asked(
+    state: State, caller: Tenant, body: JobRequest
+) -> tuple[JobRecord, File, Model, Model | None]:
+    """The job that a body asks for, which is not created yet, with its file, its model and its teacher.
+    Raises ApiError for what can be told without reading the file."""
     engine = state.link.hello or await state.link.wait_ready(CONNECTING)
     model = await state.catalog.find(caller, body.model)
     training = await _training_file(state, caller, body.training_file, "training_file")
@@ -145,7 +135,7 @@ async def _asked(state: State, caller: Tenant, body: JobRequest) -> AskedJob:
         labels=body.metadata,
         start_from=model.key,
     )
-    return AskedJob(job, training, model, teacher)
+    return job, training, model, teacher
 
 
 async def _check_job(state: State, job: JobRecord) -> None:

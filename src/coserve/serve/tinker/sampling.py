@@ -117,7 +117,7 @@ def _completion(body: SampleRequest, builder: RequestBuilder) -> CompletionReque
 def _why(sessions: ClientSessions, generation: GenerationRequest, future: TinkerFuture) -> Waiting:
     """The reason for which a sample is not done: it runs, or it waits for a place in the engine, for an
     engine, or for an adapter."""
-    state, names = sessions.state, [f"{generation.id}-{index}" for index in range(len(generation))]
+    state, names = sessions.state, [f"{generation.asked.id}-{index}" for index in range(len(generation))]
     live = [name for name in names if name in state.link.live]
     if not state.link.ready:
         return Waiting("paused_capacity", "the engine is being started again")

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from coserve.core.request import SamplingParams
+from coserve.core.request import Request, SamplingParams
 from coserve.core.training import Datum
 from coserve.errors import EngineLost, JobError, Quarantined, RequestError
 from coserve.serve.engine import journal, live_sessions
 from coserve.serve.engine.link import EngineLink
-from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.engine.live_sessions import MOST_LIVES, LiveSession, pass_key
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.wire.messages import (
@@ -195,7 +194,7 @@ def test_a_session_that_crashes_engines_is_quarantined_and_nobody_else(place: st
         return isinstance(command, Forward) and command.data[0].tokens[0] == POISON
 
     async def story(fake: FakeEngine, link: EngineLink) -> None:
-        asked = AnswerRequest("r", (5, 6), SamplingParams(max_tokens=300, seed=3))
+        asked = Request("r", (5, 6), SamplingParams(max_tokens=300, seed=3))
         answer = asyncio.create_task(_tokens(link, asked))
         good = opened(link, tmp_path, "good")
         await good.send(passing(1, "good"))
@@ -221,7 +220,7 @@ def test_a_session_that_crashes_engines_is_quarantined_and_nobody_else(place: st
     assert [found.item for found in guilty] == [("session", "bad")]
 
 
-async def _tokens(link: EngineLink, asked: AnswerRequest) -> list[int | None]:
+async def _tokens(link: EngineLink, asked: Request) -> list[int | None]:
     return [token.token async for token in link.generate(asked)]
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from coserve.core.request import SamplingParams
+from coserve.core.request import Request, SamplingParams
 from coserve.errors import EngineLost, Quarantined, RequestError
 from coserve.serve.engine.link import EngineLink
-from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.wire.messages import AddAdapter, CheckJob, CheckMethod, Command, JobSpec, Submit
 from fake_engine import FakeEngine, expected
@@ -45,16 +44,17 @@ def play(folder: Path, story: Any, **engine: Any) -> tuple[FakeEngine, list[Quar
     return fake, guilty
 
 
-def request(name: str, *prompt: int, most: int = 30, **fields: Any) -> AnswerRequest:
-    return AnswerRequest(name, prompt, SamplingParams(max_tokens=most, seed=hash(name) % 1000), **fields)
+def request(name: str, *prompt: int, most: int = 30, **fields: Any) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=most, seed=hash(name) % 1000), **fields)
 
 
-async def answer(link: EngineLink, wanted: AnswerRequest) -> list[int | None]:
-    return [token.token async for token in link.generate(wanted)]
+async def answer(link: EngineLink, wanted: Request, **folders: Path) -> list[int | None]:
+    """The answer; `folders` are those of adapters."""
+    return [token.token async for token in link.generate(wanted, folders)]
 
 
 def is_poison(command: Command) -> bool:
-    return isinstance(command, Submit) and POISON in command.prompt
+    return isinstance(command, Submit) and POISON in command.request.prompt
 
 
 @pytest.mark.parametrize("place", [0, 7])
@@ -87,7 +87,7 @@ def test_many_bad_ones_among_many(tmp_path: Path) -> None:
     good = [request(f"good{i}", 5, 50 + i, most=draws.randrange(2, 40)) for i in range(20)]
 
     async def story(fake: FakeEngine, link: EngineLink) -> None:
-        async def come(one: AnswerRequest) -> Any:
+        async def come(one: Request) -> Any:
             await asyncio.sleep(draws.random() * 0.1)
             return await answer(link, one)
 
@@ -134,10 +134,10 @@ def test_an_adapter_of_which_requests_are_guilty_is_guilty_itself(tmp_path: Path
     async def story(fake: FakeEngine, link: EngineLink) -> None:
         for number in range(2):
             with pytest.raises(Quarantined):
-                await answer(link, request(f"r{number}", number, adapter="bad", folder=tmp_path))
+                await answer(link, request(f"r{number}", number, adapter="bad"), bad=tmp_path)
         before = fake.collapses
         with pytest.raises(Quarantined, match="requests for this adapter"):
-            await answer(link, request("r9", 9, adapter="bad", folder=tmp_path))
+            await answer(link, request("r9", 9, adapter="bad"), bad=tmp_path)
         assert fake.collapses == before
 
     _, guilty = play(tmp_path, story, fatal=lambda asked, at: asked.adapter == "bad")
