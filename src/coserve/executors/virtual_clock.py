@@ -15,8 +15,8 @@ class VirtualClock(ABC):
     """The clock of an executor without a model. `now` is in seconds; `seconds` gives a plan's duration.
 
     A call of `pause_training` stops the training of the next pausable plan after the slice in which
-    `layers_before_pause` layers are reached. A lane is slower in proportion to its share of the machine, or by `lanes` (of inference, of
-    training) on half of it; its training may end in a later step.
+    `layers_before_pause` layers are reached. A lane is slower in proportion to its share of the machine, or
+    by `lanes` (of inference, of training) on half of it; its training may end in a later step.
     """
 
     def __init__(
