@@ -175,11 +175,18 @@ class SwapIn:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Work that runs on a `share` (up to 1) of the machine, in one pass over the weights."""
+    """Work that runs on a `share` (up to 1) of the machine: a pass of inference rows and of the windows that
+    are `fused` with them, then the `sliced` ones."""
 
     share: float
     inference: tuple[InferenceSegment, ...]
-    training: tuple[TrainingSegment, ...]
+    sliced: tuple[TrainingSegment, ...]
+    fused: tuple[TrainingSegment, ...] = ()
+
+    @property
+    def training(self) -> tuple[TrainingSegment, ...]:
+        """All of its training."""
+        return (*self.fused, *self.sliced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +200,12 @@ class BasePlan:
     first. `predicted` is the cost model's estimate of the step, seconds. `split` is the share of the machine
     for inference, with training in a lane of its own; None fuses them. A step does not wait for training
     beside its inference, which may go on through further split steps without other training. `idle` is how
-    long nothing runs although requests wait, seconds. `pausable`: `Executor.pause_training` stops this plan's
-    training at the next boundary between layers, and within the layer under way where it `abandons` and no
-    answer shares that layer. `pauses` counts the results with such a stop when this plan
+    long nothing runs although requests wait, seconds.
+
+    Windows that go forward share the pass of the answers' rows, unless the plan `abandons`; all other
+    training follows in slices of `slice_layers` layers (0: of all that a segment spans). Where this is not 0,
+    `Executor.pause_training` stops the plan's training between two slices, and within the layer under way
+    where it `abandons`. `pauses` counts the results with such a stop when this plan
     was made: an executor skips the training of plans made before the last stop, as their positions are not
     reached.
 
@@ -211,7 +221,7 @@ class BasePlan:
     prefixes: tuple[Prefix, ...] = ()
     split: float | None = None
     idle: float = 0.0
-    pausable: bool = False
+    slice_layers: int = 0
     abandons: bool = False
     pauses: int = 0
     sequences: tuple[SequenceStart, ...] = ()
@@ -224,8 +234,21 @@ class BasePlan:
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes that run side by side."""
         if self.split is None:
-            return (Lane(1.0, self.inference, self.training),)
+            sliced = tuple(segment for segment in self.training if segment not in self.fused)
+            return (Lane(1.0, self.inference, sliced, self.fused),)
         return Lane(self.split, self.inference, ()), Lane(1 - self.split, (), self.training)
+
+    @property
+    def pausable(self) -> bool:
+        """Tells whether a pause stops the plan's training."""
+        return self.slice_layers > 0
+
+    @property
+    def fused(self) -> tuple[TrainingSegment, ...]:
+        """Windows that share the pass of the answers' rows."""
+        if not self.inference or self.abandons or self.split is not None:
+            return ()
+        return tuple(s for s in self.training if s.direction is Direction.TRAIN_FORWARD)
 
     @property
     def is_empty(self) -> bool:
@@ -296,7 +319,7 @@ class StepPlan:
 
     @property
     def first(self) -> BasePlan:
-        """The part that runs first. `predicted`, `split`, `idle`, `pausable`, `abandons` and `pauses` are
+        """The part that runs first. `predicted`, `split`, `idle`, `slice_layers`, `abandons` and `pauses` are
         those of the step, in each of its parts."""
         return next(iter(self.bases.values()))
 

@@ -20,7 +20,7 @@ class Arrivals:
         self._changed = threading.Condition()
 
     def pause_training(self) -> None:
-        """Stops the training under way at the next boundary between layers."""
+        """Stops the training under way behind its present slice."""
         self._executor.pause_training()
 
     def announce(self, presses: bool = True) -> None:

@@ -270,11 +270,11 @@ class Executor(Protocol):
         ...
 
     def pause_training(self) -> None:
-        """Stops the training of pausable plans at the next boundary between layers, until `resume_training`;
-        where a plan has nothing but training, between two products, and the layer under way is lost.
+        """Stops the training of pausable plans between two slices, until `resume_training`; where a plan
+        `abandons`, between two products, and the layer under way is lost.
 
-        May be called by any thread, at any time. At least every other plan passes a layer, so arrivals in
-        every step slow training down and never stop it.
+        May be called by any thread, at any time. At least every other plan does a slice, so arrivals in every
+        step slow training down and never stop it.
         """
         ...
 

@@ -14,9 +14,9 @@ from coserve.schedule.scheduler import Scheduler
 class VirtualClock(ABC):
     """The clock of an executor without a model. `now` is in seconds; `seconds` gives a plan's duration.
 
-    A call of `pause_training` stops the training of the next pausable plan after `layers_before_pause`
-    layers. A lane is slower in proportion to its share of the machine, or by `lanes` (of inference, of
-    training) on half of it; its training may end in a later step.
+    A call of `pause_training` stops the training of the next pausable plan after the slice in which
+    `layers_before_pause` layers are reached. A lane is slower in proportion to its share of the machine, or
+    by `lanes` (of inference, of training) on half of it; its training may end in a later step.
     """
 
     def __init__(
@@ -92,10 +92,11 @@ class VirtualClock(ABC):
         return answering + waited, trained, (answering, self._training)
 
     def _before_pause(self, plan: BasePlan) -> tuple[TrainingSegment, ...]:
-        """The layers of a plan's training that run before a pause."""
+        """The slices of a plan's training that run before a pause."""
         if not (self._pausing and plan.pausable):
             return plan.training
-        left, ran = self.layers_before_pause, list[TrainingSegment]()
+        begun = -(-self.layers_before_pause // plan.slice_layers)  # slices
+        left, ran = begun * plan.slice_layers, list[TrainingSegment]()
         for segment in plan.training:
             layers = min(left, len(segment.span))
             first, last = segment.span.first, segment.span.last

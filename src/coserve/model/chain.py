@@ -73,15 +73,15 @@ class Chain:
         self,
         travellers: Sequence[T],
         compose: Callable[[Sequence[T]], Composed],
-        passed: Callable[[int, Sequence[T]], object] = lambda layer, active: None,
+        layers: range | None = None,
     ) -> None:
-        """Runs travellers forward: each joins at its first layer and leaves after its last; those at one
-        layer share its run. `compose` is called whenever the set of travellers changes; `passed` after each
-        layer, with those that passed it."""
+        """Runs travellers forward through those of `layers` (None: all) that they pass: each joins at its
+        first layer and leaves after its last; those at one layer share its run. `compose` is called whenever
+        the set of travellers changes."""
         together: list[T] = []
         composed: Composed | None = None
-        layer = 0
-        while layer < len(self):
+        layer, end = (0, len(self)) if layers is None else (layers.start, layers.stop)
+        while layer < end:
             active = [traveller for traveller in travellers if layer in traveller.layers]
             if not active:
                 layer += 1
@@ -94,14 +94,13 @@ class Chain:
                 hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
                 # Only who travels alone neither meets nor leaves anybody on the way.
                 most = _AT_ONCE if len(travellers) == 1 else 1
-                stop = min(layer + most, active[0].layers.stop)
+                stop = min(layer + most, active[0].layers.stop, end)
                 out, count = self._several(range(layer, stop), hidden, calls)
             # Padding rows are part of the first traveller's input.
             parts = torch.split(out, [x.shape[1] for x in inputs], 1) if len(inputs) > 1 else (out,)
             layer += count
             for traveller, part in zip(active, parts, strict=True):
                 traveller.take(layer - 1, part)
-            passed(layer - 1, active)
 
     def _several(self, layers: range, hidden: Tensor, calls: LayerCalls) -> tuple[Tensor, int]:
         """Runs all of `layers` where there is a shortcut, else the first; returns the output and how many."""
@@ -112,10 +111,8 @@ class Chain:
                 return out, len(layers)
         return self.layer(layers.start, hidden, calls), 1
 
-    def backward(self, top: int, layer_backward: Callable[[int], bool]) -> None:
-        """Visits layers from `top` down; `layer_backward` computes one, and returns whether to continue
-        below."""
-        for layer in range(top, -1, -1):
+    def backward(self, layers: range, layer_backward: Callable[[int], object]) -> None:
+        """Visits layers in this order, from the top down; `layer_backward` computes one."""
+        for layer in layers:
             with self.blocks[layer].visit(Direction.BACKWARD):
-                if not layer_backward(layer):
-                    break
+                layer_backward(layer)

@@ -51,6 +51,7 @@ class Features:
 
     __slots__ = (
         "_adapters",
+        "_apart",
         "_back",
         "_covered",
         "_fills",
@@ -69,6 +70,7 @@ class Features:
         self.offloaded = 0  # cached tokens that are read from slower memory
         self._covered = 0  # a bit for each layer that some forward row visits; all bits are of every depth
         self._prefilled = 0  # the same of rows that are not decode rows
+        self._apart = 0  # the same of windows that go forward beside answers, in slices of their own
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._back: tuple[int, ...] = ()  # bits of layers visited on each way back
         self._fills = 0  # passes over the whole depth that precede the step's own
@@ -77,7 +79,7 @@ class Features:
     @classmethod
     def of(cls, plan: BasePlan) -> Self:
         """The features of a plan that has not been applied yet (only then its sampled rows are known)."""
-        features = cls.of_segments(plan.inference, plan.training)
+        features = cls.of_segments(plan.inference, plan.training, plan.abandons)
         for prefix in plan.prefixes:
             features.add_fill(prefix.tokens - prefix.rows, prefix.rows)
         for _ in plan.updates:
@@ -86,14 +88,17 @@ class Features:
 
     @classmethod
     def of_segments(
-        cls, inference: Iterable[InferenceSegment], training: Iterable[TrainingSegment] = ()
+        cls,
+        inference: Iterable[InferenceSegment],
+        training: Iterable[TrainingSegment] = (),
+        apart: bool = False,
     ) -> Self:
-        """The features of a step of these segments."""
+        """The features of a step of these segments; `apart` is that of `add_training`."""
         features = cls()
         for segment in inference:
             features.add(segment)
         for window in training:
-            features.add_training(window)
+            features.add_training(window, apart)
         return features
 
     def copy(self) -> "Features":
@@ -102,7 +107,7 @@ class Features:
         twin.values = self.values.copy()
         twin.trains, twin.answers = self.trains, self.answers
         twin.offloaded = self.offloaded
-        twin._covered, twin._prefilled = self._covered, self._prefilled
+        twin._covered, twin._prefilled, twin._apart = self._covered, self._prefilled, self._apart
         twin._returned = self._returned.copy()
         twin._back = self._back
         twin._fills = self._fills
@@ -123,7 +128,8 @@ class Features:
 
     def visits(self, layers: int) -> int:
         """Number of visits to layers with a bit in `layers`, forward and back."""
-        there = self._fills * layers.bit_count() + (self._covered & layers).bit_count()
+        there = self._fills * layers.bit_count()
+        there += (self._covered & layers).bit_count() + (self._apart & layers).bit_count()
         return there + self.visits_back(layers)
 
     def visits_back(self, layers: int) -> int:
@@ -166,8 +172,9 @@ class Features:
             self.values[_FORWARD_ROWS] += rows
             self.values[_FORWARD_ATTENTION] += causal_pairs(given, rows)
 
-    def add_training(self, segment: TrainingSegment) -> None:
-        """Adds a window of a micro-batch."""
+    def add_training(self, segment: TrainingSegment, apart: bool = False) -> None:
+        """Adds a window of a micro-batch; beside answers one that goes forward does so `apart` from them, or
+        in their pass."""
         self.trains = True
         values, rows, span, depth = self.values, segment.length, segment.span, segment.layers
         if segment.direction.is_tail:
@@ -176,10 +183,14 @@ class Features:
         part = len(span) / depth
         if segment.direction is Direction.TRAIN_FORWARD:
             visited, whole = (1 << span.last) - (1 << span.first), (1 << depth) - 1
-            self._covered |= visited
-            self._prefilled |= visited
-            values[_FORWARD_LAYERS] = (self._covered & whole).bit_count() / depth + self._fills
-            values[_PREFILL_LAYERS] = (self._prefilled & whole).bit_count() / depth + self._fills
+            if apart and self.answers:
+                self._apart |= visited
+            else:
+                self._covered |= visited
+                self._prefilled |= visited
+            beside = self._fills + self._apart.bit_count() / depth
+            values[_FORWARD_LAYERS] = (self._covered & whole).bit_count() / depth + beside
+            values[_PREFILL_LAYERS] = (self._prefilled & whole).bit_count() / depth + beside
             values[_FORWARD_ROWS] += rows * part
             values[_FORWARD_ATTENTION] += segment.pairs * part
         else:

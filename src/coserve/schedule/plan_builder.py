@@ -92,7 +92,7 @@ class PlanBuilder:
         """Adds a window of a micro-batch."""
         self.batches.append(batch)
         self.training.append(segment)
-        self.trained[batch.base].add_training(segment)
+        self.trained[batch.base].add_training(segment, self.abandons)
 
     def add_update(self, base: str, update: OptimStep) -> None:
         """Adds an optimizer step of a job on a base."""

@@ -37,6 +37,7 @@ from coserve.schedule.utilization import Utilization
 
 _NAP: Final = 0.001  # seconds between two checks of blocked sequences
 _FREE: Final = 1.05  # a step with training that costs nothing takes at most so many times its inference
+_SLICE: Final = 2e-3  # seconds of a slice beside answers, of several layers where these are short
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +305,7 @@ class Scheduler:
         step = BasePlan(
             predicted=builder.predict(self.cost),
             split=builder.split,
-            pausable=self.policy.pausable and builder.split is None and self._pause_saves(builder),
+            slice_layers=self._slice_layers(builder),
             abandons=builder.abandons or not builder.inference,
             pauses=self._pauses,
         )
@@ -334,6 +335,17 @@ class Scheduler:
             swap_in=tuple(moves.back.values()),
             swap_dropped=tuple(moves.dropped),
         )
+
+    def _slice_layers(self, builder: PlanBuilder) -> int:
+        """Layers of a slice of the step's training: as many as an arrival bears to wait for, one where it has
+        the layer under way abandoned, 0 where nothing pauses training."""
+        if not self.policy.pausable or builder.split is not None or not self._pause_saves(builder):
+            return 0
+        layers = max((len(segment.span) for segment in builder.training), default=0)
+        if builder.abandons or not (builder.inference and layers):
+            return 1
+        seconds = builder.predict(self.cost) - self.cost.predict_features(builder.answers)
+        return max(1, min(layers, int(_SLICE * layers / max(seconds, 1e-9))))
 
     def _pause_saves(self, builder: PlanBuilder) -> bool:
         """Tells whether a pause of the step's training would end the step sooner. Forward rows that are

@@ -137,13 +137,7 @@ class TrainingPacker:
         ladder = [most]
         while ladder[-1] > least:
             ladder.append(max(ladder[-1] // 2, least))
-        sizes = list(dict.fromkeys(min(rows, batch.rows_left) for rows in ladder))
-        is_shared = bool(self._builder.inference) and batch.direction is Direction.TRAIN_FORWARD
-        if not (self._allowance.abandons and is_shared):
-            return sizes
-        # Answers share its layers, which are not abandoned: arrivals wait for one of them.
-        longest = self._config.quantum_with_inference
-        return [rows for rows in sizes if self._seconds([batch], rows, 1) <= longest] or sizes[-1:]
+        return list(dict.fromkeys(min(rows, batch.rows_left) for rows in ladder))
 
     def _cheapest(self, batch: MicroBatch, most: int) -> int:
         """Rows, at most `most`, of a window of which arrivals abandon a layer.
@@ -217,7 +211,7 @@ class TrainingPacker:
         """Seconds that a window of each micro-batch would add to the step."""
         features = self._builder.trained.copy()
         for batch in batches:
-            features[batch.base].add_training(self._segment(batch, rows, layers))
+            features[batch.base].add_training(self._segment(batch, rows, layers), self._builder.abandons)
         return self._cost.predict_features(features) - self._before
 
     def _add(self, batch: MicroBatch, rows: int, layers: int) -> None:

@@ -39,8 +39,8 @@ class MachineSettings:
     Keys and values of `cache_tokens` tokens fit. The scheduler's cost model has seen `known` steps of each
     kind when a load begins. `lanes` is the slowdown of inference and of training on half of the machine each,
     which it knows; None is twice, which it does not. `scheduler` are further fields of `SchedulerConfig`; an
-    `interruptible` machine is a server: a request that arrives during a step pauses its training at the next
-    boundary between layers. A pipeline's `stages` are among them; it is not interruptible.
+    `interruptible` machine is a server: a request that arrives during a step pauses its training
+    between two slices. A pipeline's `stages` are among them; it is not interruptible.
     """
 
     cache_tokens: int = 16384

@@ -25,7 +25,7 @@ from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.train.activations import ActivationStore
-from coserve.train.pause import LayerAbandoned, TrainingPause
+from coserve.train.pause import LayerAbandoned
 from coserve.train.shortage import Shortages
 from coserve.train.window import KV, Window
 from coserve.train.window_group import ReplayedRows
@@ -36,41 +36,23 @@ JobWindow = tuple[str, "BackwardWindow"]  # a window, and the job it belongs to
 Leaves = Mapping[int, tuple[Tensor, ...]]  # by stage: the parameters that train, in the graph's dtype
 
 
-def backward_windows(
-    windows: Sequence[JobWindow], max_rows: int, short: Shortages, pause: TrainingPause
+def backward_layers(
+    layers: range,
+    windows: Sequence[JobWindow],
+    max_rows: int,
+    short: Shortages,
+    check: Callable[[], object] = int,
 ) -> None:
-    """Takes windows, each with its job, back through their layers, in groups of at most `max_rows` rows. A
-    job that fails or runs out of memory stops there; other jobs go on. A pause stops all windows, and so does
-    an abandoned layer or one whose weights cannot be read, of which `pause` is told: their spans end at the
-    last layer passed."""
-    if not windows:
-        return
-    base = windows[0][1].backward.store.base
+    """Takes windows, each with its job, back through those of `layers` that they pass, from the top down, in
+    groups of at most `max_rows` rows. A job that fails or runs out of memory stops there; other jobs go on.
+    Where `check` raises LayerAbandoned, or weights cannot be read, windows are as they were above that
+    layer."""
 
-    def go(layer: int) -> bool:
-        try:
-            for group in _groups(layer, windows, max_rows):
-                _backward_group(layer, group, short, pause.check)
-                pause.passed()
-        except LayerAbandoned:
-            is_stopped = True
-        else:
-            is_stopped = pause.is_due
-        if is_stopped:
-            for _, window in windows:
-                window.stop()
-        return not is_stopped
+    def go(layer: int) -> None:
+        for group in _groups(layer, windows, max_rows):
+            _backward_group(layer, group, short, check)
 
-    try:
-        base.chain.backward(max(window.layers.start for _, window in windows), go)
-    except WeightsUnreadable as error:
-        pause.failure = error
-        for _, window in windows:
-            window.stop()
-    for job, window in windows:
-        if job not in short:
-            with short.of(job):
-                window.backward.finish(window)
+    windows[0][1].backward.store.base.chain.backward(layers, go)
 
 
 def _groups(layer: int, windows: Sequence[JobWindow], max_rows: int) -> Iterator[list[JobWindow]]:
@@ -193,7 +175,7 @@ class Backward:
     def finish(self, window: "BackwardWindow") -> None:
         """Stores the window's gradient if layers remain below its span; else continues to the parameters that
         train before the first layer."""
-        if window.span.first > max(self._lowest, 0):
+        if window.passed.first > max(self._lowest, 0):
             self.store.hidden.save_gradient(window.window, window.gradient)
         elif self._lowest == EMBEDDED:
             self._through_embedding(window.window, window.bypasses, window.gradient)
@@ -243,11 +225,12 @@ class BackwardWindow:
     gradient: Tensor
     reached: int | None = None
 
-    def stop(self) -> None:
-        """Ends the window's way at the last layer passed; a window not yet begun gets an empty span."""
+    @property
+    def passed(self) -> Span:
+        """The layers passed so far, and those of the span below all that train."""
         reached = self.span.last if self.reached is None else self.reached
-        if any(below < reached for below in self.layers):
-            self.span = Span(reached, self.span.last)
+        is_through = all(below >= reached for below in self.layers)
+        return self.span if is_through else Span(reached, self.span.last)
 
     def input(self, layer: int) -> Tensor:
         """The layer's input, [1, rows, width], outside of any graph."""

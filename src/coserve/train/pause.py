@@ -1,7 +1,9 @@
-"""Pauses training at the next boundary between two layers, or gives the layer under way up."""
+"""Pauses training between two slices, or gives the layer under way up."""
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from coserve.errors import WeightsUnreadable
 
@@ -12,21 +14,21 @@ class LayerAbandoned(Exception):
 
 
 class TrainingPause:
-    """Stops the training of the step under way at the next boundary between layers.
+    """Stops the training of the step under way between two of its slices.
 
     `ask` and `withdraw` may be called by any thread; the rest belongs to the thread that runs the step. The
-    first layer of a step's training runs, so that arrivals in every step slow training down and never stop
+    first slice of a step's training runs, so that arrivals in every step slow training down and never stop
     it. In a step that `abandons`, the layer under way is given up, the first one too, if the pause is asked
     for during the step: half of a layer is lost on average, where an arrival would wait as long. Of two
-    steps in a row at most one ends without a layer passed. `failure` is what else has stopped the step's
+    steps in a row at most one ends without a slice done. `failure` is what else has stopped the step's
     training.
     """
 
     def __init__(self) -> None:
         self._asked = threading.Event()
         self._obeys = self._abandons = self._has_abandoned = False
-        self._layers = 0
-        self._was_in_vain = False  # the last step that passed no layer
+        self._slices = 0  # done in the step
+        self._was_in_vain = False  # the last step, which did no slice
         self._passed_at = 0.0
         self.lost = 0.0  # seconds of the step's abandoned layer
         self.failure: WeightsUnreadable | None = None
@@ -40,15 +42,26 @@ class TrainingPause:
     def begin(self, pausable: bool, abandons: bool = False) -> None:
         """Begins a step; `pausable` tells whether its training may be stopped, `abandons` whether within a
         layer too."""
-        self._obeys, self._layers, self.lost, self.failure = pausable, 0, 0.0, None
+        self._obeys, self._slices, self.lost, self.failure = pausable, 0, 0.0, None
         self._abandons = pausable and abandons and not self._was_in_vain and not self._asked.is_set()
         self._was_in_vain = self._has_abandoned = False
         self._passed_at = time.perf_counter()
 
     def passed(self) -> None:
-        """Records that a layer, or the tail, is passed."""
-        self._layers += 1
+        """Records that a slice is done, or the pass of windows that share it with answers."""
+        self._slices += 1
         self._passed_at = time.perf_counter()
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Surrounds a slice: training stops behind it where its layer is abandoned, or where weights cannot
+        be read."""
+        try:
+            yield
+        except LayerAbandoned:
+            pass
+        except WeightsUnreadable as error:
+            self.failure = error
 
     def went_on(self) -> None:
         """Records that training goes on after work of others."""
@@ -58,13 +71,13 @@ class TrainingPause:
         """Raises LayerAbandoned where the layer under way is given up. Called between its products, unless
         answers share them."""
         if self._abandons and self._asked.is_set():
-            self._was_in_vain, self._has_abandoned = not self._layers, True
+            self._was_in_vain, self._has_abandoned = not self._slices, True
             self.lost = time.perf_counter() - self._passed_at
             raise LayerAbandoned
 
     @property
     def is_due(self) -> bool:
         """Tells whether training stops here."""
-        if self.failure is not None:
+        if self.failure is not None or self._has_abandoned:
             return True
-        return self._obeys and (self._layers > 0 or self._has_abandoned) and self._asked.is_set()
+        return self._obeys and self._slices > 0 and self._asked.is_set()

@@ -144,11 +144,9 @@ class _Proof:
             for part in (*(self._base.chain.blocks[layer] for layer in self._layers), self._base.chain.ends):
                 visits.enter_context(part.visit(Direction.BACKWARD))
             with torch.enable_grad(), NotedChoices() as noted:
-
-                def passed(layer: int, _: object) -> None:
-                    self._choices[layer], noted.chosen = noted.chosen, []
-
-                self._base.chain.forward(alone, lambda _: (rows, calls), passed)
+                for at in alone:
+                    self._base.chain.forward([at], lambda _: (rows, calls))
+                    self._choices[at.layer], noted.chosen = noted.chosen, []
             found = vjp([at.output for at in alone], list(self._gradients.values()), list(asked.values()))
             of_loss = self._of_loss()
         return {_LOSS: of_loss} | dict(zip(asked, map(_or_zeros, found, asked.values()), strict=True))
@@ -164,13 +162,12 @@ class _Proof:
         span = Span(0, self._base.depth)
         windows = [backward.start(window, span, self._bypasses) for window in self._windows]
 
-        def go(layer: int) -> bool:
+        def go(layer: int) -> None:
             if layer in self._layers:
                 below = [self._through(layer, window) for window in reversed(windows)]
                 gradients[_input_of(layer)] = torch.cat(below[::-1], dim=1)
-            return True
 
-        self._base.chain.backward(self._layers[-1], go)
+        self._base.chain.backward(range(self._layers[-1], -1, -1), go)
         return gradients | {name: _or_zeros(leaf.grad, leaf) for name, leaf in self.parameters().items()}
 
     def _through(self, layer: int, going: BackwardWindow) -> Tensor:

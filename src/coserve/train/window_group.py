@@ -28,13 +28,15 @@ StoredWindow = tuple[ActivationStore, Window]  # a window, and the store of its 
 
 @dataclass(slots=True)
 class ForwardWindow:
-    """A training window that goes forward through `layers`: a `Traveller`."""
+    """A training window that goes forward through `layers`, of which it is through those below `reached`: a
+    `Traveller`."""
 
     layers: range
     store: ActivationStore
     window: Window
     bypasses: Bypasses
     calls: LayerCalls
+    reached: int = 0
 
     def input(self, layer: int) -> Tensor:
         """See `Traveller`."""
@@ -43,15 +45,12 @@ class ForwardWindow:
     def take(self, layer: int, hidden: Tensor) -> None:
         """See `Traveller`."""
         self.store.hidden.save(layer, self.window, hidden[0])
-
-    def stop(self, layer: int) -> None:
-        """Limits the window to layers below `layer`."""
-        self.layers = range(self.layers.start, min(self.layers.stop, layer))
+        self.reached = layer + 1
 
     @property
-    def span(self) -> Span:
-        """The layers passed, once the window has gone forward."""
-        return Span(self.layers.start, self.layers.stop)
+    def passed(self) -> Span:
+        """The layers passed so far."""
+        return Span(self.layers.start, max(self.reached, self.layers.start))
 
 
 class KeptRows:

@@ -16,19 +16,17 @@ from coserve.core.plan import (
     BasePlan,
     BaseResult,
     InferenceSegment,
-    Lane,
     Sampled,
     TokenLogprobs,
     TrainingSegment,
 )
-from coserve.core.sequence import Direction
 from coserve.kernels.native.build import torch_only
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged
 from coserve.model.sample import sample, token_logprobs
 from coserve.train.window_group import ForwardWindow
-from coserve.worker.fused_pass import FusedPass
+from coserve.worker.fused_pass import FusedPass, Traveller
 from coserve.worker.inference import InferenceBatch, adapter_ranges
 from coserve.worker.sampler import Sampler
 from coserve.worker.worker import Worker
@@ -61,22 +59,24 @@ class DeterministicPass(FusedPass):
 
     sampler_type = DeterministicSampler
 
-    def run(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+    def run(
+        self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment]
+    ) -> dict[int, Sampled]:
         """Samples once all rows have passed: where weights cannot be read in a later group or window the
         plan runs again whole, and must find the sequences' newest tokens as they were."""
         passed: list[InferenceBatch] = []
-        for group in _groups(lane.inference):
-            inference = self._inference_rows(group)
-            self.forward([inference], [])
-            passed.append(inference)
-        kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
-        trained = [done for segment in kept for done in self._keep_alone(segment)]
+        for group in _groups(inference):
+            rows = self._inference_rows(group)
+            self.forward([rows])
+            passed.append(rows)
+        if training:
+            self._training.forward_slices(training, self.forward).run_alone(range(self.base.depth))
         found: dict[int, Sampled] = {}
-        for inference in passed:
-            for key, sampled in self.sampler.sample(inference).items():
+        for rows in passed:
+            for key, sampled in self.sampler.sample(rows).items():
                 earlier = found[key].prompt_logprobs if key in found else ()
                 found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
-        return found, trained
+        return found
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         tokens, common = self.table.batch(segments, 0)
@@ -91,7 +91,7 @@ class DeterministicPass(FusedPass):
         early = [ranged for ranged in adapters if ranged[1].touches(self.base.early_sites)]
         return fixed.embed(self.base, tokens, positions, early)
 
-    def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
+    def _compose(self, there: Sequence[Traveller]) -> tuple[FusedRows, LayerCalls]:
         (one,) = there  # windows and groups of rows pass alone
         if isinstance(one, ForwardWindow):
             return super()._compose([one])

@@ -1,7 +1,6 @@
 """The fused pass of a step: all forward rows, of answers and of training, through the layers together."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,12 +11,9 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
 from coserve.attention.paged import PagedBackend
-from coserve.core.plan import InferenceSegment, Lane, Prefix, Sampled, TrainingSegment
-from coserve.core.sequence import Direction
-from coserve.errors import WeightsUnreadable
+from coserve.core.plan import InferenceSegment, Prefix, Sampled, TrainingSegment
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
-from coserve.train.pause import LayerAbandoned
 from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
 from coserve.worker.held import HeldState
@@ -27,10 +23,12 @@ from coserve.worker.sampler import Sampler
 from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.training_passes import TrainingPasses
 
+Traveller = InferenceBatch | ForwardWindow
+
 
 class FusedPass:
-    """Runs the forward rows of a lane, and samples. `offloaded` has the pages that are not on the device;
-    `training` knows the windows, and stops them."""
+    """Takes rows forward, and samples. `offloaded` has the pages that are not on the device; `training` knows
+    the windows."""
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
 
@@ -45,7 +43,7 @@ class FusedPass:
         self.base, self.loaded, self.slot_pools = held.base, held.adapters, held.slot_pools
         self.attention, self.table = attention, table
         self.sampler = self.sampler_type(self.base, self.loaded, table)
-        self._training, self._pause, self._short = training, training.pause, training.short
+        self._training, self._pause = training, training.pause
         self._offloaded = offloaded
         record = self._recorder()
         self._graphs: DecodeGraphs | None = None if record is None else self._made_graphs(record)
@@ -64,23 +62,24 @@ class FusedPass:
         graphs.prepare(self.table.capacity)
         return graphs
 
-    def run(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Runs all forward rows in one fused pass; returns the tokens, and the training that ran.
+    def run(
+        self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment]
+    ) -> dict[int, Sampled]:
+        """Runs rows of sequences and windows that go forward in one pass; returns the tokens.
 
         Where memory runs out inference and each window pass again alone, and overwrite their own results.
         """
-        kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
-        if not (kept or lane.inference):
-            return {}, []
-        if not kept and (decoded := self._replayed(lane.inference)) is not None:
-            return self.sampler.sample(decoded), []
-        own = self._own(lane)
-        trained = self._together(own, kept)
-        if trained is None:
-            own = self._own(lane)
-            self.forward(own, [])
-            trained = [done for segment in kept for done in self._keep_alone(segment)]
-        return (self.sampler.sample(own[0]) if own else {}), trained
+        if not inference:
+            return {}
+        if not training and (decoded := self._replayed(inference)) is not None:
+            return self.sampler.sample(decoded)
+        windows = self._training.forward_slices(training, self.forward)
+        batch = self._inference_rows(inference)
+        if not self._fit([batch, *windows.going]):
+            batch = self._inference_rows(inference)
+            self.forward([batch])
+            windows.run_alone(range(self.base.depth))
+        return self.sampler.sample(batch)
 
     def fill(self, prefix: Prefix) -> None:
         """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their
@@ -92,42 +91,12 @@ class FusedPass:
         for start, count in self._prompt_windows(prefix.rows):
             bypasses = version.virtual.embedded(version.bypasses, start, count)
             first = prefix.tokens - prefix.rows + start
-            self.forward([self._prompt_rows(prefix.pages, first, count, bypasses)], [])
+            self.forward([self._prompt_rows(prefix.pages, first, count, bypasses)])
 
-    def forward(
-        self, batches: Sequence[InferenceBatch], kept: Sequence[TrainingSegment]
-    ) -> list[TrainingSegment]:
-        """Runs all rows through the layers: a window joins at its span's first layer and leaves after its
-        last, at a pause, or where weights cannot be read and no answer waits for them. Returns the windows
-        with the layers they passed."""
-        kept = self._training.by_batch_key(kept)
-        windows = [self._forward_window(segment) for segment in kept]
-        through = 0  # layers that windows have passed
-
-        def stop() -> None:
-            for window in windows:
-                window.stop(through)
-
-        def passed(layer: int, there: Sequence[InferenceBatch | ForwardWindow]) -> None:
-            nonlocal through
-            if isinstance(there[-1], ForwardWindow):
-                through = layer + 1
-                self._pause.passed()
-                if self._pause.is_due:
-                    stop()
-
-        travellers: list[InferenceBatch | ForwardWindow] = [*batches, *windows]
-        try:
-            self.base.chain.forward(travellers, self._compose, passed)
-        except LayerAbandoned:
-            stop()
-        except WeightsUnreadable as error:
-            if batches:
-                raise
-            self._pause.failure = error
-            stop()
-        pairs = zip(kept, windows, strict=True)
-        return [replace(segment, span=window.span) for segment, window in pairs if window.layers]
+    def forward(self, travellers: Sequence[Traveller], layers: range | None = None) -> None:
+        """Runs all rows through layers (None: all of them): a window joins at its span's first layer and
+        leaves after its last."""
+        self.base.chain.forward(travellers, self._compose, layers)
 
     def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
         """(start, count) of each pass of a prompt's rows."""
@@ -166,42 +135,21 @@ class FusedPass:
         part = InferenceRows(self.attention, common, hidden.shape[1])
         layers = range(self.base.depth)
         batch = InferenceBatch((), [1] * len(rows), hidden, part, calls, [], layers, slots)
-        self.forward([batch], [])
+        self.forward([batch])
         return batch.hidden
 
-    def _own(self, lane: Lane) -> list[InferenceBatch]:
-        """The lane's inference rows, if there are any."""
-        return [self._inference_rows(lane.inference)] if lane.inference else []
-
-    def _together(
-        self, batches: Sequence[InferenceBatch], kept: Sequence[TrainingSegment]
-    ) -> list[TrainingSegment] | None:
-        """As `forward`; None where memory runs out, as the cause may be any of the rows."""
+    def _fit(self, travellers: Sequence[Traveller]) -> bool:
+        """As `forward`; False where memory runs out and windows pass as well, as any of them may be the
+        cause."""
         try:
-            return self.forward(batches, kept)
+            self.forward(travellers)
         except (RuntimeError, MemoryError) as error:
-            if not kept or not is_out_of_memory(error):
+            if len(travellers) == 1 or not is_out_of_memory(error):
                 raise
-            return None
+            return False
+        return True
 
-    def _keep_alone(self, segment: TrainingSegment) -> list[TrainingSegment]:
-        """Runs a window forward by itself; returns the part that ran before a pause."""
-        if self._pause.is_due:
-            return []
-        if (job := segment.job) in self._short:
-            return [segment]  # its job has failed
-        trained = [segment]
-        with self._short.of(job):
-            trained = self.forward([], [segment])
-        return trained
-
-    def _forward_window(self, segment: TrainingSegment) -> ForwardWindow:
-        micro_batch, window = self._training.window(segment)
-        layers = range(segment.span.first, segment.span.last)
-        calls = micro_batch.store.calls_for(window)
-        return ForwardWindow(layers, micro_batch.store, window, micro_batch.bypasses(window), calls)
-
-    def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
+    def _compose(self, there: Sequence[Traveller]) -> tuple[FusedRows, LayerCalls]:
         batches = [one for one in there if isinstance(one, InferenceBatch)]
         windows = [one for one in there if isinstance(one, ForwardWindow)]
         parts: list[BatchPart] = [batch.part for batch in batches]

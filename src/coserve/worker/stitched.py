@@ -4,10 +4,9 @@ and the layers of the other."""
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coserve.core.plan import TrainingSegment
 from coserve.model.stitched import Leg, StitchedBase
 from coserve.worker.cuda_graphs import Record
-from coserve.worker.fused_pass import FusedPass
+from coserve.worker.fused_pass import FusedPass, Traveller
 from coserve.worker.inference import InferenceBatch
 from coserve.worker.worker import Worker
 
@@ -17,18 +16,15 @@ class StitchedPass(FusedPass):
 
     legs: Sequence[FusedPass] = ()
 
-    def forward(
-        self, batches: Sequence[InferenceBatch], kept: Sequence[TrainingSegment]
-    ) -> list[TrainingSegment]:
+    def forward(self, travellers: Sequence[Traveller], layers: range | None = None) -> None:
         """See `FusedPass`."""
-        assert not kept, "nothing trains on a chain of two bases"
         assert isinstance(self.base, StitchedBase)
         first, second = zip(self.base.legs, self.legs, strict=True)
-        for batch in batches:
+        for batch in travellers:
+            assert isinstance(batch, InferenceBatch), "nothing trains on a chain of two bases"
             _pass(batch, *first)
             batch.hidden = self.base.stitch.forward(batch.hidden)
             _pass(batch, *second)
-        return []
 
     def _recorder(self) -> Record | None:
         return None  # the passes are those of the two bases
@@ -38,7 +34,7 @@ def _pass(batch: InferenceBatch, leg: Leg, own: FusedPass) -> None:
     """Takes rows through a leg, and leaves its output in `batch`."""
     batch.part.shift = leg.shift
     rows = replace(batch, calls=leg.calls(batch.calls), layers=leg.layers)
-    own.forward([rows], [])
+    own.forward([rows])
     batch.hidden = rows.hidden
 
 

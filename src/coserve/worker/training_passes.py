@@ -1,52 +1,52 @@
-"""Training segments behind a step's forward pass: through the tail, back through layers, optimizer steps."""
+"""A step's training: windows in slices forward, through the tail and back, and optimizer steps."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-from coserve.core.plan import Lane, MicroBatchOutput, OptimStep, TrainingSegment, Updated
+from coserve.core.plan import MicroBatchOutput, OptimStep, TrainingSegment, Updated
 from coserve.core.sequence import Direction
-from coserve.errors import CoserveError, LossNotFinite, WeightsUnreadable
-from coserve.train.backward import BackwardWindow, backward_windows
+from coserve.errors import CoserveError, LossNotFinite
+from coserve.train.backward import BackwardWindow
 from coserve.train.micro_batch import MicroBatchState
 from coserve.train.pause import TrainingPause
 from coserve.train.session import TrainingSession
 from coserve.train.shortage import Shortages
 from coserve.train.updating import update_all
 from coserve.train.window import Window
+from coserve.train.window_group import ForwardWindow
 from coserve.worker.held import HeldState
+from coserve.worker.slices import BackwardSlices, ForwardSlices, Sliced, TailSlice, run_slices
+
+Forward = Callable[[Sequence[ForwardWindow], range], object]  # takes windows through layers
+W = TypeVar("W", ForwardWindow, BackwardWindow)
 
 
 class TrainingPasses:
-    """Runs windows of a device's sessions through the tail and back, and takes optimizer steps.
+    """Runs windows of a device's sessions in slices, and takes optimizer steps. Windows go forward `together`
+    or each by itself.
 
     `short` are the jobs whose rows have failed since they were last asked for, `pause` stops the step's
-    training between two layers.
+    training between two slices.
     """
 
-    def __init__(self, held: HeldState) -> None:
-        self.sessions, self._held = held.sessions, held
+    def __init__(self, held: HeldState, together: bool = True) -> None:
+        self.sessions, self._held, self._together = held.sessions, held, together
         self.short = Shortages(held.drop_activations)
         self.pause = TrainingPause()
 
-    def run(self, lane: Lane) -> list[TrainingSegment]:
-        """Takes windows through the tail, then others back through layers; returns the segments that ran."""
-        trained: list[TrainingSegment] = []
+    def run(
+        self, segments: Sequence[TrainingSegment], layers: int, forward: Forward
+    ) -> list[TrainingSegment]:
+        """Runs segments in slices of so many layers: windows forward (which `forward` takes through layers),
+        then through the tail, then back. Returns them with the layers passed before a pause."""
         self.pause.went_on()
-        for segment in lane.training:
-            if segment.direction.is_tail and not self.pause.is_due:
-                try:
-                    if (job := segment.job) not in self.short:
-                        with self.short.of(job):
-                            self._through_tail(segment)
-                except WeightsUnreadable as error:
-                    self.pause.failure = error
-                    return trained
-                self.pause.passed()
-                trained.append(segment)
-        if self.pause.is_due:
-            return trained
-        backward = [segment for segment in lane.training if segment.direction is Direction.BACKWARD]
-        return trained + self._backward(backward)
+        done = run_slices(self._ways(segments, forward), layers, self.pause)
+        for segment in done:
+            is_last = segment.direction is Direction.BACKWARD and segment.start == segment.span.first == 0
+            if is_last and segment.job not in self.short:
+                self.sessions[segment.job].micro_batches[segment.key].finish()
+        failed = [segment for segment in segments if segment.job in self.short]  # nothing of them is left
+        return [segment for segment in done if segment.job not in self.short] + failed
 
     def update(self, updates: Sequence[OptimStep]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}
@@ -79,36 +79,53 @@ class TrainingPasses:
                     found[segment.key] = session.take_output(segment.key)
         return found
 
-    def window(self, segment: TrainingSegment) -> tuple[MicroBatchState, Window]:
+    def forward_slices(self, segments: Sequence[TrainingSegment], forward: Forward) -> ForwardSlices:
+        """Windows that go forward together."""
+        return ForwardSlices(self._windows(segments, _forward_window), forward, self.short)
+
+    def _ways(self, segments: Sequence[TrainingSegment], forward: Forward) -> Iterator[Sliced]:
+        there = [segment for segment in segments if segment.direction is Direction.TRAIN_FORWARD]
+        for group in [there] if self._together else [[segment] for segment in there]:
+            if group:
+                yield self.forward_slices(group, forward)
+        for segment in segments:
+            if segment.direction.is_tail:
+                yield TailSlice(segment, self._through_tail, self.short)
+        if back := [segment for segment in segments if segment.direction is Direction.BACKWARD]:
+            windows, rows = self._windows(back, _backward_window), self._held.window_group_rows
+            yield BackwardSlices(windows, rows, self.short, self.pause.check)
+
+    def _windows(
+        self,
+        segments: Sequence[TrainingSegment],
+        make: Callable[[TrainingSegment, MicroBatchState, Window], W],
+    ) -> dict[TrainingSegment, W]:
+        """Windows on their way, those of sessions with the same `batch_key` side by side."""
+        found: dict[TrainingSegment, W] = {}
+        for segment in sorted(segments, key=lambda segment: self.sessions[segment.job].batch_key):
+            if segment.job not in self.short:
+                with self.short.of(segment.job):
+                    found[segment] = make(segment, *self._window(segment))
+        return found
+
+    def _window(self, segment: TrainingSegment) -> tuple[MicroBatchState, Window]:
         micro_batch = self.sessions[segment.job].micro_batches[segment.key]
         return micro_batch, micro_batch.store.window(segment.start, segment.length)
 
-    def by_batch_key(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
-        """Sorts segments by their session's `batch_key`, stably."""
-        return sorted(segments, key=lambda segment: self.sessions[segment.job].batch_key)
-
     def _through_tail(self, segment: TrainingSegment) -> None:
-        micro_batch, window = self.window(segment)
+        micro_batch, window = self._window(segment)
         tail, bypasses = micro_batch.tail, micro_batch.bypasses(window)
         (tail.logprobs if segment.direction is Direction.LOGPROBS else tail.loss)(window, bypasses)
         if micro_batch.start.forward_only and window.span.stop == micro_batch.store.rows:
             micro_batch.finish()
 
-    def _backward(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
-        """Takes windows back through layers; returns them with the layers they passed before a pause."""
-        windows: list[tuple[TrainingSegment, BackwardWindow]] = []
-        for segment in self.by_batch_key(segments):
-            if (job := segment.job) not in self.short:
-                with self.short.of(job):
-                    micro_batch, window = self.window(segment)
-                    bypasses = micro_batch.bypasses(window)
-                    windows.append((segment, micro_batch.backward.start(window, segment.span, bypasses)))
-        of_jobs = [(segment.job, window) for segment, window in windows]
-        backward_windows(of_jobs, self._held.window_group_rows, self.short, self.pause)
-        trained = [replace(segment, span=window.span) for segment, window in windows if len(window.span)]
-        failed = [segment for segment in segments if segment.job in self.short]
-        trained = [segment for segment in trained if segment.job not in self.short]
-        for segment in trained:
-            if segment.start == 0 and segment.span.first == 0:
-                self.sessions[segment.job].micro_batches[segment.key].finish()
-        return trained + failed
+
+def _forward_window(segment: TrainingSegment, micro_batch: MicroBatchState, window: Window) -> ForwardWindow:
+    layers, calls = range(segment.span.first, segment.span.last), micro_batch.store.calls_for(window)
+    return ForwardWindow(layers, micro_batch.store, window, micro_batch.bypasses(window), calls)
+
+
+def _backward_window(
+    segment: TrainingSegment, micro_batch: MicroBatchState, window: Window
+) -> BackwardWindow:
+    return micro_batch.backward.start(window, segment.span, micro_batch.bypasses(window))

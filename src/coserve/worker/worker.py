@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -22,7 +23,6 @@ from coserve.core.plan import (
     TrainingSegment,
     WeightReads,
 )
-from coserve.core.sequence import Direction
 from coserve.executors.executor import CloseSession, Command, ExecutorSpec, R, RestartStep
 from coserve.model.base import Base
 from coserve.model.together import linears_together
@@ -83,7 +83,7 @@ class Worker:
         self._has_lanes = not base.makes_calls  # whether lanes may be side by side
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
-        self._training = TrainingPasses(self.held)
+        self._training = TrainingPasses(self.held, together=not self.is_deterministic)
         self._pause, self._short = self._training.pause, self._training.short
         self.fused = self.pass_type(self.held, attention, table, self._training, self._offloaded)
         self._prove()
@@ -162,7 +162,8 @@ class Worker:
             self._begin(plan)
             self._begun = plan
         with self._threads_for(plan):
-            sampled, trained, is_paused, lanes = self._lanes.run(plan.lanes, self._run_lane, is_again)
+            work = partial(self._run_lane, plan.slice_layers)
+            sampled, trained, is_paused, lanes = self._lanes.run(plan.lanes, work, is_again)
         if (failure := self._pause.failure) is not None:
             if not plan.inference and not trained and plan.split is None:  # the plan is as if it had not run
                 raise failure
@@ -234,10 +235,9 @@ class Worker:
         self._pause.withdraw()
 
     @torch.no_grad()  # a setting of the thread, and lanes have their own
-    def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Returns the tokens, and the training that ran."""
-        sampled, kept = self.fused.run(lane)
-        forward = {segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD}
-        if not forward <= {*kept}:  # stopped
-            return sampled, kept
-        return sampled, kept + self._training.run(lane)
+    def _run_lane(self, layers: int, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """Runs a pass and slices of so many layers; returns the tokens, and the training that ran."""
+        sampled = self.fused.run(lane.inference, lane.fused)
+        if lane.fused:
+            self._pause.passed()
+        return sampled, [*lane.fused, *self._training.run(lane.sliced, layers, self.fused.forward)]

@@ -126,7 +126,7 @@ def test_a_layer_abandoned_at_any_product_leaves_weights_the_same(
     keep: str, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward, in the layer's second run and on its way back; windows end within examples. Beside answers
-    that bear it as well, but no layer that they share."""
+    that bear it as well, as they share no layer of such a step."""
     cuts = {"max_training_rows": 20, "min_training_rows": 20}
     whole, given_up = Watched(**cuts), Watched(**cuts)
     settings = replace(SETTINGS, keep=SavePolicy(keep))
@@ -150,14 +150,13 @@ def test_a_layer_abandoned_at_any_product_leaves_weights_the_same(
     answers = [it.ask_patiently() for it in (whole, given_up) if beside]
     monkeypatch.setattr(TrainingPause, "check", check)
     found = given_up.train(1, settings)
-    assert min(where[at] for at in ("again", "back")) > 2, where
-    assert beside or where["forward"] > 2, where
+    assert min(where[at] for at in ("forward", "again", "back")) > 2, where
     if beside:
         whole.engine.run()
         assert answers[0].tokens == answers[1].tokens
         shared = [(p, r) for p, r in given_up.steps if p.inference and p.training]
         cut = {s.direction for plan, result in shared for s in {*plan.training} - {*result.trained}}
-        assert shared and cut == {Direction.BACKWARD}, "no layer that answers share"
+        assert shared and cut >= {Direction.TRAIN_FORWARD, Direction.BACKWARD}
     assert set(given_up.passed().values()) == {1}
     for name, weight in expected.items():
         error = float((found[name] - weight).norm() / weight.norm())
@@ -234,7 +233,7 @@ def test_only_the_steps_under_way_when_somebody_came_are_short() -> None:
     pause = TrainingPause()
     executor.pause_training, executor.resume_training = pause.ask, pause.withdraw  # type: ignore[method-assign]
     arrivals = Arrivals(executor)
-    pause.begin(pausable=True)
+    pause.begin(True)
     assert not pause.is_due
     arrivals.announce()
     assert not pause.is_due, "a layer runs first"
@@ -255,7 +254,7 @@ def test_who_bears_the_step_does_not_stop_it() -> None:
     executor, pause = ScriptedExecutor(16), TrainingPause()
     executor.pause_training, executor.resume_training = pause.ask, pause.withdraw  # type: ignore[method-assign]
     arrivals = Arrivals(executor)
-    pause.begin(pausable=True)
+    pause.begin(True)
     pause.passed()
     with arrivals.arriving(presses=False):
         assert not pause.is_due and not arrivals.before_step()

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,9 @@ from coserve.train.micro_batch import MicroBatchState
 from coserve.train.save_policy import SavePolicy
 from coserve.train.session import TrainingSession
 from coserve.train.tail import Tail
+from coserve.train.window_group import ForwardWindow
+from coserve.worker.fused_pass import Traveller
+from coserve.worker.inference import InferenceBatch
 from models import tiny
 
 pytestmark = pytest.mark.local
@@ -126,7 +129,7 @@ def test_a_job_that_runs_out_tries_again_with_less(
 ) -> None:
     """The job learns the same: gradients are only added up in other pieces."""
     engine = make_engine()
-    allocator = Allocator("two", times=2 if where in ("store", "kept") else 1)
+    allocator = Allocator("two", times=2 if where == "kept" else 1)
     with failing(monkeypatch, engine, where, allocator):
         answer, jobs = ask(engine), [start(engine, name) for name in ("one", "two")]
         reserved = engine.memory.ledger.of("job two")
@@ -197,12 +200,14 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
     together: list[int] = []
     real = engine.executor.worker.fused.forward
 
-    def forward(batches: Any, kept: Any) -> Any:
-        jobs = {segment.job for segment in kept}
-        together.append(len(jobs) + len(batches))
-        if "two" in jobs:
-            raise RuntimeError(WORDS)
-        return real(batches, kept)
+    def forward(travellers: Sequence[Traveller], layers: range | None = None) -> None:
+        windows = [one for one in travellers if isinstance(one, ForwardWindow)]
+        together.append(len(travellers))
+        for session in engine.executor.worker.sessions.values():
+            stores = [batch.store for batch in session.micro_batches.values()]
+            if session.job == "two" and any(window.store in stores for window in windows):
+                raise RuntimeError(WORDS)
+        real(travellers, layers)
 
     ask(engine)
     jobs = [start(engine, name) for name in ("one", "two")]
@@ -220,11 +225,12 @@ def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch
     again: list[int] = []
     real = engine.executor.worker.fused.forward
 
-    def forward(batches: Any, kept: Any) -> Any:
-        if batches and kept:
+    def forward(travellers: Sequence[Traveller], layers: range | None = None) -> None:
+        batches = [one for one in travellers if isinstance(one, InferenceBatch)]
+        if batches and len(travellers) > len(batches):
             again.append(sum(len(segment.new_pages) for batch in batches for segment in batch.segments))
             raise RuntimeError(WORDS)
-        return real(batches, kept)
+        real(travellers, layers)
 
     answers = [engine.generate(prompt, sampling=params) for prompt in prompts]
     start(engine, "one")

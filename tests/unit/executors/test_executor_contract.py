@@ -243,13 +243,14 @@ def begin(executor: Executor) -> str:
     return job
 
 
-def steps(batch: MicroBatch, cut: int, pausable: bool) -> Iterator[BasePlan]:
+def steps(batch: MicroBatch, cut: int, slice_layers: int) -> Iterator[BasePlan]:
     """Plans that send a micro-batch there and back, a window each; it is told what came of each."""
     while not batch.done:
         start, rows = batch.next_window(cut)
         span = batch.next_span(batch.layers)
         segment = training_segment(batch, start, rows, batch.direction, span)
-        yield BasePlan(training=(segment,), micro_batches=announce_batches([batch]), pausable=pausable)
+        batches = announce_batches([batch])
+        yield BasePlan(training=(segment,), micro_batches=batches, slice_layers=slice_layers)
 
 
 def run(executor: Executor, plan: BasePlan) -> BaseResult:
@@ -259,9 +260,9 @@ def run(executor: Executor, plan: BasePlan) -> BaseResult:
     return result
 
 
-def travel(executor: Executor, batch: MicroBatch, cut: int, pausable: bool = False) -> list[BaseResult]:
+def travel(executor: Executor, batch: MicroBatch, cut: int, slice_layers: int = 0) -> list[BaseResult]:
     results = []
-    for plan in steps(batch, cut, pausable):
+    for plan in steps(batch, cut, slice_layers):
         results.append(run(executor, plan))
         for segment in results[-1].trained:
             batch.advance(segment.start, segment.length, segment.span)
@@ -282,16 +283,16 @@ def passed(segments: Iterator[TrainingSegment]) -> Counter[tuple[Direction, int,
 def test_training_that_is_paused_comes_back_and_nothing_runs_twice(
     executor: Executor, draws: Random, pauses: bool
 ) -> None:
-    job = begin(executor)
+    job, layers = begin(executor), draws.choice([1, 2])
     batch = micro_batch(executor, draws, job)
     if pauses:
         executor.pause_training()
     try:
-        results = travel(executor, batch, cut=draws.choice([5, 12]), pausable=True)
+        results = travel(executor, batch, cut=draws.choice([5, 12]), slice_layers=layers)
     finally:
         executor.resume_training()
     spans = [len(segment.span) for result in results for segment in result.trained]
-    assert max(spans) == (1 if pauses else batch.layers), "a pause leaves each step its first layer"
+    assert max(spans) == (layers if pauses else batch.layers), "a pause leaves each step its first slice"
     rows, ways = range(batch.length), (Direction.TRAIN_FORWARD, Direction.BACKWARD)
     wanted = Counter((way, row, layer) for way in ways for row in rows for layer in range(batch.layers))
     wanted += Counter((Direction.LOSS, row, batch.layers) for row in rows)
@@ -302,7 +303,7 @@ def test_training_that_is_paused_comes_back_and_nothing_runs_twice(
 def test_what_was_planned_before_a_pause_was_known_trains_nothing(executor: Executor, draws: Random) -> None:
     """It goes on from where nothing has come; its answers run all the same, and the next plan trains."""
     batch, one = micro_batch(executor, draws, begin(executor)), sequence(draws)
-    first = next(steps(batch, 12, pausable=True))
+    first = next(steps(batch, 12, slice_layers=1))
     (forward,) = first.training
     executor.pause_training()
     tail = training_segment(batch, 0, 12, Direction.LOSS, Span(batch.layers, batch.layers + 1))
@@ -338,7 +339,7 @@ def test_a_pause_is_over_once_it_is_withdrawn(executor: Executor, draws: Random)
         executor.pause_training()
         executor.resume_training()
         batch = micro_batch(executor, draws, job)
-        plan = next(steps(batch, 12, pausable=True))
+        plan = next(steps(batch, 12, slice_layers=1))
         (segment,) = run(executor, plan).trained
         assert len(segment.span) == batch.layers
         executor.run(BasePlan(released=(batch.key,)))

@@ -87,17 +87,20 @@ def test_a_window_that_may_not_be_cut_stays_whole_or_waits(direction: Direction,
 
 
 @pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.BACKWARD])
-def test_a_layer_that_answers_share_is_one_that_arrivals_can_wait_for(direction: Direction) -> None:
-    """They cannot abandon it, as they do others."""
-    batch = micro_batch(4096, direction)
-    layer = added(fill(batch, 0.0, rows=256, minimum=INFINITE, cut=False))
-    for most, rows in ((INFINITE, 2048), (1.001 * layer, 256), (0.999 * layer, 128), (0.0, 32)):
-        for abandons, inference in product((False, True), repeat=2):
-            it, config = builder(inference), replace(CONFIG, quantum_with_inference=most)
-            TrainingPacker(it, Allowance(60.0, 2048, abandons=abandons), step_costs(), config).window(batch)
-            (window,) = it.training
-            is_shared = direction is Direction.TRAIN_FORWARD and abandons and inference
-            assert (window.length, len(window.span)) == (rows if is_shared else 2048, DEPTH)
+def test_windows_that_arrivals_abandon_are_as_large_beside_answers_as_alone(direction: Direction) -> None:
+    """Beside answers they go forward apart from them, and read the weights again."""
+    batch, seconds = micro_batch(4096, direction), {}
+    for abandons, inference in product((False, True), repeat=2):
+        it = builder(inference)
+        it.abandons, before = abandons, it.predict(step_costs())
+        TrainingPacker(it, Allowance(60.0, 2048, abandons=abandons), step_costs(), CONFIG).window(batch)
+        (window,) = it.training
+        assert (window.length, len(window.span)) == (2048, DEPTH)
+        seconds[abandons, inference] = it.predict(step_costs()) - before
+    shares = direction is Direction.TRAIN_FORWARD
+    assert seconds[True, True] == pytest.approx(seconds[True, False])
+    assert seconds[False, False] == pytest.approx(seconds[True, False])
+    assert (seconds[False, True] < 0.999 * seconds[True, True]) is shares
 
 
 def test_a_loss_may_be_cut_always() -> None:

@@ -95,7 +95,7 @@ class Policy(ABC):
 
     Each step calls `holds`, then `admit` unless it holds, then `allow` if there is a job. `whole`: a window
     may be a whole micro-batch of any length, which takes more memory. `pausable`: an arriving request pauses
-    training under way at the next boundary between layers. `splits`: training always has a lane of its own.
+    training under way behind its present slice. `splits`: training always has a lane of its own.
     """
 
     whole = False
