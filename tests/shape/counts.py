@@ -118,8 +118,8 @@ def counted() -> list[Count]:
     widest = collaborators()
     present = {made.name for made in classes()}
     return [
-        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 32_630, 28_000),
-        Count("lines of the package", lines(), 93_267, 82_000),
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 32_631, 28_000),
+        Count("lines of the package", lines(), 93_268, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("types of a request", len(present.intersection(REQUESTS)), 9, 4),

@@ -176,12 +176,13 @@ class SwapIn:
 @dataclass(frozen=True, slots=True)
 class Lane:
     """Work that runs on a `share` (up to 1) of the machine: a pass of inference rows and of the windows that
-    are `fused` with them, then the `sliced` ones."""
+    are `fused` with them, then the `sliced` ones, in slices of `slice_layers` layers."""
 
     share: float
     inference: tuple[InferenceSegment, ...]
     sliced: tuple[TrainingSegment, ...]
     fused: tuple[TrainingSegment, ...] = ()
+    slice_layers: int = 0
 
     @property
     def training(self) -> tuple[TrainingSegment, ...]:
@@ -234,8 +235,9 @@ class BasePlan:
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes that run side by side."""
         if self.split is None:
-            sliced = tuple(segment for segment in self.training if segment not in self.fused)
-            return (Lane(1.0, self.inference, sliced, self.fused),)
+            fused = self.fused
+            sliced = tuple(segment for segment in self.training if segment not in fused)
+            return (Lane(1.0, self.inference, sliced, fused, self.slice_layers),)
         return Lane(self.split, self.inference, ()), Lane(1 - self.split, (), self.training)
 
     @property

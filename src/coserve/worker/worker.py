@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -162,8 +161,7 @@ class Worker:
             self._begin(plan)
             self._begun = plan
         with self._threads_for(plan):
-            work = partial(self._run_lane, plan.slice_layers)
-            sampled, trained, is_paused, lanes = self._lanes.run(plan.lanes, work, is_again)
+            sampled, trained, is_paused, lanes = self._lanes.run(plan.lanes, self._run_lane, is_again)
         if (failure := self._pause.failure) is not None:
             if not plan.inference and not trained and plan.split is None:  # the plan is as if it had not run
                 raise failure
@@ -235,9 +233,10 @@ class Worker:
         self._pause.withdraw()
 
     @torch.no_grad()  # a setting of the thread, and lanes have their own
-    def _run_lane(self, layers: int, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Runs a pass and slices of so many layers; returns the tokens, and the training that ran."""
+    def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """Runs a pass, then slices; returns the tokens, and the training that ran."""
         sampled = self.fused.run(lane.inference, lane.fused)
         if lane.fused:
             self._pause.passed()
-        return sampled, [*lane.fused, *self._training.run(lane.sliced, layers, self.fused.forward)]
+        sliced = self._training.run(lane.sliced, lane.slice_layers, self.fused.forward)
+        return sampled, [*lane.fused, *sliced]
