@@ -1,5 +1,7 @@
 """Several bases in one engine: what each refuses, their names, one ledger and one line of jobs."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 
 from bases import WIDE, two_engines, wide_model
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.core.plan import Updated
 from coserve.errors import (
     AdapterError,
     AdapterMismatch,
@@ -217,3 +220,34 @@ def test_training_sessions_on_both(engines: tuple[Engine, Engine]) -> None:
     assert all(tokens(one, client.adapter) for one, client in zip(engines, clients, strict=True))
     for client in clients:
         client.close()
+
+
+def test_a_step_goes_to_the_host_of_each_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a base has published, its changes of chain, and the smallest window that any of them bears."""
+    engines = two_engines(cache_tokens=256)
+    published, advanced = Counter[str](), Counter[str]()
+
+    def watch(one: Engine) -> None:
+        publish, advance = one.adapters.publish, one.changes.advance
+
+        def noted(updates: Iterable[Updated]) -> None:
+            told = list(updates)
+            published.update(f"{one.base_id} has {updated.version}" for updated in told)
+            publish(told)
+
+        def advanced_by(now: float) -> None:
+            advanced[one.base_id] += 1
+            advance(now)
+
+        monkeypatch.setattr(one.adapters, "publish", noted)
+        monkeypatch.setattr(one.changes, "advance", advanced_by)
+
+    for number, one in enumerate(engines):
+        watch(one)
+        monkeypatch.setattr(one.training.admission, "window_rows", lambda rows=70 - number: rows)
+        one.finetune(DATA, f"adapter {number}", LORA, SETTINGS)
+    engines[0].run()
+    wanted = {f"{one.base_id} has adapter {n}@{s}" for n, one in enumerate(engines) for s in (1, 2)}
+    assert published == Counter(dict.fromkeys(wanted, 1))
+    assert advanced["base"] == advanced[WIDE] > 3
+    assert engines[0].scheduler.window_rows == 69
