@@ -26,3 +26,18 @@ def test_collaborators_are_objects_that_act() -> None:
     names = [counts.names_in(one.annotation) for one in function.args.args]
     assert [bool(actors & one) for one in names] == [True, False, True, False, False]
     assert "Scheduler" in counts.names_in(ast.parse("'Scheduler'", mode="eval"))
+
+
+def test_methods_that_share_nothing_are_told_apart() -> None:
+    """Directly or through others."""
+    source = """class Both:
+        def __init__(self): self.a = self.b = self.c = 0
+        def one(self): return self.a
+        def two(self): return self.three()
+        def three(self): return self.a
+        def four(self): return self.b
+        def five(self): return self.b + self.c
+        def alone(self): return self.d"""
+    made = ast.parse(source).body[0]
+    assert isinstance(made, ast.ClassDef)
+    assert counts.unrelated(made) == [{"one", "two", "three"}, {"four", "five"}]

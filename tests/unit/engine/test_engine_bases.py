@@ -223,7 +223,7 @@ def test_training_sessions_on_both(engines: tuple[Engine, Engine]) -> None:
 
 
 def test_a_step_goes_to_the_host_of_each_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a base has published, its changes of chain, and the smallest window that any of them bears."""
+    """Versions that it has published and its changes of chain; no window is larger than any of them bears."""
     engines = two_engines(cache_tokens=256)
     published, advanced = Counter[str](), Counter[str]()
 
