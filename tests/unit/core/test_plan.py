@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from coserve.core.plan import BasePlan, Lane, OptimStep
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
@@ -8,9 +10,15 @@ TRAINING = training_segment(MicroBatch(2, "job", "a@0", (8,), 2), 0, 8, Directio
 
 
 def test_one_lane_has_all_the_machine() -> None:
-    plan = BasePlan((ANSWER,), (TRAINING,))
-    assert plan.lanes == (Lane(1.0, (ANSWER,), (TRAINING,)),)
+    """Windows forward share the pass of answers, but for those that arrivals abandon."""
+    back = replace(TRAINING, direction=Direction.BACKWARD)
+    plan = BasePlan((ANSWER,), (back, TRAINING), slice_layers=2)
+    assert plan.lanes == (Lane(1.0, (ANSWER,), (back,), (TRAINING,), 2),)
     assert plan.is_fused
+    (lane,) = replace(plan, abandons=True).lanes
+    assert (lane.fused, lane.sliced, lane.training) == ((), (back, TRAINING), (back, TRAINING))
+    (lane,) = replace(plan, inference=()).lanes
+    assert (lane.fused, lane.sliced) == ((), (back, TRAINING))
 
 
 def test_two_lanes_share_it_out() -> None:

@@ -110,7 +110,7 @@ def test_a_command_that_fails_gets_a_fault(
 def test_a_request_that_fails_gets_a_fault(
     error: BaseException, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk.engine, "generate", raising(error))
+    monkeypatch.setattr(desk.engine, "submit", raising(error))
     desk.send(ask("a"))
     assert [token.fault.kind for token in desk.tokens if token.fault] == ["InternalError"]
 

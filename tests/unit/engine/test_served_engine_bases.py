@@ -1,6 +1,7 @@
 """Commands of a server for an engine of several bases reach the right one."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from coserve.wire.messages import (
     SaveTraining,
     SessionCommand,
     StepOptimizer,
+    Submit,
 )
 from desk import HELLO, Desk, ask, job, write_data
 from models import tiny, with_lora
@@ -78,8 +80,8 @@ def test_a_chain_of_two_bases_is_an_alternative_and_goes_on(tmp_path: Path) -> N
     sampling = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
     expected = chain.generate((5, 6), sampling=sampling).result().tokens
     desk.send(ask("first", adapter=CHAIN, base=WIDE))
-    allowed = ask("second", base=WIDE)
-    desk.send(msgspec.structs.replace(allowed, alternatives=(CHAIN,)))
+    allowed = replace(ask("second", base=WIDE).request, alternatives=(CHAIN,))
+    desk.send(Submit(allowed))
     rest = msgspec.structs.replace(ask("third", adapter=CHAIN, base=WIDE), continued=tuple(expected[:1]))
     desk.send(rest, ask("lost", adapter="other@2", base=WIDE))
     for name in ("first", "second", "third"):
@@ -116,7 +118,7 @@ def test_grammars_are_compiled_for_their_base() -> None:
     desk = Desk(engine=engine)
     sampling = SamplingParams(max_tokens=9, seed=1, grammar=GRAMMAR)
     for base in ("base", WIDE):
-        desk.send(msgspec.structs.replace(ask(f"g{base}", base=base), sampling=sampling))
+        desk.send(Submit(replace(ask(f"g{base}", base=base).request, sampling=sampling)))
     for base in ("base", WIDE):
         run(desk, f"g{base}")
         text = desk.engine.text

@@ -7,26 +7,23 @@ import pytest
 from coserve.core.plan import BasePlan, BaseResult, SwapIn, SwapOut
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
-from coserve.schedule.cost import CostModel
 from coserve.schedule.offloading import Offloading
 from coserve.schedule.swap_tier import Rate, SwapCopies, SwapTier
-from coserve.schedule.swapping import Swapping
 
 
 def test_an_offloaded_sequence_has_all_its_pages_from_one_account_of_bytes() -> None:
-    """A page there takes the bytes of a part of a copy's, or of several; all are taken or none."""
+    """Copies have the rest of the bytes; all pages of a sequence are taken or none."""
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     draw, entered, refused = random.Random(seed), 0, 0
     for _ in range(40):
-        size, first, pages, copies = (
-            draw.randint(1, 5),
-            draw.choice([0, 50]),
-            draw.randint(4, 30),
-            draw.randint(4, 60),
-        )
-        swapping = Swapping(CostModel(), copies)
-        offloading = Offloading(swapping, first, pages, size)
+        size, first, pages = draw.randint(1, 5), draw.choice([0, 50]), draw.randint(4, 30)
+        tier = SwapTier(pages * draw.randint(1, 9) + draw.randrange(pages))
+        copies = SwapCopies(tier, 1000, 1)
+        copied = draw.randint(0, tier.nbytes // 2)
+        if copied:
+            copies.add((0,) * copied)
+        offloading = Offloading(tier, first, pages, size)
         there = dict[int, tuple[Sequence, int, int]]()  # with its pages, and those of copies
         for key in range(40):
             if there and draw.random() < 0.4:
@@ -36,17 +33,17 @@ def test_an_offloaded_sequence_has_all_its_pages_from_one_account_of_bytes() -> 
             one = Sequence(key, Request("r", (1,) * prompt, sampling), offloaded=True)
             tokens = prompt + sampling.max_tokens - 1
             needed = next(n for n in range(100) if n * size >= tokens)
-            share = next(n for n in range(1000) if n * pages >= needed * copies)
+            share = needed * (tier.nbytes // pages)
             assert (offloading.refusal(one.request, tokens) == "") is (needed <= pages)
             assert (sampling.max_tokens <= offloading.room(prompt)) is (tokens <= pages * size)
             taken, bytes_ = sum(n for _, n, _ in there.values()), sum(n for _, _, n in there.values())
-            has_room = needed <= pages - taken and share <= copies - bytes_
+            has_room = needed <= pages - taken and share <= tier.nbytes - copied - bytes_
             assert offloading.enter(one) is has_room
             entered, refused = entered + has_room, refused + (not has_room)
             if has_room:
                 there[key] = one, needed, share
             assert offloading.used == sum(n for _, n, _ in there.values())
-            assert swapping.copies.used == sum(n for _, _, n in there.values())
+            assert tier.used == copied + sum(n for _, _, n in there.values())
             held = [page for sequence, _, _ in there.values() for page in sequence.pages]
             assert len({*held}) == len(held) == offloading.used and {*held} <= {*range(first, first + pages)}
     assert entered > 50 and refused > 50

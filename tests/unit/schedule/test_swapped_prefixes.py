@@ -38,7 +38,7 @@ def test_the_least_recently_used_copies_make_room_for_others() -> None:
                 used = [*(one for one in used if one not in names), *names]
             elif held < room - 1:  # a preempted sequence has a page
                 assert swapping.copies.make_room(1)
-                swapping.copies.use(1)
+                swapping.copies.add((0,))
                 held += 1
                 used = used[max(len(used) + held - room, 0) :]
             assert [b"%d" % one for one in range(12) if b"%d" % one in prefixes] == sorted(used, key=int)
