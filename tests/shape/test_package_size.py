@@ -11,6 +11,7 @@ def test_it_does_not_grow(count: counts.Count) -> None:
     assert count.found <= count.most, f"{count.name}: {count.found:,}, at most {count.most:,} so far"
 
 
+@pytest.mark.slow  # 19 s: a server and an engine in one process, profiled
 def test_a_prompt_and_an_example_pass_no_more_modules() -> None:
     prompt, example = counts.passed()
     assert 20 < prompt.found <= prompt.most and 20 < example.found <= example.most

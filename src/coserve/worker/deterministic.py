@@ -58,25 +58,25 @@ class DeterministicPass(FusedPass):
     """A `FusedPass` whose groups of rows and windows pass one after the other."""
 
     sampler_type = DeterministicSampler
+    is_shared = False
 
     def run(
-        self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment]
-    ) -> dict[int, Sampled]:
-        """Samples once all rows have passed: where weights cannot be read in a later group or window the
-        plan runs again whole, and must find the sequences' newest tokens as they were."""
+        self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment], layers: int
+    ) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """Samples once all rows have passed: where weights cannot be read in a later group the plan runs
+        again whole, and must find the sequences' newest tokens as they were."""
+        assert not training, "windows pass alone"
         passed: list[InferenceBatch] = []
         for group in _groups(inference):
             rows = self._inference_rows(group)
             self.forward([rows])
             passed.append(rows)
-        if training:
-            self._training.forward_slices(training, self.forward).run_alone(range(self.base.depth))
         found: dict[int, Sampled] = {}
         for rows in passed:
             for key, sampled in self.sampler.sample(rows).items():
                 earlier = found[key].prompt_logprobs if key in found else ()
                 found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
-        return found
+        return found, []
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         tokens, common = self.table.batch(segments, 0)

@@ -21,6 +21,7 @@ from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges,
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment, SplitRows
 from coserve.worker.sampler import Sampler
 from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.slices import ForwardSlices
 from coserve.worker.training_passes import TrainingPasses
 
 Traveller = InferenceBatch | ForwardWindow
@@ -31,6 +32,7 @@ class FusedPass:
     the windows."""
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
+    is_shared: ClassVar[bool] = True  # by windows; else these pass alone
 
     def __init__(
         self,
@@ -63,23 +65,25 @@ class FusedPass:
         return graphs
 
     def run(
-        self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment]
-    ) -> dict[int, Sampled]:
-        """Runs rows of sequences and windows that go forward in one pass; returns the tokens.
+        self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment], layers: int
+    ) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """Runs rows of sequences and windows that go forward in one pass; returns the tokens, and the windows
+        with the layers that they have passed. Windows leave the pass at a pause, between two slices of so
+        many layers.
 
         Where memory runs out inference and each window pass again alone, and overwrite their own results.
         """
         if not inference:
-            return {}
+            return {}, []
         if not training and (decoded := self._replayed(inference)) is not None:
-            return self.sampler.sample(decoded)
+            return self.sampler.sample(decoded), []
         windows = self._training.forward_slices(training, self.forward)
         batch = self._inference_rows(inference)
-        if not self._fit([batch, *windows.going]):
+        if not self._fit(batch, windows, layers):
             batch = self._inference_rows(inference)
             self.forward([batch])
             windows.run_alone(range(self.base.depth))
-        return self.sampler.sample(batch)
+        return self.sampler.sample(batch), self._training.done(training, windows.end())
 
     def fill(self, prefix: Prefix) -> None:
         """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their
@@ -138,15 +142,23 @@ class FusedPass:
         self.forward([batch])
         return batch.hidden
 
-    def _fit(self, travellers: Sequence[Traveller]) -> bool:
-        """As `forward`; False where memory runs out and windows pass as well, as any of them may be the
-        cause."""
+    def _fit(self, batch: InferenceBatch, windows: ForwardSlices, layers: int) -> bool:
+        """Runs inference rows, with windows where these have layers to pass. False where memory runs out with
+        them, as any row may be the cause."""
+        reached = 0
         try:
-            self.forward(travellers)
+            for part in windows.parts(layers):
+                if self._pause.is_due:
+                    break
+                self.forward([batch], range(reached, part.start))
+                self.forward([batch, *windows.going], part)
+                self._pause.passed()
+                reached = part.stop
         except (RuntimeError, MemoryError) as error:
-            if len(travellers) == 1 or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             return False
+        self.forward([batch], range(reached, self.base.depth))
         return True
 
     def _compose(self, there: Sequence[Traveller]) -> tuple[FusedRows, LayerCalls]:

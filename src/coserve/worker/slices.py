@@ -37,13 +37,13 @@ def run_slices(ways: Iterator[Sliced], layers: int, pause: TrainingPause) -> lis
     done: list[TrainingSegment] = []
     for way in ways:
         for run in way.slices(layers):
+            if pause.is_due:
+                break
             with pause.stopping():
                 run()
                 pause.passed()
-            if pause.is_due:
-                break
         done += way.end()
-        if pause.is_due:
+        if pause.is_due:  # what would go another way is not even looked up
             break
     return done
 
@@ -61,9 +61,13 @@ class ForwardSlices:
 
     def slices(self, layers: int) -> Iterator[Slice]:
         """See `Sliced`."""
+        return (partial(self._run, part) for part in self.parts(layers))
+
+    def parts(self, layers: int) -> Iterator[range]:
+        """The layers of each slice."""
         spans = [window.layers for window in self._windows.values()]
         whole = range(min((span.start for span in spans), default=0), max((s.stop for s in spans), default=0))
-        return (partial(self._run, part) for part in _cut(whole, layers))
+        return _cut(whole, layers)
 
     def end(self) -> list[TrainingSegment]:
         """See `Sliced`."""

@@ -1,6 +1,6 @@
 """A step's training: windows in slices forward, through the tail and back, and optimizer steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from coserve.core.plan import MicroBatchOutput, OptimStep, TrainingSegment, Updated
@@ -40,13 +40,22 @@ class TrainingPasses:
         """Runs segments in slices of so many layers: windows forward (which `forward` takes through layers),
         then through the tail, then back. Returns them with the layers passed before a pause."""
         self.pause.went_on()
+        if self.pause.is_due:
+            return []
         done = run_slices(self._ways(segments, forward), layers, self.pause)
         for segment in done:
             is_last = segment.direction is Direction.BACKWARD and segment.start == segment.span.first == 0
             if is_last and segment.job not in self.short:
                 self.sessions[segment.job].micro_batches[segment.key].finish()
-        failed = [segment for segment in segments if segment.job in self.short]  # nothing of them is left
-        return [segment for segment in done if segment.job not in self.short] + failed
+        return self.done(segments, done)
+
+    def done(
+        self, segments: Iterable[TrainingSegment], passed: Iterable[TrainingSegment]
+    ) -> list[TrainingSegment]:
+        """What has been done of segments, given those that have passed layers: nothing of a failed job's is
+        left to do."""
+        failed = [segment for segment in segments if segment.job in self.short]
+        return [segment for segment in passed if segment.job not in self.short] + failed
 
     def update(self, updates: Sequence[OptimStep]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}

@@ -235,8 +235,7 @@ class Worker:
     @torch.no_grad()  # a setting of the thread, and lanes have their own
     def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Runs a pass, then slices; returns the tokens, and the training that ran."""
-        sampled = self.fused.run(lane.inference, lane.fused)
-        if lane.fused:
-            self._pause.passed()
-        sliced = self._training.run(lane.sliced, lane.slice_layers, self.fused.forward)
-        return sampled, [*lane.fused, *sliced]
+        layers = lane.slice_layers
+        fused, sliced = (lane.fused, lane.sliced) if self.fused.is_shared else ((), lane.training)
+        sampled, trained = self.fused.run(lane.inference, fused, layers)
+        return sampled, trained + self._training.run(sliced, layers, self.fused.forward)
