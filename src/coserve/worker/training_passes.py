@@ -52,8 +52,8 @@ class TrainingPasses:
     def done(
         self, segments: Iterable[TrainingSegment], passed: Iterable[TrainingSegment]
     ) -> list[TrainingSegment]:
-        """What has been done of segments, given those that have passed layers: nothing of a failed job's is
-        left to do."""
+        """The part of segments that is done: of those that have `passed` layers these, and all of a failed
+        job, as nothing of it is left to do."""
         failed = [segment for segment in segments if segment.job in self.short]
         return [segment for segment in passed if segment.job not in self.short] + failed
 
