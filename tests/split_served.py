@@ -115,3 +115,14 @@ def results(model: nn.Module, ids: Tensor, **given: Any) -> dict[str, Tensor]:
 def gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """The gradients of `results`."""
     return {name: tensor for name, tensor in results(model, ids).items() if name != "logits"}
+
+
+class Mixing(nn.Module):
+    """A feed-forward layer whose rows are not alone."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.inner = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x.mean(1, keepdim=True)  # type: ignore[no-any-return]

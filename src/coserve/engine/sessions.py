@@ -50,7 +50,9 @@ T = TypeVar("T")
 @dataclass(slots=True, eq=False)
 class _Session:
     """A session on the host. `shapes` are those of the adapter's parameters. `passes` is the number of passes
-    since it opened, of which `accumulated` have added gradients since the last optimizer step."""
+    since it opened, of which `accumulated` have added gradients since the last optimizer step. `saving` is
+    the number of its states that are being written: the next optimizer step waits for them, so that a client
+    that saves faster than the disk writes keeps one state in memory, and no engine's step copies it."""
 
     client: TrainingClient
     methods: tuple[object, ...]
@@ -62,6 +64,7 @@ class _Session:
     is_open: bool = False
     passes: int = 0
     accumulated: int = 0
+    saving: int = 0
     waiting: deque[Operation[Any]] = field(default_factory=deque)
     current: Operation[Any] | None = None
 
@@ -249,6 +252,8 @@ class Sessions:
     def _advance(self, session: _Session) -> None:
         """Begins operations until one takes steps of the engine."""
         while session.is_open and session.current is None and session.waiting:
+            if session.saving and isinstance(session.waiting[0], StepOperation):
+                return
             operation = session.current = session.waiting.popleft()
             try:
                 self._begin(session, operation)
@@ -337,7 +342,13 @@ class Sessions:
         def write() -> Path:
             return write_checkpoint(folder, executor.call(ReadState(mark.snapshot)), name).path
 
-        self.aside.do("writing the state", write, partial(_settle, operation))
+        def written(outcome: Path | CoserveError) -> None:
+            session.saving -= 1
+            _settle(operation, outcome)
+            self._advance(session)
+
+        session.saving += 1
+        self.aside.do("writing the state", write, written)
 
     def _load(self, session: _Session, folder: Path, optimizer: bool, operation: Operation[str]) -> None:
         name, exact = session.client.adapter, exact_type(self._host.base.dtype)

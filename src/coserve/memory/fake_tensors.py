@@ -126,7 +126,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def unlike(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Those of parts, one worked on after the other, that can take other memory than the one before. Where
+    """The parts, of some worked on one after the other, that can take other memory than the one before. Where
     they hold no data these are the first two, which meet what the first has left, and the last, which may be
     smaller; else all."""
     return [*parts[:2], parts[-1]] if len(parts) > 3 and is_fake(parts[0]) else parts

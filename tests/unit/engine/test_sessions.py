@@ -4,6 +4,7 @@ import itertools
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve import AdamParams, Datum, Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.engine.aside import at_once
 from coserve.engine.training_client import Operation, TrainingClient
 from coserve.errors import (
     AdapterMismatch,
@@ -24,6 +26,7 @@ from coserve.errors import (
     RequestError,
 )
 from coserve.executors.executor import ReadMemory
+from coserve.train.checkpoint import read_checkpoint
 from coserve.train.example import Example
 from coserve.train.tail import Tail
 from models import tiny
@@ -291,6 +294,38 @@ def test_a_state_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert "cannot be written" in str(failure(session.save_weights(tmp_path / "file" / "weights")))
     assert "cannot be written" in str(failure(session.save_state(tmp_path / "file" / "state")))
     assert torch.equal(weights(engine, "weights"), weights(engine))
+
+
+class Held:
+    """An `Aside` whose work waits until a test lets it run."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def do(self, what: str, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        self.waiting.append(partial(at_once, what, work, then))
+
+    def close(self) -> None: ...
+
+
+def test_a_step_waits_for_states_that_are_being_written(tmp_path: Path) -> None:
+    """Passes go on; however many states are saved, those of one step alone are in memory."""
+    engine, session = _opened("mine")
+    trained(engine, session, batch(12, 7))
+    before, held = weights(engine), Held()
+    session.sessions.aside = held  # type: ignore[attr-defined]
+    saved = [session.save_state(tmp_path / str(n)) for n in range(3)]
+    passed, stepped = session.forward_backward(batch(9)), session.optim_step(STEP)
+    assert passed.result().loss > 0
+    while engine.step():
+        pass
+    assert len(held.waiting) == 3 and not stepped.is_done and torch.equal(weights(engine), before)
+    for write in held.waiting:
+        assert not stepped.is_done
+        write()
+    assert stepped.result().step == 2 and not torch.equal(weights(engine), before)
+    states = [read_checkpoint(one.result(), "mine", engine.base, torch.float64) for one in saved]
+    assert [state.step for state in states] == [1, 1, 1]
 
 
 def test_a_session_waits_for_memory_and_frees_it() -> None:

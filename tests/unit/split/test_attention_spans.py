@@ -18,7 +18,7 @@ from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
 from coserve.split.work import Work
 from models import tiny
-from split_served import spans_of
+from split_served import Mixing, spans_of
 
 LLAMA = [f"model.layers.{layer}.self_attn" for layer in range(3)]
 ATTENTION = {
@@ -57,17 +57,6 @@ def test_only_those_of_which_the_executor_has_all() -> None:
     mlp = BaseLinears(tiny("llama"), choice=LayerChoice(r".*mlp.*"))
     assert not spans_of(mlp.hello, "attention")
     assert not BaseLinears(tiny("llama"), shard=Shard(1, 2)).hello.spans
-
-
-class Mixing(nn.Module):
-    """A feed-forward layer whose rows are not alone."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.inner = mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + x.mean(1, keepdim=True)  # type: ignore[no-any-return]
 
 
 def test_what_does_not_pass_the_trial_is_none() -> None:

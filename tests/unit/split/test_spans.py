@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coserve.errors import RequestError
 from coserve.split import spans as own
@@ -17,7 +17,7 @@ from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
 from coserve.split.work import Work
 from models import tiny
-from split_served import spans_of
+from split_served import Mixing, spans_of
 
 UP, DOWN, GATE = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down", "gate"))
 
@@ -49,17 +49,6 @@ def test_those_whose_linears_are_not_all_here_are_none() -> None:
         spans = spans_of(BaseLinears(tiny("llama"), choice=choice).hello, "module")
         assert [span.path for span in spans] == ["model.layers.1.mlp"]
     assert not BaseLinears(tiny("llama"), shard=Shard(1, 2)).hello.spans
-
-
-class Mixing(nn.Module):
-    """A feed-forward layer whose rows are not alone."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.inner = mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + x.mean(1, keepdim=True)  # type: ignore[no-any-return]
 
 
 class Noisy(Mixing):

@@ -139,7 +139,7 @@ async def play(draw: random.Random) -> None:
 
 
 def test_requests_are_refused_where_the_line_is_full_of_ones_tenant_or_of_all() -> None:
-    """Those under way hold places as well. The time to come back is bounded."""
+    """Requests under way hold places as well. The time to come back is bounded."""
     now = [0.0]
     queue = FairQueue(MOST, MOST_TENANT, lambda: now[0])
     queue.resize(RUNNING)
