@@ -244,7 +244,7 @@ def test_costs_are_measured_and_no_weights_are_counted_twice(tmp_path: Path) -> 
     assert isinstance(chain.base, StitchedBase)
     block = (64 + 1) * 96 * 4  # the input of the position is part of the bias
     assert ledger.accounts()[Account.BASE] == block + sum(engines[one].base.nbytes for one in (SMALL, WIDE))
-    assert chain.base.nbytes == block and chain.base.nbytes_to_train == 0
+    assert chain.base.nbytes == block and chain.base.backward_nbytes == 0
     small, wide = (engines[one].base for one in (SMALL, WIDE))
     wanted = [
         sum(own.nbytes for layer in (0, 1) for own in [*small.chain][layer].parameters().values()),

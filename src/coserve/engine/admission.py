@@ -180,7 +180,7 @@ class Admission:
         self._set_backward()
 
     def _wanted(self, name: str) -> dict[str, Bytes]:
-        """Bytes of a job, with those that any training needs: weights laid out for backward, and the rows of
+        """Bytes of a job, with those that any training needs: weights unpacked for backward, and the rows of
         one backward pass."""
         needs, held = self._needs[name], self._executor.call(ReadMemory())
         return {
@@ -188,7 +188,7 @@ class Admission:
             self._backward_owner: {
                 Account.WORKSPACES: self._backward({**self._running, name: needs}.values())
             },
-            self._base_owner: {Account.BASE: held.base + held.base_to_train},
+            self._base_owner: {Account.BASE: held.base + held.base_backward},
         }
 
     @property

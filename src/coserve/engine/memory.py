@@ -174,7 +174,7 @@ class EngineMemory:
         return self.ledger.budget - sum(self.beside_jobs().values())
 
     def beside_jobs(self) -> dict[str, int]:
-        """Bytes that no job can have, by what has them: the base as it is once a job trains."""
+        """Bytes that no job can have, by what has them: the base, with what its backward unpacks."""
         held, others = self._held(), [one.base_id for one in self.budget.bases if one is not self]
 
         def of(name: str, bases: Iterable[str] = (self.base_id,)) -> int:
@@ -182,7 +182,7 @@ class EngineMemory:
 
         return {
             "the base": held.base,
-            "its weights laid out for backward": held.base_to_train,
+            "its weights unpacked for backward": held.base_backward,
             "the cache": of("pages"),
             "a step": of("steps"),
             "other bases": sum(of(name, others) for name in _FIXED),

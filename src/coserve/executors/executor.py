@@ -56,11 +56,11 @@ class ExecutorSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes held on the device: the base's weights, and their growth once a job trains; adapters' weights;
-    slots with copies of adapters; each session's, by account."""
+    """Bytes held on the device: the base's weights, and what the backward of one linear unpacks; adapters'
+    weights; slots with copies of adapters; each session's, by account."""
 
     base: int
-    base_to_train: int
+    base_backward: int
     adapters: int
     slots: int
     sessions: Mapping[str, Mapping[Account, int]]

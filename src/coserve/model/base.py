@@ -102,13 +102,10 @@ class Base:
         return any(linear.placement.is_elsewhere for linear in self.linears.values())
 
     @property
-    def nbytes_to_train(self) -> int:
-        """Additional bytes of its linears once a job trains: what they keep, and what the backward of one
-        takes while it runs."""
+    def backward_nbytes(self) -> int:
+        """Bytes of weights that the backward of one linear takes at most while it runs."""
         owns = (own.placement for part in self._parts for own in part.parameters().values())
-        placements = [placement for placement in owns if placement is not None]
-        kept = sum(placement.nbytes_to_train for placement in placements)
-        return kept + max((placement.backward_nbytes for placement in placements), default=0)
+        return max((own.backward_nbytes for own in owns if own is not None), default=0)
 
     @property
     def _parts(self) -> list[ModelPart]:

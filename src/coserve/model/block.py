@@ -127,9 +127,6 @@ class Block(ModelPart):
     def stream(self, residence: Residence) -> None:
         """Has the parameters pass through memory from where `residence` brings them."""
         self.residence = residence
-        for own in self.parameters().values():
-            if own.placement is not None:
-                own.placement.pass_through()
 
     def run(self, hidden: Tensor, call: Call) -> Tensor:
         """The layer on hidden [1, rows, width] with its other arguments, within a visit."""

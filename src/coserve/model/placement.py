@@ -15,7 +15,6 @@ from coserve.errors import NotOffered
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.kernels.native import ops as native
 from coserve.kernels.native.layer import PackedLinear
-from coserve.memory.malloc import return_freed_memory
 from coserve.model.group import Group
 
 MOST_ROWS: Final = 64  # of a native product; with more oneDNN's is as fast
@@ -36,15 +35,13 @@ class Placement(ABC):
     `computes_rows` tells that some rows cost less than all; not where the products are there already.
     `native` is the weight as the kernel of a whole layer reads it, None where it does not; another object
     once it lies elsewhere.
-    `nbytes_to_train` are further bytes that the first backward will allocate and keep; 0 after that.
-    `backward_nbytes` are bytes of weights that each backward allocates and frees."""
+    `backward_nbytes` are bytes of weights that each backward allocates and frees; nothing of it is kept."""
 
     bias: Tensor | None
     offers: frozenset[Offer] = frozenset(Offer)
     group: Group | None = None
     computes_rows: bool = True
     native: PackedLinear | None = None
-    nbytes_to_train: int = 0
     backward_nbytes: int = 0
 
     @abstractmethod
@@ -87,13 +84,6 @@ class Placement(ABC):
         """A dense weight [out, in], rounded as this kind of placement would store it."""
         return weight
 
-    def release_backward(self) -> None:  # noqa: B027
-        """Frees tensors that only `backward` needs; the next one makes them again."""
-
-    def pass_through(self) -> None:  # noqa: B027
-        """Notes that its tensors come and go with each visit: nothing that `backward` makes is worth
-        keeping."""
-
     def moved(self) -> None:  # noqa: B027
         """Follows its tensors, whose data are at other addresses now."""
 
@@ -135,9 +125,11 @@ class PackedPlacement(Placement):
 
     torch's own linear packs it in every call, most of the cost of a decode step: at 1 / 16 / 64 rows of a
     2816x1024 linear on two cores, 0.09 / 0.19 / 0.45 ms packed against 0.30 / 0.41 / 0.74 ms. Results are bit
-    for bit the same. The transposed weight is packed when training first needs it; not where the weight
-    passes through memory: for 64 rows back through a 3456x1280 linear that takes 7.9 ms, and 2.8 to unpack
-    it and let the product pack it in its own way.
+    for bit the same.
+
+    The way back reads the same packed weight: a transposed copy would be a second base in memory. Where the
+    native kernels know the layout, columns are unpacked into a cache and multiplied; elsewhere all of the
+    weight is unpacked for the time of the product.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -145,9 +137,8 @@ class PackedPlacement(Placement):
         self.bias = bias
         address = native.packed_address(self._packed, weight)
         self.native = None if address is None else PackedLinear(address, len(weight), bias)
-        self._transposed: Tensor | None = None
-        self._keeps_transposed = True
-        self._nbytes = self.nbytes_to_train = weight.nbytes
+        self._inputs = weight.shape[1]
+        self.backward_nbytes = weight.nbytes if self.native is None else native.unpacked_nbytes(*weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.native
@@ -157,26 +148,10 @@ class PackedPlacement(Placement):
         return y
 
     def backward(self, grad: Tensor) -> Tensor:
-        if not self._keeps_transposed:
-            return grad @ self.weight()
-        if self._transposed is None:
-            self._transposed = torch.ops.mkldnn._reorder_linear_weight(self.weight().t().contiguous(), None)
-            self.nbytes_to_train = 0
-            # What is kept comes to lie between what was unpacked and freed: 44 layers of 1280x3456 grew the
-            # process by 2.26 GB for 1.46, and this takes no time that shows beside the packing.
-            return_freed_memory()
-        gx: Tensor = torch.ops.mkldnn._linear_pointwise(grad, self._transposed, None, "none", [], "")
-        return gx
-
-    def release_backward(self) -> None:
-        self._transposed = None
-        if self._keeps_transposed:
-            self.nbytes_to_train = self._nbytes
-
-    def pass_through(self) -> None:
-        self._transposed, self._keeps_transposed = None, False
-        self.nbytes_to_train = 0
-        self.backward_nbytes = self._nbytes  # unpacked
+        own = self.native
+        if own is not None and native.takes(grad):
+            return native.times_packed(grad, own.address, self._inputs)
+        return grad @ self.weight()
 
     def moved(self) -> None:
         if self.native is not None:
@@ -190,7 +165,7 @@ class PackedPlacement(Placement):
         return row_norms(self.weight())
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return present(packed=self._packed, transposed=self._transposed, bias=self.bias)
+        return present(packed=self._packed, bias=self.bias)
 
 
 def present(**tensors: Tensor | None) -> dict[str, Tensor]:

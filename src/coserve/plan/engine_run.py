@@ -180,7 +180,7 @@ def _admit(
                 engine.memory.count_process(grown=0)  # nothing is loaded here
         except (ConfigError, OutOfMemory) as error:
             return [error] * len(programs)
-        idle = engine.memory.ledger.used  # before a job has the base's weights laid out for backward
+        idle = engine.memory.ledger.used  # before a job has the base's weights unpacked for backward
         return [run.admit(engine) if run.trains else idle for run in runs]
 
 

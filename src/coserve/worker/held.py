@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from typing import Any, cast
 
@@ -68,7 +69,6 @@ class HeldState:
         self.window_group_rows = 0  # most in one group
         self._snapshots: dict[int, Callable[[], TrainingState]] = {}  # that are not read yet
         self._next_snapshot = count()
-        self._base_bytes: tuple[int, int] | None = None  # as last counted, which takes milliseconds
         self._grammars, self._make_offload = grammars, make_offload
 
     @torch.no_grad()
@@ -119,10 +119,6 @@ class HeldState:
             case ReadMemory():
                 return self._memory()
         raise NotImplementedError(f"{type(command).__name__} is no command of an executor")
-
-    def note_step(self) -> None:
-        """Notes that a step has run, in which the base may have laid out weights for backward."""
-        self._base_bytes = None
 
     def drop_activations(self, job: str) -> None:
         """Frees the activations of a failed job."""
@@ -200,13 +196,16 @@ class HeldState:
         if limits.activation_nbytes is not None:
             self.arena.set_limit(limits.activation_nbytes)
 
+    @cached_property
+    def _base_bytes(self) -> tuple[int, int]:
+        """Bytes of the base, and of the backward of one linear; counting takes milliseconds."""
+        return self.base.nbytes, self.base.backward_nbytes
+
     def _memory(self) -> DeviceMemory:
-        if self._base_bytes is None:
-            self._base_bytes = self.base.nbytes, self.base.nbytes_to_train
-        base, to_train = self._base_bytes
+        base, backward = self._base_bytes
         return DeviceMemory(
             base=base,
-            base_to_train=to_train,
+            base_backward=backward,
             adapters=self.adapters.nbytes,
             slots=self.slot_pools.nbytes,
             # A thread may be opening one meanwhile.

@@ -125,7 +125,6 @@ class Worker:
         """See `DeviceWorker`."""
         if isinstance(command, CloseSession | RestartStep):
             self._lanes.settle()
-            self.held.note_step()
             self._failed.discard(command.job)
         return self.held.do(command)
 
@@ -176,7 +175,6 @@ class Worker:
             torch.cuda.synchronize(self.base.device)
         self._failed |= failed.keys()
         self._pauses += is_paused
-        self.held.note_step()
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
         copies_failed, moving = self._swapped or _NO_SWAPS
         return BaseResult(

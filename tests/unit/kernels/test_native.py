@@ -231,6 +231,36 @@ def test_products_of_packed_weights_are_onednns() -> None:
         assert torch.equal(placement.forward(x[:, :1]), got[:, :1])
 
 
+def test_columns_of_packed_weights_are_unpacked() -> None:
+    """Panels are laid out here as oneDNN lays them out, so that any processor with a compiler runs this."""
+    for _ in range(40):
+        panel = DRAWS.choice([32, 64])
+        outputs, pairs = panel * DRAWS.randint(1, 4), DRAWS.randint(1, 90)
+        weight = drawn(outputs, 2 * pairs)
+        packed = weight.view(outputs // panel, panel, pairs, 2).transpose(1, 2).contiguous()
+        begin = 2 * DRAWS.randrange(pairs)
+        block = torch.full((outputs, 2 * DRAWS.randint(1, pairs - begin // 2)), -1.0).bfloat16()
+        ops.unpack_columns(packed.data_ptr(), block, 2 * pairs, panel, begin)
+        assert torch.equal(block, weight[:, begin : begin + block.shape[1]])
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(drawn(1)), reason="oneDNN packs no bfloat16 weights here")
+def test_products_with_the_transpose_read_the_packed_weight() -> None:
+    panel = ops.loaded().panel_outputs()
+    for outputs, inputs, rows in [
+        (panel * DRAWS.randint(1, 5), 32 * DRAWS.randint(1, 24), DRAWS.randint(1, 70)) for _ in range(10)
+    ] + [(8192, 320, 40)]:  # more than one block of columns
+        weight = drawn(outputs, inputs)
+        placement = PackedPlacement(weight, None)
+        grad = drawn(1, rows, outputs)
+        assert placement.native is not None
+        got = placement.backward(grad)
+        assert got.shape == (1, rows, inputs)
+        assert_rounded_alike(got, grad @ weight, SUMS)
+        with torch_only():
+            assert torch.equal(placement.backward(grad), grad @ weight)
+
+
 def test_products_of_weights_as_loaded_are_torchs() -> None:
     found_library = library()
     if found_library is None or not found_library.panel_outputs():

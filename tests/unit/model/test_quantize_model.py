@@ -54,7 +54,7 @@ def test_bytes(bits: str, tied: bool) -> None:
     layers = linears + 2 * rows if bits == "8bit" else linears * 17 // 32
     base = load_base(model, quantize=bits)
     assert base.nbytes == layers + ends + norms + buffers
-    assert base.nbytes_to_train == 0
+    assert base.backward_nbytes == 0
     if tied:
         assert base.linears["lm_head"].placement is base.model.get_input_embeddings().placement
 

@@ -14,7 +14,6 @@ from coserve.core.size import read_size
 from coserve.engine.base_memory import BaseNeeds, Fixed
 from coserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel, WeightsUnreadable
 from coserve.executors.executor import ReadMemory
-from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.model.block import Resident
 from coserve.model.load import load_base
 from coserve.streamed.files import WeightFile, read_header
@@ -116,18 +115,6 @@ def test_a_budget_for_all_of_it_streams_nothing(folder: Path) -> None:
     assert all(isinstance(block.residence, Resident) for block in base.chain)
     assert streaming.seconds == 0.0 and base.buffer_nbytes == 0
     assert whole <= base.nbytes <= 1.1 * whole
-
-
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_training_needs_more_bytes_for_blocks_that_stay_and_one_way_back(folder: Path, dtype: str) -> None:
-    whole = load_base(folder, dtype)
-    base, streaming = load_streamed(folder, whole.nbytes * 9 // 10, dtype)
-    placements = (own.placement for own in whole.chain.blocks[0].parameters().values())
-    of_linears = [placement.nbytes_to_train for placement in placements if placement is not None]
-    of_block, one_back = sum(of_linears), max(of_linears)
-    streamed = whole.depth - len(streaming.plan.resident)
-    assert streamed > 1 and base.nbytes_to_train == whole.nbytes_to_train - streamed * of_block + one_back
-    assert (of_block > 0) == (dtype == "bfloat16" and multiplies_bfloat16(torch.ones(1).bfloat16()))
 
 
 def test_what_cannot_be_streamed_is_refused(folder: Path, tmp_path: Path) -> None:

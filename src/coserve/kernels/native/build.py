@@ -45,6 +45,7 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "attend_pages": "pllpplpllpllllllfpi",
     "linear": "plpppllli",
     "linear_unpacked": "plpppllli",
+    "unpack_columns": "ppllllli",
     "add_lora": "plplplli",
     "decode_layers": "pppppplppppllli",
     "layer_begin": "pppppppppllli",

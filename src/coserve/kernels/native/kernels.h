@@ -21,6 +21,8 @@ void attend_pages(const bf16 *q, i64 row_stride, i64 head_stride, const bf16 *ke
 void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
             int threads);
 
+void unpack_columns(const bf16 *packed, bf16 *to, i64 outs, i64 ins, i64 panel, i64 begin, i64 count, int threads);
+
 // Whether the processor has tile registers (AMX) that this process may use.
 int has_tiles(void);
 

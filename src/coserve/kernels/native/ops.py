@@ -18,6 +18,8 @@ GRAIN: Final = 32768  # numbers: fewer are not worth a second thread
 _WIDE: Final = 4  # outputs of another weight that are computed together
 _LANES: Final = 32  # inputs of it that are read together
 _FEW: Final = 32  # rows of it; with twice as many torch's product is as fast, unless there are tile registers
+_COLUMNS: Final = 64  # of a weight that are unpacked together, and multiples of them
+_CACHED: Final = 1 << 20  # bytes of them: half of a core's second cache
 _TILE_PANEL: Final = 32  # outputs of a packed weight that lie together where there are
 _SAME: Final = 1e-2  # relative difference of two products with the same weight; each rounds to 8 bits
 
@@ -126,6 +128,40 @@ def linear_unpacked(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         len(x), *reversed(weight.shape), torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def times_packed(x: Tensor, address: int, inputs: int) -> Tensor:
+    """The product of x [..., out] with the packed weight [out, in] at `address` (of `packed_address`), not
+    its transpose: [..., in]. Some columns at a time are unpacked into a cache, and multiplied by torch."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = x.new_empty(len(rows), inputs)
+    outputs, step = rows.shape[1], _columns(rows.shape[1], inputs)
+    columns = x.new_empty(outputs * step)
+    for begin in range(0, inputs, step):
+        count = min(step, inputs - begin)
+        block = columns[: outputs * count].view(outputs, count)
+        unpack_columns(address, block, inputs, loaded().panel_outputs(), begin)
+        torch.mm(rows, block, out=y[:, begin : begin + count])
+    return y.view(*x.shape[:-1], inputs)
+
+
+def unpacked_nbytes(outputs: int, inputs: int) -> int:
+    """Bytes that `times_packed` allocates and frees for a weight [out, in]."""
+    return 2 * outputs * _columns(outputs, inputs)
+
+
+def _columns(outputs: int, inputs: int) -> int:
+    """Columns of a weight [out, in] that are unpacked together."""
+    return min(inputs, max(_COLUMNS, _CACHED // (2 * outputs) // _COLUMNS * _COLUMNS))
+
+
+def unpack_columns(address: int, block: Tensor, inputs: int, panel: int, begin: int) -> None:
+    """Fills block [out, count] with columns from `begin` on of a weight [out, in] that lies at `address` in
+    panels of so many outputs; `begin` and `count` are even."""
+    outputs, count = block.shape
+    loaded().unpack_columns(
+        address, block.data_ptr(), outputs, inputs, panel, begin, count, threads(block.numel())
+    )
 
 
 def is_fast_unpacked(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
