@@ -21,8 +21,8 @@ _REGRET: Final = 50.0  # a number that lost a second is not tried for so many: 2
 _GAIN: Final = 0.97  # a number of threads is better if its steps take at most so much of the others' time
 _SURPRISE: Final = 2.0
 _HOPELESS: Final = 3.0  # a trial ends with a step that takes so many times the usual
-# For each of its threads a second: an idle machine takes a core from them 1 to 18 times, and other processes
-# that compute on the same two cores do so 185 to 434 times.
+# In each second of computing: an idle machine takes the core from a thread 1 to 18 times, and other processes
+# that compute on the same two cores do so 185 to 434 times, however few of the seconds they leave.
 _PREEMPTED: Final = 50.0
 _LOOK: Final = 0.3  # seconds of steps between two looks at that
 
@@ -106,14 +106,15 @@ class ComputeThreads:
         """Context of a step of this kind, which computes with the chosen number of torch's threads.
         `is_reading` says that a thread of this process reads weights beside it."""
         most, threads = self._counts[-1], self.choose(kind, is_reading)
-        switches, began = _preemptions(), time.perf_counter()
+        (switches, computed), began = _usage(), time.perf_counter()
         if threads != most:
             torch.set_num_threads(threads)
         try:
             yield
             seconds = time.perf_counter() - began
             self.observe(kind, threads, seconds)
-            self._look(_preemptions() - switches, threads, seconds)
+            switches_now, computed_now = _usage()
+            self._look(switches_now - switches, computed_now - computed, seconds)
         finally:
             if threads != most:
                 torch.set_num_threads(most)
@@ -144,16 +145,19 @@ class ComputeThreads:
         ]
         return min(due)[1] if due else None
 
-    def _look(self, switches: int, threads: int, seconds: float) -> None:
-        """Notes how often the system took a core in a step of so many threads and seconds."""
+    def _look(self, switches: int, computed: float, seconds: float) -> None:
+        """Notes how often the system took a core in a step of so many seconds, in which all threads together
+        computed for `computed` seconds."""
         self._switches += switches
-        self._expected += _PREEMPTED * threads * seconds
+        self._expected += _PREEMPTED * computed
         self._seconds += seconds
         if self._seconds >= _LOOK:
             self.is_preempted = self._switches > self._expected
             self._switches, self._expected, self._seconds = 0, 0.0, 0.0
 
 
-def _preemptions() -> int:
-    """Counts the times that the system took a core from a thread of this process that wanted to go on."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def _usage() -> tuple[int, float]:
+    """Counts the times that the system took a core from a thread of this process that wanted to go on, and
+    the seconds that all of its threads have computed."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_nivcsw, used.ru_utime + used.ru_stime

@@ -6,6 +6,7 @@ import time
 from collections.abc import Hashable
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -53,11 +54,13 @@ def test_on_an_idle_machine_nothing_is_tried() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_cores_are_taken_by_others_where_that_is_often_for_each_thread(threads: int) -> None:
-    """An idle machine takes a core from each of two threads up to 18 times a second, a busy one 185 times."""
+    """An idle machine takes a core from each of two threads up to 18 times a second, a busy one 185 times,
+    or one fifth as often where it leaves them a fifth of the time."""
     chooser = ComputeThreads(threads)
-    for often, is_preempted in ((18, False), (185, True), (18, False)):
+    for often, share, is_preempted in ((18, 1.0, False), (185, 1.0, True), (18, 1.0, False), (185, 0.2, True)):
         for _ in range(10):
-            chooser._look(often * threads // 10, threads, 0.1)
+            computed = 0.1 * threads * share
+            chooser._look(round(often * computed), computed, 0.1)
         assert chooser.is_preempted == is_preempted
 
 
@@ -100,7 +103,7 @@ def test_beside_busy_processes_steps_have_fewer_threads() -> None:
     context = multiprocessing.get_context("fork")
     busy = [context.Process(target=_compute_for_ever, daemon=True) for _ in range(2)]
     chooser = ComputeThreads(2)
-    took = {"one": 0.0, "chosen": 0.0}
+    took: dict[str, list[float]] = {"one": [], "chosen": []}
     try:
         for process in busy:
             process.start()
@@ -114,19 +117,20 @@ def test_beside_busy_processes_steps_have_fewer_threads() -> None:
             began = time.perf_counter()
             for _ in range(10):
                 compute()
-            took["one"] += time.perf_counter() - began
+            took["one"].append(time.perf_counter() - began)
             torch.set_num_threads(2)
             began = time.perf_counter()
             for _ in range(10):
                 with chooser.step("kind"):
                     compute()
-            took["chosen"] += time.perf_counter() - began
+            took["chosen"].append(time.perf_counter() - began)
     finally:
         for process in busy:
             process.kill()
             process.join()
         torch.set_num_threads(before)
-    assert took["chosen"] <= 5 * took["one"], took
+    # Medians: beside eight further processes single blocks wait for a core as long as all others take.
+    assert median(took["chosen"]) <= 5 * median(took["one"]), took
 
 
 def test_steps_choose_by_what_they_are_and_whether_weights_are_read(tmp_path: Path) -> None:
@@ -141,8 +145,8 @@ def test_steps_choose_by_what_they_are_and_whether_weights_are_read(tmp_path: Pa
             self.is_preempted = False
             super().observe(kind, threads, seconds)
 
-        def _look(self, switches: int, threads: int, seconds: float) -> None:
-            assert switches >= 0 and threads > 0 and seconds > 0
+        def _look(self, switches: int, computed: float, seconds: float) -> None:
+            assert switches >= 0 and computed >= 0 and seconds > 0
 
     before = torch.get_num_threads()
     try:
