@@ -57,7 +57,12 @@ def test_cores_are_taken_by_others_where_that_is_often_for_each_thread(threads: 
     """An idle machine takes a core from each of two threads up to 18 times a second, a busy one 185 times,
     or one fifth as often where it leaves them a fifth of the time."""
     chooser = ComputeThreads(threads)
-    for often, share, is_preempted in ((18, 1.0, False), (185, 1.0, True), (18, 1.0, False), (185, 0.2, True)):
+    for often, share, is_preempted in (
+        (18, 1.0, False),
+        (185, 1.0, True),
+        (18, 1.0, False),
+        (185, 0.2, True),
+    ):
         for _ in range(10):
             computed = 0.1 * threads * share
             chooser._look(round(often * computed), computed, 0.1)
