@@ -24,7 +24,6 @@ from coserve.wire.messages import (
     Reply,
     Report,
     StartJob,
-    Submit,
     Token,
 )
 from models import letter_tokenizer, tiny
@@ -122,7 +121,6 @@ def job(data: Path, folder: Path, name: str = "j", weight: float = 1.0, **fields
     )
 
 
-def ask(name: str, tokens: int = 3, **fields: object) -> Submit:
-    sent = {one: fields.pop(one) for one in ("continued", "age") if one in fields}
+def ask(name: str, tokens: int = 3, **fields: object) -> Request:
     sampling = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
-    return Submit(Request(name, (5, 6), sampling, **fields), **sent)
+    return Request(name, (5, 6), sampling, **fields)

@@ -28,7 +28,6 @@ from coserve.wire.messages import (
     RemoveAdapter,
     StartJob,
     StopJob,
-    Submit,
 )
 from engine_process import EngineProcess, Server
 from models import greedy, save, tiny
@@ -76,8 +75,8 @@ def test_bases_and_chains_of_two_in_one_process(model: Path, tmp_path: Path) -> 
             "wide": {"base": "wide"},
             "chain": {"adapter": "good@2"},
         }
-        server.send(*(Submit(Request(name, (5, 6, 7), sampling, **where)) for name, where in asked.items()))
-        server.send(Submit(Request("bad", (5, 6, 7), sampling, adapter="bad@2")))
+        server.send(*(Request(name, (5, 6, 7), sampling, **where) for name, where in asked.items()))
+        server.send(Request("bad", (5, 6, 7), sampling, adapter="bad@2"))
         server.finished(*asked, "bad")
         assert len({tuple(server.tokens[name]) for name in asked}) == 3
         fault = server.last["bad"].fault
@@ -172,8 +171,8 @@ def test_a_job_beside_answers_survives_its_server(engine: EngineProcess, data: P
     third = Server(engine.socket)  # takes the place of the second
     params = SamplingParams(max_tokens=3, seed=1)
     third.send(
-        Submit(Request("tuned", (5, 6, 7), params, adapter="done")),
-        Submit(Request("lost", (5,), params, adapter="none")),
+        Request("tuned", (5, 6, 7), params, adapter="done"),
+        Request("lost", (5,), params, adapter="none"),
     )
     third.finished("tuned", "lost")
     assert third.last["lost"].fault.kind == "AdapterNotFound"

@@ -30,20 +30,6 @@ class WireMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 # Server to engine
 
 
-class Submit(WireMessage, frozen=True):
-    """Submits a request. Its `sampling.seed` must be set, so that another engine can continue the answer, and
-    its adapter and alternatives have been loaded on this connection before.
-
-    `continued` are the answer's first tokens, from an engine that died: they count towards `max_tokens` and
-    are not reported again. `age` is the seconds since the request arrived, which count in place of its
-    `arrival`: that is on the server's clock.
-    """
-
-    request: Request
-    continued: tuple[int, ...] = ()
-    age: float = 0.0
-
-
 class Cancel(WireMessage, frozen=True):
     """Cancels a request, as its client has disconnected or the server found a stop string. There is no
     reply."""
@@ -233,8 +219,10 @@ class Drain(WireMessage, frozen=True):
     drained."""
 
 
+# A `Request` has a `sampling.seed`, so that another engine can continue the answer, and its adapter and
+# alternatives have been loaded on the connection before.
 Command = (
-    Submit | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | PreviewJob
+    Request | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | PreviewJob
     | StartJob | StopJob | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining | LoadTraining
     | CloseTraining | Acknowledge | Drain
 )  # fmt: skip

@@ -113,7 +113,7 @@ def test_the_end_of_a_cancelled_answer_is_not_that_of_the_next_by_its_name(desk:
 
 
 def test_the_age_of_a_request_counts(desk: Desk) -> None:
-    desk.send(ask("a", age=5.0))
+    desk.send(ask("a", arrival=-5.0))
     (answer,) = desk.engine.completions.values()
     assert 4.9 < desk.engine.clock() - answer.sequence.request.arrival < 15
 

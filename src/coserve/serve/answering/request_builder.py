@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher
+from msgspec import structs
 
 from coserve.core.request import Request, SamplingParams
 from coserve.errors import DataError
@@ -83,7 +84,7 @@ class GenerationRequest:
         assert sampling.seed is not None
         seed = (sampling.seed + index % self.choices) % _SEEDS
         sampling = replace(sampling, max_tokens=self.cost.max_tokens[prompt], seed=seed)
-        return replace(
+        return structs.replace(
             self.asked,
             id=f"{self.asked.id}-{index}",
             prompt=self.prompts[prompt],
