@@ -18,7 +18,6 @@ from coserve.core.plan import (
     MicroBatchStart,
     Prefix,
     Sampled,
-    SequenceStart,
     SwapIn,
     SwapOut,
     TokenLogprobs,
@@ -26,6 +25,7 @@ from coserve.core.plan import (
     Updated,
     WeightReads,
 )
+from coserve.core.request import Request
 from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction, Span
 from coserve.errors import CoserveError, OffloadFailed
@@ -196,11 +196,11 @@ class ScriptedExecutor(VirtualClock, Executor):
         return {segment.key: OffloadFailed("as told") for segment in segments if self._loses(segment)}
 
     def _begin(self, plan: BasePlan) -> None:
-        for start in plan.sequences:
-            assert start.key not in self._sequences, "a sequence is named once"
-            self._sequences[start.key] = _Sequence(
-                start, [*start.request.prompt, *start.output], start.computed
-            )
+        for segment in plan.inference:
+            if (request := segment.request) is not None:
+                assert segment.key not in self._sequences, "a sequence is named once"
+                known = [*request.prompt, *request.continued]
+                self._sequences[segment.key] = _Sequence(segment.key, request, known, segment.start)
         for batch in plan.micro_batches:
             assert batch.key not in self._micro_batches, "a micro-batch is named once"
             self._micro_batches[batch.key] = _MicroBatch(batch)
@@ -225,39 +225,31 @@ class ScriptedExecutor(VirtualClock, Executor):
     def _claim(self, segment: InferenceSegment) -> None:
         assert segment.key in self._sequences, "a sequence that no plan has named"
         sequence = self._sequences[segment.key]
-        start, end = sequence.start, segment.start + segment.length
+        request, end = sequence.request, segment.start + segment.length
         assert segment.length > 0 and segment.start == sequence.computed, "rows in order"
-        virtual, adapter = start.request.virtual, start.request.adapter
-        assert segment.context == virtual + segment.start and segment.adapter == adapter
+        virtual = request.virtual
+        assert segment.context == virtual + segment.start and segment.adapter == request.adapter
         assert end <= len(sequence.tokens), "rows that are not known yet"
-        begins = not sequence.pages
-        self._clean(sequence, segment.new_pages)
+        if segment.request is None:
+            assert not segment.filled and segment.template is None, "new pages are empty"
+        else:
+            known = (segment.filled + (segment.template is not None)) * self._page_size
+            assert segment.context <= known, "rows in order"
+        for page in segment.new_pages[segment.filled :]:  # empty ones, as those of real executors are
+            for slot in range(self._page_size):
+                self._cache.pop((page, slot), None)
         sequence.pages += segment.new_pages
         assert virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
         for page in sequence.pages:
             self._readers.setdefault(page, set()).add(segment.key)
-        if begins and start.template is not None:
-            self._copy(sequence, start.template)
-
-    def _clean(self, sequence: "_Sequence", new_pages: tuple[int, ...]) -> None:
-        """Empties new pages that neither others have filled nor the second tier, as real executors do."""
-        start = sequence.start
-        for page in new_pages[max(start.shared + start.swapped - len(sequence.pages), 0) :]:
-            if page != start.template:
-                for slot in range(self._page_size):
-                    self._cache.pop((page, slot), None)
-
-    def _copy(self, sequence: "_Sequence", template: int) -> None:
-        """Copies the part of a template page that begins a sequence."""
-        target = sequence.pages[sequence.start.shared]
-        if target != template:
-            for slot in range((sequence.start.request.virtual + sequence.computed) % self._page_size):
-                self._cache[target, slot] = self._cache[template, slot]
+        if segment.template is not None:
+            for slot in range(segment.context % self._page_size):
+                self._cache[segment.new_pages[segment.filled], slot] = self._cache[segment.template, slot]
 
     def _infer(self, segment: InferenceSegment) -> Sampled:
         """Reads the past of the rows, and writes them; a page is right if its whole past is."""
         sequence = self._sequences[segment.key]
-        request, end = sequence.start.request, segment.start + segment.length
+        request, end = sequence.request, segment.start + segment.length
         self._pass_pages(sequence, segment)
         sequence.computed = end
         scored: tuple[TokenLogprobs, ...] = ()
@@ -317,7 +309,8 @@ class ScriptedExecutor(VirtualClock, Executor):
 class _Sequence:
     """A sequence as described by plans: its tokens, the number in the cache, its block table."""
 
-    start: SequenceStart
+    key: int
+    request: Request
     tokens: list[int]
     computed: int
     pages: list[int] = field(default_factory=list)
@@ -329,13 +322,13 @@ class _Sequence:
 
         Virtual tokens are common to all sequences; the following tokens to those of one scope, if any.
         """
-        request = self.start.request
+        request = self.request
         virtual, scope, adapter = request.virtual, request.scope, request.adapter or ""
         known = [*virtual_tokens(adapter, virtual), *self.tokens[:end]]
         for position in range(len(self.pasts), len(known)):
             before = self.pasts[-1] if self.pasts else _past_of(0, adapter)
             if position == virtual:
-                before = _past_of(before, self.start.key if scope is None else scope)
+                before = _past_of(before, self.key if scope is None else scope)
             self.pasts.append(_past_of(before, known[position]))
         return self.pasts
 

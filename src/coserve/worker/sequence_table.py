@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, PageCopy
-from coserve.core.plan import InferenceSegment, SequenceStart
+from coserve.core.plan import InferenceSegment
+from coserve.core.request import Request
 from coserve.model.sampling_table import SamplingTable
 
 
@@ -16,7 +17,7 @@ from coserve.model.sampling_table import SamplingTable
 class SequenceState:
     """Host state of a running sequence: its row, its tokens, the length of its block table."""
 
-    start: SequenceStart
+    request: Request
     row: int
     tokens: list[int]  # all known ones, prompt and answer
     pages: int = 0
@@ -28,7 +29,7 @@ class SequenceState:
 
     def is_newest(self, segment: InferenceSegment) -> bool:
         """Tells whether a segment is a decode row: only the newest token of an answer under way."""
-        return segment.start == self.length - 1 >= len(self.start.request.prompt)
+        return segment.start == self.length - 1 >= len(self.request.prompt)
 
 
 class SequenceTable:
@@ -61,28 +62,24 @@ class SequenceTable:
     def __getitem__(self, key: int) -> SequenceState:
         return self._states[key]
 
-    def start(self, sequences: Iterable[SequenceStart]) -> None:
-        """Adds rows for the sequences that a plan names first."""
-        for sequence in sequences:
-            self._enter(sequence)
-
     def extend(self, segments: Iterable[InferenceSegment]) -> None:
-        """Appends a plan's new pages to the block tables of its sequences: once, however often the plan's
-        rows are run again for lack of memory."""
+        """Adds rows for the sequences that a plan names first, and appends its new pages to their block
+        tables: once, however often the plan's rows are run again for lack of memory."""
         fresh: list[int] = []
         copies: list[PageCopy] = []
         for segment in segments:
+            if segment.request is not None:
+                self._enter(segment.key, segment.request)
             if not segment.new_pages or segment.offloaded:
                 continue
             state = self._states[segment.key]
-            start, known, end = state.start, state.pages, state.pages + len(segment.new_pages)
-            self._block_table[state.row, known:end] = self._tensor(segment.new_pages)
-            state.pages = end
-            own = segment.new_pages[max(start.shared + start.swapped - known, 0) :]
-            fresh += [page for page in own if page != start.template]
-            if not known and start.template is not None and own[0] != start.template:
-                begun = (start.request.virtual + start.computed) % self._attention.page_size
-                copies.append(PageCopy(start.template, own[0], begun))
+            known, state.pages = state.pages, state.pages + len(segment.new_pages)
+            self._block_table[state.row, known : state.pages] = self._tensor(segment.new_pages)
+            own = segment.new_pages[segment.filled :]
+            fresh += own
+            if segment.template is not None:
+                begun = segment.context % self._attention.page_size
+                copies.append(PageCopy(segment.template, own[0], begun))
         if fresh:
             self._attention.clean(fresh)
         self._attention.copy(copies)
@@ -101,7 +98,7 @@ class SequenceTable:
         self.sampling.clear(state.row)
         self.scored.discard(key)
         self._free.append(state.row)
-        return state.start.request.adapter
+        return state.request.adapter
 
     def batch(
         self, segments: Sequence[InferenceSegment], num_decodes: int
@@ -152,18 +149,17 @@ class SequenceTable:
         """Number of tokens known of each sequence [n], which is also the position of the next sampled one."""
         return self._tensor([self._states[key].length for key in keys])
 
-    def _enter(self, sequence: SequenceStart) -> None:
-        assert sequence.key not in self._states, "a sequence is named once"
-        request, row = sequence.request, self._free.pop()
-        tokens = [*request.prompt, *sequence.output]
-        self._states[sequence.key] = SequenceState(sequence, row, tokens)
-        if sequence.output:
-            self._last_token[row] = sequence.output[-1]
+    def _enter(self, key: int, request: Request) -> None:
+        assert key not in self._states, "a sequence is named once"
+        row, output = self._free.pop(), request.continued
+        self._states[key] = SequenceState(request, row, [*request.prompt, *output])
+        if output:
+            self._last_token[row] = output[-1]
         params = request.sampling
         if params.prompt_logprobs is not None:
-            self.scored.add(sequence.key)
+            self.scored.add(key)
         assert params.seed is not None, "a seed is drawn when the request is made"
-        self.sampling.set(row, params, params.seed, request.prompt, sequence.output)
+        self.sampling.set(row, params, params.seed, request.prompt, output)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._last_token.device)

@@ -87,7 +87,6 @@ class World:
             missing = self.pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
             sequence.pages += self.pages.allocate(sequence.key, max(missing, 0)) or []
         plan = inference_plan((sequence, sequence.computed, self.rows(sequence)) for sequence in chosen)
-        self.table.start(plan.sequences)
         self.table.extend(plan.inference)
         segments = sorted(plan.inference, key=lambda s: not self.table[s.key].is_newest(s))
         self.compare(segments, sum(self.table[s.key].is_newest(s) for s in segments))
@@ -148,7 +147,6 @@ def test_pages_that_are_shared_are_never_cleaned() -> None:
     world = World(0)
     sequences = [world.enter("long@1") for _ in range(3)]
     plan = inference_plan((sequence, 0, 1) for sequence in sequences)
-    world.table.start(plan.sequences)
     world.table.extend(plan.inference)
     shared = torch.tensor(sequences[0].pages[:2])
     assert isinstance(world.attention, BatchedBackend)
