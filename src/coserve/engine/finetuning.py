@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Protocol
 
 from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.paging.stored import StoredVersion
 from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.errors import ConfigError, CoserveError, OutOfMemory
 from coserve.model.base import Base
+from coserve.train.checkpoint import Checkpoint
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
 from coserve.train.fresh import sketch_adapter
@@ -61,6 +63,9 @@ class PreparedJob:
     `methods` are the settings of its adapter's methods. `start` is the version that training begins with,
     None for a fresh one; `resume` is the state to resume from. `reference` is the adapter that an objective
     compares with, or that teaches; None is the base alone.
+
+    A server's job may have `validation` data, scored once under the adapter `validation_reference` where the
+    objective has a reference (None is the base), and the `checkpoint` on disk that it resumes from.
     """
 
     job: str
@@ -72,6 +77,9 @@ class PreparedJob:
     resume: TrainingState | None = None
     objective: Objective = SUPERVISED
     reference: AdapterVersion | None = None
+    validation: Prepared | None = None
+    validation_reference: StoredVersion | None = None
+    checkpoint: Checkpoint | None = None
 
     @property
     def units(self) -> int:

@@ -1,11 +1,12 @@
 """Reads the files of a server's job: its data, its start, its newest checkpoint, its validation file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from coserve.adapters.bypass import exact_type
 from coserve.engine.checking import prepare_job, read_validation
 from coserve.engine.engine import Engine
-from coserve.engine.served_job import ReadJob
+from coserve.engine.finetuning import PreparedJob
 from coserve.train.checkpoint import newest_checkpoint, read_checkpoint
 from coserve.wire.messages import JobSpec
 
@@ -20,7 +21,7 @@ def reference_of(job: str) -> str:
     return f"reference:{job}"
 
 
-def read_job(engine: Engine, spec: JobSpec) -> ReadJob:
+def read_job(engine: Engine, spec: JobSpec) -> PreparedJob:
     """Reads everything a job needs; steps go on meanwhile."""
     name, base = adapter_of(spec.job), engine.base
     checkpoint = newest_checkpoint(Path(spec.folder))
@@ -31,4 +32,4 @@ def read_job(engine: Engine, spec: JobSpec) -> ReadJob:
     validation, reference = read_validation(engine, spec, prepared), None
     if validation is not None and prepared.objective.has_reference and spec.start_from is not None:
         reference = engine.adapters.look_at(reference_of(spec.job), spec.start_from)
-    return ReadJob(prepared, validation, checkpoint, reference)
+    return replace(prepared, validation=validation, checkpoint=checkpoint, validation_reference=reference)

@@ -46,13 +46,13 @@ from coserve.wire.messages import (
     Fault,
     Hello,
     JobPreview,
+    JobSpec,
     PinAdapter,
     PreviewJob,
     RemoveAdapter,
     Reply,
     Report,
     SessionCommand,
-    StartJob,
     StopJob,
     Token,
     WeighJob,
@@ -159,7 +159,7 @@ class ServedEngine:
                 previewed = partial(self._previewed, engine, command.ref, self._connection)
                 read_job = partial(read_preview, engine, command.spec, command.records)
                 self._previews.do("looking at the job", read_job, previewed)
-            case StartJob():
+            case JobSpec():
                 if not self.draining:  # else the next engine resumes it
                     self._jobs.start(command)
             case StopJob():
@@ -258,9 +258,7 @@ class ServedEngine:
                 self._reply(command.ref, contained(error, "checking the job", ConfigError))
             case SessionCommand():
                 self._reply(command.ref, contained(error, "the session", JobError))
-            case StartJob():
-                self._jobs.fail(command.spec.job, contained(error, "the job", JobError))
-            case StopJob() | WeighJob():
+            case JobSpec() | StopJob() | WeighJob():
                 self._jobs.fail(command.job, contained(error, "the job", JobError))
             case _:
                 raise error

@@ -73,8 +73,9 @@ class CheckMethod(WireMessage, frozen=True):
     method: MethodFields
 
 
-class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A requested fine-tuning job, as paths and settings.
+class JobSpec(WireMessage, frozen=True):
+    """A requested fine-tuning job, as paths and settings. As a command it has an adapter trained, from the
+    newest good checkpoint of the job if there is one; it is ignored for a job that runs already.
 
     `data` and `validation` are checked files of training data, which errors call by their names
     (`data_name`, `validation_name`); checkpoints are written under `folder`, one after
@@ -86,7 +87,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     counts.
     `objective` is the type and the settings of the training method (`train.objectives`), and `teacher` the
     folder of the adapter that teaches in distillation, None for the base. `base` is the id of the base that
-    it trains on.
+    it trains on. `weight` is its share among the jobs that train.
     """
 
     job: str
@@ -106,6 +107,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     base: str = BASE
     data_name: str | None = None
     validation_name: str | None = None
+    weight: float = 1.0
 
 
 class CheckJob(WireMessage, frozen=True):
@@ -125,14 +127,6 @@ class PreviewJob(WireMessage, frozen=True):
     ref: int
     spec: JobSpec
     records: int | None = None
-
-
-class StartJob(WireMessage, frozen=True):
-    """Trains an adapter, from the newest good checkpoint of the job if there is one. Ignored for a job that
-    runs already. `weight` is its share among the jobs that train."""
-
-    spec: JobSpec
-    weight: float = 1.0
 
 
 class StopJob(WireMessage, frozen=True):
@@ -223,7 +217,7 @@ class Drain(WireMessage, frozen=True):
 # alternatives have been loaded on the connection before.
 Command = (
     Request | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | PreviewJob
-    | StartJob | StopJob | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining | LoadTraining
+    | JobSpec | StopJob | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining | LoadTraining
     | CloseTraining | Acknowledge | Drain
 )  # fmt: skip
 

@@ -26,7 +26,6 @@ from coserve.wire.messages import (
     JobStep,
     PinAdapter,
     RemoveAdapter,
-    StartJob,
     StopJob,
 )
 from desk import Desk, write_data
@@ -85,7 +84,7 @@ class Tenants:
         spec = JobSpec(name, str(data), str(folder), options, method, validation=validation, every=2)
         desk.send(CheckJob(CHECKED, spec))
         desk.send(
-            StartJob(spec),
+            spec,
             Request(f"beside {name}", (5, 6, 7), SamplingParams(max_tokens=2, seed=1)),
         )
         if fate in ("cancelled", "paused"):

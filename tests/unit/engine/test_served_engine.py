@@ -28,7 +28,6 @@ from coserve.wire.messages import (
     JobStarved,
     JobStep,
     Reply,
-    StartJob,
     StopJob,
     WeighJob,
 )
@@ -276,7 +275,7 @@ def test_what_a_job_may_not_be(desk: Desk, data: Path, tmp_path: Path) -> None:
         "nothing": JobSpec("j", str(data), str(tmp_path), start_from=str(tmp_path / "nothing")),
     }
     for said, spec in cases.items():
-        desk.send(StartJob(spec))
+        desk.send(spec)
         ended = desk.ended()
         assert ended.status == "failed" and said in ended.fault.text, said
         desk.send(Acknowledge(10**9))

@@ -128,7 +128,7 @@ def test_jobs_train_on_their_base(desk: Desk, tmp_path: Path) -> None:
     data = write_data(tmp_path / "data.jsonl")
     short = {"max_steps": 2}
     made = job(data, tmp_path / "wide", "on wide", base=WIDE, validation=str(data), options=short)
-    desk.send(CheckJob(9, made.spec), made, job(data, tmp_path / "small", "on base", options=short))
+    desk.send(CheckJob(9, made), made, job(data, tmp_path / "small", "on base", options=short))
     ended = {news.job: news for news in (desk.ended(), desk.ended())}
     assert {news.status for news in ended.values()} == {JobStatus.SUCCEEDED}
     (checkpoint,) = [news for news in desk.news(JobCheckpoint) if news.job == "on wide"]
