@@ -15,11 +15,11 @@ from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.request import Request
 from coserve.engine.adapters import EngineAdapters
 from coserve.engine.background import Background, Outcome
-from coserve.engine.checking import read_beginning
 from coserve.engine.compiling import Compiling
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import PreparedJob
+from coserve.engine.job_files import read_beginning
 from coserve.engine.jobs import Jobs
 from coserve.engine.preview import judge, read_preview
 from coserve.engine.remembered import CostFile
