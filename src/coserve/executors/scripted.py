@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from coserve.core.plan import (
     BasePlan,
@@ -25,9 +25,8 @@ from coserve.core.plan import (
     Updated,
     WeightReads,
 )
-from coserve.core.request import Request
 from coserve.core.row_buckets import EXACT
-from coserve.core.sequence import Direction, Span
+from coserve.core.sequence import Direction, Sequence, Span
 from coserve.errors import CoserveError, OffloadFailed
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
 from coserve.executors.virtual_clock import VirtualClock
@@ -85,7 +84,8 @@ class ScriptedExecutor(VirtualClock, Executor):
         self._failures = dict(failures or {})
         self._cache: dict[tuple[int, int], int] = {}  # page, slot -> past
         self._readers: dict[int, set[int]] = {}  # page -> keys of its sequences
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Sequence] = {}  # as far as plans have told of them
+        self._pasts: dict[int, list[int]] = {}  # contents that their positions must have, as far as computed
         self._micro_batches: dict[int, _MicroBatch] = {}
         self._ended: set[int] = set()
         self._pauses = 0  # results with paused training
@@ -199,8 +199,8 @@ class ScriptedExecutor(VirtualClock, Executor):
         for segment in plan.inference:
             if (request := segment.request) is not None:
                 assert segment.key not in self._sequences, "a sequence is named once"
-                known = [*request.prompt, *request.continued]
-                self._sequences[segment.key] = _Sequence(segment.key, request, known, segment.start)
+                sequence = Sequence(segment.key, request, [*request.continued], computed=segment.start)
+                self._sequences[segment.key], self._pasts[segment.key] = sequence, []
         for batch in plan.micro_batches:
             assert batch.key not in self._micro_batches, "a micro-batch is named once"
             self._micro_batches[batch.key] = _MicroBatch(batch)
@@ -229,7 +229,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         assert segment.length > 0 and segment.start == sequence.computed, "rows in order"
         virtual = request.virtual
         assert segment.context == virtual + segment.start and segment.adapter == request.adapter
-        assert end <= len(sequence.tokens), "rows that are not known yet"
+        assert end <= sequence.length, "rows that are not known yet"
         if segment.request is None:
             assert not segment.filled and segment.template is None, "new pages are empty"
         else:
@@ -256,16 +256,33 @@ class ScriptedExecutor(VirtualClock, Executor):
         if request.sampling.prompt_logprobs is not None:
             last = min(end, len(request.prompt) - 1)
             scored = tuple(TokenLogprobs(-float(position + 1)) for position in range(segment.start, last))
-        is_last = end == len(sequence.tokens)
+        is_last = end == sequence.length
         assert segment.tail_rows == len(scored) + is_last, "rows through the head"
         if not is_last:
             return Sampled(None, prompt_logprobs=scored)
         virtual = virtual_tokens(request.adapter or "", request.virtual)
-        sequence.tokens.append(next_token([*virtual, *sequence.tokens], self._vocabulary))
-        return Sampled(sequence.tokens[-1], prompt_logprobs=scored)
+        known = [*virtual, *sequence.tokens(0, sequence.length)]
+        sequence.output.append(next_token(known, self._vocabulary))
+        return Sampled(sequence.output[-1], prompt_logprobs=scored)
 
-    def _pass_pages(self, sequence: "_Sequence", segment: InferenceSegment) -> None:
-        pasts = sequence.past(segment.start + segment.length)
+    def _past(self, sequence: Sequence, end: int) -> list[int]:
+        """Returns what each position of a sequence up to token `end` must hold, virtual tokens first: a
+        digest of all before it.
+
+        Virtual tokens are common to all sequences; the following tokens to those of one scope, if any.
+        """
+        request, pasts = sequence.request, self._pasts[sequence.key]
+        virtual, scope, adapter = request.virtual, request.scope, request.adapter or ""
+        known = [*virtual_tokens(adapter, virtual), *sequence.tokens(0, end)]
+        for position in range(len(pasts), len(known)):
+            before = pasts[-1] if pasts else _past_of(0, adapter)
+            if position == virtual:
+                before = _past_of(before, sequence.key if scope is None else scope)
+            pasts.append(_past_of(before, known[position]))
+        return pasts
+
+    def _pass_pages(self, sequence: Sequence, segment: InferenceSegment) -> None:
+        pasts = self._past(sequence, segment.start + segment.length)
         for position in range(segment.context):
             assert self._cache.get(self._slot(sequence, position)) == pasts[position], "a foreign page"
         for position in range(segment.context, segment.context + segment.length):
@@ -273,7 +290,7 @@ class ScriptedExecutor(VirtualClock, Executor):
             assert self._readers[page] == {segment.key}, f"page {page} is shared"
             self._cache[page, slot] = pasts[position]
 
-    def _slot(self, sequence: "_Sequence", position: int) -> tuple[int, int]:
+    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.pages[position // self._page_size], position % self._page_size
 
     def _travel(self, segment: TrainingSegment) -> None:
@@ -303,34 +320,6 @@ class ScriptedExecutor(VirtualClock, Executor):
             del self._micro_batches[key]
         self.trained[job] = self.trained.get(job, 0) + rows
         return Updated(step=1, loss=1.0, labels=rows, grad_norm=1.0, learning_rate=1.0, version=f"{job}@1")
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """A sequence as described by plans: its tokens, the number in the cache, its block table."""
-
-    key: int
-    request: Request
-    tokens: list[int]
-    computed: int
-    pages: list[int] = field(default_factory=list)
-    pasts: list[int] = field(default_factory=list)  # expected contents of its positions, as far as computed
-
-    def past(self, end: int) -> list[int]:
-        """Returns what each position up to token `end` must hold, virtual tokens first: a digest of all
-        before it.
-
-        Virtual tokens are common to all sequences; the following tokens to those of one scope, if any.
-        """
-        request = self.request
-        virtual, scope, adapter = request.virtual, request.scope, request.adapter or ""
-        known = [*virtual_tokens(adapter, virtual), *self.tokens[:end]]
-        for position in range(len(self.pasts), len(known)):
-            before = self.pasts[-1] if self.pasts else _past_of(0, adapter)
-            if position == virtual:
-                before = _past_of(before, self.key if scope is None else scope)
-            self.pasts.append(_past_of(before, known[position]))
-        return self.pasts
 
 
 class _MicroBatch:
