@@ -128,6 +128,10 @@ class Trainer(Protocol):
         """Snapshot of a job's state. Raises JobError where there is none."""
         ...
 
+    def reason(self, job: str) -> str:
+        """The reason for which a job waits for bytes; empty for one that does not."""
+        ...
+
     def save(self, adapter: str, folder: str | Path) -> None:
         """Writes an adapter's newest version in PEFT's format."""
         ...
@@ -154,7 +158,6 @@ class FineTuning:
         self.weight = prepared.config.weight  # share among jobs that train at the same time
         self.prepared: PreparedJob | None = prepared  # while it is queued
         self.status = JobStatus.QUEUED
-        self.reason = ""
         self.notes: list[str] = []
         self.has_shrunk = False  # to leaner settings than asked for
         self.error: CoserveError | None = None
@@ -180,6 +183,11 @@ class FineTuning:
             pass
         self._raise()
         return self
+
+    @property
+    def reason(self) -> str:
+        """The reason for which the queued job waits for bytes; empty where it does not."""
+        return self._trainer.reason(self.job)
 
     @property
     def is_under_way(self) -> bool:
@@ -215,10 +223,6 @@ class FineTuning:
         if keeping is not None and (step == self.steps or step % keeping.every == 0):
             keeping.take(self._trainer.snapshot(self.job))
 
-    def wait(self, reason: str) -> None:
-        """Notes why the queued job waits."""
-        self.reason = reason
-
     def begin(self) -> None:
         """Marks the job as running."""
         self._move(JobStatus.RUNNING)
@@ -235,7 +239,7 @@ class FineTuning:
 
     def _move(self, status: JobStatus) -> None:
         assert self.status.may_become(status), f"job {self.job} is {self.status}: not {status} now"
-        self.status, self.reason, self.prepared = status, "", None
+        self.status, self.prepared = status, None
 
     def _raise(self) -> None:
         if self.error is not None:
