@@ -23,8 +23,6 @@ from coserve.wire.messages import (
     JobSpec,
     Reply,
     Report,
-    StartJob,
-    Submit,
     Token,
 )
 from models import letter_tokenizer, tiny
@@ -115,14 +113,12 @@ def write_data(file: Path) -> Path:
     return file
 
 
-def job(data: Path, folder: Path, name: str = "j", weight: float = 1.0, **fields: Any) -> StartJob:
+def job(data: Path, folder: Path, name: str = "j", weight: float = 1.0, **fields: Any) -> JobSpec:
     options = {"batch_size": 2, "learning_rate": 1e-2, "keep": "everything"} | fields.pop("options", {})
-    return StartJob(
-        JobSpec(name, str(data), str(folder), options, {"rank": 2, "targets": ["q_proj"]}, **fields), weight
-    )
+    method = {"rank": 2, "targets": ["q_proj"]}
+    return JobSpec(name, str(data), str(folder), options, method, weight=weight, **fields)
 
 
-def ask(name: str, tokens: int = 3, **fields: object) -> Submit:
-    sent = {one: fields.pop(one) for one in ("continued", "age") if one in fields}
+def ask(name: str, tokens: int = 3, **fields: object) -> Request:
     sampling = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
-    return Submit(Request(name, (5, 6), sampling, **fields), **sent)
+    return Request(name, (5, 6), sampling, **fields)

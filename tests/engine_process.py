@@ -24,7 +24,6 @@ from coserve.wire.messages import (
     JobEnded,
     JobNews,
     Report,
-    Submit,
     Token,
 )
 from preforked import Preforked
@@ -116,7 +115,7 @@ class Server:
 
     def submit(self, name: str, prompt: list[int], continued: tuple[int, ...] = (), **sampling: Any) -> None:
         params = SamplingParams(**{"seed": 1, "ignore_eos": True, **sampling})
-        self.send(Submit(Request(name, tuple(prompt), params), continued))
+        self.send(Request(name, tuple(prompt), params, continued=continued))
 
     def until(self, done: Callable[["Server"], object]) -> "Server":
         """Reads reports until `done`."""

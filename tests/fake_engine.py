@@ -44,7 +44,6 @@ from coserve.wire.messages import (
     SaveTraining,
     SessionCommand,
     StepOptimizer,
-    Submit,
     Token,
 )
 from coserve.wire.scores import NONE, Scores
@@ -259,8 +258,8 @@ class FakeEngine:
         if isinstance(command, self.deaf_to):
             return
         match command:
-            case Submit():
-                self._admit(command.request, len(command.continued))
+            case Request():
+                self._admit(command, len(command.continued))
             case Cancel():
                 self._drop(command.id)
             case AddAdapter():

@@ -20,7 +20,6 @@ from coserve.serve.http.listener import Listener
 from coserve.serve.processes.announce import url_of
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
-from coserve.wire.messages import Submit
 from fake_engine import FakeEngine
 from waiting import until
 
@@ -43,11 +42,11 @@ class World:
 
     def submits(self) -> list[Request]:
         """All requests that the engine was asked."""
-        return [command.request for command in self.engine.said if isinstance(command, Submit)]
+        return [command for command in self.engine.said if isinstance(command, Request)]
 
     def continued(self) -> list[tuple[int, ...]]:
         """The tokens that came with each of these."""
-        return [command.continued for command in self.engine.said if isinstance(command, Submit)]
+        return [command.continued for command in self.engine.said if isinstance(command, Request)]
 
     def say(self, text: str, ends: bool = True) -> list[int]:
         """Makes the engine answer with this text, and then end, or repeat its last token; its tokens."""

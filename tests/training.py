@@ -15,7 +15,6 @@ from coserve.wire.messages import (
     JobStarted,
     JobStep,
     Numbered,
-    StartJob,
     StopJob,
     WeighJob,
 )
@@ -43,7 +42,7 @@ async def create(world: World, key: str = "unused", **more: Any) -> Any:
 
 
 def started(world: World) -> list[JobSpec]:
-    return [command.spec for command in world.engine.said if isinstance(command, StartJob)]
+    return [command for command in world.engine.said if isinstance(command, JobSpec)]
 
 
 def stopped(world: World) -> list[StopJob]:
@@ -54,9 +53,7 @@ def weighed(world: World) -> dict[str, float]:
     """The current weight of every job."""
     weights = {}
     for command in world.engine.said:
-        if isinstance(command, StartJob):
-            weights[command.spec.job] = command.weight
-        elif isinstance(command, WeighJob):
+        if isinstance(command, JobSpec | WeighJob):
             weights[command.job] = command.weight
     return weights
 

@@ -19,6 +19,7 @@ from coserve.schedule.segments import batch_start, training_segment
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
 from coserve.train.optimizer_offload import MakeOffload
+from coserve.train.packing import Packing
 from coserve.train.session import TrainingSession
 from coserve.train.state import TrainingState
 from coserve.train.supervised import SupervisedSteps
@@ -44,11 +45,8 @@ class TrainingRun:
     ) -> None:
         if resume is not None:
             start = replace(resume.adapter, name=start.name, version=start.version)
-        virtual = start.virtual
-        self.supervised = SupervisedSteps(
-            job, start.key, examples, config, base.depth, base.row_buckets,
-            virtual.given_count, virtual.prompt_count, digest, 0 if resume is None else resume.step,
-        )  # fmt: skip
+        packing, done = Packing.of(job, base, start.virtual), 0 if resume is None else resume.step
+        self.supervised = SupervisedSteps(start.key, examples, config, packing, digest, done)
         self.steps, identity = self.supervised.steps, self.supervised.identity
         if resume is not None:
             identity.expect(resume.identity)

@@ -15,7 +15,7 @@ from coserve.config import StitchedChain
 from coserve.core.request import Request
 from coserve.errors import ConfigError
 from coserve.serve.settings import ServerSettings
-from coserve.wire.messages import AddAdapter, Fault, FurtherBase, StartJob
+from coserve.wire.messages import AddAdapter, Fault, FurtherBase, JobSpec
 from serving import Play, World
 from tinkering import tinkering
 
@@ -255,9 +255,9 @@ def test_chains_have_no_name_and_nothing_is_trained_on_them(play: Play, settings
         with pytest.raises(openai.BadRequestError, match="approximate chain"):
             await jobs.create(model="tuned", training_file=file.id, method=method)
         started = await jobs.create(model="tuned", training_file=file.id)
-        await world.until(lambda: any(isinstance(c, StartJob) for c in world.engine.said))
-        (job,) = [c for c in world.engine.said if isinstance(c, StartJob)]
-        assert job.spec.job == started.id and Path(str(job.spec.start_from)).name == "tuned"
+        await world.until(lambda: any(isinstance(c, JobSpec) for c in world.engine.said))
+        (job,) = [c for c in world.engine.said if isinstance(c, JobSpec)]
+        assert job.job == started.id and Path(str(job.start_from)).name == "tuned"
 
     play(story, **settings)
 

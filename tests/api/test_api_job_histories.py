@@ -10,7 +10,7 @@ import pytest
 
 from coserve.core import job_words
 from coserve.core.job_status import JobStatus
-from coserve.wire.messages import JobStarved, JobWaiting, StartJob, StopJob
+from coserve.wire.messages import JobSpec, JobStarved, JobWaiting, StopJob
 from serving import Play, World
 from training import Trainer, create, upload
 
@@ -34,9 +34,9 @@ class Engine:
     def listen(self) -> None:
         said = self.world.engine.said
         for command in said[self.heard :]:
-            if isinstance(command, StartJob):
-                assert command.spec.job not in self.has
-                self.has[command.spec.job] = "reading"
+            if isinstance(command, JobSpec):
+                assert command.job not in self.has
+                self.has[command.job] = "reading"
             elif isinstance(command, StopJob):
                 self.stopping[command.job] = command.keep
         self.heard = len(said)

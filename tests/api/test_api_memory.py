@@ -13,9 +13,9 @@ from coserve.wire.messages import (
     EngineStats,
     Fault,
     JobNote,
+    JobSpec,
     JobStarved,
     JobWaiting,
-    StartJob,
 )
 from serving import Play, World
 from training import Trainer, create, started, upload
@@ -251,7 +251,7 @@ def test_every_start_of_a_job_was_checked_first(play: Play) -> None:
     async def story(world: World) -> None:
         job = await create(world)
         await world.until(lambda: bool(started(world)))
-        kinds = [type(c) for c in world.engine.said if isinstance(c, CheckJob | StartJob)]
-        assert kinds == [CheckJob, StartJob] and started(world)[0].job == job.id
+        kinds = [type(c) for c in world.engine.said if isinstance(c, CheckJob | JobSpec)]
+        assert kinds == [CheckJob, JobSpec] and started(world)[0].job == job.id
 
     play(story)

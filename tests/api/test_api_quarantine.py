@@ -15,7 +15,7 @@ from coserve.serve.adapter_registry import registry
 from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
-from coserve.wire.messages import AddAdapter, JobStarted, JobStep, Numbered, RemoveAdapter, StartJob
+from coserve.wire.messages import AddAdapter, JobSpec, JobStarted, JobStep, Numbered, RemoveAdapter
 from serving import Play, World
 
 BAD = 13  # the seed of a job that crashes engines
@@ -34,7 +34,7 @@ def test_a_job_that_crashes_engines_fails_and_another_goes_on(play: Play) -> Non
             statuses = [(await client.fine_tuning.jobs.retrieve(job.id)).status for job in (bad, good)]
             for command in engine.said[seen:]:
                 seen += 1
-                if isinstance(command, StartJob) and command.spec.job == good.id:
+                if isinstance(command, JobSpec) and command.job == good.id:
                     # It trains as far as step 3.
                     number = 1 + len(engine.news)
                     started = JobStarted(good.id, 0, 9, 12, 60, 0, 0, 1, 1, 1e-3)
@@ -54,7 +54,7 @@ def test_a_job_that_crashes_engines_fails_and_another_goes_on(play: Play) -> Non
         await client.fine_tuning.jobs.resume(bad.id)
 
     def crashes(command: object) -> bool:
-        return isinstance(command, StartJob) and command.spec.options["seed"] == BAD
+        return isinstance(command, JobSpec) and command.options["seed"] == BAD
 
     play(story, engine={"poison": crashes, "step_seconds": 0.001})
 

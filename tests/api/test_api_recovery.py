@@ -13,7 +13,7 @@ from coserve.errors import StateError
 from coserve.serve.compose import build_state
 from coserve.serve.engine import news
 from coserve.serve.store.records import JobRecord
-from coserve.wire.messages import JobCheckpoint, JobEnded, JobStep, Numbered, StartJob, StopJob
+from coserve.wire.messages import JobCheckpoint, JobEnded, JobSpec, JobStep, Numbered, StopJob
 from fake_engine import FakeEngine
 from serving import SECONDS, Play, World, world
 from training import Trainer, checkpoint_folder, create, started, stopped, upload, weighed
@@ -106,9 +106,7 @@ def test_a_restarted_server_takes_in_what_happened_meanwhile(tmp_path: Path) -> 
                 assert done is not None and (done.status, done.trained_tokens) == ("succeeded", 120)
                 assert len(await state.store.jobs.metrics(job.id)) == 2
                 assert await state.store.adapters.find("local", done.name, "tiny") is not None
-                await until(
-                    lambda: any(isinstance(c, StartJob) and c.spec.job == waits.id for c in engine.said)
-                )
+                await until(lambda: any(isinstance(c, JobSpec) and c.job == waits.id for c in engine.said))
 
     asyncio.run(whole())
 
@@ -128,7 +126,7 @@ def test_an_old_stop_that_is_told_again_frees_no_place(tmp_path: Path) -> None:
             engine.jobs, engine.news = (job.id,), [Numbered(1, JobEnded(job.id, "paused", 0))]
             async with build_state(settings, engine.socket) as state:
                 await until(lambda: not engine.news)
-                assert not any(isinstance(command, StartJob) for command in engine.said)
+                assert not any(isinstance(command, JobSpec) for command in engine.said)
                 still = await state.store.jobs.get("local", job.id)
                 assert still is not None and still.status == "running"
 

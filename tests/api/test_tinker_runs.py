@@ -7,6 +7,7 @@ import pytest
 import zstandard
 from sqlalchemy import Engine, event
 
+from coserve.core.request import Request
 from coserve.serve.tinker import turns
 from coserve.serve.tinker.checkpoints import MOST_TEMPORARY
 from coserve.serve.tinker.routes import futures
@@ -17,7 +18,6 @@ from coserve.wire.messages import (
     OpenTraining,
     SaveTraining,
     StepOptimizer,
-    Submit,
 )
 from serving import Play, World
 from tinkering import Caller, passed, sent
@@ -155,7 +155,7 @@ def test_paths_are_immutable_and_outlive_the_server(play: Play) -> None:
         assert first["path"] == f"tinker://{run}/sampler_weights/step" and "immutable" in again["error"]
         answer = await world.client().completions.create(model=first["path"], prompt=[5], max_tokens=1)
         assert answer.model == first["path"]  # OpenAI's API finds it too
-        (key,) = {one.request.adapter for one in sent(world, Submit)}
+        (key,) = {one.adapter for one in sent(world, Request)}
         assert key in world.engine.adapters
         folder = world.state.store.folder / "tinker"
         assert [one.name for one in folder.iterdir()] == [key]

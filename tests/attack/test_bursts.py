@@ -36,10 +36,8 @@ from coserve.wire.messages import (
     PinAdapter,
     RemoveAdapter,
     SaveTraining,
-    StartJob,
     StepOptimizer,
     StopJob,
-    Submit,
     WeighJob,
 )
 from engine_process import EngineProcess, Server
@@ -106,8 +104,7 @@ class Bursts:
         prompt = tuple(self.draw.randrange(5, 500) for _ in range(40))
         short, patient = SamplingParams(max_tokens=1, seed=1, ignore_eos=True), SLO(deferral=60.0)
         submits = [
-            Submit(Request(f"r{n}", (*prompt[: 1 + n % 40],), short, slo=patient))
-            for n in range(20 * self.count)
+            Request(f"r{n}", (*prompt[: 1 + n % 40],), short, slo=patient) for n in range(20 * self.count)
         ]
         data = tuple(Datum((1, 2, 3, 4), (2, 3, 4, 5)) for _ in range(4))
         folder = str(self.folder / "adapter")
@@ -126,7 +123,7 @@ class Bursts:
             ("removals", [RemoveAdapter(next(refs), f"a{n}") for n in count]),
             ("checks of methods", [CheckMethod(next(refs), {"rank": n + 1}) for n in count]),
             ("checks of jobs", [CheckJob(next(refs), self._spec(n)) for n in range(self.few)]),
-            ("jobs", [StartJob(self._spec(n)) for n in count]),
+            ("jobs", [self._spec(n) for n in count]),
             ("weights of jobs", [WeighJob(f"j{n}", 1.0 + n) for n in count]),
             ("stops of jobs", [StopJob(f"j{n}", keep=n % 2 == 0) for n in count]),
             ("acknowledgements", [Acknowledge(n) for n in range(20 * self.count)]),
@@ -146,9 +143,7 @@ class Stream:
     def _ask(self) -> None:
         self.asked, self._seen = self.asked + 1, 0
         sampling = SamplingParams(max_tokens=400, seed=1, ignore_eos=True)
-        self.server.send(
-            Submit(Request(f"stream {self.asked}", (5, 6, 7), sampling, slo=DEFAULT_SLO["default"]))
-        )
+        self.server.send(Request(f"stream {self.asked}", (5, 6, 7), sampling, slo=DEFAULT_SLO["default"]))
 
     def watch(self, done: Callable[[], bool]) -> float:
         """Reads until `done`, and some tokens more; returns the longest gap between two reports of tokens.

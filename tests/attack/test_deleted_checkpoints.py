@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from coserve.wire.messages import Fault, LoadTraining, OpenTraining, Submit
+from coserve.core.request import Request
+from coserve.wire.messages import Fault, LoadTraining, OpenTraining
 from serving import Play, World
 from tinkering import Caller, sent
 from training import Trainer, create, started
@@ -161,7 +162,7 @@ def test_deleting_waits_for_no_run_that_waits_for_memory(play: Play) -> None:
 
 async def answering(world: World, path: str) -> "asyncio.Task[Any]":
     """An answer of the weights at a path that has begun, and has no token before the next engine."""
-    world.engine.deaf_to, before = (Submit,), len(world.submits())
+    world.engine.deaf_to, before = (Request,), len(world.submits())
     asked = world.client().completions.create(model=path, prompt=[5], max_tokens=9, seed=1)
     task = asyncio.create_task(asked)
     await world.until(lambda: len(world.submits()) > before)

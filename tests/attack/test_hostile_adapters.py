@@ -24,7 +24,6 @@ from coserve.wire.messages import (
     JobSpec,
     JobStep,
     RemoveAdapter,
-    StartJob,
     StopJob,
 )
 from desk import Desk, ask, write_data
@@ -100,7 +99,7 @@ def test_malformed_jobs_end_nothing(count: int, desk: Desk, tmp_path: Path) -> N
             commands = wired(
                 CheckMethod(1, method),
                 CheckJob(2, spec := JobSpec(name, data, str(tmp_path / name), options, method)),
-                StartJob(spec),
+                spec,
             )
         except errors.RequestError:
             became["refused by the server"] += 1

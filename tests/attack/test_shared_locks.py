@@ -39,11 +39,11 @@ def test_an_engine_checks_jobs_beside_each_other(tmp_path: Path, monkeypatch: py
     tokenizer.chat_template = TEMPLATE
     desk = Desk(engine=Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=512), tokenizer))
     bad = hostile_data(tmp_path / "bad.jsonl")
-    desk.send(CheckJob(1, job(write_data(tmp_path / "warm.jsonl"), tmp_path).spec))  # traces the model once
+    desk.send(CheckJob(1, job(write_data(tmp_path / "warm.jsonl"), tmp_path)))  # traces the model once
     desk.until(lambda: desk.replies)
-    desk.send(*[CheckJob(10 + n, job(bad, tmp_path, f"bad{n}").spec) for n in range(HOSTILE)])
+    desk.send(*[CheckJob(10 + n, job(bad, tmp_path, f"bad{n}")) for n in range(HOSTILE)])
     began = time.monotonic()
-    desk.send(CheckJob(2, job(write_data(tmp_path / "good.jsonl"), tmp_path, "good").spec))
+    desk.send(CheckJob(2, job(write_data(tmp_path / "good.jsonl"), tmp_path, "good")))
     desk.until(lambda: any(reply.ref == 2 for reply in desk.replies))
     waited = time.monotonic() - began
     answered = {reply.ref for reply in desk.replies}

@@ -76,7 +76,7 @@ def kept_beside(keep: SavePolicy, count: int, length: int) -> tuple[int, int]:
     fused = Fused(keep)
     warm = fused.prompts(1, 4)  # what a first run of any kind leaves in caches is not the store's
     fused.executor.run(warm)
-    fused.executor.run(BasePlan(released=(warm.sequences[0].key,)))
+    fused.executor.run(BasePlan(released=(warm.inference[0].key,)))
     inference = fused.prompts(count, length)
     before = live_storages()
     fused.executor.run(replace(inference, training=(fused.window(Direction.TRAIN_FORWARD),)))

@@ -26,9 +26,7 @@ from coserve.wire.messages import (
     JobStarted,
     JobStep,
     RemoveAdapter,
-    StartJob,
     StopJob,
-    Submit,
 )
 from engine_process import EngineProcess, Server
 from models import greedy, save, tiny
@@ -76,8 +74,8 @@ def test_bases_and_chains_of_two_in_one_process(model: Path, tmp_path: Path) -> 
             "wide": {"base": "wide"},
             "chain": {"adapter": "good@2"},
         }
-        server.send(*(Submit(Request(name, (5, 6, 7), sampling, **where)) for name, where in asked.items()))
-        server.send(Submit(Request("bad", (5, 6, 7), sampling, adapter="bad@2")))
+        server.send(*(Request(name, (5, 6, 7), sampling, **where) for name, where in asked.items()))
+        server.send(Request("bad", (5, 6, 7), sampling, adapter="bad@2"))
         server.finished(*asked, "bad")
         assert len({tuple(server.tokens[name]) for name in asked}) == 3
         fault = server.last["bad"].fault
@@ -85,9 +83,9 @@ def test_bases_and_chains_of_two_in_one_process(model: Path, tmp_path: Path) -> 
         server.close()
 
 
-def job(name: str, data: Path, folder: Path, **fields: object) -> StartJob:
+def job(name: str, data: Path, folder: Path, **fields: object) -> JobSpec:
     options = {"batch_size": 2, "epochs": 2, "learning_rate": 1e-2, "rows": 64, "seed": 3}
-    return StartJob(JobSpec(name, str(data), str(folder), options, {"rank": 2, "dropout": 0.1}, **fields))
+    return JobSpec(name, str(data), str(folder), options, {"rank": 2, "dropout": 0.1}, **fields)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -172,8 +170,8 @@ def test_a_job_beside_answers_survives_its_server(engine: EngineProcess, data: P
     third = Server(engine.socket)  # takes the place of the second
     params = SamplingParams(max_tokens=3, seed=1)
     third.send(
-        Submit(Request("tuned", (5, 6, 7), params, adapter="done")),
-        Submit(Request("lost", (5,), params, adapter="none")),
+        Request("tuned", (5, 6, 7), params, adapter="done"),
+        Request("lost", (5,), params, adapter="none"),
     )
     third.finished("tuned", "lost")
     assert third.last["lost"].fault.kind == "AdapterNotFound"
@@ -193,7 +191,7 @@ def test_cancelling_frees_at_once_and_faults_come_back(
     server.submit("scored", list(range(1, 30)), max_tokens=0, prompt_logprobs=0)
     server.submit("empty", [], max_tokens=1)
     server.send(job("f1", tmp_path / "none.jsonl", tmp_path / "job"))
-    server.send(StartJob(JobSpec("f2", str(data), str(tmp_path / "j2"), {"bach_size": 2})))
+    server.send(JobSpec("f2", str(data), str(tmp_path / "j2"), {"bach_size": 2}))
     assert server.ended("f1").fault.kind == "DataError"
     assert "bach_size" in server.ended("f2").fault.text
     server.finished("scored", "empty")

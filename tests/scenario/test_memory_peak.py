@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from coserve import tiny
-from coserve.wire.messages import CheckJob, JobSpec, StartJob
+from coserve.wire.messages import CheckJob, JobSpec
 from engine_process import EngineProcess, Server
 
 BUDGET: Final = 480  # MiB, of which libraries take 220 on a processor with AMX
@@ -34,7 +34,7 @@ def ask(server: Server, draw: random.Random, names: list[str]) -> None:
         server.submit(name, prompt, max_tokens=draw.randint(5, 30), logprobs=2)
 
 
-def largest_job(server: Server, name: str, data: Path, folder: Path, keep: str) -> StartJob:
+def largest_job(server: Server, name: str, data: Path, folder: Path, keep: str) -> JobSpec:
     """The job with the most rows that the engine says it could ever have."""
     method = {"rank": 16, "targets": LINEARS}
     for size in (32, 24, 16, 12, 8, 6, 4, 2, 1):
@@ -44,7 +44,7 @@ def largest_job(server: Server, name: str, data: Path, folder: Path, keep: str) 
         server.send(CheckJob(ref, spec))
         server.until(lambda s, ref=ref: ref in s.replies)
         if server.replies[ref].fault is None:
-            return StartJob(spec)
+            return spec
     raise AssertionError("no job fits")
 
 
@@ -66,13 +66,13 @@ def test_the_peak_is_the_imports_and_the_budget(tmp_path: Path, monkeypatch: pyt
             ask(server, draw, answers)
             job = largest_job(server, f"job {keep}", data, tmp_path, keep)
             server.send(job)
-            assert server.ended(job.spec.job).status == "succeeded"
+            assert server.ended(job.job).status == "succeeded"
             server.finished(*answers)
         stats, peak = server.until(lambda s: s.stats is not None).stats, peak_bytes(process.process.pid)
         assert stats is not None
         print(
             f"imports {stats.memory_imports >> 20} MiB, budget {BUDGET} MiB, peak {peak >> 20} MiB, "
-            f"{(peak - stats.memory_imports) >> 20} above imports; job: {job.spec.options}; {stats.memory}"
+            f"{(peak - stats.memory_imports) >> 20} above imports; job: {job.options}; {stats.memory}"
         )
         assert stats.memory_budget == BUDGET << 20
         assert 100 << 20 < stats.memory_imports < 800 << 20

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
+from msgspec import structs
 
 from coserve.core.events import StepDone
 from coserve.core.request import SLO, Request, SamplingParams
@@ -62,7 +63,7 @@ class World:
         tokens = tuple(self.draw.randrange(1000) for _ in range(prompt))
         adapter = f"a{self.draw.randrange(self.mix.adapters)}@1"
         request = Request("r", tokens, SamplingParams(max_tokens=answer), adapter, slo, arrival)
-        return self.it.requests.submit(replace(request, newcomer=newcomer), self.executor.now)
+        return self.it.requests.submit(structs.replace(request, newcomer=newcomer), self.executor.now)
 
     def step(self) -> None:
         self.greedy = [one for one in self.greedy if not one.is_finished]

@@ -23,7 +23,7 @@ def test_collaborators_are_objects_that_act() -> None:
     function = ast.parse(source).body[0]
     assert isinstance(function, ast.FunctionDef)
     actors = counts.actors()
-    assert "Scheduler" in actors and not {"StepPlan", "EngineConfig", "Submit"} & actors
+    assert "Scheduler" in actors and not {"StepPlan", "EngineConfig", "Request"} & actors
     names = [counts.names_in(one.annotation) for one in function.args.args]
     assert [bool(actors & one) for one in names] == [True, False, True, False, False]
     assert "Scheduler" in counts.names_in(ast.parse("'Scheduler'", mode="eval"))

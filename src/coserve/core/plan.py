@@ -7,42 +7,27 @@ each. What an executor reads of one base's plan or result does not say which bas
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from coserve.core.request import Request
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec, Span
 from coserve.errors import CoserveError
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStart:
-    """Describes a sequence to an executor, once, in the first plan that has it: its request, and how far it
-    is.
-
-    `output` are the answer's known tokens. The block table begins with `shared` read-only pages; they and the
-    beginning of its first own page hold the virtual tokens of its adapter version and the first `computed` of
-    its own. That beginning is to be copied from page `template`, unless that is the page itself. Only
-    sequences of one `scope` share pages with own tokens. The `swapped` pages after the shared ones were
-    filled by an earlier `SwapIn`. An `offloaded` sequence has all its pages in slower memory from its first
-    segment on: they are numbered behind those of the device, and no other sequence reads them.
-    """
-
-    key: int
-    request: Request
-    output: tuple[int, ...] = ()
-    computed: int = 0
-    shared: int = 0
-    template: int | None = None
-    swapped: int = 0
-    offloaded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class InferenceSegment:
+class InferenceSegment(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rows of one sequence through the whole model: one for decode, many for prefill.
 
     They are its own tokens [start, start + length) and attend to the `context` positions before them, virtual
     ones included. `tail_rows` of them pass the final norm and the head: the sampled one, and those with
-    requested log-probabilities. `new_pages` are appended to the sequence's block table. Those of an
-    `offloaded` sequence read their context from slower memory.
+    requested log-probabilities. `new_pages` are appended to the sequence's block table.
+
+    The first segment of a sequence describes it to the executor: by its `request`, `continued` by the
+    answer's known tokens. Its context is then in the first `filled` of the new pages (shared and read-only
+    ones, others that an earlier `SwapIn` filled), and in the beginning of the next one, which is to be copied
+    from page `template`. Only sequences of one `scope` share pages with own tokens.
+
+    An `offloaded` sequence has all its pages in slower memory, from which its rows read their context: they
+    are numbered behind those of the device, and no other sequence reads them.
     """
 
     key: int
@@ -53,6 +38,9 @@ class InferenceSegment:
     adapter: str | None = None
     new_pages: tuple[int, ...] = ()
     offloaded: bool = False
+    request: Request | None = None
+    filled: int = 0
+    template: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +183,7 @@ class BasePlan:
     """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the
     scheduler's objects.
 
-    `sequences` and `micro_batches` are those named for the first time. `prefixes` have new pages, which are
+    `micro_batches` are those named for the first time. `prefixes` have new pages, which are
     filled before any segment runs. `updates` are optimizer steps, taken after the segments; `released` are
     keys of sequences and micro-batches that ended since the last plan, whose device state the executor drops
     first. `predicted` is the cost model's estimate of the step, seconds. `split` is the share of the machine
@@ -225,7 +213,6 @@ class BasePlan:
     slice_layers: int = 0
     abandons: bool = False
     pauses: int = 0
-    sequences: tuple[SequenceStart, ...] = ()
     micro_batches: tuple[MicroBatchStart, ...] = ()
     swap_out: tuple[SwapOut, ...] = ()
     swap_in: tuple[SwapIn, ...] = ()

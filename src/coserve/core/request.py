@@ -7,6 +7,8 @@ from math import isfinite
 from types import MappingProxyType
 from typing import Final
 
+import msgspec
+
 from coserve.errors import ConfigError
 
 BASE: Final = "base"  # id of an engine's first base, which is the only one in most engines
@@ -119,12 +121,16 @@ class SamplingParams:
                 raise ConfigError(f"sampling.{name} must name tokens by integers")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request for text: one record from the route, or the caller of `Engine`, to the device.
+class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A request for text: one record from the route, or the caller of `Engine`, to the device. On its way to
+    an engine's process it is a message of its own (`wire.messages.Command`).
 
     `prompt` are token ids. `arrival` is in seconds, on the clock of the engine, and in a server on
-    `time.monotonic`. `base` is the id of the base that answers: one engine may hold several.
+    `time.monotonic`; in a message it is relative to the time of sending, and so negative, as the clocks of
+    the two processes differ. `base` is the id of the base that answers: one engine may hold several.
+
+    `continued` are the answer's first tokens if another engine generated them: they count as its beginning,
+    and are not reported again.
 
     `adapter` is the name or the key of an adapter version, or in a server's request the id of a chain of two
     bases (`Hello.stitched`). Under load one of the `alternatives`, the most accurate first, may answer in its
@@ -159,3 +165,4 @@ class Request:
     newcomer: bool = False
     of_base: bool = False
     alternatives: tuple[str | None, ...] = ()
+    continued: tuple[int, ...] = ()

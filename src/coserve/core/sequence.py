@@ -73,6 +73,7 @@ class SwapCopy:
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request being answered. `key` is unique in the engine's life; `pages` are in the order of positions.
+    A worker has one of its own, with what plans have told of it: its request, tokens and pages.
 
     `output` may begin with tokens of another engine, which count like any others.
 
@@ -170,6 +171,10 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    def decodes(self, start: int) -> bool:
+        """Tells whether a row of the token at `start` is a decode row: of the newest token of an answer."""
+        return start == self.length - 1 >= len(self.request.prompt)
 
     def tokens(self, start: int, length: int) -> list[int]:
         """Token ids at positions [start, start + length)."""

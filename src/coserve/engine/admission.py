@@ -7,7 +7,7 @@ start in order of arrival, so small jobs cannot starve a large one.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 from coserve.adapters.replace import expect_exact
 from coserve.core.size import show_size, show_sizes
@@ -30,29 +30,17 @@ _BACKWARD: Final = "backward"  # ledger owner of the bytes of one backward pass
 _JOBS_UNTIL_RETURNED: Final = 16
 
 
-class Applicant(Protocol):
-    """A job's or session's handle."""
-
-    @property
-    def job(self) -> str: ...
-
-    def wait(self, reason: str) -> None:
-        """Receives the reason for which it waits, whenever that changes."""
-        ...
-
-
-class _WaitingJob(NamedTuple):
-    applicant: Applicant
-    start: Callable[[], None]
-    admission: "Admission"  # of its base
-
-
 @dataclass(slots=True)
 class JobLine:
-    """Jobs of all bases of an engine that wait for bytes, the next one first, and each base's admission."""
+    """Jobs of all bases of an engine that wait for bytes, the next one first, each with the call that starts
+    it; and each base's admission."""
 
-    waiting: dict[str, _WaitingJob] = field(default_factory=dict)
+    waiting: dict[str, Callable[[], None]] = field(default_factory=dict)
     admissions: list["Admission"] = field(default_factory=list)
+
+    def of(self, name: str) -> "Admission | None":
+        """The admission that a job or session of this name has entered and not left."""
+        return next((one for one in self.admissions if name in one._sizes), None)
 
 
 class Admission:
@@ -91,7 +79,7 @@ class Admission:
 
     def has(self, name: str) -> bool:
         """Tells whether a job or session of this name, on any base, has entered and not left."""
-        return any(name in one._sizes for one in self.line.admissions)
+        return self.line.of(name) is not None
 
     def check(self, name: str, size: JobSize) -> JobNeeds:
         """A job's needs, for `enter`. Raises OutOfMemory, with settings that would fit, for a job that would
@@ -112,15 +100,27 @@ class Admission:
             f"{show_size(budget + missing, up=True)} is enough; {advice}"
         )
 
-    def enter(self, job: Applicant, size: JobSize, needs: JobNeeds, start: Callable[[], None]) -> bool:
-        """Reserves a job's bytes if they are free, and returns True. Otherwise the job waits: its `wait`
-        receives the reason whenever that changes, and `start` is called once the bytes are free."""
-        self._sizes[job.job], self._needs[job.job] = size, needs
-        if not self._waiting and self._take(job.job):
+    def enter(self, name: str, size: JobSize, needs: JobNeeds, start: Callable[[], None]) -> bool:
+        """Reserves a job's bytes if they are free, and returns True. Otherwise the job waits, and `start` is
+        called once the bytes are free."""
+        self._sizes[name], self._needs[name] = size, needs
+        if not self._waiting and self._take(name):
             return True
-        self._waiting[job.job] = _WaitingJob(job, start, self)
-        self._tell()
+        self._waiting[name] = start
         return False
+
+    def reason(self, name: str) -> str:
+        """The reason for which a job waits; empty for one that does not."""
+        if name not in self._waiting:
+            return ""
+        needed, first = show_size(self._needs[name].total), self.waiting[0]
+        if name != first:
+            return f"waits for {needed} of memory, behind job {first}"
+        self._memory.count_adapters()
+        missing = self._ledger.missing(self._wanted(name))
+        running = [job for one in self.line.admissions for job in one._running]
+        holders = f"job {', '.join(running)} ends" if running else "an adapter is unloaded"
+        return f"waits for {needed} of memory, {show_size(missing)} more than are free, until {holders}"
 
     def shrink(self, name: str, config: TrainingConfig) -> None:
         """Shrinks a job's reservation to that of leaner settings. Smaller micro-batches can add up to a few
@@ -152,11 +152,13 @@ class Admission:
     def advance(self) -> None:
         """Starts waiting jobs in their order, as far as bytes allow."""
         while self._waiting:
-            name, waiting = next(iter(self._waiting.items()))
-            if not waiting.admission._take(name):
+            name, start = next(iter(self._waiting.items()))
+            admission = self.line.of(name)
+            assert admission is not None, "who waits has entered"
+            if not admission._take(name):
                 break
-            waiting.start()
-        self._tell()
+            start()
+        self._memory.count_adapters()
 
     def window_rows(self) -> int:
         """Most rows of a window that runs alone in the next step. Bytes that are free now are lent to it for
@@ -208,17 +210,3 @@ class Admission:
         self._ledger.reserve({self._backward_owner: {Account.WORKSPACES: nbytes}})
         kept = sum(self._ledger.of(job_owner(name), Account.ACTIVATIONS) for name in self._running)
         self._executor.call(SetLimits(activation_nbytes=kept))
-
-    def _tell(self) -> None:
-        self._memory.count_adapters()
-        for place, waiting in enumerate(self._waiting.values()):
-            waiting.applicant.wait(waiting.admission._reason(place, waiting.applicant.job))
-
-    def _reason(self, place: int, name: str) -> str:
-        needed = show_size(self._needs[name].total)
-        if place:
-            return f"waits for {needed} of memory, behind job {self.waiting[0]}"
-        missing = self._ledger.missing(self._wanted(name))
-        running = [job for one in self.line.admissions for job in one._running]
-        holders = f"job {', '.join(running)} ends" if running else "an adapter is unloaded"
-        return f"waits for {needed} of memory, {show_size(missing)} more than are free, until {holders}"

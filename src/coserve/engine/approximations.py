@@ -3,7 +3,9 @@ among them."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from coserve.adapters.paging.cache import AdapterCache, AdapterTier, ExpectedRead, expected_reads
 from coserve.adapters.paging.reader import Reader
@@ -40,9 +42,9 @@ def for_version(request: Request, version: Version) -> Request:
     """The request, answered by a version."""
     if not isinstance(version, KnownVersion):
         base = request.base if version is None else version.base
-        return replace(request, base=base, adapter=None, virtual=0, virtual_rows=0, of_base=False)
+        return structs.replace(request, base=base, adapter=None, virtual=0, virtual_rows=0, of_base=False)
     virtual = version.virtual
-    return replace(
+    return structs.replace(
         request, adapter=version.key, virtual=virtual.count, virtual_rows=virtual.prompt_count,
         of_base=version.outline.behind,
     )  # fmt: skip

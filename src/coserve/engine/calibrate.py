@@ -30,6 +30,7 @@ from coserve.schedule.features import Features
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
+from coserve.train.packing import Packing
 from coserve.train.supervised import SupervisedSteps
 
 Sample = tuple[Features, float]
@@ -234,8 +235,7 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     executor = probe.executor
     examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
     training, method = TrainingConfig(batch_size=batch), LoRAConfig(rank=1) if probe.lean else LoRAConfig()
-    buckets = probe.base.row_buckets
-    steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, training, probe.base.depth, buckets)
+    steps = SupervisedSteps(f"{_JOB}@0", examples, training, Packing.of(_JOB, probe.base))
     executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=FreshAdapter.of((method,), 0)))
     (micro_batch,) = steps.next_step(_KEYS)
     probe.run(BasePlan(micro_batches=announce_batches([micro_batch])))

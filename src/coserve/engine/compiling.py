@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from coserve.core.request import Request
 from coserve.engine.background import Background, Outcome
 from coserve.errors import CoserveError, RequestError
 from coserve.executors.executor import CompileGrammar, Executor
 from coserve.model.grammar import Grammar, Grammars
-from coserve.wire.messages import Submit
 
 SECONDS: Final = 10.0  # limit of one compilation; the largest grammar that a server accepts takes 0.3
 _THREADS: Final = 2  # so that a long compilation does not delay the others
@@ -21,7 +21,7 @@ _TOO_LONG: Final = f"compiling the grammar takes longer than {SECONDS:.0f} s: us
 class _Compiling:
     """One grammar, and the requests that wait for it, by id."""
 
-    waiting: dict[str, Submit] = field(default_factory=dict)
+    waiting: dict[str, Request] = field(default_factory=dict)
     began: float | None = None  # time at which a thread began it
 
 
@@ -36,8 +36,8 @@ class Compiling:
         grammars: Grammars | None,
         executor: Executor,
         background: Background,
-        submit: Callable[[Submit], None],
-        refuse: Callable[[Submit, BaseException], None],
+        submit: Callable[[Request], None],
+        refuse: Callable[[Request, BaseException], None],
     ) -> None:
         self._executor, self._grammars, self._background = (
             executor,
@@ -54,9 +54,9 @@ class Compiling:
         """Tells whether any request waits."""
         return any(compiling.waiting for compiling in self._under_way.values())
 
-    def keep(self, command: Submit) -> bool:
+    def keep(self, request: Request) -> bool:
         """Holds a request if its grammar is not compiled; True if so."""
-        text = command.request.sampling.grammar
+        text = request.sampling.grammar
         if text is None or self._grammars is None or self._grammars.find(text) is not None:
             return False
         if text not in self._under_way:
@@ -66,7 +66,7 @@ class Compiling:
                 partial(self._compile, self._grammars, text, compiling),
                 partial(self._compiled, text, compiling),
             )
-        self._under_way[text].waiting[command.request.id] = command
+        self._under_way[text].waiting[request.id] = request
         return True
 
     def cancel(self, id: str) -> None:
@@ -104,14 +104,14 @@ class Compiling:
         del self._under_way[text]
         if isinstance(outcome, CoserveError):
             self._refuse_all(compiling, outcome)
-        for command in compiling.waiting.values():
+        for request in compiling.waiting.values():
             try:
-                if not self.keep(command):  # else it came after the thread had looked
-                    self._submit(command)
+                if not self.keep(request):  # else it came after the thread had looked
+                    self._submit(request)
             except BaseException as error:
-                self._refuse(command, error)
+                self._refuse(request, error)
 
     def _refuse_all(self, compiling: _Compiling, error: CoserveError) -> None:
-        for command in compiling.waiting.values():
-            self._refuse(command, error)
+        for request in compiling.waiting.values():
+            self._refuse(request, error)
         compiling.waiting.clear()

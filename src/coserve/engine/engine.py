@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from msgspec import structs
 from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
@@ -298,14 +299,14 @@ class Engine:
         request = Request(
             f"req-{next(self._numbers)}", self._tokens(prompt), sampling, adapter, slo,
             self.clock() if arrival is None else arrival, self.base_id, scope=scope, newcomer=newcomer,
-            alternatives=tuple(alternatives),
+            alternatives=tuple(alternatives), continued=tuple(continued),
         )  # fmt: skip
-        return self.submit(request, continued, text)
+        return self.submit(request, text)
 
-    def submit(self, request: Request, continued: Sequence[int] = (), text: bool = False) -> Completion:
+    def submit(self, request: Request, text: bool = False) -> Completion:
         """Queues a request for this base, as `generate` does, and returns its handle. Where it has no seed
         one is drawn. Raises what `generate` does, with nothing queued."""
-        sampling = request.sampling
+        sampling, continued = request.sampling, request.continued
         # Before the lock is taken: no step waits while a grammar is compiled.
         grammar = check_sampling(sampling, self.base.vocabulary, self.grammars, continued)
         if grammar is not None:
@@ -318,7 +319,8 @@ class Engine:
             chosen = self._approximations.choose(versions, length, most, self.clock())
             version = versions[chosen]
             if sampling.seed is None:
-                request = replace(request, sampling=replace(sampling, seed=self._random.getrandbits(63)))
+                seeded = replace(sampling, seed=self._random.getrandbits(63))
+                request = structs.replace(request, sampling=seeded)
             request = for_version(request, version)
             if unknown := [t for t in (*request.prompt, *continued) if not 0 <= t < self.base.vocabulary]:
                 raise RequestError(f"token {unknown[0]} is not one of the model's {self.base.vocabulary}")
@@ -326,7 +328,7 @@ class Engine:
                 raise ConfigError("stop strings need a tokenizer, and the engine was given none")
             stream = self.text.stream(sampling.stop) if text and self.text else None
             blocked = isinstance(version, StoredVersion)
-            sequence = self.scheduler.requests.submit(request, self.clock(), continued, blocked)
+            sequence = self.scheduler.requests.submit(request, self.clock(), blocked)
             cancel = partial(self.loop.cancel, sequence.key)
             completion = Completion(sequence, stream, self.loop.drive, cancel, grammar, chosen)
             self.completions[sequence.key] = completion

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Protocol
 
 from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.paging.stored import StoredVersion
 from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.errors import ConfigError, CoserveError, OutOfMemory
 from coserve.model.base import Base
+from coserve.train.checkpoint import Checkpoint
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
 from coserve.train.fresh import sketch_adapter
@@ -61,6 +63,9 @@ class PreparedJob:
     `methods` are the settings of its adapter's methods. `start` is the version that training begins with,
     None for a fresh one; `resume` is the state to resume from. `reference` is the adapter that an objective
     compares with, or that teaches; None is the base alone.
+
+    A server's job may have `validation` data, scored once under the adapter `validation_reference` where the
+    objective has a reference (None is the base), and the `checkpoint` on disk that it resumes from.
     """
 
     job: str
@@ -72,6 +77,9 @@ class PreparedJob:
     resume: TrainingState | None = None
     objective: Objective = SUPERVISED
     reference: AdapterVersion | None = None
+    validation: Prepared | None = None
+    validation_reference: StoredVersion | None = None
+    checkpoint: Checkpoint | None = None
 
     @property
     def units(self) -> int:
@@ -120,6 +128,10 @@ class Trainer(Protocol):
         """Snapshot of a job's state. Raises JobError where there is none."""
         ...
 
+    def reason(self, job: str) -> str:
+        """The reason for which a job waits for bytes; empty for one that does not."""
+        ...
+
     def save(self, adapter: str, folder: str | Path) -> None:
         """Writes an adapter's newest version in PEFT's format."""
         ...
@@ -146,7 +158,6 @@ class FineTuning:
         self.weight = prepared.config.weight  # share among jobs that train at the same time
         self.prepared: PreparedJob | None = prepared  # while it is queued
         self.status = JobStatus.QUEUED
-        self.reason = ""
         self.notes: list[str] = []
         self.has_shrunk = False  # to leaner settings than asked for
         self.error: CoserveError | None = None
@@ -172,6 +183,11 @@ class FineTuning:
             pass
         self._raise()
         return self
+
+    @property
+    def reason(self) -> str:
+        """The reason for which the queued job waits for bytes; empty where it does not."""
+        return self._trainer.reason(self.job)
 
     @property
     def is_under_way(self) -> bool:
@@ -207,10 +223,6 @@ class FineTuning:
         if keeping is not None and (step == self.steps or step % keeping.every == 0):
             keeping.take(self._trainer.snapshot(self.job))
 
-    def wait(self, reason: str) -> None:
-        """Notes why the queued job waits."""
-        self.reason = reason
-
     def begin(self) -> None:
         """Marks the job as running."""
         self._move(JobStatus.RUNNING)
@@ -227,7 +239,7 @@ class FineTuning:
 
     def _move(self, status: JobStatus) -> None:
         assert self.status.may_become(status), f"job {self.job} is {self.status}: not {status} now"
-        self.status, self.reason, self.prepared = status, "", None
+        self.status, self.prepared = status, None
 
     def _raise(self) -> None:
         if self.error is not None:

@@ -1,6 +1,5 @@
 """The steps of a prepared job, by its objective."""
 
-from coserve.adapters.virtual import Virtual
 from coserve.engine.finetuning import PreparedJob
 from coserve.model.base import Base
 from coserve.train.distilled import DistilledSteps
@@ -16,16 +15,11 @@ def make_steps(prepared: PreparedJob, adapter: str, base: Base) -> JobSteps:
     """Steps of a job that trains from the version `adapter`. Raises JobError where the job's saved state is
     of another job."""
     data, config, resume = prepared.data, prepared.config, prepared.resume
-    virtual, done = prepared.first(base).virtual, 0 if resume is None else resume.step
-    given, prompt = virtual.given_count, virtual.prompt_count
-    packing = Packing(prepared.job, base.depth, base.row_buckets, given, prompt)
+    packing, done = Packing.of(prepared.job, base, prepared.first(base).virtual), resume.step if resume else 0
     steps: JobSteps
     match prepared.objective:
         case Supervised():
-            steps = SupervisedSteps(
-                prepared.job, adapter, data.examples, config, base.depth, base.row_buckets, given, prompt,
-                data.digest, done,
-            )  # fmt: skip
+            steps = SupervisedSteps(adapter, data.examples, config, packing, data.digest, done)
         case Reinforcement() as objective:
             steps = ReinforcedSteps(objective, adapter, data.examples, config, packing, data.digest, done)
         case Distillation() as objective:
@@ -50,5 +44,5 @@ def make_steps(prepared: PreparedJob, adapter: str, base: Base) -> JobSteps:
 
 def _of_reference(prepared: PreparedJob, base: Base) -> Packing:
     """Packs the reference of a job's training: the base alone, or another adapter."""
-    virtual = Virtual("") if prepared.reference is None else prepared.reference.virtual
-    return Packing(prepared.job, base.depth, base.row_buckets, virtual.given_count, virtual.prompt_count)
+    reference = prepared.reference
+    return Packing.of(prepared.job, base, None if reference is None else reference.virtual)

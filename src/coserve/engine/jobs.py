@@ -24,7 +24,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, StateSnapshot
 from coserve.engine.job_files import adapter_of, read_job, reference_of
 from coserve.engine.scoring import Scoring
-from coserve.engine.served_job import PendingCheckpoint, ReadJob, ServedJob, leave_unscored
+from coserve.engine.served_job import PendingCheckpoint, ServedJob, leave_unscored
 from coserve.engine.validation import start_scoring
 from coserve.errors import ConfigError, CoserveError, JobError
 from coserve.schedule.training_queue import starved
@@ -36,12 +36,12 @@ from coserve.wire.messages import (
     JobEnded,
     JobNews,
     JobNote,
+    JobSpec,
     JobStarted,
     JobStarved,
     JobStep,
     JobWaiting,
     Numbered,
-    StartJob,
 )
 
 _READERS: Final = 8  # jobs whose data are read at once
@@ -81,19 +81,18 @@ class Jobs:
         found = (self._starvation(name) for name in self._jobs)
         return tuple(news for news in found if news.seconds is not None)
 
-    def start(self, command: StartJob) -> None:
+    def start(self, spec: JobSpec) -> None:
         """Starts reading a job's files; ignored for a job that runs already."""
-        spec = command.spec
         job = self._jobs.get(spec.job)
         if job is not None:
             if job.ending is not None or job.stop is not None:
-                job.again = command
+                job.again = spec
             return
         if self._is_over(spec.job):  # its end is still to be reported
             return
         best = BestCheckpoint(spec.patience, spec.threshold, spec.validated) if spec.keep_best else None
         engine = next((one for one in self._engine.bases if one.base_id == spec.base), self._engine)
-        self._jobs[spec.job] = job = ServedJob(spec, engine, engine.clock(), command.weight, best)
+        self._jobs[spec.job] = job = ServedJob(spec, engine, engine.clock(), best)
         if engine.base_id != spec.base:
             self._give_up(job, ConfigError(f"there is no base {spec.base!r} in this engine"))
             return
@@ -143,7 +142,7 @@ class Jobs:
         job = self._jobs.get(name)
         if job is None or not weight > 0:
             return
-        job.weight = weight
+        job.spec = msgspec.structs.replace(job.spec, weight=weight)
         if job.handle is not None and job.handle.status == JobStatus.RUNNING:
             job.engine.training.set_weight(name, weight)
 
@@ -193,42 +192,41 @@ class Jobs:
             job.handle.cancel()
         self._end(job, JobStatus.FAILED, error)
 
-    def _read(self, job: ServedJob, outcome: Outcome[ReadJob]) -> None:
+    def _read(self, job: ServedJob, outcome: Outcome[PreparedJob]) -> None:
         """Begins a job whose data is read, once nothing is left of an earlier run of it."""
         job.engine.openings.when_left(job.spec.job, partial(self._begin, job, outcome))
 
-    def _begin(self, job: ServedJob, outcome: Outcome[ReadJob]) -> None:
+    def _begin(self, job: ServedJob, outcome: Outcome[PreparedJob]) -> None:
         """Starts or resumes training once the data is read."""
         if self._jobs.get(job.spec.job) is not job:  # it has failed meanwhile
             return
         if isinstance(outcome, CoserveError):
             self._give_up(job, outcome)
             return
-        job.ready = ready = outcome
-        job.step = ready.checkpoint.step if ready.checkpoint else 0
+        job.prepared = prepared = outcome
+        job.step = prepared.checkpoint.step if prepared.checkpoint else 0
         if job.best is not None:
             job.best.resume(job.step)
         if job.stop is not None:
             self._end(job, job.stop)
             return
-        prepared = ready.prepared
         try:
-            if ready.reference is not None:
-                job.engine.adapters.add_stored(ready.reference)
+            if prepared.validation_reference is not None:
+                job.engine.adapters.add_stored(prepared.validation_reference)
             keeping = Keeping(job.spec.every, partial(self._keep, job))
-            weighed = replace(prepared, config=replace(prepared.config, weight=job.weight))
+            weighed = replace(prepared, config=replace(prepared.config, weight=job.spec.weight))
             job.handle = job.engine.training.start(weighed, keeping, partial(self._advance, job))
         except CoserveError as error:
             self._end(job, JobStatus.FAILED, error)
             return
         # The handle keeps these as long as they are needed.
-        job.ready = replace(ready, prepared=replace(prepared, start=None, resume=None))
+        job.prepared = replace(prepared, start=None, resume=None)
         if job.handle.status == JobStatus.QUEUED:
             job.waits = True
             if job.handle.reason:  # else its session is being opened
                 self._tell(JobWaiting(job.spec.job, job.handle.reason))
         else:
-            self._begun(job, job.handle, ready)
+            self._begun(job, job.handle, prepared)
 
     def _follow(self, job: ServedJob) -> None:
         """Reports the start of a job that waited for bytes, whether it is starved, and its new notes."""
@@ -237,11 +235,11 @@ class Jobs:
             return
         if job.waits and handle.status != JobStatus.QUEUED and job.ending is None:
             job.waits = False
-            assert job.ready is not None
+            assert job.prepared is not None
             if handle.error is not None:
                 self._end(job, JobStatus.FAILED, handle.error)
             else:
-                self._begun(job, handle, job.ready)
+                self._begun(job, handle, job.prepared)
         starvation = self._starvation(job.spec.job)
         is_starved = starvation.seconds is not None
         if is_starved is not job.starved and job.ending is None:
@@ -259,20 +257,19 @@ class Jobs:
             else JobStarved(name, self._engine.clock() - found[0], found[1])
         )
 
-    def _begun(self, job: ServedJob, handle: FineTuning, ready: ReadJob) -> None:
+    def _begun(self, job: ServedJob, handle: FineTuning, prepared: PreparedJob) -> None:
         """Reports that a job's first step is under way."""
         name = job.spec.job
         job.last = self._engine.clock()
         if handle.status == JobStatus.RUNNING:
-            job.engine.training.set_weight(name, job.weight)  # it may have changed while the job waited
-        self._tell(_started(name, job.step, handle.steps, ready.prepared))
-        if (
-            ready.checkpoint is not None
-        ):  # the engine that wrote it may have ended before a server heard of it
-            for report in ready.checkpoint.reports:
+            job.engine.training.set_weight(name, job.spec.weight)  # it may have changed while the job waited
+        self._tell(_started(name, job.step, handle.steps, prepared))
+        # The engine that wrote the checkpoint may have ended before a server heard of it.
+        if (checkpoint := prepared.checkpoint) is not None:
+            for report in checkpoint.reports:
                 self._tell(msgspec.convert({**report, "job": name}, JobStep))
-            job.pending.append(PendingCheckpoint(self._scoring(job), ready.checkpoint))
-            job.kept = ready.checkpoint.step
+            job.pending.append(PendingCheckpoint(self._scoring(job), checkpoint))
+            job.kept = checkpoint.step
         if handle.status == JobStatus.SUCCEEDED:  # its last step was done already
             self._end(job, JobStatus.SUCCEEDED)
 
@@ -326,10 +323,10 @@ class Jobs:
 
     def _scoring(self, job: ServedJob) -> Scoring | None:
         """Starts scoring the version that the job has just published."""
-        if job.ready is None:
+        if job.prepared is None:
             return None
         version = job.engine.adapters.bank.look(adapter_of(job.spec.job))
-        return start_scoring(job.engine, version.key, job.ready, partial(self._advance, job))
+        return start_scoring(job, job.prepared, version.key, partial(self._advance, job))
 
     def _written(self, job: ServedJob, pending: PendingCheckpoint, outcome: Outcome[Checkpoint]) -> None:
         if not isinstance(outcome, CoserveError):

@@ -17,10 +17,11 @@ from typing import Final
 
 import msgspec
 
+from coserve.core.request import Request
 from coserve.engine.arrivals import Arrivals
 from coserve.errors import ConfigError, CoserveError
 from coserve.wire.codec import decode_commands, encode_answer
-from coserve.wire.messages import Acknowledge, Answer, Command, Submit
+from coserve.wire.messages import Acknowledge, Answer, Command
 
 _HEADER: Final = struct.Struct(">I")
 _LARGEST: Final = 64 << 20  # bytes of one frame that is read; a prompt of a million tokens has 5 MB
@@ -105,8 +106,8 @@ def _is_urgent(item: Item) -> bool:
 
 
 def _bears_a_step(command: Command) -> bool:
-    if isinstance(command, Submit):
-        return command.request.slo.bounds_deferral_alone
+    if isinstance(command, Request):
+        return command.slo.bounds_deferral_alone
     return isinstance(command, Acknowledge)
 
 

@@ -10,9 +10,9 @@ from typing import Final
 
 from msgspec import structs
 
-from coserve.engine.checking import API_NAMES, prepare_job, read_validation
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import PreparedJob, reserved_positions
+from coserve.engine.job_files import API_NAMES, prepare_job, read_validation
 from coserve.engine.job_steps import make_steps
 from coserve.engine.reading import Reading
 from coserve.errors import AdapterError, ConfigError, CoserveError, DataError

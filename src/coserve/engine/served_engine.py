@@ -15,11 +15,11 @@ from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.request import Request
 from coserve.engine.adapters import EngineAdapters
 from coserve.engine.background import Background, Outcome
-from coserve.engine.checking import read_beginning
 from coserve.engine.compiling import Compiling
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import PreparedJob
+from coserve.engine.job_files import read_beginning
 from coserve.engine.jobs import Jobs
 from coserve.engine.preview import judge, read_preview
 from coserve.engine.remembered import CostFile
@@ -46,15 +46,14 @@ from coserve.wire.messages import (
     Fault,
     Hello,
     JobPreview,
+    JobSpec,
     PinAdapter,
     PreviewJob,
     RemoveAdapter,
     Reply,
     Report,
     SessionCommand,
-    StartJob,
     StopJob,
-    Submit,
     Token,
     WeighJob,
 )
@@ -138,7 +137,7 @@ class ServedEngine:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit():
+            case Request():
                 self._submit(command)
             case Cancel():
                 self._cancel(command.id)
@@ -160,7 +159,7 @@ class ServedEngine:
                 previewed = partial(self._previewed, engine, command.ref, self._connection)
                 read_job = partial(read_preview, engine, command.spec, command.records)
                 self._previews.do("looking at the job", read_job, previewed)
-            case StartJob():
+            case JobSpec():
                 if not self.draining:  # else the next engine resumes it
                     self._jobs.start(command)
             case StopJob():
@@ -250,18 +249,16 @@ class ServedEngine:
     def _fail(self, command: Command, error: BaseException) -> None:
         """Ends the request, job or call of a command that failed."""
         match command:
-            case Submit():
+            case Request():
                 fault = Fault.of(contained(error, "the request"))
-                self._tokens.append(Token(command.request.id, fault=fault))
+                self._tokens.append(Token(command.id, fault=fault))
             case AddAdapter() | PinAdapter() | RemoveAdapter():
                 self._reply(command.ref, contained(error, "the adapter", AdapterError))
             case CheckMethod() | CheckJob() | PreviewJob():
                 self._reply(command.ref, contained(error, "checking the job", ConfigError))
             case SessionCommand():
                 self._reply(command.ref, contained(error, "the session", JobError))
-            case StartJob():
-                self._jobs.fail(command.spec.job, contained(error, "the job", JobError))
-            case StopJob() | WeighJob():
+            case JobSpec() | StopJob() | WeighJob():
                 self._jobs.fail(command.job, contained(error, "the job", JobError))
             case _:
                 raise error
@@ -269,34 +266,34 @@ class ServedEngine:
     def _reply(self, ref: int, error: CoserveError | None = None) -> None:
         self._replies.append(Reply(ref, None if error is None else Fault.of(error)))
 
-    def _submit(self, command: Submit) -> None:
+    def _submit(self, request: Request) -> None:
         if self.draining:
             raise EngineLost("the engine is shutting down and takes no new requests")
-        request = self._placed(command.request, self._engine.clock() - command.age)
+        request = self._placed(request)
         if request.id in self._answers or any(request.id in each for each in self._compiling.values()):
             raise ConflictError(f"there is a request {request.id!r} already")
-        engine, command = self._engine.bases[request.base], structs.replace(command, request=request)
-        if not self._compiling[engine.base_id].keep(command):
-            self._generate(command)
+        engine = self._engine.bases[request.base]
+        if not self._compiling[engine.base_id].keep(request):
+            self._generate(request)
 
-    def _generate(self, command: Submit) -> None:
-        request = command.request
-        self._answers[request.id] = self._engine.bases[request.base].submit(request, command.continued)
+    def _generate(self, request: Request) -> None:
+        self._answers[request.id] = self._engine.bases[request.base].submit(request)
 
-    def _placed(self, request: Request, arrival: float) -> Request:
+    def _placed(self, request: Request) -> Request:
         """The request on the engine's clock and on the base that is to answer: its adapter's, or the chain of
         two bases. `max_tokens` are cut to what the adapter's virtual tokens leave; the server does not know
         of these. Raises AdapterNotFound."""
+        arrival = self._engine.clock() + request.arrival
         if (adapter := request.adapter) is None:
-            return replace(request, arrival=arrival)
+            return structs.replace(request, arrival=arrival)
         if adapter in self._hello.stitched:
-            return replace(request, arrival=arrival, base=adapter, adapter=None)
+            return structs.replace(request, arrival=arrival, base=adapter, adapter=None)
         known, sampling = self._engine.adapters.bank.look(adapter), request.sampling
         virtual = known.virtual.count
         room = self._engine.scheduler.requests.queues.room(len(request.prompt), virtual, known.base)
         if virtual and 1 <= room < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
-        return replace(request, arrival=arrival, base=known.base, sampling=sampling)
+        return structs.replace(request, arrival=arrival, base=known.base, sampling=sampling)
 
     def _cancel(self, name: str) -> None:
         for compiling in self._compiling.values():

@@ -3,28 +3,13 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from coserve.adapters.paging.stored import StoredVersion
 from coserve.core.job_status import JobStatus
 from coserve.engine.best_checkpoint import BestCheckpoint
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning, PreparedJob
 from coserve.engine.scoring import Scoring
 from coserve.train.checkpoint import Checkpoint
-from coserve.train.example import Prepared
-from coserve.wire.messages import JobEnded, JobSpec, StartJob
-
-
-@dataclass(frozen=True, slots=True)
-class ReadJob:
-    """All that was read for a job. `checkpoint` is the one that it resumes from. Validation with a reference
-    scores under the adapter `reference` (None is the base) once, and keeps its log-probabilities in
-    `compared`."""
-
-    prepared: PreparedJob
-    validation: Prepared | None
-    checkpoint: Checkpoint | None
-    reference: StoredVersion | None = None
-    compared: list[float] = field(default_factory=list)
+from coserve.wire.messages import JobEnded, JobSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -45,16 +30,17 @@ class ServedJob:
 
     `handle` is set once it trains or waits for bytes (`waits`). `noted` is the number of its notes that are
     reported; `starved` tells whether its starvation is. `best` follows its validation where that decides
-    which checkpoint is the result. `ending` is its last event, reported after its checkpoints; `again`
+    which checkpoint is the result; `compared` are the log-probabilities under what validation compares with,
+    once they are known. `ending` is its last event, reported after its checkpoints; `again`
     restarts it after that.
     """
 
     spec: JobSpec
     engine: Engine
     last: float  # time of its last step, on the engine's clock
-    weight: float
     best: BestCheckpoint | None = None
-    ready: ReadJob | None = None
+    prepared: PreparedJob | None = None
+    compared: list[float] = field(default_factory=list)
     handle: FineTuning | None = None
     waits: bool = False
     noted: int = 0
@@ -64,7 +50,7 @@ class ServedJob:
     pending: deque[PendingCheckpoint] = field(default_factory=deque)
     stop: JobStatus | None = None  # stop requested while its data was read
     ending: JobEnded | None = None
-    again: StartJob | None = None
+    again: JobSpec | None = None
 
 
 def leave_unscored(job: ServedJob) -> None:

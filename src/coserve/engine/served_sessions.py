@@ -13,8 +13,8 @@ from coserve.core.contained import contained
 from coserve.core.plan import Updated
 from coserve.core.training import PassOutput
 from coserve.engine.background import Background, Outcome
-from coserve.engine.checking import PreparedSession, prepare_session
 from coserve.engine.engine import Engine
+from coserve.engine.job_files import PreparedSession, prepare_session
 from coserve.engine.training_client import Operation, TrainingClient
 from coserve.errors import CoserveError, EngineLost, JobError
 from coserve.train.client_pass import ClientPass

@@ -114,7 +114,7 @@ class Sessions:
             methods,
             config,
             start,
-            Packing(job, base.depth, base.row_buckets, virtual.given_count, virtual.prompt_count),
+            Packing.of(job, base, virtual),
             DataLimits(
                 base.vocabulary, base.max_positions, virtual.count, config.rows - virtual.prompt_count
             ),
@@ -122,7 +122,7 @@ class Sessions:
         )
         self.opened += 1
         self.clients[job], self._sessions[job] = client, session
-        if self._host.admission.enter(client, size, needs, partial(self._start, session)):
+        if self._host.admission.enter(job, size, needs, partial(self._start, session)):
             self._start(session)
             if client.opened.error is not None:
                 raise client.opened.error
@@ -133,6 +133,11 @@ class Sessions:
     def drive(self) -> bool:
         """See `SessionHost`."""
         return self._host.drive()
+
+    def reason(self, job: str) -> str:
+        """See `SessionHost`."""
+        with self._host.lock:
+            return self._host.admission.reason(job)
 
     def prepare(
         self, job: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], backward: bool
@@ -226,7 +231,7 @@ class Sessions:
             try:
                 if isinstance(outcome, CoserveError):
                     raise outcome
-                client.reason, client.version = "", outcome.key
+                client.version = outcome.key
                 session.is_open, session.accumulated = True, 0
                 then()
             except BaseException as error:

@@ -83,7 +83,7 @@ class Training:
             if is_new and (note := left_untrained(self._host.base, prepared.methods)):
                 handle.notes.append(note)
             start = partial(self._start, handle, begun)
-            if self.admission.enter(handle, size, needs, start):
+            if self.admission.enter(prepared.job, size, needs, start):
                 start()
                 if handle.error is not None:
                     raise handle.error
@@ -134,6 +134,11 @@ class Training:
     def drive(self) -> bool:
         """See `Trainer`."""
         return self._host.drive()
+
+    def reason(self, job: str) -> str:
+        """See `Trainer`."""
+        with self._host.lock:
+            return self.admission.reason(job)
 
     def save(self, adapter: str, folder: str | Path) -> None:
         """See `Trainer`."""

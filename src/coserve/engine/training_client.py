@@ -96,6 +96,10 @@ class SessionHost(Protocol):
         """Steps the engine once; False where there is nothing to do."""
         ...
 
+    def reason(self, job: str) -> str:
+        """The reason for which a session waits for bytes; empty for one that does not."""
+        ...
+
     def prepare(
         self, job: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], backward: bool
     ) -> ClientPass:
@@ -129,14 +133,18 @@ class TrainingClient:
     sessions go on beside them. An operation that is refused raises at once, and changes nothing.
 
     `job` is the session's name. `adapter` is the name of the adapter whose versions it publishes, `version`
-    the key of the newest one ("" until the session is open). `reason` tells why a session is not open yet.
+    the key of the newest one ("" until the session is open).
     """
 
     def __init__(self, job: str, adapter: str, sessions: SessionHost) -> None:
         self.job, self.adapter, self.sessions = job, adapter, sessions
         self.version = ""
-        self.reason = ""
         self.opened: Operation[str] = Operation(self)  # with the key of the first version
+
+    @property
+    def reason(self) -> str:
+        """The reason for which the session waits for bytes; empty where it does not."""
+        return self.sessions.reason(self.job)
 
     def forward_backward(
         self,
@@ -197,7 +205,3 @@ class TrainingClient:
         """Ends the session and frees its memory; operations under way fail. The last published version
         stays."""
         self.sessions.close(self.job)
-
-    def wait(self, reason: str) -> None:
-        """Notes why the session cannot open yet."""
-        self.reason = reason

@@ -8,9 +8,10 @@ from typing import Any, Final
 from coserve.core.request import SamplingParams
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
+from coserve.engine.finetuning import PreparedJob
 from coserve.engine.rollouts import FLEX, rewards_of
 from coserve.engine.scoring import Asked, LossScoring, PairScoring, Requests, Scoring, Validation
-from coserve.engine.served_job import ReadJob
+from coserve.engine.served_job import ServedJob
 from coserve.errors import CoserveError
 from coserve.train.objectives import DPO, KTO, ORPO, Reinforcement
 
@@ -18,22 +19,22 @@ _ANSWERS_UNDER_WAY: Final = 4
 
 
 def start_scoring(
-    engine: Engine, version: str, ready: ReadJob, look_again: Callable[[], None]
+    job: ServedJob, prepared: PreparedJob, version: str, look_again: Callable[[], None]
 ) -> Scoring | None:
-    """Starts the validation of the adapter `version`, a key; None for a job without a validation file.
+    """Starts the validation of a job's adapter `version`, a key; None for a job without a validation file.
     `look_again` is called between two steps when work on another thread has ended."""
-    if ready.validation is None:
+    if (validation := prepared.validation) is None:
         return None
-    examples = ready.validation.examples
-    match ready.prepared.objective:
+    engine, examples = job.engine, validation.examples
+    match prepared.objective:
         case Reinforcement() as objective:
-            references = ready.validation.references
+            references = validation.references
             prompts = [example.tokens for example in examples]
             return RewardScoring(engine, version, prompts, references, objective, look_again)
         case DPO() | ORPO() | KTO() as objective:
-            reference = None if ready.reference is None else ready.reference.name
-            desirable = ready.validation.desirable
-            return PairScoring(engine, version, examples, objective, reference, ready.compared, desirable)
+            stored, desirable = prepared.validation_reference, validation.desirable
+            reference = None if stored is None else stored.name
+            return PairScoring(engine, version, examples, objective, reference, job.compared, desirable)
         case _:
             return LossScoring(engine, version, examples)
 

@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from coserve.core.plan import (
     BasePlan,
@@ -18,7 +18,6 @@ from coserve.core.plan import (
     MicroBatchStart,
     Prefix,
     Sampled,
-    SequenceStart,
     SwapIn,
     SwapOut,
     TokenLogprobs,
@@ -27,7 +26,7 @@ from coserve.core.plan import (
     WeightReads,
 )
 from coserve.core.row_buckets import EXACT
-from coserve.core.sequence import Direction, Span
+from coserve.core.sequence import Direction, Sequence, Span
 from coserve.errors import CoserveError, OffloadFailed
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
 from coserve.executors.virtual_clock import VirtualClock
@@ -85,7 +84,8 @@ class ScriptedExecutor(VirtualClock, Executor):
         self._failures = dict(failures or {})
         self._cache: dict[tuple[int, int], int] = {}  # page, slot -> past
         self._readers: dict[int, set[int]] = {}  # page -> keys of its sequences
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Sequence] = {}  # as far as plans have told of them
+        self._pasts: dict[int, list[int]] = {}  # contents that their positions must have, as far as computed
         self._micro_batches: dict[int, _MicroBatch] = {}
         self._ended: set[int] = set()
         self._pauses = 0  # results with paused training
@@ -196,11 +196,11 @@ class ScriptedExecutor(VirtualClock, Executor):
         return {segment.key: OffloadFailed("as told") for segment in segments if self._loses(segment)}
 
     def _begin(self, plan: BasePlan) -> None:
-        for start in plan.sequences:
-            assert start.key not in self._sequences, "a sequence is named once"
-            self._sequences[start.key] = _Sequence(
-                start, [*start.request.prompt, *start.output], start.computed
-            )
+        for segment in plan.inference:
+            if (request := segment.request) is not None:
+                assert segment.key not in self._sequences, "a sequence is named once"
+                sequence = Sequence(segment.key, request, [*request.continued], computed=segment.start)
+                self._sequences[segment.key], self._pasts[segment.key] = sequence, []
         for batch in plan.micro_batches:
             assert batch.key not in self._micro_batches, "a micro-batch is named once"
             self._micro_batches[batch.key] = _MicroBatch(batch)
@@ -225,55 +225,64 @@ class ScriptedExecutor(VirtualClock, Executor):
     def _claim(self, segment: InferenceSegment) -> None:
         assert segment.key in self._sequences, "a sequence that no plan has named"
         sequence = self._sequences[segment.key]
-        start, end = sequence.start, segment.start + segment.length
+        request, end = sequence.request, segment.start + segment.length
         assert segment.length > 0 and segment.start == sequence.computed, "rows in order"
-        virtual, adapter = start.request.virtual, start.request.adapter
-        assert segment.context == virtual + segment.start and segment.adapter == adapter
-        assert end <= len(sequence.tokens), "rows that are not known yet"
-        begins = not sequence.pages
-        self._clean(sequence, segment.new_pages)
+        virtual = request.virtual
+        assert segment.context == virtual + segment.start and segment.adapter == request.adapter
+        assert end <= sequence.length, "rows that are not known yet"
+        if segment.request is None:
+            assert not segment.filled and segment.template is None, "new pages are empty"
+        else:
+            known = (segment.filled + (segment.template is not None)) * self._page_size
+            assert segment.context <= known, "rows in order"
+        for page in segment.new_pages[segment.filled :]:  # empty ones, as those of real executors are
+            for slot in range(self._page_size):
+                self._cache.pop((page, slot), None)
         sequence.pages += segment.new_pages
         assert virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
         for page in sequence.pages:
             self._readers.setdefault(page, set()).add(segment.key)
-        if begins and start.template is not None:
-            self._copy(sequence, start.template)
-
-    def _clean(self, sequence: "_Sequence", new_pages: tuple[int, ...]) -> None:
-        """Empties new pages that neither others have filled nor the second tier, as real executors do."""
-        start = sequence.start
-        for page in new_pages[max(start.shared + start.swapped - len(sequence.pages), 0) :]:
-            if page != start.template:
-                for slot in range(self._page_size):
-                    self._cache.pop((page, slot), None)
-
-    def _copy(self, sequence: "_Sequence", template: int) -> None:
-        """Copies the part of a template page that begins a sequence."""
-        target = sequence.pages[sequence.start.shared]
-        if target != template:
-            for slot in range((sequence.start.request.virtual + sequence.computed) % self._page_size):
-                self._cache[target, slot] = self._cache[template, slot]
+        if segment.template is not None:
+            for slot in range(segment.context % self._page_size):
+                self._cache[segment.new_pages[segment.filled], slot] = self._cache[segment.template, slot]
 
     def _infer(self, segment: InferenceSegment) -> Sampled:
         """Reads the past of the rows, and writes them; a page is right if its whole past is."""
         sequence = self._sequences[segment.key]
-        request, end = sequence.start.request, segment.start + segment.length
+        request, end = sequence.request, segment.start + segment.length
         self._pass_pages(sequence, segment)
         sequence.computed = end
         scored: tuple[TokenLogprobs, ...] = ()
         if request.sampling.prompt_logprobs is not None:
             last = min(end, len(request.prompt) - 1)
             scored = tuple(TokenLogprobs(-float(position + 1)) for position in range(segment.start, last))
-        is_last = end == len(sequence.tokens)
+        is_last = end == sequence.length
         assert segment.tail_rows == len(scored) + is_last, "rows through the head"
         if not is_last:
             return Sampled(None, prompt_logprobs=scored)
         virtual = virtual_tokens(request.adapter or "", request.virtual)
-        sequence.tokens.append(next_token([*virtual, *sequence.tokens], self._vocabulary))
-        return Sampled(sequence.tokens[-1], prompt_logprobs=scored)
+        known = [*virtual, *sequence.tokens(0, sequence.length)]
+        sequence.output.append(next_token(known, self._vocabulary))
+        return Sampled(sequence.output[-1], prompt_logprobs=scored)
 
-    def _pass_pages(self, sequence: "_Sequence", segment: InferenceSegment) -> None:
-        pasts = sequence.past(segment.start + segment.length)
+    def _past(self, sequence: Sequence, end: int) -> list[int]:
+        """Returns what each position of a sequence up to token `end` must hold, virtual tokens first: a
+        digest of all before it.
+
+        Virtual tokens are common to all sequences; the following tokens to those of one scope, if any.
+        """
+        request, pasts = sequence.request, self._pasts[sequence.key]
+        virtual, scope, adapter = request.virtual, request.scope, request.adapter or ""
+        known = [*virtual_tokens(adapter, virtual), *sequence.tokens(0, end)]
+        for position in range(len(pasts), len(known)):
+            before = pasts[-1] if pasts else _past_of(0, adapter)
+            if position == virtual:
+                before = _past_of(before, sequence.key if scope is None else scope)
+            pasts.append(_past_of(before, known[position]))
+        return pasts
+
+    def _pass_pages(self, sequence: Sequence, segment: InferenceSegment) -> None:
+        pasts = self._past(sequence, segment.start + segment.length)
         for position in range(segment.context):
             assert self._cache.get(self._slot(sequence, position)) == pasts[position], "a foreign page"
         for position in range(segment.context, segment.context + segment.length):
@@ -281,7 +290,7 @@ class ScriptedExecutor(VirtualClock, Executor):
             assert self._readers[page] == {segment.key}, f"page {page} is shared"
             self._cache[page, slot] = pasts[position]
 
-    def _slot(self, sequence: "_Sequence", position: int) -> tuple[int, int]:
+    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.pages[position // self._page_size], position % self._page_size
 
     def _travel(self, segment: TrainingSegment) -> None:
@@ -311,33 +320,6 @@ class ScriptedExecutor(VirtualClock, Executor):
             del self._micro_batches[key]
         self.trained[job] = self.trained.get(job, 0) + rows
         return Updated(step=1, loss=1.0, labels=rows, grad_norm=1.0, learning_rate=1.0, version=f"{job}@1")
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """A sequence as described by plans: its tokens, the number in the cache, its block table."""
-
-    start: SequenceStart
-    tokens: list[int]
-    computed: int
-    pages: list[int] = field(default_factory=list)
-    pasts: list[int] = field(default_factory=list)  # expected contents of its positions, as far as computed
-
-    def past(self, end: int) -> list[int]:
-        """Returns what each position up to token `end` must hold, virtual tokens first: a digest of all
-        before it.
-
-        Virtual tokens are common to all sequences; the following tokens to those of one scope, if any.
-        """
-        request = self.start.request
-        virtual, scope, adapter = request.virtual, request.scope, request.adapter or ""
-        known = [*virtual_tokens(adapter, virtual), *self.tokens[:end]]
-        for position in range(len(self.pasts), len(known)):
-            before = self.pasts[-1] if self.pasts else _past_of(0, adapter)
-            if position == virtual:
-                before = _past_of(before, self.start.key if scope is None else scope)
-            self.pasts.append(_past_of(before, known[position]))
-        return self.pasts
 
 
 class _MicroBatch:

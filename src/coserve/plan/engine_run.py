@@ -25,6 +25,7 @@ from coserve.schedule.segments import announce_batches, inference_plan, training
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
 from coserve.train.fresh import sketch_adapter
+from coserve.train.packing import Packing
 from coserve.train.save_policy import save_policy
 from coserve.train.supervised import SupervisedSteps
 
@@ -125,8 +126,7 @@ class EngineRun:
         examples, config = self.job()
         methods, base = settings_of(self._program.parts), engine.base
         virtual = sketch_adapter(base, _JOB, methods, 0).virtual
-        counts = virtual.given_count, virtual.prompt_count
-        steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, config, base.depth, base.row_buckets, *counts)
+        steps = SupervisedSteps(f"{_JOB}@0", examples, config, Packing.of(_JOB, base, virtual))
         fresh = FreshAdapter.of(methods, 0)
         engine.executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=fresh))
         return steps

@@ -36,17 +36,14 @@ class OpenRequests:
 
     # Between two steps
 
-    def submit(
-        self, request: Request, now: float, output: Iterable[int] = (), blocked: bool = False
-    ) -> Sequence:
+    def submit(self, request: Request, now: float, blocked: bool = False) -> Sequence:
         """Adds a request to the waiting queue; raises a RequestError if it can never be served.
 
-        `output` is the part of the answer that another engine generated: a complete answer ends at once, and
-        the next step's events have its `Finished`. A `blocked` request stays out of the queue until
-        `unblock`.
+        One whose answer is complete as it is `continued` ends at once, and the next step's events have its
+        `Finished`. A `blocked` request stays out of the queue until `unblock`.
         """
         is_long = self.queues.check(request)
-        sequence = Sequence(self._new_key(), request, output=list(output), offloaded=is_long)
+        sequence = Sequence(self._new_key(), request, output=[*request.continued], offloaded=is_long)
         # Training runs last in a step: a request that arrived during one waited for its training.
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)

@@ -318,15 +318,13 @@ class Scheduler:
         cache = self.caches[base]
         answers = zip(builder.answering, builder.inference, strict=True)
         rows = [segment for sequence, segment in answers if sequence.request.base == base]
-        sequences, inference = announce(rows, self.requests.sequences)
         windows = zip(builder.batches, builder.training, strict=True)
         trained = [(batch, segment) for batch, segment in windows if batch.base == base]
         moves = cache.swapping.copies.take()
         return replace(
             step,
-            sequences=sequences,
             micro_batches=announce_batches(batch for batch, _ in trained),
-            inference=inference,
+            inference=announce(rows, self.requests.sequences),
             prefixes=cache.prefixes.take_unfilled(),
             training=in_order(segment for _, segment in trained),
             updates=tuple(update for its, update in builder.updates if its == base),

@@ -1,9 +1,10 @@
-"""Descriptions of sequences and micro-batches for plans, as immutable data."""
+"""Segments of plans, and descriptions of sequences and micro-batches in them, as immutable data."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
-from coserve.core.plan import BasePlan, InferenceSegment, MicroBatchStart, SequenceStart, TrainingSegment
+from msgspec.structs import replace
+
+from coserve.core.plan import BasePlan, InferenceSegment, MicroBatchStart, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 
 
@@ -38,20 +39,20 @@ def training_segment(
 
 def announce(
     segments: Iterable[InferenceSegment], sequences: Mapping[int, Sequence]
-) -> tuple[tuple[SequenceStart, ...], tuple[InferenceSegment, ...]]:
-    """Completes a plan's segments: (starts of sequences not named before, segments with their new pages).
-    Notes in each sequence what the executor knows."""
-    starts, completed = [], []
+) -> tuple[InferenceSegment, ...]:
+    """Completes a plan's segments by new pages, and by descriptions of sequences not named before. Notes in
+    each sequence what the executor knows."""
+    completed = []
     for segment in segments:
         sequence = sequences[segment.key]
         if sequence.told is None:
-            starts.append(_start(sequence))
+            segment = _described(segment, sequence)
             sequence.told = 0
         if sequence.told < len(sequence.pages):
             segment = replace(segment, new_pages=tuple(sequence.pages[sequence.told :]))
             sequence.told = len(sequence.pages)
         completed.append(segment)
-    return tuple(starts), tuple(completed)
+    return tuple(completed)
 
 
 def note_planned(sequence: Sequence, segment: InferenceSegment, expected_at: float) -> None:
@@ -67,21 +68,18 @@ def inference_plan(rows: Iterable[tuple[Sequence, int, int]]) -> BasePlan:
     """A plan of (sequence, start, rows) alone, for measuring and testing executors."""
     chosen = list(rows)
     segments = [inference_segment(*one) for one in chosen]
-    starts, completed = announce(segments, {sequence.key: sequence for sequence, _, _ in chosen})
-    return BasePlan(sequences=starts, inference=completed)
+    return BasePlan(inference=announce(segments, {sequence.key: sequence for sequence, _, _ in chosen}))
 
 
-def _start(sequence: Sequence) -> SequenceStart:
-    return SequenceStart(
-        key=sequence.key,
-        request=sequence.request,
-        output=tuple(sequence.output),
-        computed=sequence.computed,
-        shared=sequence.shared,
-        template=sequence.template,
-        swapped=sequence.filled,
-        offloaded=sequence.offloaded,
-    )
+def _described(segment: InferenceSegment, sequence: Sequence) -> InferenceSegment:
+    """The first segment of a sequence, with its request and what its pages hold."""
+    request, template = sequence.request, sequence.template
+    if len(sequence.output) > len(request.continued):
+        request = replace(request, continued=tuple(sequence.output))
+    filled = sequence.shared + sequence.filled
+    if template is not None and sequence.pages[filled] == template:
+        filled, template = filled + 1, None
+    return replace(segment, request=request, filled=filled, template=template)
 
 
 def announce_batches(batches: Iterable[MicroBatch]) -> tuple[MicroBatchStart, ...]:

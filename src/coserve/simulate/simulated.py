@@ -98,8 +98,9 @@ class SimulatedExecutor(VirtualClock):
         for key in plan.released:
             self._known.pop(key, None)
             self._batches.pop(key, None)
-        for start in plan.sequences:
-            self._known[start.key] = len(start.request.prompt) + len(start.output)
+        for segment in plan.inference:
+            if (request := segment.request) is not None:
+                self._known[segment.key] = len(request.prompt) + len(request.continued)
         for batch in plan.micro_batches:
             self._batches[batch.key] = _Batch(batch)
         seconds, trained, lanes = self._time(plan)

@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from coserve.adapters.virtual import Virtual
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import MicroBatch
 from coserve.jobs.packing import pack
+from coserve.model.base import Base
 from coserve.train.example import IGNORED, Example
 
 
@@ -20,6 +22,12 @@ class Packing:
     buckets: RowBuckets
     prefix: int = 0
     prompt: int = 0
+
+    @classmethod
+    def of(cls, job: str, base: Base, virtual: Virtual | None = None) -> "Packing":
+        """That of a job on a base, with an adapter's virtual tokens, if any."""
+        given, prompt = (0, 0) if virtual is None else (virtual.given_count, virtual.prompt_count)
+        return cls(job, base.depth, base.row_buckets, given, prompt)
 
     def pack(self, lengths: Sequence[int], rows: int, group: int = 1) -> list[list[int]]:
         """Micro-batches of at most `rows` rows as indices into `lengths`. Each `group` of examples in a row

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import MicroBatch
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
@@ -11,27 +10,17 @@ from coserve.train.steps import JobSteps, StepWork
 
 
 class SupervisedSteps(JobSteps):
-    """Steps of cross-entropy over the labels of `examples`: each is one work, with its optimizer step.
-
-    `layers` is the model's depth. `prefix` and `prompt` count the adapter's virtual tokens: those given as
-    keys and values, and those that pass through the model as rows. Micro-batches are padded to the device's
-    `buckets`.
-    """
+    """Steps of cross-entropy over the labels of `examples`: each is one work, with its optimizer step."""
 
     def __init__(
         self,
-        job: str,
         adapter: str,
         examples: Sequence[Example],
         config: TrainingConfig,
-        layers: int,
-        buckets: RowBuckets,
-        prefix: int = 0,
-        prompt: int = 0,
+        packing: Packing,
         digest: str = "",
         resumed_from: int = 0,
     ) -> None:
-        packing = Packing(job, layers, buckets, prefix, prompt)
         super().__init__(adapter, [len(e) for e in examples], config, packing, digest, resumed_from)
         self.examples = examples
 

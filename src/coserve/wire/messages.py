@@ -30,20 +30,6 @@ class WireMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 # Server to engine
 
 
-class Submit(WireMessage, frozen=True):
-    """Submits a request. Its `sampling.seed` must be set, so that another engine can continue the answer, and
-    its adapter and alternatives have been loaded on this connection before.
-
-    `continued` are the answer's first tokens, from an engine that died: they count towards `max_tokens` and
-    are not reported again. `age` is the seconds since the request arrived, which count in place of its
-    `arrival`: that is on the server's clock.
-    """
-
-    request: Request
-    continued: tuple[int, ...] = ()
-    age: float = 0.0
-
-
 class Cancel(WireMessage, frozen=True):
     """Cancels a request, as its client has disconnected or the server found a stop string. There is no
     reply."""
@@ -87,8 +73,9 @@ class CheckMethod(WireMessage, frozen=True):
     method: MethodFields
 
 
-class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A requested fine-tuning job, as paths and settings.
+class JobSpec(WireMessage, frozen=True):
+    """A requested fine-tuning job, as paths and settings. As a command it has an adapter trained, from the
+    newest good checkpoint of the job if there is one; it is ignored for a job that runs already.
 
     `data` and `validation` are checked files of training data, which errors call by their names
     (`data_name`, `validation_name`); checkpoints are written under `folder`, one after
@@ -100,7 +87,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     counts.
     `objective` is the type and the settings of the training method (`train.objectives`), and `teacher` the
     folder of the adapter that teaches in distillation, None for the base. `base` is the id of the base that
-    it trains on.
+    it trains on. `weight` is its share among the jobs that train.
     """
 
     job: str
@@ -120,6 +107,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     base: str = BASE
     data_name: str | None = None
     validation_name: str | None = None
+    weight: float = 1.0
 
 
 class CheckJob(WireMessage, frozen=True):
@@ -139,14 +127,6 @@ class PreviewJob(WireMessage, frozen=True):
     ref: int
     spec: JobSpec
     records: int | None = None
-
-
-class StartJob(WireMessage, frozen=True):
-    """Trains an adapter, from the newest good checkpoint of the job if there is one. Ignored for a job that
-    runs already. `weight` is its share among the jobs that train."""
-
-    spec: JobSpec
-    weight: float = 1.0
 
 
 class StopJob(WireMessage, frozen=True):
@@ -233,9 +213,11 @@ class Drain(WireMessage, frozen=True):
     drained."""
 
 
+# A `Request` has a `sampling.seed`, so that another engine can continue the answer, and its adapter and
+# alternatives have been loaded on the connection before.
 Command = (
-    Submit | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | PreviewJob
-    | StartJob | StopJob | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining | LoadTraining
+    Request | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | PreviewJob
+    | JobSpec | StopJob | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining | LoadTraining
     | CloseTraining | Acknowledge | Drain
 )  # fmt: skip
 

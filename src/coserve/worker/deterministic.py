@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from coserve.attention.tiled import TiledBackend
@@ -132,7 +133,7 @@ def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegm
         while start < end:
             rows = min(end - start, left)
             context = segment.context + start - segment.start
-            group.append(replace(segment, start=start, length=rows, context=context))
+            group.append(structs.replace(segment, start=start, length=rows, context=context))
             start, left = start + rows, left - rows
             if not left:
                 yield group

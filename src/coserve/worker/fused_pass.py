@@ -127,8 +127,7 @@ class FusedPass:
         if pools is None:
             return None
         self.base.chain.on_layer()
-        rows = [self.table[segment.key].row for segment in ordered]
-        hidden = self._graphs.run(rows, [segment.context for segment in ordered], pools)
+        hidden = self._graphs.run(self.table.places(ordered), [segment.context for segment in ordered], pools)
         return None if hidden is None else PassedRows(ordered, counts, hidden)
 
     def decode(self, rows: Tensor, positions: Tensor, pages: int, slots: Sequence[SlotRows]) -> Tensor:
@@ -249,4 +248,4 @@ class FusedPass:
         )
 
     def _decodes(self, segment: InferenceSegment) -> bool:
-        return not segment.offloaded and self.table[segment.key].is_newest(segment)
+        return not segment.offloaded and self.table[segment.key].decodes(segment.start)

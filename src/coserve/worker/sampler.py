@@ -55,7 +55,7 @@ class Sampler:
         logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
         rows = self.table.rows(segments)
         tokens = self._choose(logits, rows, self.table.lengths(keys))
-        wanted = [self.table[key].start.request.sampling.logprobs for key in keys]
+        wanted = [self.table[key].request.sampling.logprobs for key in keys]
         logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
         drawn = self.table.sampled(keys, rows, tokens)
         if NO_TOKEN in drawn:
@@ -101,7 +101,7 @@ class Sampler:
 
     def _prompt_logprobs(self, segment: InferenceSegment, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt tokens that follow the segment's rows, hidden [1, rows, width]."""
-        request = self.table[segment.key].start.request
+        request = self.table[segment.key].request
         following = request.prompt[segment.start + 1 : segment.start + segment.length + 1]
         most = request.sampling.prompt_logprobs or 0
         if not following:

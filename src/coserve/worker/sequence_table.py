@@ -1,34 +1,16 @@
 """Running sequences on the device: their last tokens and block tables, read by indexing."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, PageCopy
-from coserve.core.plan import InferenceSegment, SequenceStart
+from coserve.core.plan import InferenceSegment
+from coserve.core.request import Request
+from coserve.core.sequence import Sequence as Answer
 from coserve.model.sampling_table import SamplingTable
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """Host state of a running sequence: its row, its tokens, the length of its block table."""
-
-    start: SequenceStart
-    row: int
-    tokens: list[int]  # all known ones, prompt and answer
-    pages: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens known, except virtual ones."""
-        return len(self.tokens)
-
-    def is_newest(self, segment: InferenceSegment) -> bool:
-        """Tells whether a segment is a decode row: only the newest token of an answer under way."""
-        return segment.start == self.length - 1 >= len(self.start.request.prompt)
 
 
 class SequenceTable:
@@ -54,54 +36,57 @@ class SequenceTable:
         self._block_table = torch.full(
             (capacity + 1, max_pages), attention.padding_page, dtype=torch.long, device=device
         )
-        self._states: dict[int, SequenceState] = {}
+        self._answers: dict[int, Answer] = {}  # as far as plans have told of them
+        self._rows: dict[int, int] = {}  # of these, by key
         self.scored: set[int] = set()  # keys of those whose prompts are to be scored
         self._free = list(range(capacity - 1, -1, -1))
 
-    def __getitem__(self, key: int) -> SequenceState:
-        return self._states[key]
-
-    def start(self, sequences: Iterable[SequenceStart]) -> None:
-        """Adds rows for the sequences that a plan names first."""
-        for sequence in sequences:
-            self._enter(sequence)
+    def __getitem__(self, key: int) -> Answer:
+        return self._answers[key]
 
     def extend(self, segments: Iterable[InferenceSegment]) -> None:
-        """Appends a plan's new pages to the block tables of its sequences: once, however often the plan's
-        rows are run again for lack of memory."""
+        """Adds rows for the sequences that a plan names first, and appends its new pages to their block
+        tables: once, however often the plan's rows are run again for lack of memory."""
         fresh: list[int] = []
         copies: list[PageCopy] = []
         for segment in segments:
+            if segment.request is not None:
+                self._enter(segment.key, segment.request)
             if not segment.new_pages or segment.offloaded:
                 continue
-            state = self._states[segment.key]
-            start, known, end = state.start, state.pages, state.pages + len(segment.new_pages)
-            self._block_table[state.row, known:end] = self._tensor(segment.new_pages)
-            state.pages = end
-            own = segment.new_pages[max(start.shared + start.swapped - known, 0) :]
-            fresh += [page for page in own if page != start.template]
-            if not known and start.template is not None and own[0] != start.template:
-                begun = (start.request.virtual + start.computed) % self._attention.page_size
-                copies.append(PageCopy(start.template, own[0], begun))
+            pages = self._answers[segment.key].pages
+            known = len(pages)
+            pages += segment.new_pages
+            self._block_table[self._rows[segment.key], known : len(pages)] = self._tensor(segment.new_pages)
+            own = segment.new_pages[segment.filled :]
+            fresh += own
+            if segment.template is not None:
+                begun = segment.context % self._attention.page_size
+                copies.append(PageCopy(segment.template, own[0], begun))
         if fresh:
             self._attention.clean(fresh)
         self._attention.copy(copies)
 
     def rows(self, segments: Iterable[InferenceSegment]) -> Tensor:
         """The segments' rows [segments]."""
-        return self._tensor([self._states[segment.key].row for segment in segments])
+        return self._tensor(self.places(segments))
+
+    def places(self, segments: Iterable[InferenceSegment]) -> list[int]:
+        """The same as numbers on the host."""
+        return [self._rows[segment.key] for segment in segments]
 
     def release(self, key: int) -> str | None:
         """Frees the row of a sequence, and returns the key of its adapter; keys that never had a row
         (training's) are ignored."""
-        state = self._states.pop(key, None)
-        if state is None:
+        answer = self._answers.pop(key, None)
+        if answer is None:
             return None
-        self._block_table[state.row] = self._attention.padding_page
-        self.sampling.clear(state.row)
+        row = self._rows.pop(key)
+        self._block_table[row] = self._attention.padding_page
+        self.sampling.clear(row)
         self.scored.discard(key)
-        self._free.append(state.row)
-        return state.start.request.adapter
+        self._free.append(row)
+        return answer.request.adapter
 
     def batch(
         self, segments: Sequence[InferenceSegment], num_decodes: int
@@ -117,7 +102,7 @@ class SequenceTable:
         if chunks:
             known: list[int] = []
             for s in chunks:
-                known += self._states[s.key].tokens[s.start : s.start + s.length]
+                known += self._answers[s.key].tokens(s.start, s.length)
                 positions += range(s.context, s.context + s.length)
             tokens = torch.cat([tokens, self._tensor(known)])
         block_table = self._block_table[rows, :pages]
@@ -145,25 +130,24 @@ class SequenceTable:
         self._last_token[rows] = tokens
         self.sampling.record(rows, tokens)
         for key, token in zip(keys, drawn, strict=True):
-            self._states[key].tokens.append(max(token, 0))
+            self._answers[key].output.append(max(token, 0))
         return drawn
 
     def lengths(self, keys: Sequence[int]) -> Tensor:
         """Number of tokens known of each sequence [n], which is also the position of the next sampled one."""
-        return self._tensor([self._states[key].length for key in keys])
+        return self._tensor([self._answers[key].length for key in keys])
 
-    def _enter(self, sequence: SequenceStart) -> None:
-        assert sequence.key not in self._states, "a sequence is named once"
-        request, row = sequence.request, self._free.pop()
-        tokens = [*request.prompt, *sequence.output]
-        self._states[sequence.key] = SequenceState(sequence, row, tokens)
-        if sequence.output:
-            self._last_token[row] = sequence.output[-1]
+    def _enter(self, key: int, request: Request) -> None:
+        assert key not in self._answers, "a sequence is named once"
+        row, output = self._free.pop(), request.continued
+        self._answers[key], self._rows[key] = Answer(key, request, [*output]), row
+        if output:
+            self._last_token[row] = output[-1]
         params = request.sampling
         if params.prompt_logprobs is not None:
-            self.scored.add(sequence.key)
+            self.scored.add(key)
         assert params.seed is not None, "a seed is drawn when the request is made"
-        self.sampling.set(row, params, params.seed, request.prompt, sequence.output)
+        self.sampling.set(row, params, params.seed, request.prompt, output)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._last_token.device)

@@ -210,8 +210,8 @@ class Worker:
 
     def _begin(self, plan: BasePlan) -> None:
         used = [self.table.release(key) for key in plan.released]
-        self.table.start(plan.sequences)
-        for adapter in (*used, *(sequence.request.adapter for sequence in plan.sequences)):
+        fresh = (segment.adapter for segment in plan.inference if segment.request is not None)
+        for adapter in (*used, *fresh):
             if adapter and adapter in self.loaded:  # else it was dropped after its sequences had ended
                 self.slot_pools.use(self.loaded.find(adapter).bypasses)
         for micro_batch in plan.micro_batches:

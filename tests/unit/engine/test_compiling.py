@@ -15,7 +15,7 @@ from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.request import FinishReason, Request
 from coserve.engine import compiling
 from coserve.model import grammar as grammar_module
-from coserve.wire.messages import Cancel, Drain, Submit
+from coserve.wire.messages import Cancel, Drain
 from desk import Desk, ask
 from models import tiny
 
@@ -28,8 +28,8 @@ def grammar(number: int) -> str:
     return str(LLMatcher.grammar_from_json_schema({"enum": [f"{number}"]}))
 
 
-def matching(name: str, text: str) -> Submit:
-    return Submit(Request(name, (5, 6), SamplingParams(max_tokens=30, seed=1, grammar=text)))
+def matching(name: str, text: str) -> Request:
+    return Request(name, (5, 6), SamplingParams(max_tokens=30, seed=1, grammar=text))
 
 
 class Compiler:

@@ -171,7 +171,8 @@ def test_a_request_that_is_made_already(engine: Engine) -> None:
     answer = engine.submit(Request("mine", (5, 9, 33), sampling)).result()
     assert answer.tokens == engine.generate([5, 9, 33], sampling=sampling).result().tokens
     assert answer.sequence.request.id == "mine" and answer.text == ""
-    rest = engine.submit(Request("rest", (5, 9, 33), sampling), answer.tokens[:2], text=True)
+    begun = tuple(answer.tokens[:2])
+    rest = engine.submit(Request("rest", (5, 9, 33), sampling, continued=begun), text=True)
     assert rest.result().tokens == answer.tokens and rest.text
     drawn = engine.submit(Request("drawn", (5, 9, 33), replace(sampling, seed=None)))
     assert drawn.sequence.request.sampling.seed is not None

@@ -26,9 +26,7 @@ from coserve.wire.messages import (
     JobStep,
     PinAdapter,
     RemoveAdapter,
-    StartJob,
     StopJob,
-    Submit,
 )
 from desk import Desk, write_data
 from growth import containers, grown, heap_in_use, objects
@@ -86,8 +84,8 @@ class Tenants:
         spec = JobSpec(name, str(data), str(folder), options, method, validation=validation, every=2)
         desk.send(CheckJob(CHECKED, spec))
         desk.send(
-            StartJob(spec),
-            Submit(Request(f"beside {name}", (5, 6, 7), SamplingParams(max_tokens=2, seed=1))),
+            spec,
+            Request(f"beside {name}", (5, 6, 7), SamplingParams(max_tokens=2, seed=1)),
         )
         if fate in ("cancelled", "paused"):
             desk.until(lambda: any(stepped.job == name for stepped in desk.news(JobStep)))
@@ -105,7 +103,7 @@ class Tenants:
         desk.send(
             PinAdapter(3, key, True), PinAdapter(4, key, False),
             *(
-                Submit(Request(f"{name} {i}", (7 + i, 8, 9), SamplingParams(max_tokens=3, seed=i), version))
+                Request(f"{name} {i}", (7 + i, 8, 9), SamplingParams(max_tokens=3, seed=i), version)
                 for i, version in enumerate([desk.engine.adapters.bank.look(key).key] * 2 + ["nobody"])
             ),
         )  # fmt: skip

@@ -25,7 +25,7 @@ from coserve.schedule.policies.base import Allowance, View
 from coserve.train.example import Example
 from coserve.train.pause import LayerAbandoned, TrainingPause
 from coserve.train.save_policy import SavePolicy
-from coserve.wire.messages import Acknowledge, Submit
+from coserve.wire.messages import Acknowledge
 from models import tiny
 from steps import run_steps_by
 
@@ -312,11 +312,11 @@ def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None
     arrivals.announce = lambda: told.update(["announced"])  # type: ignore[method-assign]
     arrivals.taken = lambda: told.update(["taken"])  # type: ignore[method-assign]
     inbox, connection = Inbox(), cast(Connection, object())
-    request, news = Submit(Request("a", (1, 2))), Acknowledge(1)
+    request, news = Request("a", (1, 2)), Acknowledge(1)
     inbox.put(Received(connection, (request,)))  # before the engine is there
     inbox.pauses(arrivals)
-    patient = Submit(Request("b", (1, 2), slo=SLO(deferral=60.0)))
-    bound = Submit(Request("c", (1, 2), slo=SLO(deferral=60.0, first_token=9.0)))
+    patient = Request("b", (1, 2), slo=SLO(deferral=60.0))
+    bound = Request("c", (1, 2), slo=SLO(deferral=60.0, first_token=9.0))
     items = [
         Received(connection, (patient, news)), Received(connection, (patient, bound)),
         Connected(connection), Received(connection, (news,)), Received(connection, (news, request, request)),

@@ -28,7 +28,6 @@ from coserve.wire.messages import (
     JobStarved,
     JobStep,
     Reply,
-    StartJob,
     StopJob,
     WeighJob,
 )
@@ -113,7 +112,7 @@ def test_the_end_of_a_cancelled_answer_is_not_that_of_the_next_by_its_name(desk:
 
 
 def test_the_age_of_a_request_counts(desk: Desk) -> None:
-    desk.send(ask("a", age=5.0))
+    desk.send(ask("a", arrival=-5.0))
     (answer,) = desk.engine.completions.values()
     assert 4.9 < desk.engine.clock() - answer.sequence.request.arrival < 15
 
@@ -276,7 +275,7 @@ def test_what_a_job_may_not_be(desk: Desk, data: Path, tmp_path: Path) -> None:
         "nothing": JobSpec("j", str(data), str(tmp_path), start_from=str(tmp_path / "nothing")),
     }
     for said, spec in cases.items():
-        desk.send(StartJob(spec))
+        desk.send(spec)
         ended = desk.ended()
         assert ended.status == "failed" and said in ended.fault.text, said
         desk.send(Acknowledge(10**9))

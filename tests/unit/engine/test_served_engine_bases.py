@@ -1,7 +1,6 @@
 """Commands of a server for an engine of several bases reach the right one."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from llguidance import LLMatcher
+from msgspec.structs import replace
 
 import coserve.tiny
 from bases import CHAIN, WIDE, draw_stitch, two_engines, wide_model, write_stitch
@@ -33,7 +33,6 @@ from coserve.wire.messages import (
     SaveTraining,
     SessionCommand,
     StepOptimizer,
-    Submit,
 )
 from desk import HELLO, Desk, ask, job, write_data
 from models import tiny, with_lora
@@ -80,9 +79,9 @@ def test_a_chain_of_two_bases_is_an_alternative_and_goes_on(tmp_path: Path) -> N
     sampling = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
     expected = chain.generate((5, 6), sampling=sampling).result().tokens
     desk.send(ask("first", adapter=CHAIN, base=WIDE))
-    allowed = replace(ask("second", base=WIDE).request, alternatives=(CHAIN,))
-    desk.send(Submit(allowed))
-    rest = msgspec.structs.replace(ask("third", adapter=CHAIN, base=WIDE), continued=tuple(expected[:1]))
+    allowed = replace(ask("second", base=WIDE), alternatives=(CHAIN,))
+    desk.send(allowed)
+    rest = replace(ask("third", adapter=CHAIN, base=WIDE), continued=tuple(expected[:1]))
     desk.send(rest, ask("lost", adapter="other@2", base=WIDE))
     for name in ("first", "second", "third"):
         run(desk, name)
@@ -118,7 +117,7 @@ def test_grammars_are_compiled_for_their_base() -> None:
     desk = Desk(engine=engine)
     sampling = SamplingParams(max_tokens=9, seed=1, grammar=GRAMMAR)
     for base in ("base", WIDE):
-        desk.send(Submit(replace(ask(f"g{base}", base=base).request, sampling=sampling)))
+        desk.send(replace(ask(f"g{base}", base=base), sampling=sampling))
     for base in ("base", WIDE):
         run(desk, f"g{base}")
         text = desk.engine.text
@@ -129,7 +128,7 @@ def test_jobs_train_on_their_base(desk: Desk, tmp_path: Path) -> None:
     data = write_data(tmp_path / "data.jsonl")
     short = {"max_steps": 2}
     made = job(data, tmp_path / "wide", "on wide", base=WIDE, validation=str(data), options=short)
-    desk.send(CheckJob(9, made.spec), made, job(data, tmp_path / "small", "on base", options=short))
+    desk.send(CheckJob(9, made), made, job(data, tmp_path / "small", "on base", options=short))
     ended = {news.job: news for news in (desk.ended(), desk.ended())}
     assert {news.status for news in ended.values()} == {JobStatus.SUCCEEDED}
     (checkpoint,) = [news for news in desk.news(JobCheckpoint) if news.job == "on wide"]
@@ -148,7 +147,7 @@ def test_a_job_of_a_base_that_is_not_here_fails(desk: Desk, tmp_path: Path) -> N
 
 def test_hello_has_the_properties_of_each_base() -> None:
     wide = FurtherBase("models/wide", 7, 64, 100, 48, {"head": ("lm_head",)})
-    hello = msgspec.structs.replace(HELLO, bases={WIDE: wide}, offloaded_tokens=9)
+    hello = replace(HELLO, bases={WIDE: wide}, offloaded_tokens=9)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(hello), type=Hello)
     its = sent.of(WIDE)
     assert (its.model, its.parameters, its.positions) == ("models/wide", 7, 64)

@@ -25,7 +25,6 @@ from coserve.wire.messages import (
     JobWaiting,
     PreviewJob,
     Reply,
-    StartJob,
     StopJob,
     WeighJob,
 )
@@ -92,11 +91,11 @@ def desk(data: Path, tmp_path: Path) -> Desk:
     return Desk(desk.engine.memory.ledger.used + 1000)
 
 
-def start(data: Path, folder: Path, name: str, **options: Any) -> StartJob:
-    return StartJob(JobSpec(name, str(data), str(folder / name), {**OPTIONS, **options}, METHOD))
+def start(data: Path, folder: Path, name: str, **options: Any) -> JobSpec:
+    return JobSpec(name, str(data), str(folder / name), {**OPTIONS, **options}, METHOD)
 
 
-def first(data: Path, folder: Path) -> StartJob:
+def first(data: Path, folder: Path) -> JobSpec:
     """A job that goes on until it is stopped, however long the reading of another takes."""
     return start(data, folder, "one", epochs=10_000)
 
@@ -242,7 +241,7 @@ def test_what_else_is_wrong_with_a_job_is_told_when_it_starts(desk: Desk, data: 
 
 def test_a_job_that_never_fits_fails_and_says_so(desk: Desk, data: Path, tmp_path: Path) -> None:
     spec = JobSpec("j", str(data), str(tmp_path / "j"), OPTIONS, {**METHOD, "rank": 4000})
-    desk.worker.take(StartJob(spec))
+    desk.worker.take(spec)
     desk.until(lambda: desk.of(JobEnded, "j"))
     (ended,) = desk.of(JobEnded, "j")
     assert ended.status == "failed" and ended.fault.kind == "OutOfMemory"
@@ -284,7 +283,7 @@ def test_a_job_at_all_linears_tells_of_experts_left_untrained(
     every = JobSpec(
         "one", str(data), str(tmp_path / "one"), OPTIONS, {"r": 2, "target_modules": "all-linear"}
     )
-    desk.worker.take(StartJob(every))
+    desk.worker.take(every)
     desk.until(lambda: desk.of(JobEnded, "one"))
     left, shrunk = desk.of(JobNote, "one")
     assert left.level == "warn" and "leaves the fused experts untrained (3 modules" in left.text

@@ -19,7 +19,6 @@ from coserve.wire.messages import (
     PinAdapter,
     RemoveAdapter,
     Reply,
-    Submit,
     Token,
 )
 from paged import make_engine, stored
@@ -64,7 +63,7 @@ class Desk:
 
     def ask(self, name: str, adapter: str) -> list[Token]:
         sampling = SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
-        self.say(Submit(Request(name, (5, 9), sampling, adapter=adapter)), lambda: self._is_over(name))
+        self.say(Request(name, (5, 9), sampling, adapter=adapter), lambda: self._is_over(name))
         return self.tokens[name]
 
     def at_once(self, command: AddAdapter | PinAdapter | RemoveAdapter) -> Reply:

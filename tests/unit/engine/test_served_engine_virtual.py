@@ -10,7 +10,7 @@ from coserve.core.request import FinishReason, Request
 from coserve.engine.background import Background
 from coserve.engine.link import Inbox
 from coserve.engine.served_engine import ServedEngine
-from coserve.wire.messages import Hello, Submit, Token
+from coserve.wire.messages import Hello, Token
 from models import POSITIONS, tiny
 from virtual import with_virtual
 
@@ -30,7 +30,7 @@ def answer(engine: Engine, prompt: int, adapter: str | None, **sampling: int) ->
     worker = ServedEngine(engine, HELLO, Background(Inbox(), threads=1))
     worker.connected()
     params = SamplingParams(ignore_eos=not sampling.get("min_tokens"), seed=1, **sampling)
-    worker.take(Submit(Request("r", (5,) * prompt, params, adapter=adapter)))
+    worker.take(Request("r", (5,) * prompt, params, adapter=adapter))
     found: list[Token] = []
     for _ in range(5000):
         if found and (found[-1].finish is not None or found[-1].fault is not None):

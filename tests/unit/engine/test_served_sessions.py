@@ -29,7 +29,6 @@ from coserve.wire.messages import (
     SaveTraining,
     SessionCommand,
     StepOptimizer,
-    Submit,
 )
 from desk import Desk
 
@@ -80,7 +79,7 @@ def test_a_session_trains_beside_answers_and_comes_back_from_its_state(
     refs = [client.send(Forward, data=DATA, backward=backward) for backward in (False, True, True)]
     refs += [client.send(StepOptimizer, params=AdamParams(1e-2)), client.send(Forward, data=DATA)]
     client.desk.send(
-        Submit(Request("a", (5, 6), SamplingParams(max_tokens=3, seed=1, ignore_eos=True), adapter="mine"))
+        Request("a", (5, 6), SamplingParams(max_tokens=3, seed=1, ignore_eos=True), adapter="mine")
     )
     first, again, once_more, step, after = (client.reply(ref) for ref in refs)
     client.desk.until(lambda: len(client.desk.tokens) == 3)
@@ -203,7 +202,7 @@ def test_a_session_may_end_at_any_moment_of_its_optimizer_step() -> None:
         answer = SamplingParams(
             max_tokens=20, seed=1, ignore_eos=True
         )  # beside it a remote device plans ahead
-        client.desk.send(Submit(Request(f"a{steps}", (5, 6), answer)))
+        client.desk.send(Request(f"a{steps}", (5, 6), answer))
         version = client.ask(OpenTraining, adapter="mine", method=LORA, options={"rows": 64}).said
         client.send(Forward, data=DATA)
         client.send(StepOptimizer)
@@ -247,7 +246,7 @@ def test_answers_and_other_sessions_go_on_while_a_huge_pass_is_checked(
     with held_checks(monkeypatch) as goes_on:
         huge, step = client.send(Forward, data=HUGE), client.send(StepOptimizer)
         later = client.send(Forward, data=DATA)
-        desk.send(Submit(Request("a", (5, 6), SamplingParams(max_tokens=40, seed=1, ignore_eos=True))))
+        desk.send(Request("a", (5, 6), SamplingParams(max_tokens=40, seed=1, ignore_eos=True)))
         assert loss(other.ask(Forward, data=DATA)) > 0
         assert other.ask(StepOptimizer).updated is not None
         desk.until(lambda: len(desk.tokens) == 40)

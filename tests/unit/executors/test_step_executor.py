@@ -3,7 +3,7 @@
 import pytest
 
 from bases import SMALL, WIDE, scripted
-from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, SequenceStart, StepPlan
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, StepPlan
 from coserve.core.request import Request, SamplingParams
 from coserve.errors import WeightsUnreadable
 from coserve.executors.scripted import ScriptedExecutor
@@ -12,9 +12,9 @@ from coserve.executors.step_executor import StepExecutor
 
 def answers(*keys: int) -> BasePlan:
     """A plan of new sequences."""
-    segments = tuple(InferenceSegment(key, 0, 3, 0, 1, new_pages=(key,)) for key in keys)
-    starts = tuple(SequenceStart(key, Request("r", (5, 6, 7), SamplingParams(seed=1))) for key in keys)
-    return BasePlan(inference=segments, sequences=starts)
+    request = Request("r", (5, 6, 7), SamplingParams(seed=1))
+    segments = (InferenceSegment(key, 0, 3, 0, 1, new_pages=(key,), request=request) for key in keys)
+    return BasePlan(inference=tuple(segments))
 
 
 def test_each_base_s_part_runs_on_its_executor() -> None:

@@ -1,9 +1,9 @@
 """Common prefixes of prompts are computed once: pages found, pages not found, and pages written."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from coserve.core.events import TokenEvent
 from coserve.core.plan import BasePlan

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from coserve.core.events import Event, Finished, JobFailed, StepDone, TokenEvent, TrainingProgress
 from coserve.core.plan import BasePlan, BaseResult
@@ -103,7 +104,7 @@ def test_prompts_are_cut_where_somebody_lately_had_a_bound(
     slo: SLO, newcomer: bool, after: float, lengths: list[int]
 ) -> None:
     it, executor = world(max_prefill_rows=40, bounded_prefill_rows=10, min_prefill_rows=4)
-    it.requests.submit(replace(request(prompt=3, answer=1, slo=slo), newcomer=newcomer), 0.0)
+    it.requests.submit(structs.replace(request(prompt=3, answer=1, slo=slo), newcomer=newcomer), 0.0)
     drain(it, executor)
     executor.now += after
     it.requests.submit(request(prompt=14), executor.now)

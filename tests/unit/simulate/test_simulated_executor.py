@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from coserve.core.events import StepDone
-from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, SequenceStart, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, TrainingSegment
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.executors.executor import Executor
@@ -90,8 +90,8 @@ def test_each_step_is_observed_with_the_time_at_which_it_began() -> None:
 
 def test_lanes_are_slower_by_what_is_given() -> None:
     window = TrainingSegment(9, "job", "job@0", 0, 4, 10, Direction.TRAIN_FORWARD, Span(0, 2), LAYERS)
-    start = SequenceStart(1, Request("r", (0, 0, 0)))
-    first = BasePlan((InferenceSegment(1, 0, 3, 0, 1),), (window,), split=0.5, sequences=(start,))
+    begin = InferenceSegment(1, 0, 3, 0, 1, request=Request("r", (0, 0, 0)))
+    first = BasePlan((begin,), (window,), split=0.5)
     executor = SimulatedExecutor(lambda plan: 1.0, lanes=(1.5, 3.5))
     result = executor.run(first)
     assert (result.seconds, result.lanes, result.trained) == (1.5, (1.5, 0.0), ())

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from coserve import errors
-from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Sampled, SequenceStart, TokenLogprobs
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Sampled, TokenLogprobs
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
 
@@ -19,12 +19,11 @@ from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_r
 )
 def test_a_plan_comes_back_as_it_was(sampling: SamplingParams) -> None:
     request = Request(
-        "r", (1, 2), sampling, "a@1", SLO(0.5), virtual=4, scope=None, alternatives=("b@2", None)
-    )
-    start = SequenceStart(3, request, (5,), 2, 1, 9)
-    plan = BasePlan(
-        (InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4)),), released=(1, 2), split=0.5, sequences=(start,)
-    )
+        "r", (1, 2), sampling, "a@1", SLO(0.5), virtual=4, scope=None, alternatives=("b@2", None),
+        continued=(5,),
+    )  # fmt: skip
+    segment = InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4), request=request, filled=1, template=9)
+    plan = BasePlan((segment,), released=(1, 2), split=0.5)
     assert decode_plan(encode_plan(plan)) == plan
 
 

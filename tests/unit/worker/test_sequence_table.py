@@ -87,17 +87,16 @@ class World:
             missing = self.pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
             sequence.pages += self.pages.allocate(sequence.key, max(missing, 0)) or []
         plan = inference_plan((sequence, sequence.computed, self.rows(sequence)) for sequence in chosen)
-        self.table.start(plan.sequences)
         self.table.extend(plan.inference)
-        segments = sorted(plan.inference, key=lambda s: not self.table[s.key].is_newest(s))
-        self.compare(segments, sum(self.table[s.key].is_newest(s) for s in segments))
+        segments = sorted(plan.inference, key=lambda s: not self.table[s.key].decodes(s.start))
+        self.compare(segments, sum(self.table[s.key].decodes(s.start) for s in segments))
         for segment in segments:
             sequence = next(one for one in chosen if one.key == segment.key)
             sequence.computed += segment.length
             if not sequence.remaining:
                 token = self.random.randrange(50)
                 sequence.output.append(token)
-                row = torch.tensor([self.table[segment.key].row])
+                row = self.table.rows([segment])
                 assert self.table.sampled([segment.key], row, torch.tensor([token])) == [token]
 
     def rows(self, sequence: Sequence) -> int:
@@ -107,7 +106,7 @@ class World:
     def compare(self, segments: list[InferenceSegment], num_decodes: int) -> None:
         """Attention of the segments' rows in every layer; new keys and values are random."""
         tokens, common = self.table.batch(segments, num_decodes)
-        known = [self.table[s.key].tokens[s.start : s.start + s.length] for s in segments]
+        known = [self.table[s.key].tokens(s.start, s.length) for s in segments]
         assert tokens.tolist() == [token for some in known for token in some]
         metadata = self.attention.build(common)
         for layer, cache in enumerate(CACHES):
@@ -148,7 +147,6 @@ def test_pages_that_are_shared_are_never_cleaned() -> None:
     world = World(0)
     sequences = [world.enter("long@1") for _ in range(3)]
     plan = inference_plan((sequence, 0, 1) for sequence in sequences)
-    world.table.start(plan.sequences)
     world.table.extend(plan.inference)
     shared = torch.tensor(sequences[0].pages[:2])
     assert isinstance(world.attention, BatchedBackend)

@@ -53,7 +53,7 @@ async def answer(state: State, generation: GenerationRequest) -> PieceStream:
     costs = [generation.cost.prompts[index // generation.choices] for index in range(len(generation))]
     with (
         state.catalog.use(generation.model),
-        state.queue.enter(generation.tenant, costs, generation.tier) as tickets,
+        state.queue.enter(generation.tenant, costs, generation.body.tier) as tickets,
     ):
         one_by_one = [_one(state, generation, index, ticket) for index, ticket in enumerate(tickets)]
         async with aclosing(merged(one_by_one)) as pieces:
@@ -128,10 +128,10 @@ class Writer:
     def __init__(self, state: State, generation: GenerationRequest, index: int) -> None:
         self.has_finished = False
         self._index, self._text, self._chain_of = index, state.text, generation.chain
-        self._stream = state.text.stream(
-            generation.stops, generation.prompt(index) if generation.goes_on else ()
-        )
-        self._eager = generation.tells_tokens  # each token is then a piece of its own, even without text
+        self._stream = state.text.stream(generation.body.stops, generation.text_before(index))
+        self._eager = bool(
+            generation.body.return_token_ids
+        )  # each token is then a piece of its own, even without text
         self._tokens: list[int] = []
         self._scores: list[Scores] = []
         self._starts: list[int] = []

@@ -25,7 +25,7 @@ from coserve.serve.http.streams import (
     event,
     unless_gone,
 )
-from coserve.serve.schema.common import FinishName, Generation, JsonObject
+from coserve.serve.schema.common import FinishName, JsonObject
 from coserve.serve.state import State
 from coserve.wire.scores import Scores
 
@@ -59,19 +59,19 @@ def common_fields(generation: GenerationRequest) -> dict[str, Any]:
         "id": generation.asked.id,
         "created": generation.created,
         "model": generation.model.name,
-        "service_tier": generation.tier,
+        "service_tier": generation.body.tier,
         "system_fingerprint": generation.fingerprint,
     }
 
 
 def choice_fields(generation: GenerationRequest, piece: AnswerPiece) -> dict[str, Any]:
     """Fields common to the choices of all answers and chunks; optional ones only where requested."""
-    fields: dict[str, Any] = {"token_ids": list(piece.tokens)} if generation.tells_tokens else {}
+    fields: dict[str, Any] = {"token_ids": list(piece.tokens)} if generation.body.return_token_ids else {}
     return fields | ({"chain": piece.chain} if piece.chain and generation.tells_chain else {})
 
 
 async def reply(
-    request: Request, state: State, generation: GenerationRequest, shape: AnswerFormat, body: Generation
+    request: Request, state: State, generation: GenerationRequest, shape: AnswerFormat
 ) -> Response:
     """The HTTP response to a request; cancels its work when the client disconnects.
 
@@ -79,12 +79,12 @@ async def reply(
     """
     pieces = answer(state, generation)
     try:
-        if not body.stream:
+        if not generation.body.stream:
             return await unless_gone(request.receive, _whole(state, pieces, generation, shape))
         first = await unless_gone(request.receive, anext(pieces))
     except ClientGone:
         return Response(status_code=_GONE)
-    return EventStream(_events(state, first, pieces, generation, shape, body.includes_usage), pieces)
+    return EventStream(_events(state, first, pieces, generation, shape), pieces)
 
 
 def finish_name(reason: FinishReason) -> FinishName:
@@ -98,7 +98,6 @@ async def _events(
     rest: PieceStream,
     generation: GenerationRequest,
     shape: AnswerFormat,
-    tells_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
     count, cached, pause = 0, [0] * len(generation), Pause()
     try:
@@ -116,7 +115,7 @@ async def _events(
     except CoserveError as error:  # the status is sent already: only an error event can follow
         yield event(json.dumps(ApiError.of(error).body()))
     else:
-        if tells_usage:
+        if generation.body.includes_usage:
             chunk = shape.usage_chunk(_usage(generation, count, cached))
             yield event(b"".join(written(chunk)))
     yield DONE

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher
+from msgspec import structs
 
 from coserve.core.request import Request, SamplingParams
 from coserve.errors import DataError
@@ -26,7 +27,7 @@ from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload
 from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
-from coserve.serve.schema.common import MOST_TOKEN_ID, Generation, JsonObject, Tier
+from coserve.serve.schema.common import MOST_TOKEN_ID, Generation, JsonObject
 from coserve.serve.schema.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
@@ -46,27 +47,27 @@ class GenerationRequest:
     choice. `asked` is what their requests have in common, with the call's id and without stop strings, which
     the server handles."""
 
+    body: Generation
     asked: Request
     created: int
     tenant: Tenant
     model: Model
-    tier: Tier
     prompts: Sequence[tuple[int, ...]]
-    choices: int
-    stops: tuple[str, ...]
     cost: RequestCost
     fingerprint: str
-    tells_tokens: bool = False
-    goes_on: bool = False  # answers go on with their prompt's text
-    adaptive: bool = False  # an approximate chain of the model may answer
 
     def __len__(self) -> int:
         return len(self.prompts) * self.choices
 
     @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return self.body.n or 1
+
+    @property
     def tells_chain(self) -> bool:
         """Tells whether answers name the chain that answered."""
-        return self.adaptive or bool(self.model.chains)
+        return bool(self.body.adaptive or self.model.chains)
 
     def chain(self, alternative: int) -> str:
         """The name of the chain that answers: of the model itself (0), or of its approximation of that
@@ -77,13 +78,17 @@ class GenerationRequest:
         """The prompt of answer `index`."""
         return self.prompts[index // self.choices]
 
+    def text_before(self, index: int) -> tuple[int, ...]:
+        """Tokens of the text that answer `index` goes on with: in a plain completion, its prompt's."""
+        return self.prompt(index) if isinstance(self.body, CompletionRequest) else ()
+
     def request(self, index: int, newcomer: bool = False) -> Request:
         """The request for answer `index`."""
         sampling, prompt = self.asked.sampling, index // self.choices
         assert sampling.seed is not None
         seed = (sampling.seed + index % self.choices) % _SEEDS
         sampling = replace(sampling, max_tokens=self.cost.max_tokens[prompt], seed=seed)
-        return replace(
+        return structs.replace(
             self.asked,
             id=f"{self.asked.id}-{index}",
             prompt=self.prompts[prompt],
@@ -194,7 +199,6 @@ class RequestBuilder:
                 f"Invalid value for 'min_tokens': the answer may have {min(cost.max_tokens)} tokens at most."
             )
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
-        adaptive = bool(body.adaptive)
         asked = Request(
             id=f"{kind}-{secrets.token_hex(12)}",
             prompt=(),
@@ -204,22 +208,17 @@ class RequestBuilder:
             arrival=self.arrived,
             base=self.model.base_id,
             scope=f"{self.tenant.id}/{body.cache_salt or ''}",  # prompts of one scope share the cache
-            alternatives=tuple(chain.key for chain in self.model.chains) if adaptive else (),
+            alternatives=tuple(chain.key for chain in self.model.chains) if body.adaptive else (),
         )
         return GenerationRequest(
+            body=body,
             asked=asked,
             created=int(time.time()),
             tenant=self.tenant,
             model=self.model,
-            tier=body.tier,
             prompts=prompts,
-            choices=size.choices,
-            stops=body.stops,
             cost=cost,
             fingerprint=fingerprint(self.hello),
-            tells_tokens=bool(body.return_token_ids),
-            goes_on=isinstance(body, CompletionRequest),
-            adaptive=adaptive,
         )
 
     def _limits(self) -> RequestLimits:

@@ -11,7 +11,7 @@ from msgspec import structs
 from coserve.core.request import Request
 from coserve.errors import CoserveError
 from coserve.serve.engine.probation import WorkItem
-from coserve.wire.messages import Submit, Token
+from coserve.wire.messages import Token
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +40,8 @@ class LiveRequest:
         known = (self.request.adapter, *self.request.alternatives)
         return known if self.alternative is None else (known[self.alternative],)
 
-    def submission(self, is_loaded: Callable[[str], bool]) -> Submit:
-        """The request for an engine, with the alternatives that it has loaded."""
+    def submission(self, is_loaded: Callable[[str], bool]) -> Request:
+        """The message for an engine, with the alternatives that it has loaded."""
         request = self.request
         sampling = request.sampling
         if self.tokens:  # the first token came after the whole prompt had been scored
@@ -49,10 +49,14 @@ class LiveRequest:
         adapter, *others = self.versions
         there = [(place, key) for place, key in enumerate(others, 1) if key is None or is_loaded(key)]
         self._offered = (self.alternative or 0, *(place for place, _ in there))
-        request = replace(
-            request, sampling=sampling, adapter=adapter, alternatives=tuple(key for _, key in there)
+        return structs.replace(
+            request,
+            sampling=sampling,
+            adapter=adapter,
+            alternatives=tuple(key for _, key in there),
+            continued=tuple(self.tokens),
+            arrival=request.arrival - time.monotonic(),
         )
-        return Submit(request, tuple(self.tokens), time.monotonic() - request.arrival)
 
     def take(self, token: Token) -> None:
         self.alternative = self._offered[token.alternative]  # another engine goes on with this version

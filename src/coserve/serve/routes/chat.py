@@ -34,16 +34,15 @@ async def create_chat_completion(
     A stream goes on from where it was if the engine dies in the middle of it.
     """
     generation = await (await RequestBuilder.of(state, caller, body.model)).chat(body)
-    shape = _ChatFormat(state.logprobs, generation, body.includes_usage)
-    return await reply(request, state, generation, shape, body)
+    return await reply(request, state, generation, _ChatFormat(state.logprobs, generation))
 
 
 class _ChatFormat:
-    def __init__(self, writer: LogprobWriter, generation: GenerationRequest, tells_usage: bool) -> None:
+    def __init__(self, writer: LogprobWriter, generation: GenerationRequest) -> None:
         self._writer, self._generation = writer, generation
         self._has_begun = False
         self._common = common_fields(generation)
-        self._usage: dict[str, Any] = {"usage": None} if tells_usage else {}
+        self._usage: dict[str, Any] = {"usage": None} if generation.body.includes_usage else {}
 
     def size(self, piece: AnswerPiece) -> int:
         return len(piece.tokens) * (1 + piece.scores.width)
@@ -87,9 +86,9 @@ class _ChatFormat:
         return {"object": "chat.completion.chunk", **self._common, **self._usage, "choices": [choice]}
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return (
-            {"prompt_token_ids": list(self._generation.prompts[0])} if self._generation.tells_tokens else {}
-        )
+        if not self._generation.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._generation.prompts[0])}
 
     def _logprobs(self, piece: AnswerPiece) -> WrittenJson | None:
         if self._generation.asked.sampling.logprobs is None:

@@ -37,7 +37,7 @@ async def create_completion(
     """
     generation = await (await RequestBuilder.of(state, caller, body.model)).completion(body)
     shape = _CompletionFormat(state.text, state.logprobs, generation, body)
-    return await reply(request, state, generation, shape, body)
+    return await reply(request, state, generation, shape)
 
 
 class _CompletionFormat:
@@ -70,7 +70,7 @@ class _CompletionFormat:
         echoed = self._text.decode(prompt) if is_first and self._echo else ""
         offset = self._offsets.setdefault(piece.index, len(echoed))
         asked = choice_fields(self._generation, piece)
-        if self._generation.tells_tokens and is_first:
+        if self._generation.body.return_token_ids and is_first:
             asked["prompt_token_ids"] = list(prompt)
         logprobs = None
         if self._logprobs is not None:

@@ -47,7 +47,6 @@ from coserve.wire.messages import (
     JobStep,
     JobWaiting,
     Numbered,
-    StartJob,
     StopJob,
     WeighJob,
 )
@@ -373,10 +372,10 @@ class JobController:
         self._inside.discard(job)
 
     async def _hand_in(self, job: JobRecord, weight: float) -> None:
-        command = StartJob(await spec_of(self._store, job, self._settings.base_id(job.base)), weight)
+        spec = await spec_of(self._store, job, self._settings.base_id(job.base))
         suspect = self._link.probation.suspects.get(WorkItem("job", job.id))
         self._link.probation.enter(WorkItem("job", job.id), -1 if suspect is None else suspect.progress)
-        self._link.send(command)
+        self._link.send(msgspec.structs.replace(spec, weight=weight))
 
     async def _unfinished(self) -> list[JobRecord]:
         """Unfinished jobs of this server's bases."""

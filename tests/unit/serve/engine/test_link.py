@@ -23,7 +23,6 @@ from coserve.wire.messages import (
     Numbered,
     RemoveAdapter,
     StopJob,
-    Submit,
     Token,
 )
 from coserve.wire.scores import Scores
@@ -96,10 +95,10 @@ def test_an_engine_that_dies_loses_and_repeats_nothing(tmp_path: Path) -> None:
             assert [token.token for token in tokens] == expected(fake, one)
 
     fake = play(tmp_path, story, step_seconds=0.001)
-    again = [command for command in said(fake, Submit) if command.continued]
-    assert again and all(0 < command.age < 60 for command in again)
+    again = [command for command in said(fake, Request) if command.continued]
+    assert again and all(-60 < command.arrival < 0 for command in again)
     assert all(command.continued == tuple(expected(fake, wanted[0]))[: len(command.continued)]
-               for command in again if command.request.id == "r0")  # fmt: skip
+               for command in again if command.id == "r0")  # fmt: skip
 
 
 def test_what_has_ended_is_not_asked_for_again(tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def test_what_has_ended_is_not_asked_for_again(tmp_path: Path) -> None:
             await until(lambda: link.connections == 2)
             assert [token.token async for token in tokens] == expected(fake, request(most=3))[1:]
 
-    assert len(said(play(tmp_path, story), Submit)) == 1
+    assert len(said(play(tmp_path, story), Request)) == 1
 
 
 def test_prompt_scores_come_once(tmp_path: Path) -> None:
@@ -127,7 +126,7 @@ def test_prompt_scores_come_once(tmp_path: Path) -> None:
             rest = [token async for token in tokens]
         assert len(first.prompt_logprobs) == 19
         assert sum(len(token.prompt_logprobs) for token in rest) == 0
-        assert said(fake, Submit)[-1].request.sampling.prompt_logprobs is None  # nor are they computed again
+        assert said(fake, Request)[-1].sampling.prompt_logprobs is None  # nor are they computed again
 
     play(tmp_path, story, step_seconds=0.005)
 
@@ -236,7 +235,7 @@ def test_a_request_that_engines_die_of_is_given_up(tmp_path: Path) -> None:
     async def story(fake: FakeEngine, link: EngineLink) -> None:
         task = asyncio.create_task(answer(link, request()))
         for death in range(MOST_LIVES):
-            await until(lambda death=death: len(said(fake, Submit)) == death + 1)  # type: ignore[misc]
+            await until(lambda death=death: len(said(fake, Request)) == death + 1)  # type: ignore[misc]
             fake.disconnect()
         with pytest.raises(EngineLost, match="died under this request"):
             await task
@@ -326,7 +325,7 @@ def test_refusing_ends_answers_and_frees_the_engine(tmp_path: Path) -> None:
 
     fake = play(tmp_path, story, step_seconds=0.001)
     assert [command.id for command in said(fake, Cancel)] == ["r"]
-    assert [command.request.id for command in said(fake, Submit)] == ["r"]
+    assert [command.id for command in said(fake, Request)] == ["r"]
 
 
 def test_a_drain_is_over_when_the_engine_has_nothing_more_to_say(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from coserve.core.request import Request, SamplingParams
 from coserve.errors import EngineLost, Quarantined, RequestError
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.verdicts import QuarantineVerdict
-from coserve.wire.messages import AddAdapter, CheckJob, CheckMethod, Command, JobSpec, Submit
+from coserve.wire.messages import AddAdapter, CheckJob, CheckMethod, Command, JobSpec
 from fake_engine import FakeEngine, expected
 from waiting import until
 
@@ -54,7 +54,7 @@ async def answer(link: EngineLink, wanted: Request, **folders: Path) -> list[int
 
 
 def is_poison(command: Command) -> bool:
-    return isinstance(command, Submit) and POISON in command.request.prompt
+    return isinstance(command, Request) and POISON in command.prompt
 
 
 @pytest.mark.parametrize("place", [0, 7])
