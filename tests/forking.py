@@ -1,9 +1,9 @@
 """Python processes that begin with the imports done: forked from one that has made them, the zygote.
 
-A start of an engine imports for six seconds, of an API for three; a fork takes 0.05. Within `forked` a command
-`python -m MODULE` or `python -c CODE` of `subprocess` or `asyncio` is such a fork. For its parent it is the
-process of any other command: a child with a status, its own standard streams, descriptors, environment,
-folder and command line. What a forked supervisor starts is forked from the supervisor. Outside of Linux, and
+A start of an engine imports for six seconds, of an API for three; a fork takes less than a tenth. Within
+`forked` a command `python -m MODULE` or `python -c CODE` of `subprocess` or `asyncio` is such a fork. For its
+parent it is the process of any other command: a child with a status, its own standard streams, descriptors,
+environment, folder and command line. What a forked supervisor starts is forked from it. Outside of Linux, and
 where the environment has other values of what libraries read at import, the command itself is started.
 """
 
@@ -81,8 +81,8 @@ class _Order:
 
 
 def _fork_exec(
-    args: Sequence[str], executables: Any, close_fds: bool, kept: Sequence[int], folder: Any, environment: Any,
-    stdin: int, p2cwrite: int, c2pread: int, stdout: int, errread: int, stderr: int,
+    args: Sequence[str], executables: Any, close_fds: bool, kept: Sequence[int], folder: Any,
+    environment: Any, stdin: int, p2cwrite: int, c2pread: int, stdout: int, errread: int, stderr: int,
     failure_read: int, failure: int, *more: Any,
 ) -> int:  # fmt: skip
     """Stands in for `subprocess._fork_exec`; -1 stands for a stream of this process."""
@@ -220,9 +220,9 @@ def _run(option: str, what: str, arguments: list[str]) -> None:
     paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:0] = ["", *(path for path in paths if path not in sys.path)]
     sys.argv = [option, *arguments]
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if option == "-c":
         exec(compile(what, "<string>", "exec"), vars(main))
     else:
