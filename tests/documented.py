@@ -266,10 +266,11 @@ class Desk:
         if SERVICE.search(command):
             return self._serve(command)
         assigns = ASSIGNED.fullmatch(command) is not None
-        ran = subprocess.run(
-            ["bash", "-o", "pipefail", "-ec", f"set -a; {command}; env -0" if assigns else command],
-            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=LONGEST,
-        )  # fmt: skip
+        words, environment = self._plain(f"set -a; {command}; env -0" if assigns else command)
+        with forked():
+            ran = subprocess.run(
+                words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=LONGEST
+            )
         assert ran.returncode == 0, f"$ {command}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
         if assigns:
             self.environment = dict(line.split("=", 1) for line in ran.stdout.rstrip("\0").split("\0"))
@@ -294,11 +295,11 @@ class Desk:
         return said.read_text()
 
     def _plain(self, command: str) -> tuple[list[str], dict[str, str]]:
-        """A service's words and environment: `coserve` without what only a shell does needs none, and can be
+        """A command's words and environment: `coserve` without what only a shell does needs none, and can be
         forked."""
         found = re.fullmatch(r"((?:\w+=\S* )*)(?:\.venv/bin/)?coserve ([^$*&|;<>()`~\\]*)", command)
         if found is None:
-            return ["bash", "-c", command], self.environment
+            return ["bash", "-o", "pipefail", "-ec", command], self.environment
         assigned = dict(word.split("=", 1) for word in shlex.split(found[1]))
         code = f"import sys; sys.argv[0] = 'coserve'; {RUN}"
         return [sys.executable, "-c", code, *shlex.split(found[2])], {**self.environment, **assigned}

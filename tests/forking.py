@@ -3,7 +3,8 @@
 A start of an engine imports for six seconds, of an API for three; a fork takes less than a tenth. Within
 `forked` a command `python -m MODULE` or `python -c CODE` of `subprocess` or `asyncio` is such a fork. For its
 parent it is the process of any other command: a child with a status, its own standard streams, descriptors,
-environment, folder and command line. What a forked supervisor starts is forked from it. Outside of Linux, and
+environment, folder and command line. What a forked process starts while it has one thread, and what a
+supervisor starts, is forked from it. Outside of Linux, and
 where the environment has other values of what libraries read at import, the command itself is started.
 """
 
@@ -83,7 +84,7 @@ class _Order:
 def _fork_exec(
     args: Sequence[str], executables: Any, close_fds: bool, kept: Sequence[int], folder: Any,
     environment: Any, stdin: int, p2cwrite: int, c2pread: int, stdout: int, errread: int, stderr: int,
-    failure_read: int, failure: int, *more: Any,
+    failure_read: int, failure: int, restores: bool, new_session: bool, group: int, *more: Any,
 ) -> int:  # fmt: skip
     """Stands in for `subprocess._fork_exec`; -1 stands for a stream of this process."""
     if _is_on.get() or _is_forked:
@@ -92,15 +93,20 @@ def _fork_exec(
         streams = [place if given == -1 else given for place, given in enumerate((stdin, stdout, stderr))]
         if order.can_fork() and _is_on.get():
             return _ZYGOTE.fork(order, [*streams, *passed])
-        if order.can_fork() and order.arguments[1:3] == _CHILD_OF_SUPERVISOR:
+        # With one thread a fork is safe. A supervisor's further ones wait for the ends of its children.
+        is_safe = len(os.listdir("/proc/self/task")) == 1 or order.arguments[1:3] == _CHILD_OF_SUPERVISOR
+        if order.can_fork() and is_safe:
             sys.stdout.flush()
             if pid := os.fork():
                 return pid
-            os.setpgid(0, 0)
+            if new_session:
+                os.setsid()
+            elif group != -1:
+                os.setpgid(0, group)
             _become(order, [*streams, *passed])
     plain = _plain_fork_exec(
         args, executables, close_fds, kept, folder, environment, stdin, p2cwrite, c2pread, stdout, errread,
-        stderr, failure_read, failure, *more,
+        stderr, failure_read, failure, restores, new_session, group, *more,
     )  # fmt: skip
     return int(plain)
 
@@ -217,12 +223,15 @@ def _become(order: _Order, descriptors: Sequence[int]) -> None:
 def _run(option: str, what: str, arguments: list[str]) -> None:
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = __builtins__
-    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:0] = ["", *(path for path in paths if path not in sys.path)]
-    sys.argv = [option, *arguments]
+    sys.argv, sys.orig_argv = [option, *arguments], [sys.executable, option, what, *arguments]
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    for path in paths:
+        if os.path.exists(custom := os.path.join(path, "sitecustomize.py")):
+            runpy.run_path(custom)
     if option == "-c":
         exec(compile(what, "<string>", "exec"), vars(main))
     else:
