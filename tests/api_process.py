@@ -10,6 +10,7 @@ from typing import Any
 
 from coserve.serve.settings import ApiStart, ServerSettings
 from coserve.wire.control import encode_line
+from forking import forked
 
 
 class Server:
@@ -29,10 +30,11 @@ class Server:
 
 @asynccontextmanager
 async def served(settings: ServerSettings, listener: socket.socket) -> AsyncIterator[Server]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coserve.wire.launch", "coserve.serve.main",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(listener.fileno(),),
-    )  # fmt: skip
+    with forked():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "coserve.wire.launch", "coserve.serve.main",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(listener.fileno(),),
+        )  # fmt: skip
     assert process.stdin is not None
     process.stdin.write(encode_line(ApiStart(settings, listener.fileno())).encode() + b"\n")
     try:

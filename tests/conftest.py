@@ -55,6 +55,15 @@ def executor_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    """Has the Python processes that tests of a module start begin by a fork (`forking.py`)."""
+    from forking import forked
+
+    with forked():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_client_stays() -> Iterator[None]:
     """Fails where a test leaves a `tinker` client that goes on sending signs of life."""

@@ -95,4 +95,7 @@ class Spoiler(MetaPathFinder):
 
 
 if "coserve.wire.launch" in sys.orig_argv:  # children of a server only
-    sys.meta_path.insert(0, Spoiler())
+    if _ENGINE in sys.modules:  # they were forked
+        spoil(sys.modules[_ENGINE])
+    else:
+        sys.meta_path.insert(0, Spoiler())

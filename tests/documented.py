@@ -7,11 +7,11 @@ hosts are replaced by free ones of this machine.
 
 import ast
 import builtins
-import io
 import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
@@ -30,7 +29,7 @@ from typing import Any, Final
 from certificates import Authority
 from coserve import tiny
 from coserve.tiny import newtasks
-from preforked import preforking
+from forking import forked
 from waiting import wait_until
 from whole_server import PATIENCE, RUN
 
@@ -267,10 +266,11 @@ class Desk:
         if SERVICE.search(command):
             return self._serve(command)
         assigns = ASSIGNED.fullmatch(command) is not None
-        ran = subprocess.run(
-            ["bash", "-o", "pipefail", "-ec", f"set -a; {command}; env -0" if assigns else command],
-            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=LONGEST,
-        )  # fmt: skip
+        words, environment = self._plain(f"set -a; {command}; env -0" if assigns else command)
+        with forked():
+            ran = subprocess.run(
+                words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=LONGEST
+            )
         assert ran.returncode == 0, f"$ {command}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
         if assigns:
             self.environment = dict(line.split("=", 1) for line in ran.stdout.rstrip("\0").split("\0"))
@@ -285,14 +285,24 @@ class Desk:
             self._stop(self._services[address])
         self._started += 1
         said = self.folder / f"service-{self._started}"
-        with said.open("wb") as console:
+        words, environment = self._plain(command)
+        with said.open("wb") as console, forked():
             process = self._services[address] = subprocess.Popen(
-                ["bash", "-c", command], cwd=self.folder, env=self.environment, stdout=console,
-                stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                words, cwd=self.folder, env=environment, stdout=console, stderr=subprocess.STDOUT
+            )
         wait_until(lambda: READY.search(said.read_text()) or process.poll() is not None, LONGEST)
         assert process.poll() is None, f"$ {command}\n{said.read_text()}"
         return said.read_text()
+
+    def _plain(self, command: str) -> tuple[list[str], dict[str, str]]:
+        """A command's words and environment: `coserve` without what only a shell does needs none, and can be
+        forked."""
+        found = re.fullmatch(r"((?:\w+=\S* )*)(?:\.venv/bin/)?coserve ([^$*&|;<>()`~\\]*)", command)
+        if found is None:
+            return ["bash", "-o", "pipefail", "-ec", command], self.environment
+        assigned = dict(word.split("=", 1) for word in shlex.split(found[1]))
+        code = f"import sys; sys.argv[0] = 'coserve'; {RUN}"
+        return [sys.executable, "-c", code, *shlex.split(found[2])], {**self.environment, **assigned}
 
     def python(self, block: Block) -> None:
         """Runs a block of Python, in a process that has imported the libraries already."""
@@ -308,14 +318,13 @@ class Desk:
         code = self.local("\n".join([*imports, *before, block.text]))
         self.lay_out(code)
         said = self.folder / "said"
-        child = preforking().Process(
-            target=run_source, args=(code, block.text, self.folder, said, self.environment)
-        )
-        child.start()
-        child.join(LONGEST)
-        if child.is_alive():
-            child.kill()
-        assert child.exitcode == 0, f"{code}\n{said.read_text()[-3000:]}"
+        run = "import sys; from documented import run_source; run_source(*sys.argv[1:])"
+        with said.open("w") as file, forked():
+            child = subprocess.run(
+                [sys.executable, "-c", run, code, block.text], cwd=self.folder, env=self.environment,
+                stdout=file, stderr=file, timeout=LONGEST,
+            )  # fmt: skip
+        assert child.returncode == 0, f"{code}\n{said.read_text()[-3000:]}"
 
     def end(self) -> None:
         """Stops the services, the last one first; each ends in order."""
@@ -334,21 +343,16 @@ class Desk:
             process.wait()
 
 
-def run_source(code: str, source: str, folder: Path, said: Path, environment: Mapping[str, str]) -> None:
+def run_source(code: str, source: str) -> None:
     """Runs a program, in a process made for it."""
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path.insert(0, str(folder))
-    with said.open("w") as file, redirect_stdout(file), redirect_stderr(io.StringIO()):
-        try:
-            module = sys.modules["block"] = ModuleType("block")
-            vars(module)["SOURCE"] = source
-            exec(compile(code, "<block>", "exec"), vars(module))
-        except BaseException:
-            traceback.print_exc(file=file)
-            file.flush()
-            os._exit(1)
+    try:
+        module = sys.modules["block"] = ModuleType("block")
+        vars(module)["SOURCE"] = source
+        exec(compile(code, "<block>", "exec"), vars(module))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
     os._exit(0)  # clients' threads may go on
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from coserve.config import EngineConfig
 from coserve.core.request import Request, SamplingParams
 from coserve.wire.codec import decode_answer, encode_commands
 from coserve.wire.control import EngineStart, Status, decode_line, encode_line
-from coserve.wire.launch import launch
 from coserve.wire.messages import (
     Acknowledge,
     Command,
@@ -26,31 +26,23 @@ from coserve.wire.messages import (
     Report,
     Token,
 )
-from preforked import Preforked
+from forking import forked
 
 _PATIENCE = 180.0  # seconds; only a hang takes so long
-
-
-def _launch() -> None:
-    launch(sys.argv[1:])
 
 
 class EngineProcess:
     """Started at once; `launch` gives it its model, `kill` is `kill -9`."""
 
     def __init__(self, folder: Path, is_forked: bool = True, **engine: Any) -> None:
-        """`is_forked`: the imports are done (`preforked.py`); else it is started as servers start it."""
+        """`is_forked`: the imports are done (`forking.py`); else it is started as servers start it."""
         self.socket = folder / "engine.sock"
         executor = os.environ.get("COSERVE_ENGINE_EXECUTOR", "local")
         defaults = {"calibrate": False, "cache_tokens": 2048, "page_size": 8, "executor": executor}
         self._engine = {**defaults, **engine}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        arguments = ["coserve.wire.launch", "coserve.engine.process"]
-        self.process: Preforked | subprocess.Popen[bytes]
-        if is_forked:
-            self.process = Preforked(_launch, arguments, env)
-        else:
-            command = [sys.executable, "-m", *arguments]
+        command = [sys.executable, "-m", "coserve.wire.launch", "coserve.engine.process"]
+        with forked() if is_forked else nullcontext():
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
 
     def phase(self) -> Status:

@@ -1,17 +1,10 @@
-"""Executors' processes that begin within milliseconds: forked from one that has imported everything.
-
-A start of `coserve.worker.service` by itself imports for seconds, which a suite of hundreds of engines
-cannot afford. What runs in the process is the same.
-"""
+"""Executors' processes that begin by a fork (`forking.py`) and compute as the tests do."""
 
 import mmap
 import os
-import signal
-import socket
+import runpy
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import wraps
@@ -26,35 +19,8 @@ from coserve.executors.local import LocalExecutor
 from coserve.executors.remote import RemoteExecutor
 from coserve.model import load
 from coserve.worker.opening import open_remote
+from forking import forked
 from models import MIXTURES, Exact
-
-_ZYGOTE = """
-import os, socket, sys
-import forked_executors
-from coserve.worker import service
-forked_executors.compute_as_tests_do(int(sys.argv[2]))
-listener = socket.socket(fileno=int(sys.argv[1]))
-while True:
-    message, descriptors, _, _ = socket.recv_fds(listener, 1, 64)
-    if not message:
-        os._exit(0)
-    pid = os.fork()
-    if not pid:
-        listener.close()
-        try:
-            service.main(descriptors)
-        finally:
-            os._exit(1)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    listener.send(pid.to_bytes(8, "big"))
-    while True:
-        try:
-            if not os.waitpid(-1, os.WNOHANG)[0]:
-                break
-        except ChildProcessError:
-            break
-"""
 
 
 def compute_as_tests_do(shared: int) -> None:
@@ -85,68 +51,28 @@ def compute_as_tests_do(shared: int) -> None:
         setattr(LocalExecutor, name, exactly(getattr(LocalExecutor, name)))
 
 
-class Forked:
-    """A process that was forked elsewhere: whether it is there is all that can be told."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def poll(self) -> int | None:
-        """None while it is there."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                return 0 if file.read().rpartition(")")[2].split()[0] == "Z" else None
-        except OSError:
-            return 0
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits until it has ended."""
-        end = time.monotonic() + (60.0 if timeout is None else timeout)
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("executor", timeout or 0.0)
-            time.sleep(0.002)
-        return 0
-
-    def kill(self) -> None:
-        """Ends it at once."""
-        os.kill(self.pid, signal.SIGKILL)
+_SHARED = os.memfd_create("tests")  # byte 0 counts how many `Exact` hold in the tests' process
+os.ftruncate(_SHARED, mmap.PAGESIZE)
+_MEMORY = mmap.mmap(_SHARED, mmap.PAGESIZE)
+_RUN = "from forked_executors import serve; serve()"
 
 
-class Zygote:
-    """The process that the others are forked from; started when the first one is wanted."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._shared = os.memfd_create("tests")
-        os.ftruncate(self._shared, mmap.PAGESIZE)
-        self._memory = mmap.mmap(self._shared, mmap.PAGESIZE)
-
-    def note_exact(self, change: int) -> None:
-        """Tells the processes that one more `Exact`, or one less, holds in this one."""
-        self._memory[0] += change
-
-    def fork(self, descriptors: Sequence[int]) -> Forked:
-        """See `remote.start_process`."""
-        with self._lock:
-            if self._socket is None:
-                self._socket, theirs = socket.socketpair()
-                passed = [theirs.fileno(), self._shared]
-                paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-                command = [sys.executable, "-c", _ZYGOTE, *map(str, passed)]
-                subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=paths)
-                theirs.close()
-            socket.send_fds(self._socket, [b"f"], list(descriptors))
-            return Forked(int.from_bytes(self._socket.recv(8), "big"))
+def start_process(descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
+    """See `remote.start_process`."""
+    command = [sys.executable, "-c", _RUN, str(_SHARED), *map(str, descriptors)]
+    with forked():
+        return subprocess.Popen(command, pass_fds=[_SHARED, *descriptors], stdin=subprocess.DEVNULL, stdout=2)
 
 
-ZYGOTE = Zygote()
+def serve() -> None:
+    """Serves an executor, in its process."""
+    compute_as_tests_do(int(sys.argv.pop(1)))
+    runpy.run_module("coserve.worker.service", run_name="__main__")
 
 
 def fork_executors(patch: pytest.MonkeyPatch) -> None:
     """Has executors' processes begin by a fork."""
-    patch.setattr("coserve.executors.remote.start_process", ZYGOTE.fork)
+    patch.setattr("coserve.executors.remote.start_process", start_process)
 
 
 def compute_elsewhere(patch: pytest.MonkeyPatch) -> None:
@@ -160,12 +86,12 @@ def compute_elsewhere(patch: pytest.MonkeyPatch) -> None:
         pytest.skip(f"looks at the executor's {name}, which is in another process")
 
     def enter(mode: Exact) -> Exact:
-        ZYGOTE.note_exact(1)
+        _MEMORY[0] += 1
         return plain_enter(mode)
 
     def leave(mode: Exact, *fault: Any) -> None:
         plain_exit(mode, *fault)
-        ZYGOTE.note_exact(-1)
+        _MEMORY[0] -= 1
 
     plain_enter, plain_exit = Exact.__enter__, Exact.__exit__
     patch.setattr(Exact, "__enter__", enter)

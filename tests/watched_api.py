@@ -21,6 +21,7 @@ from typing import IO, Any, Final
 from coserve.serve import main as api
 from coserve.serve.settings import ApiStart, ServerSettings
 from coserve.wire.control import encode_line
+from forking import forked
 
 LOOK_SECONDS: Final = 0.004
 _FORM: Final = struct.Struct("3d")
@@ -92,11 +93,12 @@ async def watched_api(settings: ServerSettings, log: IO[bytes]) -> AsyncIterator
     with socket.create_server(("127.0.0.1", 0)) as listener:
         tests = str(Path(__file__).parent)
         paths = os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "coserve.wire.launch", "watched_api", stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=log, pass_fds=(listener.fileno(),),
-            env={**os.environ, "COSERVE_LOOP_CLOCK": str(path), "PYTHONPATH": paths},
-        )  # fmt: skip
+        with forked():
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "coserve.wire.launch", "watched_api", stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE, stderr=log, pass_fds=(listener.fileno(),),
+                env={**os.environ, "COSERVE_LOOP_CLOCK": str(path), "PYTHONPATH": paths},
+            )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(encode_line(ApiStart(settings, listener.fileno())).encode() + b"\n")
         talking = asyncio.create_task(_talk(process.stdin))

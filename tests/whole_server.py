@@ -1,4 +1,4 @@
-"""One `coserve serve` as its users start it, with the embedded model."""
+"""One `coserve serve` as its users start it, with the embedded model; its processes are forked."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ from pathlib import Path
 from coserve.cli.client import Client
 from coserve.cli.config import ClientSettings
 from coserve.serve.processes.claim import find_running
+from forking import forked
 
 SMALL = {"COSERVE_ENGINE_CALIBRATE": "false", "COSERVE_ENGINE_CACHE_TOKENS": "4096"}
 PATIENCE = 180.0  # seconds; only a hang takes so long
@@ -37,7 +38,7 @@ class Server:
     def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
         self.state = folder / "state"
         self.log = folder / "console"
-        with self.log.open("w") as console:
+        with self.log.open("w") as console, forked():
             self.process = subprocess.Popen(
                 [sys.executable, "-c", RUN, "serve", "--port", "0", "--state", str(self.state), *flags],
                 stdout=console,

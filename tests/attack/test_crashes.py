@@ -44,6 +44,8 @@ from served_work import (
     wait_job,
 )
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 WIDTHS = 256, 704  # of coserve-tiny, and of its feed-forward blocks
 DATA, SHORT = examples(16), {"n_epochs": 2, "batch_size": 4}
 ANSWER = 200  # tokens
@@ -95,7 +97,7 @@ class Crashing:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing]:
+def world(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing]:
     folder = tmp_path_factory.mktemp("world")
     (folder / "site").mkdir()
     shutil.copy(crashing.__file__, folder / "site" / "sitecustomize.py")

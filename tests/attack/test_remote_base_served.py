@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from coserve_benchmarks.served import Served
 from models import save, tiny
 from served_work import (
@@ -19,6 +21,7 @@ from served_work import (
 from split_served import serving
 
 
+@pytest.mark.usefixtures("forks")
 def test_all_work_waits_for_the_executor_and_goes_on(tmp_path: Path) -> None:
     model = save(tiny("llama"), tmp_path / "model")
     folder = tmp_path / "served"

@@ -22,8 +22,8 @@ from coserve.split import connection as connections
 from coserve.split import transport as transports
 from coserve.split.address import Address
 from coserve.split.attach import attach
+from forking import forked
 from models import VOCABULARY, tiny
-from preforked import Preforked
 from split_process import MAIN, executor_process
 
 
@@ -136,7 +136,9 @@ def test_a_signal_that_comes_to_another_thread_ends_it(folder: Path, tmp_path: P
     asking = "sys.stdin.read(), signal.pthread_kill(threading.get_ident(), signal.SIGTERM)"
     code = f"import signal, sys, threading; threading.Thread(target=lambda: ({asking}), daemon=True).start()"
     command = [sys.executable, "-c", f"{code}; {MAIN}", "executor", str(folder), "--listen", address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with forked():
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
         try:
             assert process.stdin is not None and process.stdout is not None
             assert "linears" in process.stdout.readline()
@@ -152,7 +154,7 @@ def test_training_on_two_shards_survives_the_kill_of_one(folder: Path, tmp_path:
     """Each is a process of its own, which has half of every linear; a job waits for the one that is away."""
     addresses = [f"unix:{tmp_path / name}.sock" for name in "ab"]
 
-    def shard(number: int) -> AbstractContextManager[Preforked]:
+    def shard(number: int) -> AbstractContextManager["subprocess.Popen[bytes]"]:
         return executor_process(folder, addresses[number - 1], "--shard", f"{number}/2")
 
     kill, got = threading.Event(), list[float]()

@@ -18,6 +18,8 @@ from coserve_benchmarks.served import Served
 from coserve_benchmarks.streams import StreamRequest
 from models import VOCABULARY, save, tiny
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 STREAMS, PROMPT, ANSWER = 16, 16, 160
 STEPS, BATCH = 60, 2
 EXAMPLES = ({"prompt": f"number {i}?", "completion": f" it is {i * i}"} for i in range(STEPS * BATCH))
@@ -34,7 +36,7 @@ WORK = Work(
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = save(tiny("llama", num_hidden_layers=2), tmp_path_factory.mktemp("model"))
     with Served(
         model,

@@ -22,6 +22,7 @@ from coserve_benchmarks.gpu.page import page_of
 from coserve_benchmarks.gpu.place import Place, Rates
 from coserve_benchmarks.gpu.profiling import covered
 from coserve_benchmarks.gpu.sizes import sizes_of
+from forking import forked
 
 ROOT, TESTS = Path(__file__).parents[3], Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -173,13 +174,14 @@ def test_the_limits_are_nine_minutes_for_the_parts_that_matter_first() -> None:
 
 
 def run_command(*options: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "coserve_benchmarks.gpu", *options],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'benchmarks'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with forked():
+        return subprocess.run(
+            [sys.executable, "-m", "coserve_benchmarks.gpu", *options],
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'benchmarks'}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -61,6 +61,7 @@ def test_two_processes_serve_and_train_at_once() -> None:
     check_load(load, WORKLOAD)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_process_that_fails_says_why() -> None:
     crooked = replace(SHAPE, hidden=65)
     with (
@@ -70,6 +71,7 @@ def test_a_process_that_fails_says_why() -> None:
         contestant.prepare(WORKLOAD, Serving.STATIC)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_process_ends_with_its_parent() -> None:
     orders = [
         Start(SHAPE, ProcessRole.TRAIN, 1),

@@ -52,6 +52,7 @@ def test_the_whole_table_on_a_tiny_shape(tmp_path: Path) -> None:
     assert all(key in console.export_text(clear=False) for key in SERVER_BARS)
 
 
+@pytest.mark.usefixtures("forks")
 def test_counts_of_clients_are_those_of_a_plain_http_client(tmp_path: Path) -> None:
     """Tokens of answers, by the bench's streams and by lines that httpx reads; tokens of a job of 6 examples
     of 32 tokens twice, by its events and by the server's metrics, before and after."""

@@ -11,15 +11,17 @@ import pytest
 
 from coserve.cli import app as cli
 from coserve.errors import ConfigError
+from forking import forked
 
 RUN = "from coserve.cli.app import main; main()"
 
 
 def coserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=120
-    )
+    with forked():
+        return subprocess.run(
+            [sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=120
+        )
 
 
 @pytest.fixture

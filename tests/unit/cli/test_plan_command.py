@@ -95,7 +95,7 @@ def test_a_configuration_in_a_file_or_in_place(tmp_path: Path) -> None:
         (["t5", "--adapter", "lora", *SMALL], "decoder-only"),
         (["tiny", "--activations"], "one --adapter"),
         (["tiny", "--plot", "/nowhere/to/be/found.svg"], "--plot"),
-        (["tiny", "--length", "5000"], "1024"),
+        ([json.dumps(FIELDS), "--length", "5000", "--batch", "2"], "1024"),
     ],
 )
 def test_nonsense_is_one_line(arguments: list[str], says: str) -> None:

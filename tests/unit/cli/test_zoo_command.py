@@ -195,6 +195,7 @@ def test_what_is_no_model_is_refused(zoo: str, tmp_path: Path, monkeypatch: pyte
     assert "neither a model" in refusal("add", str(tmp_path), "--zoo", zoo)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_server_is_given_all_of_a_foundation(zoo: str, made: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "--zoo", zoo, "--show-config"], catch_exceptions=False)
     assert result.exit_code == 0, result.output

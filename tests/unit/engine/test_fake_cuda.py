@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forking import forked
+
 CASES, TESTS = Path(__file__).with_name("fake_cuda_cases.py"), Path(__file__).parents[2]
 
 pytestmark = [
@@ -19,10 +21,10 @@ pytestmark = [
 
 def run(*names: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(CASES), *names], env=environment, capture_output=True, text=True, check=False
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(CASES.parent), str(TESTS), os.environ["PYTHONPATH"]])
+    command = [sys.executable, "-m", CASES.stem, *names]
+    with forked():
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert [line.rpartition(" in ")[0] for line in done.stdout.splitlines() if " in " in line] == list(names)
 
