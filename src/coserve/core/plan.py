@@ -174,23 +174,6 @@ class SwapIn:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """Work that runs on a `share` (up to 1) of the machine: a pass of inference rows and of the windows that
-    are `fused` with them, then the `sliced` ones, in slices of `slice_layers` layers."""
-
-    share: float
-    inference: tuple[InferenceSegment, ...]
-    sliced: tuple[TrainingSegment, ...]
-    fused: tuple[TrainingSegment, ...] = ()
-    slice_layers: int = 0
-
-    @property
-    def training(self) -> tuple[TrainingSegment, ...]:
-        """All of its training."""
-        return (*self.fused, *self.sliced)
-
-
-@dataclass(frozen=True, slots=True)
 class BasePlan:
     """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the
     scheduler's objects.
@@ -198,10 +181,10 @@ class BasePlan:
     `sequences` and `micro_batches` are those named for the first time. `prefixes` have new pages, which are
     filled before any segment runs. `updates` are optimizer steps, taken after the segments; `released` are
     keys of sequences and micro-batches that ended since the last plan, whose device state the executor drops
-    first. `predicted` is the cost model's estimate of the step, seconds. `split` is the share of the machine
-    for inference, with training in a lane of its own; None fuses them. A step does not wait for training
-    beside its inference, which may go on through further split steps without other training. `idle` is how
-    long nothing runs although requests wait, seconds.
+    first. `predicted` is the cost model's estimate of the step, seconds. `share` is the part of the machine
+    that answers have while training runs beside them on the rest; None runs one after the other. A step does
+    not wait for training beside its answers, which may go on through further steps with a share, without
+    other training. `idle` is how long nothing runs although requests wait, seconds.
 
     Windows that go forward share the pass of the answers' rows, unless the plan `abandons`; all other
     training follows in slices of `slice_layers` layers (0: of all that a segment spans). Where this is not 0,
@@ -220,7 +203,7 @@ class BasePlan:
     released: tuple[int, ...] = ()
     predicted: float = 0.0
     prefixes: tuple[Prefix, ...] = ()
-    split: float | None = None
+    share: float | None = None
     idle: float = 0.0
     slice_layers: int = 0
     abandons: bool = False
@@ -232,15 +215,6 @@ class BasePlan:
     swap_dropped: tuple[int, ...] = ()
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """The lanes that run side by side."""
-        if self.split is None:
-            fused = self.fused
-            sliced = tuple(segment for segment in self.training if segment not in fused)
-            return (Lane(1.0, self.inference, sliced, fused, self.slice_layers),)
-        return Lane(self.split, self.inference, ()), Lane(1 - self.split, (), self.training)
-
-    @property
     def pausable(self) -> bool:
         """Tells whether a pause stops the plan's training."""
         return self.slice_layers > 0
@@ -248,7 +222,7 @@ class BasePlan:
     @property
     def fused(self) -> tuple[TrainingSegment, ...]:
         """Windows that share the pass of the answers' rows."""
-        if not self.inference or self.abandons or self.split is not None:
+        if not self.inference or self.abandons or self.share is not None:
             return ()
         return tuple(s for s in self.training if s.direction is Direction.TRAIN_FORWARD)
 
@@ -276,7 +250,7 @@ class BasePlan:
     @property
     def is_fused(self) -> bool:
         """Tells whether inference and training share a pass over the weights."""
-        return bool(self.inference) and bool(self.training) and self.split is None
+        return bool(self.inference) and bool(self.training) and self.share is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +295,7 @@ class StepPlan:
 
     @property
     def first(self) -> BasePlan:
-        """The part that runs first. `predicted`, `split`, `idle`, `slice_layers`, `abandons` and `pauses` are
+        """The part that runs first. `predicted`, `share`, `idle`, `slice_layers`, `abandons` and `pauses` are
         those of the step, in each of its parts."""
         return next(iter(self.bases.values()))
 
@@ -411,8 +385,8 @@ class BaseResult:
 
     `trained` are the training segments done since the last result, each with the layers really passed:
     segments stopped by `pause_training` have fewer than planned or are missing, and the step is `paused`.
-    `lanes` are the seconds of inference and of training in split lanes, 0 for none or unfinished. `reads` is
-    what was read of a streamed base's weights meanwhile.
+    `stream_seconds` are those of answers and of training that ran beside each other, 0 for none or
+    unfinished. `reads` is what was read of a streamed base's weights meanwhile.
     `swap_failed` are copies that could not be written, or were not as they had been when they were read: they
     are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
     that writing and reading copies took. `lost` are sequences that end with an error: offloaded ones whose
@@ -426,7 +400,7 @@ class BaseResult:
     failed: Mapping[str, CoserveError] = field(default_factory=dict)
     trained: tuple[TrainingSegment, ...] = ()
     paused: bool = False
-    lanes: tuple[float, float] = (0.0, 0.0)
+    stream_seconds: tuple[float, float] = (0.0, 0.0)
     reads: WeightReads = WeightReads()
     swap_failed: tuple[int, ...] = ()
     swap_seconds: tuple[float, float] = (0.0, 0.0)

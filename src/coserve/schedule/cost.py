@@ -14,7 +14,7 @@ from typing import Final
 from coserve.core.plan import BasePlan, OffloadReads, WeightReads
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.features import DEFAULT_WEIGHTS, NAMES, Features
-from coserve.schedule.lanes import LaneCosts
+from coserve.schedule.interference import Interference
 from coserve.schedule.reads import OffloadCosts, ReadCosts
 from coserve.schedule.segments import training_segment
 
@@ -50,7 +50,7 @@ class Costs:
     weights: Mapping[str, float]
     factors: Mapping[str, float]
     error: float
-    lanes: tuple[float, float] = LaneCosts.UNKNOWN
+    interference: tuple[float, float] = Interference.UNKNOWN
 
     @property
     def is_sound(self) -> bool:
@@ -62,7 +62,9 @@ class Costs:
         return (
             all(0.0 <= cost < float("inf") for cost in costs)
             and any(self.weights.values())
-            and all(1 / OUTLIER <= factor <= OUTLIER for factor in (*self.factors.values(), *self.lanes))
+            and all(
+                1 / OUTLIER <= factor <= OUTLIER for factor in (*self.factors.values(), *self.interference)
+            )
         )
 
 
@@ -76,7 +78,7 @@ class CostModel:
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.is_measured = False  # else weights are assumed
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
-        self.lanes = LaneCosts()
+        self.interference = Interference()
         self.reads = ReadCosts()
         self.offload = OffloadCosts()
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
@@ -183,7 +185,7 @@ class CostModel:
             dict(zip(NAMES, self._weights, strict=True)),
             dict(self._factors),
             self.error,
-            (self.lanes.inference, self.lanes.training),
+            (self.interference.inference, self.interference.training),
         )
 
     def recall(self, costs: Costs) -> None:
@@ -195,7 +197,7 @@ class CostModel:
         self._factors.update(costs.factors)
         self._apply_factors()
         self.error = costs.error
-        self.lanes.start(*costs.lanes)
+        self.interference.start(*costs.interference)
 
     def _computed(self, values: list[float]) -> float:
         """Seconds of arithmetic, without waiting for weights."""

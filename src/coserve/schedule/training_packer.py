@@ -35,7 +35,7 @@ class TrainingPacker:
         self._config = config
         self._pairs: dict[tuple[int, int, int], int] = {}  # attended pairs, by (key, start, rows)
         self._before = (
-            cost.predict_features(builder.trained) if builder.inference and builder.split is None else 0.0
+            cost.predict_features(builder.trained) if builder.inference and builder.share is None else 0.0
         )
 
     def update(self, base: str, update: OptimStep) -> bool:

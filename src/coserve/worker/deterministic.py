@@ -118,10 +118,6 @@ class DeterministicWorker(Worker):
         with torch_only():
             return super()._run(plan)
 
-    def run(self, plan: BasePlan) -> BaseResult:
-        """Runs a split plan without its split, which changes the numbers of threads."""
-        return super().run(replace(plan, split=None))
-
 
 def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegment]]:
     """Segments of at most `ROWS` rows together, cut where a group is full; an adapter's rows lie together."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES, TESTS = Path(__file__).with_name("fake_cuda_cases.py"), Path(__file__).parents[2]
+CASES, TESTS = "fake_cuda_cases.py", Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.local,
@@ -17,11 +17,15 @@ pytestmark = [
 ]
 
 
-def run(*names: str) -> None:
+def run(*names: str, script: str = CASES) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(CASES), *names], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(Path(__file__).with_name(script)), *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert [line.rpartition(" in ")[0] for line in done.stdout.splitlines() if " in " in line] == list(names)
@@ -30,6 +34,15 @@ def run(*names: str) -> None:
 def test_steps_have_their_tensors_on_one_device() -> None:
     """Answers of adapters of several methods and all kinds of sampling, and jobs of several methods."""
     run("llama")
+
+
+def test_a_missed_wait_between_streams_is_found_and_a_right_one_is_none() -> None:
+    run("streams", script="fake_cuda_streams.py")
+
+
+def test_training_beside_answers_waits_where_memory_crosses() -> None:
+    """The policy `spatial`, whose training goes on beside several steps of answers."""
+    run("spatial")
 
 
 @pytest.mark.slow

@@ -258,7 +258,7 @@ def test_another_model_goes_on_from_what_one_has_learned() -> None:
     for _ in range(20):
         plan = random_plan(rng)
         model.observe(plan, 2 * model.predict(plan))
-    model.lanes.start(1.5, 2.5)
+    model.interference.start(1.5, 2.5)
     assert model.learned.is_sound
     again.recall(Costs(**json.loads(json.dumps(asdict(model.learned)))))
     assert again.weights == model.weights and again.error == model.error
@@ -282,8 +282,8 @@ def test_another_model_goes_on_from_what_one_has_learned() -> None:
         {"factors": {"forward": 1.0, "backward": 1.0, "loss_rows": 5.0, "updates": 1.0}},
         {"factors": {"forward": 1.0, "backward": 1.0, "loss_rows": 0.0, "updates": 1.0}},
         {"error": float("nan")},
-        {"lanes": (1.8, 0.0)},
-        {"lanes": (5.0, 1.8)},
+        {"interference": (1.8, 0.0)},
+        {"interference": (5.0, 1.8)},
     ],
     ids=str,
 )

@@ -7,14 +7,14 @@ from coserve.schedule.policies.beside import beside
 
 @register("spatial")
 class Spatial(Policy):
-    """Inference and training in lanes of their own over one copy of the weights: threads of a processor split
-    between them, or two streams on a GPU. `share` is that of inference. The share is fixed: while there is a
-    job, an idle lane's share stays unused.
+    """Inference and training beside each other over one copy of the weights: threads of a processor divided
+    between them, or two streams on a GPU. `share` is that of inference. It is fixed: while there is a job,
+    the share of whichever has nothing to do stays unused.
 
     Training goes on in pieces, each beside several steps of inference.
     """
 
-    splits = True
+    shares = True
 
     def __init__(self, share: float = 0.5) -> None:
         if not 0 < share < 1:
@@ -22,9 +22,9 @@ class Spatial(Policy):
         self._share = share
 
     def allow(self, view: View) -> Allowance:
-        """A piece for the training lane; a quantum where arriving requests would wait for it."""
+        """A piece of training; a quantum where arriving requests would wait for it."""
         config = view.config
         if view.inference_seconds:
             return beside(view, self._share, config.reserved_rows)
-        seconds = config.quantum / view.cost.first.lanes.training
-        return Allowance(seconds, config.reserved_rows, minimum=INFINITE, split=self._share)
+        seconds = config.quantum / view.cost.first.interference.training
+        return Allowance(seconds, config.reserved_rows, minimum=INFINITE, share=self._share)
