@@ -186,12 +186,13 @@ class BasePlan:
     not wait for training beside its answers, which may go on through further steps with a share, without
     other training. `idle` is how long nothing runs although requests wait, seconds.
 
-    Windows that go forward share the pass of the answers' rows, unless the plan `abandons`; all other
-    training follows in slices of `slice_layers` layers (0: of all that a segment spans). Where this is not 0,
-    `Executor.pause_training` stops the plan's training between two slices, and within the layer under way
-    where it `abandons`. `pauses` counts the results with such a stop when this plan
-    was made: an executor skips the training of plans made before the last stop, as their positions are not
-    reached.
+    Decode rows of a plan that is `apart` have a pass of their own, whatever else it carries: a graph may hold
+    that pass. Otherwise windows that go forward share the pass of all answers' rows, unless the plan
+    `abandons`; all other training follows in slices of `slice_layers` layers (0: of all that a segment
+    spans). Where this is not 0, `Executor.pause_training` stops the plan's training between two slices, and
+    within the layer under way where it `abandons`. `pauses` counts the results with such a stop when this
+    plan was made: an executor skips the training of plans made before the last stop, as their positions are
+    not reached.
 
     Before all else pages move to and from the second tier (host memory beside a GPU, a file beside a CPU):
     the copies `swap_dropped` are dropped, `swap_out` is written, then `swap_in` read.
@@ -207,6 +208,7 @@ class BasePlan:
     idle: float = 0.0
     slice_layers: int = 0
     abandons: bool = False
+    apart: bool = False
     pauses: int = 0
     sequences: tuple[SequenceStart, ...] = ()
     micro_batches: tuple[MicroBatchStart, ...] = ()
@@ -222,7 +224,7 @@ class BasePlan:
     @property
     def fused(self) -> tuple[TrainingSegment, ...]:
         """Windows that share the pass of the answers' rows."""
-        if not self.inference or self.abandons or self.share is not None:
+        if not self.inference or self.abandons or self.apart or self.share is not None:
             return ()
         return tuple(s for s in self.training if s.direction is Direction.TRAIN_FORWARD)
 
@@ -303,11 +305,6 @@ class StepPlan:
     def jobs(self) -> set[str]:
         """Jobs that the step trains."""
         return {job for part in self.bases.values() for job in part.jobs}
-
-    @property
-    def is_fused(self) -> bool:
-        """Tells whether inference and training of some base share a pass over its weights."""
-        return any(part.is_fused for part in self.bases.values())
 
     def without_training(self) -> "StepPlan":
         """The plan without its training."""

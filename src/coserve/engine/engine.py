@@ -114,6 +114,7 @@ class Engine:
         self._numbers = itertools.count(1)  # of requests
         settings = scheduler_config(config, self.base, self.executor.spec.eos_ids)
         self.pages, self.cost = PagePool(config.pages, config.page_size), CostModel()
+        self.cost.graphs = self.executor.spec.graphs
         if beside is None:
             plans_ahead = config.plans_ahead and not reads and not config.base
             first = self._cache(settings, SwapTier(config.swap_nbytes, GUESS))

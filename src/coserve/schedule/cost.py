@@ -77,6 +77,7 @@ class CostModel:
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.is_measured = False  # else weights are assumed
+        self.graphs = False  # whether decode rows pass apart from others, by graph
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
         self.interference = Interference()
         self.reads = ReadCosts()
@@ -99,7 +100,7 @@ class CostModel:
         and computing: while one waits for weights, the other does not compute. Losses and updates come
         between passes.
         """
-        computed = self._computed(features.values) + self.offload.seconds(features.offloaded)
+        computed = self._computed(features.counts(self.graphs)) + self.offload.seconds(features.offloaded)
         if not self.reads.layers:
             return computed
         back = sum(self._effective[index] * features.values[index] for index in _BACK)
@@ -163,6 +164,7 @@ class CostModel:
         kind of step cannot distort the costs of others.
         """
         features = _features(work)
+        values = features.counts(self.graphs)
         self.reads.observe(reads)
         self.offload.observe(features.offloaded, offload)
         if seconds <= 0:
@@ -171,10 +173,10 @@ class CostModel:
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = within_outliers(seconds, predicted)
         if self.reads.layers or features.offloaded:
-            predicted = max(self._computed(features.values), 1e-9)
+            predicted = max(self._computed(values), 1e-9)
             taken = within_outliers(max(seconds - reads.waited - offload.seconds, 0.0), predicted)
-        self._correct_weights(features.values, taken, predicted)
-        self._correct_factors(features.values, taken, predicted)
+        self._correct_weights(values, taken, predicted)
+        self._correct_factors(values, taken, predicted)
         self._apply_factors()
 
     @property

@@ -15,7 +15,7 @@ class PlanBuilder:
     seconds, the time of swaps, after planning began.
 
     `share` is that of the plan: with one, training has its features in `beside`. `abandons` is that of the
-    plan.
+    plan; windows go forward `apart` from answers' rows there, and where these pass by graph.
     """
 
     now: float
@@ -28,6 +28,7 @@ class PlanBuilder:
     updates: list[tuple[str, OptimStep]] = field(default_factory=list)  # each with the id of its base
     share: float | None = None
     abandons: bool = False
+    apart: bool = False
     beside: StepFeatures = field(default_factory=StepFeatures)
 
     @property
@@ -92,7 +93,7 @@ class PlanBuilder:
         """Adds a window of a micro-batch."""
         self.batches.append(batch)
         self.training.append(segment)
-        self.trained[batch.base].add_training(segment, self.abandons)
+        self.trained[batch.base].add_training(segment, self.apart)
 
     def add_update(self, base: str, update: OptimStep) -> None:
         """Adds an optimizer step of a job on a base."""

@@ -272,6 +272,7 @@ class Scheduler:
         )
         builder.share = allowance.share if len(self.caches) == 1 else None  # bases take turns
         builder.abandons = allowance.abandons
+        builder.apart = builder.abandons or self.cost.first.graphs
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
             if job.is_due and job.update is not None:
@@ -329,6 +330,7 @@ class Scheduler:
             inference=inference,
             prefixes=cache.prefixes.take_unfilled(),
             training=in_order(segment for _, segment in trained),
+            apart=self.cost.bases[base].graphs,
             updates=tuple(update for its, update in builder.updates if its == base),
             released=tuple(key for its, key in released if its == base),
             swap_out=tuple(moves.out.values()),
@@ -396,7 +398,7 @@ class Scheduler:
         else:
             self.cost.observe(StepFeatures.of(plan), result, host)
         self.stats.steps += 1
-        self.stats.fused_steps += plan.is_fused
+        self.stats.fused_steps += any(part.is_fused for part in plan.bases.values())
 
     def _training_seconds(
         self, plan: StepPlan, answering: StepFeatures, seconds: float, predicted: float

@@ -58,16 +58,12 @@ class DeterministicPass(FusedPass):
     """A `FusedPass` whose groups of rows and windows pass one after the other."""
 
     sampler_type = DeterministicSampler
-    is_shared = False
 
-    def run(
-        self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment], layers: int
-    ) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+    def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Samples once all rows have passed: where weights cannot be read in a later group the plan runs
         again whole, and must find the sequences' newest tokens as they were."""
-        assert not training, "windows pass alone"
         passed: list[InferenceBatch] = []
-        for group in _groups(inference):
+        for group in _groups(plan.inference):
             rows = self._inference_rows(group)
             self.forward([rows])
             passed.append(rows)

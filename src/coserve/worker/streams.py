@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +16,6 @@ Answered = tuple[dict[int, Sampled], list[TrainingSegment]]  # tokens, and the w
 Answer = Callable[[BasePlan], Answered]
 Train = Callable[[BasePlan], list[TrainingSegment]]
 _ANSWERS, _TRAINING = range(2)
-_PRIORITIES: Final = (-1, 0)  # of a GPU's streams; the lowest number goes first
 
 
 class Streams:
@@ -36,8 +35,8 @@ class Streams:
         self._compute_threads = torch.get_num_threads()
         self._threads: dict[tuple[int, float], ThreadPoolExecutor] = {}
         self._streams: list[Any] = [None, None]
-        if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device, priority) for priority in _PRIORITIES]  # type: ignore[no-untyped-call]
+        if device.type == "cuda":  # priorities: the lowest number goes first
+            self._streams = [torch.cuda.Stream(device, priority) for priority in (-1, 0)]  # type: ignore[no-untyped-call]
         self._under_way: Future[tuple[list[TrainingSegment], float]] | None = None  # training beside answers
         self._asked: Sequence[TrainingSegment] = ()  # of it
         self._trained: list[TrainingSegment] = []  # done, and not returned yet
@@ -49,13 +48,10 @@ class Streams:
         """Tells whether training is under way beside answers."""
         return self._under_way is not None
 
-    @contextmanager
-    def step(self, share: float | None = None) -> Iterator[None]:
+    def step(self, share: float | None = None) -> AbstractContextManager[None]:
         """Context of a step, or of a command: on a GPU its work goes to one stream, behind what the caller
         has launched, and the host waits for that stream."""
-        place = _TRAINING if share is None and not self.is_training else _ANSWERS
-        with self._on(place):
-            yield
+        return self._on(_TRAINING if share is None and not self.is_training else _ANSWERS)
 
     def settle(self) -> None:
         """Waits for training under way. Raises its error."""
@@ -83,11 +79,9 @@ class Streams:
 
     def begin(self, place: int, share: float, work: Callable[[], T]) -> Future[T]:
         """Queues work on a stream, behind what the caller has launched; the future has its return value."""
-        key = place, share if self._device.type == "cpu" else 1.0
-        if key not in self._threads:
+        if (place, share) not in self._threads:
             count = max(1, round(share * self._compute_threads))
-            own = () if self._device.type == "cuda" else (torch.set_num_threads, (count,))
-            self._threads[key] = ThreadPoolExecutor(1, "stream", *own)
+            self._threads[place, share] = ThreadPoolExecutor(1, "stream", torch.set_num_threads, (count,))
         before = None
         if self._device.type == "cuda":
             before = torch.cuda.current_stream(self._device).record_event()
@@ -96,7 +90,7 @@ class Streams:
             with self._on(place, before):
                 return work()
 
-        return self._threads[key].submit(on_stream)
+        return self._threads[place, share].submit(on_stream)
 
     @contextmanager
     def _on(self, place: int, before: Any = None) -> Iterator[None]:

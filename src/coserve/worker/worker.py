@@ -109,6 +109,7 @@ class Worker:
             offload_pages=0 if self._offloaded is None else self._offloaded.pages,
             offload_refusal=self._offload_refusal,
             elsewhere=frozenset(p for p, own in self.base.linears.items() if own.placement.is_elsewhere),
+            graphs=self.fused.graphs is not None,
         )
 
     def on_progress(self, beat: Callable[[], object]) -> None:
@@ -132,7 +133,8 @@ class Worker:
 
     def run(self, plan: BasePlan) -> BaseResult:
         """See `DeviceWorker`."""
-        plan = plan if self._may_share else replace(plan, share=None)
+        share = plan.share if self._may_share else None
+        plan = replace(plan, share=share, apart=plan.apart or self.is_deterministic)
         if plan.share is None:
             self._streams.settle()
         with self._streams.step(plan.share):
@@ -233,15 +235,11 @@ class Worker:
 
     @torch.no_grad()  # a setting of the thread, and streams have their own
     def _answer(self, plan: BasePlan) -> Answered:
-        """Runs the pass of answers' rows, with the windows that share it."""
-        return self.fused.run(plan.inference, self._shared(plan), plan.slice_layers)
+        """Runs the passes of answers' rows, with the windows that share one."""
+        return self.fused.run(plan)
 
     @torch.no_grad()
     def _train(self, plan: BasePlan) -> list[TrainingSegment]:
         """Runs the plan's other training in slices; returns what ran."""
-        shared = self._shared(plan)
-        sliced = [segment for segment in plan.training if segment not in shared]
+        sliced = [segment for segment in plan.training if segment not in plan.fused]
         return self._training.run(sliced, plan.slice_layers, self.fused.forward)
-
-    def _shared(self, plan: BasePlan) -> tuple[TrainingSegment, ...]:
-        return plan.fused if self.fused.is_shared else ()

@@ -65,6 +65,8 @@ def main() -> None:
         with on_fake_cuda() as waits:
             engine = Engine(model(kind), EngineConfig(**{**settings(), **config}))
             assert str(engine.base.device) == DEVICE
+            in_pages = is_installed() and name != "int8 cache"
+            assert engine.executor.worker.attention.is_capturable is in_pages
             answers(engine, waits, LACKING.get(name, "-"))
             plans: list[BasePlan] = []
             with watch_plans(engine, plans.append):

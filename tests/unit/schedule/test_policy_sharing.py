@@ -71,6 +71,21 @@ def test_hybrid_fills_each_step_up_to_the_bound() -> None:
     assert it.lines[-1] == "12.375 end"
 
 
+def test_where_decode_rows_pass_by_graph_windows_pay_for_a_pass_of_their_own() -> None:
+    """Each of a second, of which both layers of a window would have nothing left: they wait for each other."""
+    it = world("hybrid", PASSES, {"x": Ask(0, 6, SLO(between_tokens=2.0))}, quantum=3.0, slowdown=2.0)
+    it.it.cost.first.graphs = True
+    it.run(until=60)
+    answering = [
+        (plan, taken)
+        for plan, taken in zip(it.executor.plans, it.executor.results, strict=True)
+        if plan.inference
+    ]
+    assert any(plan.training for plan, _ in answering) and it.sequences["x"].slowest <= 2.0
+    for plan, result in answering:
+        assert plan.apart and not plan.fused and result.seconds == pytest.approx(plan.predicted)
+
+
 def test_hybrid_obeys_the_smallest_bound_in_the_step() -> None:
     """A second request that bears no training at all: there is none until it has its answer."""
     asks = {"x": Ask(0, 4, SLO(between_tokens=9.0)), "y": Ask(0, 3, SLO(between_tokens=1.0))}

@@ -23,7 +23,11 @@ def test_a_plan_comes_back_as_it_was(sampling: SamplingParams) -> None:
     )
     start = SequenceStart(3, request, (5,), 2, 1, 9)
     plan = BasePlan(
-        (InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4)),), released=(1, 2), share=0.5, sequences=(start,)
+        (InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4)),),
+        released=(1, 2),
+        share=0.5,
+        apart=True,
+        sequences=(start,),
     )
     assert decode_plan(encode_plan(plan)) == plan
 

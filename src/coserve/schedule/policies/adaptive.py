@@ -9,9 +9,9 @@ from coserve.core.sequence import Direction, Sequence, Span
 from coserve.schedule.features import StepFeatures
 from coserve.schedule.places import TAKEN
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
-from coserve.schedule.policies.beside import STEPS, beside
 from coserve.schedule.policies.entry import LatestEntry
 from coserve.schedule.policies.hybrid import Hybrid
+from coserve.schedule.policies.spatial import STEPS, beside
 from coserve.schedule.segments import training_segment
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
