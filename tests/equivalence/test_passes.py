@@ -28,8 +28,8 @@ SCHEDULER = {
 
 
 def run(record: Record | None, monkeypatch: pytest.MonkeyPatch, carried: Counter[str]) -> Ran:
-    """What an engine answers and trains, whose prompts come in chunks while others decode. `carried` counts
-    the steps with decode rows by what else they carry."""
+    """An engine answers and trains; its prompts come in chunks while others decode. `carried` counts the
+    steps with decode rows by what else they carry."""
     monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
 
     def look(plan: BasePlan) -> None:

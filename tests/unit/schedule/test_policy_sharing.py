@@ -72,7 +72,7 @@ def test_hybrid_fills_each_step_up_to_the_bound() -> None:
 
 
 def test_where_decode_rows_pass_by_graph_windows_pay_for_a_pass_of_their_own() -> None:
-    """Each of a second, of which both layers of a window would have nothing left: they wait for each other."""
+    """Each takes as long as the cost model says of a pass for answers and one for the window."""
     it = world("hybrid", PASSES, {"x": Ask(0, 6, SLO(between_tokens=2.0))}, quantum=3.0, slowdown=2.0)
     it.it.cost.first.graphs = True
     it.run(until=60)
