@@ -4,16 +4,21 @@ torch's fake tensors know devices, and mixing two of them is an error as on a GP
 lacks three things, which `install` adds for the whole process, so it needs one of its own: a device guard
 (that of torch's backends in Python), an engine for backward (a walk over the graph, as torch's wants
 streams), and launches of Triton's kernels (which only compare their tensors' devices).
+
+Streams have vector clocks: a stream, an event and a thread of the host know how far each stream had come when
+they last waited. Memory remembers the streams that wrote and read it, so that a use on another stream
+without a wait in between is found, and so is memory that is freed while another stream may use it.
 """
 
 import ctypes
 import traceback
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from coserve.memory.fake_tensors import fake_tensors
 
@@ -28,6 +34,189 @@ DEVICE = "cuda:0"  # with its number: the guard that stands in for CUDA's would 
 _CUDA, _PYTHON, _KINDS = 1, 20, 22  # places in torch's table of device guards
 _MEMORY = 1 << 37  # bytes, for budgets
 _WAITING = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"})
+_BLANK = ("aten::empty", "aten::new_empty")  # nothing is written yet
+_UNREAD = (*_BLANK, "aten::new_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::set_")
+_BESIDE = 2  # times that a thread's work is said not to be done
+
+Clock = dict[int, int]  # by stream, how much of its work is known to be done
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, done in other.items():
+        clock[stream] = max(clock.get(stream, 0), done)
+
+
+class Event:
+    """Stands in for `torch.cuda.Event`."""
+
+    def __init__(self, **_: object) -> None:
+        self.clock: Clock = {}
+
+    def record(self, stream: "Stream | None" = None) -> None:
+        self.clock = {**(stream or GPU.current).clock}
+
+    def wait(self, stream: "Stream | None" = None) -> None:
+        (stream or GPU.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        _merge(GPU.host, self.clock)
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    """Stands in for `torch.cuda.Stream`: knows its own work, and that of others up to what it waited for."""
+
+    def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
+        self.number, self.priority = len(GPU.streams), priority
+        self.clock: Clock = {}
+        GPU.streams.append(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        _merge(self.clock, event.clock)
+
+    def wait_stream(self, stream: "Stream") -> None:
+        _merge(self.clock, stream.clock)
+
+    def synchronize(self) -> None:
+        _merge(GPU.host, self.clock)
+
+
+@dataclass
+class Memory:
+    """One storage: the stream that it was made on, and when each stream last wrote and read it."""
+
+    maker: Stream
+    is_blank: bool
+    wrote: Clock = field(default_factory=dict)
+    read: Clock = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)  # streams named by `record_stream`
+
+
+class Gpu:
+    """The streams and the memory of the device, and what the running thread of the host knows."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.host: Clock = {}
+        self.memory: dict[int, Memory] = {}
+        self.faults: list[str] = []
+        self.waits_for_all: list[str] = []
+
+    def begin(self) -> None:
+        """Forgets all; there is a default stream."""
+        self.__init__()  # type: ignore[misc]
+        self.current = Stream()
+
+    @contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """Stands in for `torch.cuda.stream`."""
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def synchronize(self, *_: object) -> None:
+        """Stands in for `torch.cuda.synchronize`."""
+        self.waits_for_all.append(_own_line())
+        for stream in self.streams:
+            stream.synchronize()
+
+    def record_stream(self, x: Tensor, stream: Stream) -> None:
+        """Stands in for `Tensor.record_stream`."""
+        self._of(x).recorded.add(stream.number)
+
+    def use(self, reads: Iterable[Tensor], writes: Iterable[Tensor], name: str) -> None:
+        """Notes an operation on the current stream, and faults it where another stream's use of the same
+        memory was not waited for."""
+        stream = self.current
+        _merge(stream.clock, self.host)
+        now = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for memory in map(self._of, tensors):
+                for uses, did in ((memory.wrote, "wrote"), (memory.read if is_write else {}, "read")):
+                    for other, when in uses.items():
+                        if stream.clock.get(other, 0) < when:
+                            verb = "writes" if is_write else "reads"
+                            self._fault(f"{name} on stream {stream.number} {verb} what stream {other} {did}")
+                if is_write:
+                    memory.wrote, memory.read, memory.is_blank = {stream.number: now}, {}, False
+                else:
+                    memory.read[stream.number] = now
+
+    def make(self, x: Tensor, name: str) -> None:
+        """Notes an operation's result on the current stream, unless it is memory that was known before."""
+        if x.untyped_storage()._cdata not in self.memory:
+            self.use((), [x], name)
+            self._of(x).is_blank = name.startswith(_BLANK)
+
+    def launch(self, tensors: Sequence[Tensor], name: str) -> None:
+        """Notes a kernel, which writes what nothing was written into yet."""
+        self.use(tensors, [x for x in tensors if self._of(x).is_blank], name)
+
+    def _of(self, x: Tensor) -> Memory:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self.memory:
+            self.memory[key] = Memory(self.current, False)
+            weakref.finalize(storage, self._freed, self.memory, key)
+        return self.memory[key]
+
+    def _freed(self, where: dict[int, Memory], key: int) -> None:
+        memory = where.pop(key)
+        if where is not self.memory:
+            return
+        for uses in (memory.wrote, memory.read):
+            for other, when in uses.items():
+                known = max(memory.maker.clock.get(other, 0), self.host.get(other, 0))
+                if other not in {memory.maker.number, *memory.recorded} and known < when:
+                    self._fault(f"memory of stream {memory.maker.number} is freed that stream {other} uses")
+
+    def _fault(self, what: str) -> None:
+        self.faults.append(f"{what}, at {_own_line()}")
+
+
+GPU = Gpu()
+
+
+class HostThread:
+    """Stands in for a `ThreadPoolExecutor` of one thread. Its work runs at once, and knows what its caller
+    knew; its caller knows what it has waited for from `result` on."""
+
+    def __init__(self, *_: object) -> None:
+        self._knows: Clock = {}
+
+    def submit(self, work: Callable[[], Any]) -> "HostFuture":
+        before = GPU.host
+        _merge(self._knows, before)
+        GPU.host = self._knows
+        try:
+            with GPU.on(GPU.streams[0]):
+                return HostFuture(work(), {**self._knows})
+        finally:
+            GPU.host = before
+
+
+class HostFuture:
+    """The result of a `HostThread`'s work, which is not done when it is first asked."""
+
+    def __init__(self, value: Any, clock: Clock) -> None:
+        self._value, self._clock, self._asked = value, clock, 0
+
+    def done(self) -> bool:
+        self._asked += 1
+        return self._asked > _BESIDE
+
+    def result(self) -> Any:
+        _merge(GPU.host, self._clock)
+        return self._value
 
 
 def install() -> None:
@@ -42,15 +231,17 @@ def install() -> None:
     given: dict[str, Any] = {
         "mem_get_info": lambda *_: (_MEMORY, _MEMORY),
         "memory_allocated": lambda *_: 0,
-        "synchronize": lambda *_: None,
-        "current_stream": mock.MagicMock(),
-        "Stream": mock.MagicMock(),
-        "stream": lambda _: nullcontext(),
+        "synchronize": GPU.synchronize,
+        "current_stream": lambda *_: GPU.current,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": GPU.on,
         "get_device_name": lambda *_: "no GPU",
         "get_device_capability": lambda *_: (9, 0),
     }
     for name, stand_in in given.items():
         setattr(torch.cuda, name, stand_in)
+    torch.Tensor.record_stream = lambda x, stream: GPU.record_stream(x, stream)  # type: ignore[method-assign]
 
 
 def stub_triton(launched: Counter[str]) -> None:
@@ -58,7 +249,9 @@ def stub_triton(launched: Counter[str]) -> None:
     from triton.runtime.jit import JITFunction
 
     def run(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
-        devices = {str(x.device) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        devices = {str(x.device) for x in tensors}
+        GPU.launch(tensors, self.fn.__name__)
         assert devices == {DEVICE}, f"{self.fn.__name__} is given tensors on {devices}"
         launched[self.fn.__name__] += 1
 
@@ -67,7 +260,7 @@ def stub_triton(launched: Counter[str]) -> None:
 
 class Waits(TorchDispatchMode):
     """Counts the operations for which the host waits for the device: numbers and tensors that come to the
-    processor, and results whose shapes depend on values."""
+    processor, and results whose shapes depend on values. Tells the device's streams of all operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,14 +271,36 @@ class Waits(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].fake_device
-        out = func(*args, **(kwargs or {}))
-        first = next((x for x in args if isinstance(x, FakeTensor)), None)
         name = func.name()
+        reads, writes = _operands(func, args, kwargs or {})
+        is_use = not (func.is_view or name.startswith("aten::set_"))
+        if is_use and (reads or writes):
+            GPU.use(() if name.startswith(_UNREAD) else reads, writes, name)
+        out = func(*args, **(kwargs or {}))
+        for made in _tensors_on_device(tree_leaves(out)):
+            GPU.make(made, name)
+        first = next((x for x in args if isinstance(x, FakeTensor)), None)
         if first is not None and first.fake_device.type == "cuda":
             leaves = isinstance(out, Tensor) and out.device.type == "cpu"
             if leaves or name in _WAITING:
                 self.lines.append(f"{name} at {_own_line()}")
+                GPU.current.synchronize()
         return out
+
+
+def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors on the device that an operation reads, and that it writes."""
+    reads, writes = list[Tensor](), list[Tensor]()
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        if value is not None:
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if is_write else reads).extend(_tensors_on_device(tree_leaves(value)))
+    return reads, writes
+
+
+def _tensors_on_device(values: Iterable[Any]) -> list[Tensor]:
+    return [x for x in values if isinstance(x, FakeTensor) and x.fake_device.type == "cuda"]
 
 
 def _own_line() -> str:
@@ -98,9 +313,13 @@ def _own_line() -> str:
 
 @contextmanager
 def on_fake_cuda() -> Iterator[Waits]:
-    """Runs the block on tensors without data; gives the waits for the device."""
+    """Runs the block on tensors without data; gives the waits for the device. Fails where streams use each
+    other's memory without a wait, or the host waits for the whole device."""
+    GPU.begin()
     with fake_tensors(), Waits() as waits:
         yield waits
+    faults = [*GPU.faults, *(f"waits for the whole device at {line}" for line in GPU.waits_for_all)]
+    assert not faults, "\n".join(dict.fromkeys(faults))
 
 
 def grad(

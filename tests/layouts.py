@@ -49,6 +49,8 @@ class PageMajorBackend:
     """A backend whose pages are [page, groups, page_size, width], keys and values of a page side by side. All
     sequences attend in one padded product; decode rows are not told from others."""
 
+    is_capturable = False
+
     def __init__(
         self,
         caches: Sequence[CacheShape],

@@ -78,7 +78,7 @@ def tried(engine: Engine, until: float = 60.0) -> Iterator[WeightsUnreadable]:
 )
 def test_any_call_may_fail(wanted: dict[str, Tensor], tmp_path: Path, policy: str, seed: int) -> None:
     """Each kind of call fails the first time, and one in ten later: forward, in the loss, and back; also
-    where training has a lane of its own."""
+    where the policy has training beside answers."""
     with serving(tiny("llama"), tmp_path) as served:
         engine = engine_of(served.address, policy=policy)
         draws, failed, compute = random.Random(seed), set[Call](), served.linears.compute

@@ -67,7 +67,7 @@ def test_nobody_awaits_a_piece_whose_answers_have_ended() -> None:
         events, waiting = run_step(arrival), machine.scheduler.requests.waiting
         plan, result = ran[-1]
         arrived = [one for one in waiting if one.request.arrival < machine.clock() - result.seconds]
-        if plan.split is not None and not plan.inference and arrived:
+        if plan.share is not None and not plan.inference and arrived:
             idle.append(result.seconds)
         return events
 

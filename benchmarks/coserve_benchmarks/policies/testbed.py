@@ -76,7 +76,7 @@ class EngineTestbed(Testbed):
         try:
             return serve(self.engine, workload, patience_for(workload) if patience is None else patience)
         finally:
-            torch.set_num_threads(self._threads)  # lanes have had threads of their own
+            torch.set_num_threads(self._threads)  # streams have had threads of their own
 
     def isolated(self, workload: Workload, judge: Judge) -> tuple[LoadResult, str] | None:
         """See `Testbed.isolated`. Training delays answers there, too, by the processors that they lack: the

@@ -201,8 +201,8 @@ class RealRuns:
         engine = self._testbed.engine
         self._say("errors: the machine's capacity")
         workloads = self._workloads()
-        measured = engine.scheduler.cost.first.lanes
-        lanes = measured.inference, measured.training
+        measured = engine.scheduler.cost.first.interference
+        interference = measured.inference, measured.training
         self._testbed.peak(workloads["poisson"], 2.0)  # what is made at first use
         pace = Pace(engine)
         recorder = StepRecorder(engine.scheduler, pace.first)
@@ -217,7 +217,9 @@ class RealRuns:
         weights, host = recorder.weights(model, jitter), median(recorder.around)
         set_here = asdict(engine.scheduler.config)
         scheduler = {name: value for name, value in set_here.items() if name not in _SETTINGS}
-        settings = MachineSettings(CACHE_TOKENS, jitter=jitter, scheduler=scheduler, known=256, lanes=lanes)
+        settings = MachineSettings(
+            CACHE_TOKENS, jitter=jitter, scheduler=scheduler, known=256, interference=interference
+        )
         found = []
         for number, (name, policy) in enumerate(UNSEEN, 1):
             self._say(f"errors: {number} of {len(UNSEEN)} unseen, {policy} on {name}")

@@ -145,7 +145,7 @@ class LoraSlotPools:
 
     def batch(self, adapters: Sequence[AdapterRows]) -> LoraBatch:
         """The batch of adapters over their ranges of rows, in slots where several share a pool. An unchanged
-        batch is reused. Without adapters (a training lane beside an inference lane) nothing is changed."""
+        batch is reused. Without adapters (training beside answers) nothing is changed."""
         if not adapters:
             return LoraBatch(())
         key = tuple((rows.start, rows.stop, id(bypasses)) for rows, bypasses in adapters)

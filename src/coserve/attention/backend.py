@@ -7,7 +7,7 @@ owners; here a page is an index.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -62,11 +62,14 @@ Metadata = TypeVar("Metadata")
 class AttentionBackend(Protocol[Metadata]):
     """Keys and values of all layers in `padding_page` pages of `page_size` tokens, and attention over them.
 
-    `padding_page` is the index that pads block tables: one past the last page.
+    `padding_page` is the index that pads block tables: one past the last page. `is_capturable` tells whether
+    a graph can hold decode rows' attention: it reads only what `build` was given and the pages, and does not
+    wait for the device.
     """
 
     page_size: int
     padding_page: int
+    is_capturable: ClassVar[bool]
 
     @property
     def nbytes(self) -> int:

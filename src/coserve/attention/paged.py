@@ -15,6 +15,8 @@ from coserve.kernels.triton import is_installed
 class PagedBackend(BatchedBackend):
     """The `AttentionBackend` of a GPU with Triton, for pages in the base's type."""
 
+    is_capturable = True
+
     def clean(self, pages: Sequence[int]) -> None:
         """See `AttentionBackend`: does nothing, as positions that no row has written are never read."""
 

@@ -1,6 +1,7 @@
 """The reference attention backend: token by token, one sequence after the other, in float64."""
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from coserve.kernels.attention import AttentionSpec, causal_mask
 
 class PlainBackend:
     """An `AttentionBackend` with pages [pages, page_size, groups, width]."""
+
+    is_capturable: ClassVar[bool] = False
 
     def __init__(
         self, caches: Sequence[CacheShape], pages: int, page_size: int, device: torch.device

@@ -5,6 +5,7 @@ reads each group's keys in place.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class KVPool:
     The page of zeros pads block tables: masked values must be finite, because 0 x NaN is NaN. `store` is the
     storage type.
     """
+
+    is_capturable: ClassVar[bool] = False
 
     def __init__(
         self,

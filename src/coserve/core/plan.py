@@ -162,23 +162,6 @@ class SwapIn:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """Work that runs on a `share` (up to 1) of the machine: a pass of inference rows and of the windows that
-    are `fused` with them, then the `sliced` ones, in slices of `slice_layers` layers."""
-
-    share: float
-    inference: tuple[InferenceSegment, ...]
-    sliced: tuple[TrainingSegment, ...]
-    fused: tuple[TrainingSegment, ...] = ()
-    slice_layers: int = 0
-
-    @property
-    def training(self) -> tuple[TrainingSegment, ...]:
-        """All of its training."""
-        return (*self.fused, *self.sliced)
-
-
-@dataclass(frozen=True, slots=True)
 class BasePlan:
     """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the
     scheduler's objects.
@@ -186,17 +169,18 @@ class BasePlan:
     `micro_batches` are those named for the first time. `prefixes` have new pages, which are
     filled before any segment runs. `updates` are optimizer steps, taken after the segments; `released` are
     keys of sequences and micro-batches that ended since the last plan, whose device state the executor drops
-    first. `predicted` is the cost model's estimate of the step, seconds. `split` is the share of the machine
-    for inference, with training in a lane of its own; None fuses them. A step does not wait for training
-    beside its inference, which may go on through further split steps without other training. `idle` is how
-    long nothing runs although requests wait, seconds.
+    first. `predicted` is the cost model's estimate of the step, seconds. `share` is the part of the machine
+    that answers have while training runs beside them on the rest; None runs one after the other. A step does
+    not wait for training beside its answers, which may go on through further steps with a share, without
+    other training. `idle` is how long nothing runs although requests wait, seconds.
 
-    Windows that go forward share the pass of the answers' rows, unless the plan `abandons`; all other
-    training follows in slices of `slice_layers` layers (0: of all that a segment spans). Where this is not 0,
-    `Executor.pause_training` stops the plan's training between two slices, and within the layer under way
-    where it `abandons`. `pauses` counts the results with such a stop when this plan
-    was made: an executor skips the training of plans made before the last stop, as their positions are not
-    reached.
+    Decode rows of a plan that is `apart` have a pass of their own, whatever else it carries: a graph may hold
+    that pass. Otherwise windows that go forward share the pass of all answers' rows, unless the plan
+    `abandons`; all other training follows in slices of `slice_layers` layers (0: of all that a segment
+    spans). Where this is not 0, `Executor.pause_training` stops the plan's training between two slices, and
+    within the layer under way where it `abandons`. `pauses` counts the results with such a stop when this
+    plan was made: an executor skips the training of plans made before the last stop, as their positions are
+    not reached.
 
     Before all else pages move to and from the second tier (host memory beside a GPU, a file beside a CPU):
     the copies `swap_dropped` are dropped, `swap_out` is written, then `swap_in` read.
@@ -208,24 +192,16 @@ class BasePlan:
     released: tuple[int, ...] = ()
     predicted: float = 0.0
     prefixes: tuple[Prefix, ...] = ()
-    split: float | None = None
+    share: float | None = None
     idle: float = 0.0
     slice_layers: int = 0
     abandons: bool = False
+    apart: bool = False
     pauses: int = 0
     micro_batches: tuple[MicroBatchStart, ...] = ()
     swap_out: tuple[SwapOut, ...] = ()
     swap_in: tuple[SwapIn, ...] = ()
     swap_dropped: tuple[int, ...] = ()
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """The lanes that run side by side."""
-        if self.split is None:
-            fused = self.fused
-            sliced = tuple(segment for segment in self.training if segment not in fused)
-            return (Lane(1.0, self.inference, sliced, fused, self.slice_layers),)
-        return Lane(self.split, self.inference, ()), Lane(1 - self.split, (), self.training)
 
     @property
     def pausable(self) -> bool:
@@ -235,7 +211,7 @@ class BasePlan:
     @property
     def fused(self) -> tuple[TrainingSegment, ...]:
         """Windows that share the pass of the answers' rows."""
-        if not self.inference or self.abandons or self.split is not None:
+        if not self.inference or self.abandons or self.apart or self.share is not None:
             return ()
         return tuple(s for s in self.training if s.direction is Direction.TRAIN_FORWARD)
 
@@ -263,7 +239,7 @@ class BasePlan:
     @property
     def is_fused(self) -> bool:
         """Tells whether inference and training share a pass over the weights."""
-        return bool(self.inference) and bool(self.training) and self.split is None
+        return bool(self.inference) and bool(self.training) and self.share is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +284,7 @@ class StepPlan:
 
     @property
     def first(self) -> BasePlan:
-        """The part that runs first. `predicted`, `split`, `idle`, `slice_layers`, `abandons` and `pauses` are
+        """The part that runs first. `predicted`, `share`, `idle`, `slice_layers`, `abandons` and `pauses` are
         those of the step, in each of its parts."""
         return next(iter(self.bases.values()))
 
@@ -316,11 +292,6 @@ class StepPlan:
     def jobs(self) -> set[str]:
         """Jobs that the step trains."""
         return {job for part in self.bases.values() for job in part.jobs}
-
-    @property
-    def is_fused(self) -> bool:
-        """Tells whether inference and training of some base share a pass over its weights."""
-        return any(part.is_fused for part in self.bases.values())
 
     def without_training(self) -> "StepPlan":
         """The plan without its training."""
@@ -398,8 +369,8 @@ class BaseResult:
 
     `trained` are the training segments done since the last result, each with the layers really passed:
     segments stopped by `pause_training` have fewer than planned or are missing, and the step is `paused`.
-    `lanes` are the seconds of inference and of training in split lanes, 0 for none or unfinished. `reads` is
-    what was read of a streamed base's weights meanwhile.
+    `stream_seconds` are those of answers and of training that ran beside each other, 0 for none or
+    unfinished. `reads` is what was read of a streamed base's weights meanwhile.
     `swap_failed` are copies that could not be written, or were not as they had been when they were read: they
     are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
     that writing and reading copies took. `lost` are sequences that end with an error: offloaded ones whose
@@ -413,7 +384,7 @@ class BaseResult:
     failed: Mapping[str, CoserveError] = field(default_factory=dict)
     trained: tuple[TrainingSegment, ...] = ()
     paused: bool = False
-    lanes: tuple[float, float] = (0.0, 0.0)
+    stream_seconds: tuple[float, float] = (0.0, 0.0)
     reads: WeightReads = WeightReads()
     swap_failed: tuple[int, ...] = ()
     swap_seconds: tuple[float, float] = (0.0, 0.0)

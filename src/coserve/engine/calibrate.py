@@ -44,7 +44,7 @@ _DECODE = ((1, 32), (4, 256), (16, 64), (16, 256))  # (sequences, cached tokens 
 _PREFILL = ((1, 32), (1, 128), (1, 256), (8, 32))  # (sequences, prompt tokens of each)
 _WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
 _LEAN_ROWS = 128  # of a window where memory is short
-_BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window in the lane beside them
+_BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window beside them
 _DECODED = 3  # decode steps without a window
 _STEPS = 48  # of these sequences, at most, beside one window
 _KEYS = count(-1, -1)  # negative, unlike a scheduler's
@@ -96,11 +96,13 @@ def certain(runs: list[list[float]]) -> bool:
     return alike >= _CERTAIN * len(runs)
 
 
-def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) -> tuple[float, float] | None:
-    """Measures slowdown factors (decode, training) with each in a lane on half of the machine, relative to
-    the whole machine alone. Takes two seconds on 255M parameters; see `measure`.
+def measure_interference(
+    executor: Executor, base: Base, page_size: int, pages: int
+) -> tuple[float, float] | None:
+    """Measures slowdown factors (decode, training) beside each other, each on half of the machine, relative
+    to the whole machine alone. Takes two seconds on 255M parameters; see `measure`.
 
-    None where pages are too few, or the executor runs no lanes side by side.
+    None where pages are too few, or the executor runs both one after the other.
     """
     probe, positions = _Probe(executor, base, page_size), base.max_positions
     batch, context, rows = _BESIDE
@@ -178,13 +180,13 @@ def _next_half(micro_batch: MicroBatch, rows: int) -> Iterator[TrainingSegment]:
 def _beside(probe: _Probe, window: TrainingSegment) -> tuple[list[float], float]:
     """Seconds of each decode step beside a window, and of the window; zeros where no step ran beside it."""
     with _decoding(probe) as steps:
-        result = probe.run(replace(next(steps), training=(window,), split=0.5))
-        answering = [result.lanes[0]]
+        result = probe.run(replace(next(steps), training=(window,), share=0.5))
+        answering = [result.stream_seconds[0]]
         while not result.trained:
             step = next(steps, BasePlan())
-            result = probe.run(replace(step, split=0.5))
-            answering += [result.lanes[0]] if step.inference else []
-    return answering, result.lanes[1]
+            result = probe.run(replace(step, share=0.5))
+            answering += [result.stream_seconds[0]] if step.inference else []
+    return answering, result.stream_seconds[1]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from coserve.engine.adapters import EngineAdapters
 from coserve.engine.admission import Admission
 from coserve.engine.approximations import Approximations, ChainOfBases, Version, for_version
 from coserve.engine.base_memory import base_memory, scheduler_config
-from coserve.engine.calibrate import measure, measure_lanes
+from coserve.engine.calibrate import measure, measure_interference
 from coserve.engine.chain_changes import ChainChanges
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, reserved_positions
@@ -115,6 +115,7 @@ class Engine:
         self._numbers = itertools.count(1)  # of requests
         settings = scheduler_config(config, self.base, self.executor.spec.eos_ids)
         self.pages, self.cost = PagePool(config.pages, config.page_size), CostModel()
+        self.cost.graphs = self.executor.spec.graphs
         if beside is None:
             plans_ahead = config.plans_ahead and not reads and not config.base
             first = self._cache(settings, SwapTier(config.swap_nbytes, GUESS))
@@ -243,11 +244,11 @@ class Engine:
         self.cost.fit(measured.samples)
         self.memory.return_excess()
         threads = torch.get_num_threads()
-        # Two lanes would read a streamed base's weights twice, and several bases take turns.
+        # Two streams would read a streamed base's weights twice, and several bases take turns.
         is_first = self.base_id == BASE
-        if is_first and not is_short and (lanes := measure_lanes(self.executor, *room)) is not None:
-            self.cost.lanes.start(*lanes)
-        torch.set_num_threads(threads)  # a lane's own number is MKL's for the whole process
+        if is_first and not is_short and (slower := measure_interference(self.executor, *room)) is not None:
+            self.cost.interference.start(*slower)
+        torch.set_num_threads(threads)  # a stream's own number is MKL's for the whole process
         return measured.is_certain
 
     # The loop

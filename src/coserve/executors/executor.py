@@ -35,7 +35,7 @@ class ExecutorSpec:
     adapters, `streaming` how the base is streamed (None for one that was loaded as a whole). `swap_pages` are
     those that the second tier has room for, `offload_pages` the same for sequences that lie there as a whole;
     `offload_refusal` says why there are none. `elsewhere` are paths of linears that base executors
-    compute."""
+    compute. `graphs` tells whether passes of decode rows alone are replayed as graphs."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -52,6 +52,7 @@ class ExecutorSpec:
     offload_pages: int = 0
     offload_refusal: str = ""
     elsewhere: frozenset[str] = frozenset()
+    graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         """Checks the plan, runs it, and advances the clock."""
         plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         self._release(plan.released)
-        seconds, trained, lanes = self._time(plan)
+        seconds, trained, stream_seconds = self._time(plan)
         keys = [s.key for s in plan.inference] + [s.key for s in plan.training]
         assert len(keys) == len(set(keys)), "one segment for each sequence and micro-batch"
         assert self._ended.isdisjoint(keys), "released keys stay released"
@@ -129,10 +129,10 @@ class ScriptedExecutor(VirtualClock, Executor):
         sampled = {segment.key: self._infer(segment) for segment in plan.inference}
         jobs = {window.job for window in plan.training} | {update.job for update in plan.updates}
         failed = {job: error for job, error in self._failures.items() if job in jobs}
-        is_paused = plan.split is None and not {*plan.training} <= {*trained}
+        is_paused = plan.share is None and not {*plan.training} <= {*trained}
         self._pauses += is_paused
         self._failed |= failed.keys()
-        if plan.split is None:
+        if plan.share is None:
             plan = replace(plan, training=trained)
         for window in plan.training:
             self._travel(window)
@@ -149,7 +149,7 @@ class ScriptedExecutor(VirtualClock, Executor):
                 failed,
                 trained,
                 is_paused,
-                lanes,
+                stream_seconds,
                 swap_failed=lost,
                 swap_seconds=moving,
                 lost=self._lose(plan),

@@ -1,4 +1,4 @@
-"""A virtual clock: how long plans take on a machine of given seconds, with its pauses and its lanes."""
+"""A virtual clock: how long plans take on a machine of given seconds, with its pauses and its two streams."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,22 +15,23 @@ class VirtualClock(ABC):
     """The clock of an executor without a model. `now` is in seconds; `seconds` gives a plan's duration.
 
     A call of `pause_training` stops the training of the next pausable plan after the slice in which
-    `layers_before_pause` layers are reached. A lane is slower in proportion to its share of the machine, or
-    by `lanes` (of inference, of training) on half of it; its training may end in a later step.
+    `layers_before_pause` layers are reached. Beside each other answers and training are slower in
+    proportion to their shares of the machine, or by `interference` (of answers, of training) on half of it
+    each; this training may end in a later step.
     """
 
     def __init__(
         self,
         seconds: Callable[[BasePlan], float],
         plans_ahead: int = 0,
-        lanes: tuple[float, float] = (2.0, 2.0),
+        interference: tuple[float, float] = (2.0, 2.0),
     ) -> None:
         self.now = 0.0
         self.plans_ahead = plans_ahead
         self.layers_before_pause = 1
-        self._seconds, self._slower = seconds, lanes
+        self._seconds, self._slower = seconds, interference
         self._pausing = False
-        self._beside: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
+        self._beside: tuple[TrainingSegment, ...] = ()  # training beside answers
         self._until = 0.0  # when it is done
         self._training = 0.0  # seconds it takes
 
@@ -71,21 +72,20 @@ class VirtualClock(ABC):
         self._pausing = False
 
     def _time(self, plan: BasePlan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
-        """Seconds of a plan, the training done after it, and the seconds of its lanes."""
-        if plan.split is None:
-            assert not self._beside, "the whole machine, while a lane of it trains"
+        """Seconds of a plan, the training done after it, and the seconds of its streams."""
+        if plan.share is None:
+            assert not self._beside, "the whole machine, while training runs beside answers"
             plan = replace(plan, training=self._before_pause(plan))
             return (0.0 if plan.is_empty else self._seconds(plan)), plan.training, (0.0, 0.0)
-        answers, training = plan.lanes
-        if training.training:
-            assert not self._beside, "one piece of training beside inference at a time"
-            self._beside = training.training
-            slower = self._slower[1] / (2 * training.share)
-            self._training = self._seconds(BasePlan(training=training.training)) * slower
+        if plan.training:
+            assert not self._beside, "one piece of training beside answers at a time"
+            self._beside = plan.training
+            slower = self._slower[1] / (2 * (1 - plan.share))
+            self._training = self._seconds(BasePlan(training=plan.training)) * slower
             self._until = self.now + self._training
-        slower = self._slower[0] / (2 * answers.share)
-        answering = self._seconds(BasePlan(answers.inference)) * slower if answers.inference else 0.0
-        waited = max(self._until - self.now, 0.0) if self._beside and not answers.inference else 0.0
+        slower = self._slower[0] / (2 * plan.share)
+        answering = self._seconds(BasePlan(plan.inference)) * slower if plan.inference else 0.0
+        waited = max(self._until - self.now, 0.0) if self._beside and not plan.inference else 0.0
         if not self._beside or self._until > self.now + answering + waited:
             return answering + waited, (), (answering, 0.0)
         trained, self._beside = self._beside, ()

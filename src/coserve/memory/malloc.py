@@ -3,7 +3,7 @@
 A layer's temporaries are a few megabytes each. glibc gives blocks of that size back to the system when they
 are freed, and every 4 KiB taken again costs a page fault: with these settings a step of 512 prompt rows on
 the bench's 255M shape took 310 instead of 350 ms, and element-wise products half as long. Threads share one
-arena: memory in other arenas is not kept, and training in a lane of its own was 26 % faster with one.
+arena: memory in other arenas is not kept, and training beside answers was 26 % faster with one.
 """
 
 import ctypes

@@ -78,7 +78,7 @@ class Base:
         self._norm_and_head: tuple[Any, Any] | None = None  # where they are all of the tail
         self._short_prologue: ShortPrologue | None = None  # where the model does no more than that
         self._decoder: Any = decoder_of(model)
-        self._standing_aside = threading.RLock()  # a step's two lanes share the model
+        self._standing_aside = threading.RLock()  # a worker's two streams share the model
 
     @property
     def depth(self) -> int:

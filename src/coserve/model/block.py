@@ -73,7 +73,7 @@ class ModelPart(ABC):
         self.residence: Residence = Resident()
         self.before_visit: Callable[[], object] = int  # nothing
         self._visits = 0
-        self._visiting = threading.RLock()  # two lanes may visit one part at a time
+        self._visiting = threading.RLock()  # two streams may visit one part at a time
 
     @abstractmethod
     def parameters(self) -> dict[str, ModuleParameters]:

@@ -199,6 +199,9 @@ class SamplingTable:
         """Allocates the row of token counts for `slot`; rows are doubled when none is free."""
         if not self._free_rows:
             old, more = len(self._generated), max(len(self._generated), 1)
+            for table in (self._generated, self._prompted):
+                if table.device.type == "cuda":  # else the stream that made it may reuse its memory at once
+                    table.record_stream(torch.cuda.current_stream(table.device))
             self._generated = torch.cat([self._generated, self._generated.new_zeros(more, self.vocab)])
             self._prompted = torch.cat([self._prompted, self._prompted.new_zeros(more, self.vocab)])
             self._free_rows = list(range(old, old + more))

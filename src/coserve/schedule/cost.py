@@ -14,7 +14,7 @@ from typing import Final
 from coserve.core.plan import BasePlan, OffloadReads, WeightReads
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.features import DEFAULT_WEIGHTS, NAMES, Features
-from coserve.schedule.lanes import LaneCosts
+from coserve.schedule.interference import Interference
 from coserve.schedule.reads import OffloadCosts, ReadCosts
 from coserve.schedule.segments import training_segment
 
@@ -50,7 +50,7 @@ class Costs:
     weights: Mapping[str, float]
     factors: Mapping[str, float]
     error: float
-    lanes: tuple[float, float] = LaneCosts.UNKNOWN
+    interference: tuple[float, float] = Interference.UNKNOWN
 
     @property
     def is_sound(self) -> bool:
@@ -62,7 +62,9 @@ class Costs:
         return (
             all(0.0 <= cost < float("inf") for cost in costs)
             and any(self.weights.values())
-            and all(1 / OUTLIER <= factor <= OUTLIER for factor in (*self.factors.values(), *self.lanes))
+            and all(
+                1 / OUTLIER <= factor <= OUTLIER for factor in (*self.factors.values(), *self.interference)
+            )
         )
 
 
@@ -75,8 +77,9 @@ class CostModel:
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.is_measured = False  # else weights are assumed
+        self.graphs = False  # whether decode rows pass apart from others, by graph
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
-        self.lanes = LaneCosts()
+        self.interference = Interference()
         self.reads = ReadCosts()
         self.offload = OffloadCosts()
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
@@ -97,7 +100,7 @@ class CostModel:
         and computing: while one waits for weights, the other does not compute. Losses and updates come
         between passes.
         """
-        computed = self._computed(features.values) + self.offload.seconds(features.offloaded)
+        computed = self._computed(features.counts(self.graphs)) + self.offload.seconds(features.offloaded)
         if not self.reads.layers:
             return computed
         back = sum(self._effective[index] * features.values[index] for index in _BACK)
@@ -161,6 +164,7 @@ class CostModel:
         kind of step cannot distort the costs of others.
         """
         features = _features(work)
+        values = features.counts(self.graphs)
         self.reads.observe(reads)
         self.offload.observe(features.offloaded, offload)
         if seconds <= 0:
@@ -169,10 +173,10 @@ class CostModel:
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = within_outliers(seconds, predicted)
         if self.reads.layers or features.offloaded:
-            predicted = max(self._computed(features.values), 1e-9)
+            predicted = max(self._computed(values), 1e-9)
             taken = within_outliers(max(seconds - reads.waited - offload.seconds, 0.0), predicted)
-        self._correct_weights(features.values, taken, predicted)
-        self._correct_factors(features.values, taken, predicted)
+        self._correct_weights(values, taken, predicted)
+        self._correct_factors(values, taken, predicted)
         self._apply_factors()
 
     @property
@@ -183,7 +187,7 @@ class CostModel:
             dict(zip(NAMES, self._weights, strict=True)),
             dict(self._factors),
             self.error,
-            (self.lanes.inference, self.lanes.training),
+            (self.interference.inference, self.interference.training),
         )
 
     def recall(self, costs: Costs) -> None:
@@ -195,7 +199,7 @@ class CostModel:
         self._factors.update(costs.factors)
         self._apply_factors()
         self.error = costs.error
-        self.lanes.start(*costs.lanes)
+        self.interference.start(*costs.interference)
 
     def _computed(self, values: list[float]) -> float:
         """Seconds of arithmetic, without waiting for weights."""

@@ -58,6 +58,7 @@ class Features:
         "_prefilled",
         "_returned",
         "answers",
+        "decodes",
         "offloaded",
         "trains",
         "values",
@@ -66,7 +67,7 @@ class Features:
     def __init__(self) -> None:
         self.values = [0.0] * len(NAMES)
         self.values[_STEP] = 1.0
-        self.trains = self.answers = False
+        self.trains = self.answers = self.decodes = False
         self.offloaded = 0  # cached tokens that are read from slower memory
         self._covered = 0  # a bit for each layer that some forward row visits; all bits are of every depth
         self._prefilled = 0  # the same of rows that are not decode rows
@@ -79,7 +80,7 @@ class Features:
     @classmethod
     def of(cls, plan: BasePlan) -> Self:
         """The features of a plan that has not been applied yet (only then its sampled rows are known)."""
-        features = cls.of_segments(plan.inference, plan.training, plan.abandons)
+        features = cls.of_segments(plan.inference, plan.training, plan.abandons or plan.apart)
         for prefix in plan.prefixes:
             features.add_fill(prefix.tokens - prefix.rows, prefix.rows)
         for _ in plan.updates:
@@ -105,7 +106,7 @@ class Features:
         """An independent copy of the counts."""
         twin = Features.__new__(Features)
         twin.values = self.values.copy()
-        twin.trains, twin.answers = self.trains, self.answers
+        twin.trains, twin.answers, twin.decodes = self.trains, self.answers, self.decodes
         twin.offloaded = self.offloaded
         twin._covered, twin._prefilled, twin._apart = self._covered, self._prefilled, self._apart
         twin._returned = self._returned.copy()
@@ -113,6 +114,14 @@ class Features:
         twin._fills = self._fills
         twin._adapters = self._adapters.copy()
         return twin
+
+    def counts(self, graphs: bool) -> list[float]:
+        """The counts; by `graphs` decode rows pass apart from other answers' rows."""
+        if not (graphs and self.decodes and self._prefilled):
+            return self.values
+        values = self.values.copy()
+        values[_FORWARD_LAYERS] += 1.0
+        return values
 
     @property
     def without_rows(self) -> "Features":
@@ -155,6 +164,7 @@ class Features:
         values[_TAIL_ROWS] += tail
         self.offloaded += start * offloaded
         if rows == 1:
+            self.decodes = True
             values[_DECODE_CONTEXT] += start + 1
         elif rows:
             values[_FORWARD_ATTENTION] += causal_pairs(start, rows)

@@ -46,7 +46,7 @@ def prefill_limit(
     trains: bool = False,
 ) -> float:
     """Most seconds of a step of the decode rows in `builder` and of prompt rows from `line`, in their order.
-    A step that `trains`, in a lane of its own, has the margin of such steps."""
+    A step that `trains`, beside its answers, has the margin of such steps."""
     tokens = max((one.request.sampling.max_tokens for one in builder.answering), default=1)
     margin = cost.margin(config, trains, tokens)
     kept = step_limit(builder, margin)

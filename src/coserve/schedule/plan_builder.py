@@ -14,8 +14,8 @@ class PlanBuilder:
     """The segments chosen so far, and their features. `now` is the time at which their rows begin: `moving`
     seconds, the time of swaps, after planning began.
 
-    `split` gives training a lane of its own, with its features in `beside`; None puts all in one pass.
-    `abandons` is that of the plan.
+    `share` is that of the plan: with one, training has its features in `beside`. `abandons` is that of the
+    plan; windows go forward `apart` from answers' rows there, and where these pass by graph.
     """
 
     now: float
@@ -26,14 +26,15 @@ class PlanBuilder:
     training: list[TrainingSegment] = field(default_factory=list)
     batches: list[MicroBatch] = field(default_factory=list)  # of the windows in `training`, in its order
     updates: list[tuple[str, OptimStep]] = field(default_factory=list)  # each with the id of its base
-    split: float | None = None
+    share: float | None = None
     abandons: bool = False
+    apart: bool = False
     beside: StepFeatures = field(default_factory=StepFeatures)
 
     @property
     def trained(self) -> StepFeatures:
         """Features that training is added to."""
-        return self.features if self.split is None else self.beside
+        return self.features if self.share is None else self.beside
 
     @property
     def rows(self) -> int:
@@ -46,17 +47,17 @@ class PlanBuilder:
         return sum(segment.length for sequence, segment in rows if sequence.request.base == base)
 
     def predict(self, cost: StepCosts) -> float:
-        """Seconds of the step, without training in a lane of its own beside inference."""
-        if self.split is None:
+        """Seconds of the step, without the training that runs beside its answers."""
+        if self.share is None:
             return cost.predict_features(self.features)
-        lanes = cost.first.lanes
+        slower = cost.first.interference
         # Optimizer steps run on the whole machine, after everything else.
         updates = cost.first.weights["updates"] * len(self.updates)
         if self.inference:
-            return cost.predict_features(self.features) * lanes.inference + updates
+            return cost.predict_features(self.features) * slower.inference + updates
         if not self.training:
             return updates
-        return (cost.predict_features(self.beside) - updates) * lanes.training + updates
+        return (cost.predict_features(self.beside) - updates) * slower.training + updates
 
     @property
     def answers(self) -> StepFeatures:
@@ -92,7 +93,7 @@ class PlanBuilder:
         """Adds a window of a micro-batch."""
         self.batches.append(batch)
         self.training.append(segment)
-        self.trained[batch.base].add_training(segment, self.abandons)
+        self.trained[batch.base].add_training(segment, self.apart)
 
     def add_update(self, base: str, update: OptimStep) -> None:
         """Adds an optimizer step of a job on a base."""

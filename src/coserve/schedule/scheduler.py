@@ -79,9 +79,9 @@ class Scheduler:
         self._launched: deque[Launched] = deque()  # plans under way
         self._pauses = 0  # results with paused training
         self._made_way = 0.0  # seconds of training since answers had rows, in steps that they made way for
-        self._underway: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
+        self._underway: tuple[TrainingSegment, ...] = ()  # training beside answers
         self._underway_from: dict[int, Position] = {}  # where its micro-batches were, by key
-        self._split: float | None = None  # the machine's split meanwhile
+        self._share: float | None = None  # of the machine, for answers meanwhile
         self._applied = -INFINITE  # when the last result was applied
         self._utilization = Utilization()
         self._offload_turns = OffloadTurns()
@@ -119,7 +119,7 @@ class Scheduler:
         """Plans the step after those under way, for the time at which these are expected to end, or have left
         a pipeline's first stage. None where a plan needs their results."""
         last = self._launched[-1].plan
-        if self._underway or last.first.split is not None or last.is_empty:
+        if self._underway or last.first.share is not None or last.is_empty:
             return None
         begins = max(now, self._launched[-1].free_at)
         plan = self._plan(begins)
@@ -143,7 +143,7 @@ class Scheduler:
             closed = self._decode(builder, resting)
             self._prefill(builder, view, resting, closed)
         if self._underway:
-            builder.split = self._split
+            builder.share = self._share
         elif jobs and (held or not any(map(is_new, self._queues.running))):
             self._train(builder, view, jobs)
             if self._gives_way(builder):
@@ -225,10 +225,10 @@ class Scheduler:
         line = sorted(admitted, key=self._queues.urgency)
         if not line:  # limits are for prompts
             return
-        beside = bool(self._underway)  # training in a lane of its own
+        beside = bool(self._underway)
         limit = prefill_limit(builder, line, self.cost, self.config, beside)
         if beside:  # where inference takes longer than on the whole machine
-            limit /= self.cost.first.lanes.inference
+            limit /= self.cost.first.interference.inference
         limit = min(limit, step_limit(self._queues.running, self.cost, self.config))
         rows = self._prompt_rows(builder)
         PromptPacker(builder, self._queues, self.cost, self.config, rows, limit, closed).pack(line)
@@ -270,8 +270,9 @@ class Scheduler:
                 deferral=slack.deferral,
             )
         )
-        builder.split = allowance.split if len(self.caches) == 1 else None  # bases take turns, in one lane
+        builder.share = allowance.share if len(self.caches) == 1 else None  # bases take turns
         builder.abandons = allowance.abandons
+        builder.apart = builder.abandons or self.cost.first.graphs
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
             if job.is_due and job.update is not None:
@@ -287,7 +288,7 @@ class Scheduler:
         step they would have their tokens no sooner, and the next window forward can share the pass. Never
         with several bases, of which others' answers would wait too.
         """
-        shares = builder.split is not None or not self.cost.first.reads.layers or not builder.goes_back
+        shares = builder.share is not None or not self.cost.first.reads.layers or not builder.goes_back
         return not shares and len(self.caches) == 1 and not self.caches.has_unfilled
 
     def _idle(self, view: View) -> float:
@@ -304,7 +305,7 @@ class Scheduler:
         self.training.released.clear()
         step = BasePlan(
             predicted=builder.predict(self.cost),
-            split=builder.split,
+            share=builder.share,
             slice_layers=self._slice_layers(builder),
             abandons=builder.abandons or not builder.inference,
             pauses=self._pauses,
@@ -327,6 +328,7 @@ class Scheduler:
             inference=announce(rows, self.requests.sequences),
             prefixes=cache.prefixes.take_unfilled(),
             training=in_order(segment for _, segment in trained),
+            apart=self.cost.bases[base].graphs,
             updates=tuple(update for its, update in builder.updates if its == base),
             released=tuple(key for its, key in released if its == base),
             swap_out=tuple(moves.out.values()),
@@ -337,7 +339,7 @@ class Scheduler:
     def _slice_layers(self, builder: PlanBuilder) -> int:
         """Layers of a slice of the step's training: as many as an arrival bears to wait for, one where it has
         the layer under way abandoned, 0 where nothing pauses training."""
-        if not self.policy.pausable or builder.split is not None or not self._pause_saves(builder):
+        if not self.policy.pausable or builder.share is not None or not self._pause_saves(builder):
             return 0
         layers = max((len(segment.span) for segment in builder.training), default=0)
         if builder.abandons or not (builder.inference and layers):
@@ -377,8 +379,8 @@ class Scheduler:
         """
         if not (plan.inference or plan.training or plan.updates or result.trained):
             return
-        is_split, predicted = plan.first.split is not None, plan.first.predicted
-        if not is_split and plan.training != result.trained:  # some was paused before it ran
+        is_beside, predicted = plan.first.share is not None, plan.first.predicted
+        if not is_beside and plan.training != result.trained:  # some was paused before it ran
             plan = plan.as_run(result)
             predicted = self.cost.predict(plan)
         executed, host = result.computing, max(seconds - result.seconds, 0.0)
@@ -389,12 +391,12 @@ class Scheduler:
         training = self._training_seconds(plan, answering, machine, predicted)
         self._utilization.observe(now, self._rows_seconds(answering, machine - training))
         self.requests.charge(training, now)
-        if is_split:
-            self.cost.observe_lanes(plan, result, host)
+        if is_beside:
+            self.cost.observe_beside(plan, result, host)
         else:
             self.cost.observe(StepFeatures.of(plan), result, host)
         self.stats.steps += 1
-        self.stats.fused_steps += plan.is_fused
+        self.stats.fused_steps += any(part.is_fused for part in plan.bases.values())
 
     def _training_seconds(
         self, plan: StepPlan, answering: StepFeatures, seconds: float, predicted: float
@@ -433,7 +435,7 @@ class Scheduler:
         self._offload_turns.read(sum(part.offload_reads.seconds for part in result.bases.values()), now)
 
     def _rewind(self, launched: Launched, result: StepResult) -> None:
-        """Rewinds the training that was stopped, also in a lane of its own, and that of later plans, which
+        """Rewinds the training that was stopped, also beside answers, and that of later plans, which
         will not run."""
         self._pauses += 1
         positions = {**launched.positions, **self._underway_from}
@@ -444,12 +446,12 @@ class Scheduler:
         self.training.paused(positions, result.trained, unbegun)
 
     def _note_underway(self, plan: StepPlan, positions: Mapping[int, Position], result: StepResult) -> None:
-        """Keeps training in a lane of its own as under way until it is done or stopped. Other training has
+        """Keeps training beside answers as under way until it is done or stopped. Other training has
         ended with its step."""
-        launched = () if plan.first.split is None or result.paused else (*self._underway, *plan.training)
+        launched = () if plan.first.share is None or result.paused else (*self._underway, *plan.training)
         self._underway = tuple(segment for segment in launched if segment not in result.trained)
         self._underway_from = {**positions, **self._underway_from} if self._underway else {}
-        self._split = plan.first.split
+        self._share = plan.first.share
 
     def _take_progress(self, result: BaseResult) -> list[Event]:
         events: list[Event] = []

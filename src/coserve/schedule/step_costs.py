@@ -69,18 +69,17 @@ class StepCosts:
             its = result.bases[base]
             self.bases[base].observe(part, its.computing, its.reads, its.offload_reads)
 
-    def observe_lanes(self, plan: StepPlan, result: StepResult, host: float = 0.0) -> None:
-        """Learns each lane's slowdown from a step of one base with split lanes, to which the host added
-        `host`."""
+    def observe_beside(self, plan: StepPlan, result: StepResult, host: float = 0.0) -> None:
+        """Learns the interference from a step of one base with a share, to which the host added `host`."""
         part, its = plan.only, result.only
-        inference, training = its.lanes
+        inference, training = its.stream_seconds
         if part.inference and inference:
             self.misses.observe((inference + host) / max(part.predicted, 1e-9), trains=True)
             alone = self.first.predict(BasePlan(inference=part.inference))
-            self.first.lanes.observe_inference(inference / max(alone, 1e-9))
+            self.first.interference.observe_inference(inference / max(alone, 1e-9))
         if its.trained and training:
             alone = self.first.predict_features(Features.of_segments((), its.trained))
-            self.first.lanes.observe_training(training / max(alone, 1e-9))
+            self.first.interference.observe_training(training / max(alone, 1e-9))
 
     def _executed(self, features: StepFeatures) -> float:
         """The executors' seconds of a step; a step without rows takes what one of the first base does."""

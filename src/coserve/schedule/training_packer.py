@@ -35,7 +35,7 @@ class TrainingPacker:
         self._config = config
         self._pairs: dict[tuple[int, int, int], int] = {}  # attended pairs, by (key, start, rows)
         self._before = (
-            cost.predict_features(builder.trained) if builder.inference and builder.split is None else 0.0
+            cost.predict_features(builder.trained) if builder.inference and builder.share is None else 0.0
         )
 
     def update(self, base: str, update: OptimStep) -> bool:
@@ -211,7 +211,7 @@ class TrainingPacker:
         """Seconds that a window of each micro-batch would add to the step."""
         features = self._builder.trained.copy()
         for batch in batches:
-            features[batch.base].add_training(self._segment(batch, rows, layers), self._builder.abandons)
+            features[batch.base].add_training(self._segment(batch, rows, layers), self._builder.apart)
         return self._cost.predict_features(features) - self._before
 
     def _add(self, batch: MicroBatch, rows: int, layers: int) -> None:

@@ -37,17 +37,17 @@ class MachineSettings:
     """Settings of a machine beside its seconds.
 
     Keys and values of `cache_tokens` tokens fit. The scheduler's cost model has seen `known` steps of each
-    kind when a load begins. `lanes` is the slowdown of inference and of training on half of the machine each,
-    which it knows; None is twice, which it does not. `scheduler` are further fields of `SchedulerConfig`; an
-    `interruptible` machine is a server: a request that arrives during a step pauses its training
-    between two slices. A pipeline's `stages` are among them; it is not interruptible.
+    kind when a load begins. `interference` is the slowdown of inference and of training on half of the
+    machine each, which it knows; None is twice, which it does not. `scheduler` are further fields of
+    `SchedulerConfig`; an `interruptible` machine is a server: a request that arrives during a step pauses
+    its training between two slices. A pipeline's `stages` are among them; it is not interruptible.
     """
 
     cache_tokens: int = 16384
     positions: int = POSITIONS
     jitter: Jitter = field(default_factory=Jitter)
     known: int = 32
-    lanes: tuple[float, float] | None = None
+    interference: tuple[float, float] | None = None
     scheduler: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,8 +59,8 @@ class SimulatedMachine:
     ) -> None:
         draw, jitter = random.Random(seed), settings.jitter
         known = times.known()
-        if settings.lanes is not None:
-            known.lanes.start(*settings.lanes)
+        if settings.interference is not None:
+            known.interference.start(*settings.interference)
         config = SchedulerConfig(times.layers, settings.positions, **settings.scheduler)
         pages = PagePool(settings.cache_tokens // PAGE_SIZE, PAGE_SIZE)
         self.scheduler = Scheduler(BaseCache(config, pages), known, make_policy(policy))
@@ -69,7 +69,7 @@ class SimulatedMachine:
             self.scheduler.cost.misses.observe(jitter.draw(draw), trains)
         self._times, self._reads = times, WeightReads()
         self._factor = partial(jitter.draw, draw)
-        self.executor = self._executor(config.stages, settings.lanes or (2.0, 2.0))
+        self.executor = self._executor(config.stages, settings.interference or (2.0, 2.0))
         self._is_streamed = bool(known.reads.layers)
         self._steps: dict[str, Iterator[list[tuple[int, ...]]]] = {}
         self._weights: dict[str, float] = {}
@@ -109,9 +109,11 @@ class SimulatedMachine:
                 self._go_on(event.job)
         return events
 
-    def _executor(self, stages: int, lanes: tuple[float, float]) -> SimulatedExecutor:
+    def _executor(self, stages: int, interference: tuple[float, float]) -> SimulatedExecutor:
         if stages == 1:
-            return SimulatedExecutor(self._time, self._host, reads=self._take_reads, lanes=lanes)
+            return SimulatedExecutor(
+                self._time, self._host, reads=self._take_reads, interference=interference
+            )
         return PipelinedExecutor(
             stages, lambda plan: self._times.by_stage(plan).times(self._factor()), self._host
         )

@@ -152,7 +152,7 @@ class PipelinedExecutor(SimulatedExecutor):
     `seconds` are those of a plan by stage. Answers are there when their rows have gone forward. A plan's
     losses and windows on their way back may go on until later results, which report them; a result with an
     optimizer step waits for them. No result comes before the plan so many stages earlier has ended. Training
-    is not paused, and has no lane of its own.
+    is not paused, and does not run beside answers.
 
     A result's seconds are those of its way forward and of the ways back that it reports, as if it were alone.
     Stages that wait for each other take as long as the longest plan under way, which the scheduler knows;
@@ -175,7 +175,7 @@ class PipelinedExecutor(SimulatedExecutor):
 
     def launch(self, plan: BasePlan) -> None:
         """See `Executor`. The plan enters the first stage once that is free."""
-        assert plan.split is None, "no lanes in a pipeline"
+        assert plan.share is None, "no share in a pipeline"
         taken = self._nothing if plan.is_empty else self._stage_seconds(plan)
         entered = self._pipeline.enter(self.now, taken)
         others = (*self._passing, *(one for one, _ in self._going_back))

@@ -98,9 +98,9 @@ class Simulator:
             raise ConfigError(
                 f"{shape.name} has {shape.layers} layers, which {settings.stages} stages cannot share"
             )
-        if settings.stages > 1 and policy.splits:
+        if settings.stages > 1 and policy.shares:
             raise ConfigError(
-                f"policy {settings.policy} trains in a lane of its own, which a pipeline's stages do not have"
+                f"policy {settings.policy} trains beside answers, which a pipeline's stages cannot"
             )
         counter = PlanCounter(shape, shape.lora_weights(settings.rank), settings.degree)
         self.settings, self.load = settings, load

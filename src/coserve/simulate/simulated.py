@@ -37,8 +37,8 @@ class SimulatedExecutor(VirtualClock):
 
     `seconds` gives a plan's duration, `host` the time that passes beside it until its result is applied. The
     second tier has room for `swap_pages`, of which writing and reading one takes `swap_seconds`. `reads`
-    gives what the plan that has just run read of a streamed base's weights. For `lanes` see `VirtualClock`.
-    `observe` is called after each plan with its result and the time at which it began.
+    gives what the plan that has just run read of a streamed base's weights. For `interference` see
+    `VirtualClock`. `observe` is called after each plan with its result and the time at which it began.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class SimulatedExecutor(VirtualClock):
         swap_pages: int = 0,
         swap_seconds: tuple[float, float] = (0.0, 0.0),
         reads: Callable[[], WeightReads] = WeightReads,
-        lanes: tuple[float, float] = (2.0, 2.0),
+        interference: tuple[float, float] = (2.0, 2.0),
         observe: Callable[[BasePlan, BaseResult, float], object] = lambda plan, result, began: None,
     ) -> None:
-        super().__init__(seconds, plans_ahead, lanes)
+        super().__init__(seconds, plans_ahead, interference)
         self.observe = observe
         self._host, self._reads = host, reads
         self._swap_pages, self._swap_seconds = swap_pages, swap_seconds
@@ -103,7 +103,7 @@ class SimulatedExecutor(VirtualClock):
                 self._known[segment.key] = len(request.prompt) + len(request.continued)
         for batch in plan.micro_batches:
             self._batches[batch.key] = _Batch(batch)
-        seconds, trained, lanes = self._time(plan)
+        seconds, trained, stream_seconds = self._time(plan)
         paused = self._is_paused(plan, trained)
         self._pauses += paused
         writing = sum(len(move.pages) for move in plan.swap_out) * self._swap_seconds[0]
@@ -114,7 +114,7 @@ class SimulatedExecutor(VirtualClock):
             {update.job: self._update(update.job) for update in plan.updates},
             trained=trained,
             paused=paused,
-            lanes=lanes,
+            stream_seconds=stream_seconds,
             swap_seconds=(writing, reading),
             reads=self._reads(),
             outputs=self._outputs(trained),
@@ -126,7 +126,7 @@ class SimulatedExecutor(VirtualClock):
 
     def _is_paused(self, plan: BasePlan, trained: tuple[TrainingSegment, ...]) -> bool:
         """Tells whether training of a plan was stopped, of which `trained` was done."""
-        return plan.split is None and trained != plan.training
+        return plan.share is None and trained != plan.training
 
     def _began(self) -> float:
         """Time at which the oldest plan under way began."""

@@ -59,7 +59,7 @@ class Ring:
         self._reader = ThreadPoolExecutor(1, "coserve-reader")
         self._urgent = ThreadPoolExecutor(1, "coserve-urgent-reader")
         self._after: dict[Visit, Visit] = {}
-        self._last: dict[int, Visit] = {}  # by thread: two lanes go their own ways
+        self._last: dict[int, Visit] = {}  # by thread: two streams go their own ways
         self.patience = PATIENCE  # seconds
         self.on_wait: Callable[[], object] = int  # see `WeightReader`; nothing
         self._in_vain: set[Future[None]] = set()  # reads that visits have waited for, and that may go on

@@ -104,4 +104,4 @@ class HostOffload:
 
     def settle(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()

@@ -63,7 +63,7 @@ class CudaGraphs:
             work()  # kernels are compiled, and libraries make what they need
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a lane's, may use the device meanwhile.
+        # Other threads, such as a stream's, may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = work()
 

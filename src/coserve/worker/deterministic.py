@@ -59,16 +59,12 @@ class DeterministicPass(FusedPass):
     """A `FusedPass` whose groups of rows and windows pass one after the other."""
 
     sampler_type = DeterministicSampler
-    is_shared = False
 
-    def run(
-        self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment], layers: int
-    ) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+    def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Samples once all rows have passed: where weights cannot be read in a later group the plan runs
         again whole, and must find the sequences' newest tokens as they were."""
-        assert not training, "windows pass alone"
         passed: list[InferenceBatch] = []
-        for group in _groups(inference):
+        for group in _groups(plan.inference):
             rows = self._inference_rows(group)
             self.forward([rows])
             passed.append(rows)
@@ -118,10 +114,6 @@ class DeterministicWorker(Worker):
         """Runs without compiled kernels: bits must not change with a compiler."""
         with torch_only():
             return super()._run(plan)
-
-    def run(self, plan: BasePlan) -> BaseResult:
-        """Runs a split plan without its split, which changes the numbers of threads."""
-        return super().run(replace(plan, split=None))
 
 
 def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegment]]:

@@ -1,6 +1,7 @@
 """The fused pass of a step: all forward rows, of answers and of training, through the layers together."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +11,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
-from coserve.attention.paged import PagedBackend
-from coserve.core.plan import InferenceSegment, Prefix, Sampled, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, Prefix, Sampled, TrainingSegment
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
@@ -32,7 +32,6 @@ class FusedPass:
     the windows."""
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
-    is_shared: ClassVar[bool] = True  # by windows; else these pass alone
 
     def __init__(
         self,
@@ -47,8 +46,11 @@ class FusedPass:
         self.sampler = self.sampler_type(self.base, self.loaded, table)
         self._training, self._pause = training, training.pause
         self._offloaded = offloaded
-        record = self._recorder()
-        self._graphs: DecodeGraphs | None = None if record is None else self._made_graphs(record)
+        self.graphs: DecodeGraphs | None = None
+        if (record := self._recorder()) is not None:
+            pages = attention.page_size, table.most_pages
+            self.graphs = DecodeGraphs(self.decode, record, table.padding_row, pages, self.base.device)
+            self.graphs.prepare(table.capacity)
 
     def _recorder(self) -> Record | None:
         """The recorder of decode steps; None on a processor, where layers are not in memory as they are or
@@ -56,30 +58,27 @@ class FusedPass:
         base = self.base
         if base.device.type != "cuda" or base.makes_calls or base.reader is not None:
             return None
-        return CudaGraphs(base.device) if isinstance(self.attention, PagedBackend) else None
+        return CudaGraphs(base.device) if self.attention.is_capturable else None
 
-    def _made_graphs(self, record: Record) -> DecodeGraphs:
-        pages = self.attention.page_size, self.table.most_pages
-        graphs = DecodeGraphs(self.decode, record, self.table.padding_row, pages, self.base.device)
-        graphs.prepare(self.table.capacity)
-        return graphs
-
-    def run(
-        self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment], layers: int
-    ) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+    def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Runs rows of sequences and windows that go forward in one pass; returns the tokens, and the windows
-        with the layers that they have passed. Windows leave the pass at a pause, between two slices of so
-        many layers.
+        with the layers that they have passed. Decode rows pass before, by graph, where they are alone or the
+        plan has them apart. Windows leave the pass at a pause, between two slices.
 
         Where memory runs out inference and each window pass again alone, and overwrite their own results.
         """
+        inference, training = plan.inference, plan.fused
         if not inference:
             return {}, []
-        if not training and (decoded := self._replayed(inference)) is not None:
-            return self.sampler.sample(decoded), []
+        decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
+        is_alone = plan.apart or (len(decodes) == len(inference) and not training)
+        if is_alone and (decoded := self._replayed(decodes)) is not None:
+            others = tuple(one for one in inference if not self._decodes(one))
+            sampled, _ = self.run(replace(plan, inference=others))
+            return sampled | self.sampler.sample(decoded), []
         windows = self._training.forward_slices(training, self.forward)
         batch = self._inference_rows(inference)
-        if not self._fit(batch, windows, layers):
+        if not self._fit(batch, windows, plan.slice_layers):
             batch = self._inference_rows(inference)
             self.forward([batch])
             windows.run_alone(range(self.base.depth))
@@ -116,10 +115,8 @@ class FusedPass:
         return self._batch((), torch.zeros_like(positions), common, [(slice(0, count), bypasses)])
 
     def _replayed(self, segments: Sequence[InferenceSegment]) -> PassedRows | None:
-        """Decode rows by a CUDA graph; None where there are other rows, or none holds their work."""
-        if self._graphs is None or not self._graphs.takes(len(segments)):
-            return None
-        if not all(map(self._decodes, segments)):
+        """Decode rows by a CUDA graph; None where none holds their work."""
+        if self.graphs is None or not self.graphs.takes(len(segments)):
             return None
         ordered, counts = self._by_kind([*segments]), [1] * len(segments)
         adapters = adapter_ranges(self.loaded, ordered, counts)
@@ -127,7 +124,7 @@ class FusedPass:
         if pools is None:
             return None
         self.base.chain.on_layer()
-        hidden = self._graphs.run(self.table.places(ordered), [segment.context for segment in ordered], pools)
+        hidden = self.graphs.run(self.table.places(ordered), [segment.context for segment in ordered], pools)
         return None if hidden is None else PassedRows(ordered, counts, hidden)
 
     def decode(self, rows: Tensor, positions: Tensor, pages: int, slots: Sequence[SlotRows]) -> Tensor:

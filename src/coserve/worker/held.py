@@ -149,8 +149,6 @@ class HeldState:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(f"job {command.job}: there is no memory for its adapter") from error
-        if self.base.device.type == "cuda":  # this may be a thread of its own, whose work no step waits for
-            torch.cuda.current_stream(self.base.device).synchronize()
         self.sessions[command.job] = session
         return Outline.of(session.weights.current)
 

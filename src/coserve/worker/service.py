@@ -183,4 +183,4 @@ if __name__ == "__main__":
         status = 0
     except BaseException:
         traceback.print_exc()
-    os._exit(status)  # does not wait for a lane's thread
+    os._exit(status)  # does not wait for a stream's thread

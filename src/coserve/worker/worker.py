@@ -16,9 +16,7 @@ from coserve.attention.paged import make_batched
 from coserve.core.plan import (
     BasePlan,
     BaseResult,
-    Lane,
     OffloadReads,
-    Sampled,
     TrainingSegment,
     WeightReads,
 )
@@ -30,9 +28,9 @@ from coserve.train.optimizer_offload import MakeOffload
 from coserve.worker.compute_threads import ComputeThreads
 from coserve.worker.fused_pass import FusedPass
 from coserve.worker.held import HeldState
-from coserve.worker.lanes import LaneRunner
 from coserve.worker.offloaded import OffloadedCache
 from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.streams import Answered, Streams
 from coserve.worker.swap_space import SwapSpace
 from coserve.worker.training_passes import TrainingPasses
 
@@ -76,10 +74,12 @@ class Worker:
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
         self._offloaded, self._offload_refusal = offloaded, offload_refusal
         self._swapped: Swapped | None = None  # what came of moving the pages of the plan under way
-        self._lanes = LaneRunner(base.device)
+        self._streams = Streams(base.device, self._answer, self._train)
         is_free = self.base.device.type == "cpu" and not self.is_deterministic
         self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
-        self._has_lanes = not base.makes_calls  # whether lanes may be side by side
+        # Whether training may run beside answers. Where linears are computed elsewhere both would share
+        # nothing of this device but Python; bits depend on the number of compute threads.
+        self._may_share = not (base.makes_calls or self.is_deterministic)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
         self._training = TrainingPasses(self.held, together=not self.is_deterministic)
@@ -109,6 +109,7 @@ class Worker:
             offload_pages=0 if self._offloaded is None else self._offloaded.pages,
             offload_refusal=self._offload_refusal,
             elsewhere=frozenset(p for p, own in self.base.linears.items() if own.placement.is_elsewhere),
+            graphs=self.fused.graphs is not None,
         )
 
     def on_progress(self, beat: Callable[[], object]) -> None:
@@ -124,16 +125,20 @@ class Worker:
     def call(self, command: Command[R]) -> R:
         """See `DeviceWorker`."""
         if isinstance(command, CloseSession | RestartStep):
-            self._lanes.settle()
+            self._streams.settle()
             self._failed.discard(command.job)
-        return self.held.do(command)
+        with self._streams.step():
+            return self.held.do(command)
 
     def run(self, plan: BasePlan) -> BaseResult:
-        """See `DeviceWorker`. Where linears are computed elsewhere two lanes would share nothing of this
-        device but Python, so there is one."""
-        plan = plan if self._has_lanes else replace(plan, split=None)
-        self._swapped = self._swapped or self._swap(plan)
-        result = self._run(plan)
+        """See `DeviceWorker`."""
+        share = plan.share if self._may_share else None
+        plan = replace(plan, share=share, apart=plan.apart or self.is_deterministic)
+        if plan.share is None:
+            self._streams.settle()
+        with self._streams.step(plan.share):
+            self._swapped = self._swapped or self._swap(plan)
+            result = self._run(plan)
         self._begun = self._swapped = None
         return result
 
@@ -149,8 +154,6 @@ class Worker:
     @torch.no_grad()
     def _run(self, plan: BasePlan) -> BaseResult:
         plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
-        if plan.split is None:
-            self._lanes.settle()
         self._pause.begin(plan.pausable, plan.abandons)
         started, read = time.perf_counter(), self._read
         is_again = self._begun is not None
@@ -160,19 +163,17 @@ class Worker:
             self._begin(plan)
             self._begun = plan
         with self._threads_for(plan):
-            sampled, trained, is_paused, lanes = self._lanes.run(plan.lanes, self._run_lane, is_again)
+            sampled, trained, is_paused, stream_seconds = self._streams.run(plan, is_again)
         if (failure := self._pause.failure) is not None:
-            if not plan.inference and not trained and plan.split is None:  # the plan is as if it had not run
+            if not plan.inference and not trained and plan.share is None:  # the plan is as if it had not run
                 raise failure
             _log.warning("training is paused: %s", failure)
         if plan.idle:
             time.sleep(min(plan.idle, _NAP))
         outputs = self._training.outputs(trained)
         updated, failed = self._training.update(plan.updates)
-        if not self._lanes.is_training:  # else rows of failed jobs may still run in the lane
+        if not self._streams.is_training:  # else rows of failed jobs may still run beside answers
             failed |= self._short.take()
-        if self.base.device.type == "cuda" and plan.split is None:  # lanes wait for their own streams
-            torch.cuda.synchronize(self.base.device)
         self._failed |= failed.keys()
         self._pauses += is_paused
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
@@ -184,7 +185,7 @@ class Worker:
             failed=failed,
             trained=trained,
             paused=is_paused,
-            lanes=lanes,
+            stream_seconds=stream_seconds,
             reads=self._read - read,
             swap_failed=copies_failed,
             swap_seconds=moving,
@@ -196,7 +197,7 @@ class Worker:
 
     def _threads_for(self, plan: BasePlan) -> AbstractContextManager[None]:
         """Context in which a step computes with the number of threads that suits the moment."""
-        if plan.split is not None or not (plan.inference or plan.training):  # lanes have their own numbers
+        if plan.share is not None or not (plan.inference or plan.training):  # streams have their own numbers
             return nullcontext()
         reader = self.base.reader
         rows = (sum(segment.length for segment in plan.inference), sum(s.length for s in plan.training))
@@ -230,10 +231,13 @@ class Worker:
         """See `Executor`."""
         self._pause.withdraw()
 
-    @torch.no_grad()  # a setting of the thread, and lanes have their own
-    def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Runs a pass, then slices; returns the tokens, and the training that ran."""
-        layers = lane.slice_layers
-        fused, sliced = (lane.fused, lane.sliced) if self.fused.is_shared else ((), lane.training)
-        sampled, trained = self.fused.run(lane.inference, fused, layers)
-        return sampled, trained + self._training.run(sliced, layers, self.fused.forward)
+    @torch.no_grad()  # a setting of the thread, and streams have their own
+    def _answer(self, plan: BasePlan) -> Answered:
+        """Runs the passes of answers' rows, with the windows that share one."""
+        return self.fused.run(plan)
+
+    @torch.no_grad()
+    def _train(self, plan: BasePlan) -> list[TrainingSegment]:
+        """Runs the plan's other training in slices; returns what ran."""
+        sliced = [segment for segment in plan.training if segment not in plan.fused]
+        return self._training.run(sliced, plan.slice_layers, self.fused.forward)

@@ -10,7 +10,7 @@ from coserve.executors.executor import Executor
 from coserve.model.base import Base
 
 _MEASURED: dict[Hashable, calibrate.Calibration] = {}
-_LANES: dict[Hashable, tuple[float, float] | None] = {}
+_INTERFERENCE: dict[Hashable, tuple[float, float] | None] = {}
 _MOST_TOKENS = 8192  # no step that is measured has as many in the cache
 
 
@@ -29,13 +29,13 @@ def _measure_once(
     return _MEASURED[key]
 
 
-def _measure_lanes_once(
+def _measure_interference_once(
     executor: Executor, base: Base, page_size: int, pages: int
 ) -> tuple[float, float] | None:
     key = _size(executor, base, page_size, pages)
-    if key not in _LANES:
-        _LANES[key] = calibrate.measure_lanes(executor, base, page_size, pages)
-    return _LANES[key]
+    if key not in _INTERFERENCE:
+        _INTERFERENCE[key] = calibrate.measure_interference(executor, base, page_size, pages)
+    return _INTERFERENCE[key]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,5 +43,5 @@ def measured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "_ROUNDS", 1)
         patch.setattr(engine, "measure", _measure_once)
-        patch.setattr(engine, "measure_lanes", _measure_lanes_once)
+        patch.setattr(engine, "measure_interference", _measure_interference_once)
         yield

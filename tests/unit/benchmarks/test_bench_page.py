@@ -87,7 +87,7 @@ RESULTS: dict[str, Any] = {
         "batch": [{"batch": b, "policy": "temporal:5", "latency": 0.1 * b} for b in (1, 8)],
         "load": [],
     },
-    "switch": {"seconds": 0.031, "initialisation": 0.0, "clean_up": 0.0, "data_movement": 0.012, "lanes": 2},
+    "switch": {"seconds": 0.031, "initialisation": 0.0, "clean_up": 0.0, "data_movement": 0.012, "others": 2},
 }
 
 
@@ -168,7 +168,7 @@ def test_everybody_and_everything_is_named(made: tuple[str, Reader]) -> None:
         *("switch.seconds", "≤ 0.052", "met", "ours.best_lead", "missed"),
         *(f"The report's {NASTY}", f"Scaled {NASTY}. Requests arrive for 60 s."),
         "the whole answer within 0.9 s",
-        *(f"best split {NASTY}", f"a note: {NASTY}", "1.153 / 0.015", "3.456 / 1.376", "5.918", "lanes"),
+        *(f"best split {NASTY}", f"a note: {NASTY}", "1.153 / 0.015", "3.456 / 1.376", "5.918", "others"),
         *("Fine-tuning against the deferral bound", "FineInfer, figure 4", "multi-LoRA report, figure 5.2"),
     ):
         assert said in shown, said

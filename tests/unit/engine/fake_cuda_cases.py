@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -13,12 +14,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
+from coserve.core.plan import BasePlan
 from coserve.kernels.triton import is_installed
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from coserve.worker.cuda_graphs import rerun
 from coserve.worker.fused_pass import FusedPass
-from fake_cuda import DEVICE, Waits, install, on_fake_cuda, stub_triton
+from coserve_benchmarks.plans import watch_plans
+from fake_cuda import DEVICE, HostThread, Waits, install, on_fake_cuda, stub_triton
 from mixed import TRAINED
 from models import ARCHITECTURES
 
@@ -38,6 +41,7 @@ CASES: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "int8 cache": ("llama", {"cache_dtype": "int8"}),
     "8bit": ("llama", {"quantize": "8bit"}),
     "calibrated": ("llama", {"calibrate": True}),
+    "spatial": ("llama", {"policy": "spatial"}),
 }
 # Of what is served and trained: low-rank bypasses of two ranks, scales, a module of two products, virtual
 # tokens that are given and that are run.
@@ -51,8 +55,7 @@ MOST_WAITS: Final = 1
 def main() -> None:
     install()
     mock.patch.object(FusedPass, "_recorder", lambda _: rerun).start()  # there is nothing to capture
-    lanes = mock.patch("coserve.engine.engine.measure_lanes", lambda *_: None)
-    lanes.start()  # their threads have no tensors without data
+    mock.patch("coserve.worker.streams.ThreadPoolExecutor", HostThread).start()  # modes are a thread's own
     launched: Counter[str] = Counter()
     if is_installed():
         stub_triton(launched)
@@ -62,8 +65,14 @@ def main() -> None:
         with on_fake_cuda() as waits:
             engine = Engine(model(kind), EngineConfig(**{**settings(), **config}))
             assert str(engine.base.device) == DEVICE
+            in_pages = is_installed() and name != "int8 cache"
+            assert engine.executor.worker.attention.is_capturable is in_pages
             answers(engine, waits, LACKING.get(name, "-"))
-            trains(engine, LACKING.get(name, "-"))
+            plans: list[BasePlan] = []
+            with watch_plans(engine, plans.append):
+                trains(engine, LACKING.get(name, "-"), tokens=60 if name == "spatial" else 4)
+            beside = sum(bool(plan.share and plan.inference and not plan.training) for plan in plans)
+            assert beside > 5 or name != "spatial", "training goes on through steps that answer"
         print(f"{name} in {time.process_time() - started:.0f} s", flush=True)
     if is_installed():
         missing = {"_shrink", "_expand", "_outer", "_attend"} - launched.keys()
@@ -107,7 +116,7 @@ def answers(engine: Engine, waits: Waits, lacking: str) -> None:
     assert all(len(handle.tokens) == 4 for handle in handles)
 
 
-def trains(engine: Engine, lacking: str) -> None:
+def trains(engine: Engine, lacking: str, tokens: int) -> None:
     """A job of each method at once, beside an answer, for two steps. Two low-rank ones are so short that
     their windows go back together."""
     long, short = ([Example((1,) * n, (1,) * n) for n in sizes] for sizes in ((9, 30, 14, 5), (4, 6, 5, 7)))
@@ -120,9 +129,10 @@ def trains(engine: Engine, lacking: str) -> None:
         training = TrainingConfig(batch_size=2, max_steps=2, rows=48, keep=keeps[number % 3])
         data = short if name in paired else long
         jobs.append(engine.finetune(data, f"tuned {name}", config, training))
-    answer = engine.generate([1, 2, 3] * 9, sampling=SAMPLINGS[0], text=False)
+    sampling = replace(SAMPLINGS[0], max_tokens=tokens)
+    answer = engine.generate([1, 2, 3] * 9, sampling=sampling, text=False)
     engine.run()
-    assert len(answer.tokens) == 4
+    assert len(answer.tokens) == tokens
     for job in jobs:
         assert job.status == "succeeded", f"{job.adapter}: {job.status}, {job.reason}"
 

@@ -8,7 +8,7 @@ import pytest
 
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.plan import BasePlan, BaseResult
-from coserve.engine.calibrate import Calibration, measure, measure_lanes
+from coserve.engine.calibrate import Calibration, measure, measure_interference
 from coserve.schedule.features import Features
 from models import tiny
 
@@ -22,10 +22,10 @@ def make_engine(**changes: Any) -> Engine:
 
 def measured(engine: Engine) -> tuple[float, float] | None:
     config = engine.config
-    return measure_lanes(engine.executor, engine.base, config.page_size, config.pages)
+    return measure_interference(engine.executor, engine.base, config.page_size, config.pages)
 
 
-def test_lanes_are_measured_and_nothing_remains() -> None:
+def test_interference_is_measured_and_nothing_remains() -> None:
     engine = make_engine()
     few = SamplingParams(max_tokens=4)
     before = list(engine.generate([5, 17, 3], sampling=few))
@@ -39,7 +39,7 @@ def test_lanes_are_measured_and_nothing_remains() -> None:
 @pytest.mark.parametrize(
     "changes", [{"cache_tokens": 128}, {"max_running": 3}, {"deterministic": True}], ids=str
 )
-def test_without_room_or_lanes_there_is_nothing_to_measure(changes: dict[str, Any]) -> None:
+def test_without_room_or_streams_there_is_nothing_to_measure(changes: dict[str, Any]) -> None:
     assert measured(make_engine(**changes)) is None
 
 
@@ -65,9 +65,9 @@ def test_nothing_remains_of_the_steps_that_were_measured(monkeypatch: pytest.Mon
     assert not len(engine.executor.worker.loaded)
 
 
-def test_an_engine_that_calibrates_knows_its_lanes() -> None:
-    lanes = make_engine(calibrate=True).scheduler.cost.first.lanes
-    assert (lanes.inference, lanes.training) != lanes.UNKNOWN
+def test_an_engine_that_calibrates_knows_its_interference() -> None:
+    slower = make_engine(calibrate=True).scheduler.cost.first.interference
+    assert (slower.inference, slower.training) != slower.UNKNOWN
 
 
 def measured_at(

@@ -10,7 +10,8 @@ import torch
 
 from forking import forked
 
-CASES, TESTS = Path(__file__).with_name("fake_cuda_cases.py"), Path(__file__).parents[2]
+HERE, TESTS = Path(__file__).parent, Path(__file__).parents[2]
+CASES = "fake_cuda_cases.py"
 
 pytestmark = [
     pytest.mark.local,
@@ -19,10 +20,10 @@ pytestmark = [
 ]
 
 
-def run(*names: str) -> None:
+def run(*names: str, script: str = CASES) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(CASES.parent), str(TESTS), os.environ["PYTHONPATH"]])
-    command = [sys.executable, "-m", CASES.stem, *names]
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(TESTS), os.environ["PYTHONPATH"]])
+    command = [sys.executable, "-m", Path(script).stem, *names]
     with forked():
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -32,6 +33,15 @@ def run(*names: str) -> None:
 def test_steps_have_their_tensors_on_one_device() -> None:
     """Answers of adapters of several methods and all kinds of sampling, and jobs of several methods."""
     run("llama")
+
+
+def test_a_missed_wait_between_streams_is_found_and_a_right_one_is_none() -> None:
+    run("streams", script="fake_cuda_streams.py")
+
+
+def test_training_beside_answers_waits_where_memory_crosses() -> None:
+    """The policy `spatial`, whose training goes on beside several steps of answers."""
+    run("spatial")
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def known_exactly(cost: StepCosts) -> StepCosts:
     """This machine does what is predicted, and nothing beside anything else."""
     for trains in (False, True) * 16:
         cost.misses.observe(1.0, trains)
-    cost.first.lanes.inference = cost.first.lanes.training = 3.0
+    cost.first.interference.inference = cost.first.interference.training = 3.0
     return cost
 
 
@@ -346,16 +346,16 @@ def test_beside_who_has_waited_training_rides_where_that_saves_something(
     assert (policy.allow(state).seconds > 0.0) is rides
 
 
-def lanes(inference: float, training: float) -> StepCosts:
-    """A machine on which lanes take so many times as long as each kind of work alone, and a mini-batch of 100
-    rows a hundred times as long as a pass."""
+def interfering(inference: float, training: float) -> StepCosts:
+    """A machine on which both take beside each other so many times as long as each kind of work alone, and a
+    mini-batch of 100 rows a hundred times as long as a pass."""
     cost = known_exactly(step_costs(COSTS | {"backward_rows": 1.0}))
-    cost.first.lanes.inference, cost.first.lanes.training = inference, training
+    cost.first.interference.inference, cost.first.interference.training = inference, training
     return cost
 
 
 @pytest.mark.parametrize(
-    ("factors", "slack", "whole", "deferral", "left", "lane"),
+    ("factors", "slack", "whole", "deferral", "left", "piece"),
     [
         ((1.5, 1.5), 0.5, 9.0, 99.0, 4, 4 * 1.5 / 1.5),  # as long as its last 4 tokens take beside training
         ((1.5, 2.0), 0.5, 9.0, 99.0, 4, 4 * 1.5 / 2.0),
@@ -380,41 +380,41 @@ def lanes(inference: float, training: float) -> StepCosts:
         ((2.7, 2.7), 50.0, 50.0, 99.0, 4, None),  # this does not
     ],
 )
-def test_beside_answers_training_has_a_lane_where_bounds_bear_it(
-    factors: tuple[float, float], slack: float, whole: float, deferral: float, left: int, lane: float | None
+def test_training_runs_beside_answers_where_bounds_bear_it(
+    factors: tuple[float, float], slack: float, whole: float, deferral: float, left: int, piece: float | None
 ) -> None:
     state = view(
-        running=(asked(1, tokens=left),), cost=lanes(*factors), inference_seconds=1.0, slack=slack,
+        running=(asked(1, tokens=left),), cost=interfering(*factors), inference_seconds=1.0, slack=slack,
         whole_slack=whole, deferral=deferral, config=replace(config(), quantum_with_inference=1.0),
     )  # fmt: skip
     found = make_policy("adaptive").allow(state)
-    assert found.split == (None if lane is None else 0.5)
-    expected = (pytest.approx(lane), INFINITE, 512, False)
-    assert lane is None or (found.seconds, found.minimum, found.rows, found.cut) == expected
+    assert found.share == (None if piece is None else 0.5)
+    expected = (pytest.approx(piece), INFINITE, 512, False)
+    assert piece is None or (found.seconds, found.minimum, found.rows, found.cut) == expected
 
 
-def test_there_is_no_lane_beside_prompts_nor_where_riding_saves_more() -> None:
-    cost, busy = lanes(1.5, 1.5), {"inference_seconds": 1.0, "slack": 9.0}
+def test_there_is_no_share_beside_prompts_nor_where_riding_saves_more() -> None:
+    cost, busy = interfering(1.5, 1.5), {"inference_seconds": 1.0, "slack": 9.0}
     prompt = Sequence(2, Request("2", (1, 1), SamplingParams(max_tokens=4)))
-    assert make_policy("adaptive").allow(view(running=(asked(1), prompt), cost=cost, **busy)).split is None
+    assert make_policy("adaptive").allow(view(running=(asked(1), prompt), cost=cost, **busy)).share is None
     cheap = step_costs(COSTS | {"forward_rows": 0.05, "backward_rows": 0.05})  # a pass is 1 of 13 seconds
-    cheap.first.lanes.inference = cheap.first.lanes.training = 1.5
-    assert make_policy("adaptive").allow(view(running=(asked(1),), cost=cheap, **busy)).split is None
+    cheap.first.interference.inference = cheap.first.interference.training = 1.5
+    assert make_policy("adaptive").allow(view(running=(asked(1),), cost=cheap, **busy)).share is None
 
 
-def test_lanes_that_gained_nothing_are_tried_again() -> None:
-    policy, cost = make_policy("adaptive"), lanes(1.5, 1.5)
+def test_sharing_that_gained_nothing_is_tried_again() -> None:
+    policy, cost = make_policy("adaptive"), interfering(1.5, 1.5)
     state = view(running=(asked(1),), cost=cost, inference_seconds=1.0, slack=9.0)
-    assert policy.allow(state).split == 0.5
-    cost.first.lanes.inference = cost.first.lanes.training = 3.0
-    tried = [now for now in range(1, 25) if policy.allow(replace(state, now=float(now))).split]
+    assert policy.allow(state).share == 0.5
+    cost.first.interference.inference = cost.first.interference.training = 3.0
+    tried = [now for now in range(1, 25) if policy.allow(replace(state, now=float(now))).share]
     assert tried == [10, 20]
 
 
 def test_who_is_answered_beside_training_enters_sooner() -> None:
     """Its 4 tokens take 6 seconds then, not 4, and it is held up by 2 of them."""
     for slo, late in ((SLO(end_to_end=stated(50.0)), 46.0), (SLO(deferral=stated(50.0)), 50.0)):
-        for cost, left in ((lanes(3.0, 3.0), late), (lanes(1.5, 1.5), late - 2.0)):
+        for cost, left in ((interfering(3.0, 3.0), late), (interfering(1.5, 1.5), late - 2.0)):
             policy, due = make_policy("adaptive"), []
             for now in (left - 0.4, left - 0.2):  # a third of a quantum before it at last
                 one = asked(1, slo=slo)
@@ -426,11 +426,11 @@ def test_who_is_answered_beside_training_enters_sooner() -> None:
 # On a machine like a real one, which does exactly what is predicted
 
 
-def make_scheduler(policy: str, lanes: float = 3.0) -> Scheduler:
+def make_scheduler(policy: str, slower: float = 3.0) -> Scheduler:
     settings = SchedulerConfig(layers=DEPTH, max_positions=1024, starvation=None)
     it = Scheduler(BaseCache(settings, PagePool(2048, 16)), CostModel(), make_policy(policy))
     known_exactly(it.cost)
-    it.cost.first.lanes.start(lanes, lanes)
+    it.cost.first.interference.start(slower, slower)
     return it
 
 
@@ -505,10 +505,10 @@ def traffic(seed: str, rate: float, seconds: float, kind: str) -> list[Request]:
 
 
 def serve(
-    policy: str, requests: list[Request], seconds: float, lanes: float = 3.0
+    policy: str, requests: list[Request], seconds: float, slower: float = 3.0
 ) -> tuple[list[Sequence], float, ScriptedExecutor]:
     """All requests, answered, the rows that were trained within so many seconds, and who ran all that."""
-    it, executor = make_scheduler(policy, lanes), ScriptedExecutor(16)
+    it, executor = make_scheduler(policy, slower), ScriptedExecutor(16)
     give(it, "a")
     coming, sequences, trained = deque(requests), [], 0.0
     while executor.now < seconds or coming or not all(sequence.is_finished for sequence in sequences):
@@ -537,11 +537,11 @@ def broken(sequence: Sequence) -> list[str]:
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", ["end_to_end", "tokens", "deferral", "mixed"])
 @pytest.mark.parametrize("rate", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("lanes", [2.0, 3.0])  # what they take here, or so much that there are none
-def test_every_bound_is_kept(kind: str, rate: float, lanes: float) -> None:
+@pytest.mark.parametrize("slower", [2.0, 3.0])  # what they take here, or so much that there are none
+def test_every_bound_is_kept(kind: str, rate: float, slower: float) -> None:
     for seed in range(4):
-        sequences, _, executor = serve("adaptive", traffic(f"{kind}/{seed}", rate, 10.0, kind), 10.0, lanes)
-        assert any(plan.split for plan in executor.plans) is (lanes == 2.0)
+        sequences, _, executor = serve("adaptive", traffic(f"{kind}/{seed}", rate, 10.0, kind), 10.0, slower)
+        assert any(plan.share for plan in executor.plans) is (slower == 2.0)
         missed = {sequence.request.id: broken(sequence) for sequence in sequences}
         assert not any(missed.values()), missed
 
@@ -556,7 +556,7 @@ def test_pushing_requests_out_leaves_more_to_training() -> None:
     assert ours >= 1.02 * theirs
 
 
-def test_a_prompt_enters_earlier_where_a_lane_may_make_it_longer() -> None:
+def test_a_prompt_enters_earlier_where_training_beside_it_may_make_it_longer() -> None:
     """On half of the machine its rows take twice as long, as its steps do."""
     asked = Request("x", (1,) * 100, SamplingParams(max_tokens=4), slo=SLO(first_token=1000.0))
     state = view((Sequence(1, asked),), cost=known_exactly(step_costs()))

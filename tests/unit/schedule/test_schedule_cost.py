@@ -105,6 +105,19 @@ def test_decode_rows_alone_are_no_prefill() -> None:
     assert empty.as_dict()["prefill_layers"] == 0
 
 
+def test_decode_rows_by_graph_pass_apart_from_prompts_and_windows() -> None:
+    model = CostModel(dict.fromkeys(NAMES, 0.0) | {"forward_layers": 1.0, "prefill_layers": 4.0})
+    decode, prompt, window = infer(99, 1), infer(0, 4), train(Direction.TRAIN_FORWARD, 16, 0, 2)
+    shared, apart = (BasePlan((decode, prompt), (window,), apart=apart) for apart in (False, True))
+    assert (model.predict(shared), model.predict(apart)) == (5.0, 5.0 + 5 * 2 / 8)
+    model.graphs = True
+    assert model.predict(apart) == 1.0 + 5.0 + 5 * 2 / 8
+    assert model.predict(BasePlan((decode,))) == 1.0 and model.predict(BasePlan((prompt,))) == 5.0
+    before = model.weights["forward_layers"]
+    model.observe(apart, 14.5)  # twice as long, of which the passes over the weights are 2.25 each second
+    assert model.weights["forward_layers"] > before
+
+
 def test_rows_add_no_negative_seconds() -> None:
     cost = CostModel(dict.fromkeys(NAMES, 0.0) | {"prefill_layers": 1.0, "forward_rows": 0.01})
     added = [added_seconds(cost, 10, rows) for rows in (0, 1, 2, 5)]
@@ -258,7 +271,7 @@ def test_another_model_goes_on_from_what_one_has_learned() -> None:
     for _ in range(20):
         plan = random_plan(rng)
         model.observe(plan, 2 * model.predict(plan))
-    model.lanes.start(1.5, 2.5)
+    model.interference.start(1.5, 2.5)
     assert model.learned.is_sound
     again.recall(Costs(**json.loads(json.dumps(asdict(model.learned)))))
     assert again.weights == model.weights and again.error == model.error
@@ -282,8 +295,8 @@ def test_another_model_goes_on_from_what_one_has_learned() -> None:
         {"factors": {"forward": 1.0, "backward": 1.0, "loss_rows": 5.0, "updates": 1.0}},
         {"factors": {"forward": 1.0, "backward": 1.0, "loss_rows": 0.0, "updates": 1.0}},
         {"error": float("nan")},
-        {"lanes": (1.8, 0.0)},
-        {"lanes": (5.0, 1.8)},
+        {"interference": (1.8, 0.0)},
+        {"interference": (5.0, 1.8)},
     ],
     ids=str,
 )

@@ -232,20 +232,20 @@ def test_those_who_do_both_at_once_hold_nobody(name: str) -> None:
 
 
 @pytest.mark.parametrize(("share", "inference"), [(0.25, 0.001), (0.5, 0.001), (0.8, 0.001), (0.5, 0.05)])
-def test_spatial_training_is_a_piece_of_its_lane(share: float, inference: float) -> None:
-    """Sixteen steps, or a quantum of its lane, in seconds of the whole machine; a shorter one alone."""
+def test_spatial_training_is_a_piece_of_its_share(share: float, inference: float) -> None:
+    """Sixteen steps, or a quantum of its share, in seconds of the whole machine; a shorter one alone."""
     quantum = CONFIG.quantum_with_inference * (1 - share)
     seconds = max(quantum, 16 * inference / share * (1 - share))
     policy, cost = make_policy("spatial", share=share), step_costs()
-    cost.first.lanes.inference, cost.first.lanes.training = 1 / share, 1 / (1 - share)
+    cost.first.interference.inference, cost.first.interference.training = 1 / share, 1 / (1 - share)
     allowance = policy.allow(view(1, cost=cost, inference_seconds=inference, slack=0.0))
     assert allowance.seconds == pytest.approx(seconds)
     assert (allowance.rows, allowance.minimum, allowance.job) == (512, INFINITE, None)
     assert not allowance.cut
     alone = policy.allow(view(0, cost=cost))
     assert alone.seconds == pytest.approx(quantum * CONFIG.quantum / CONFIG.quantum_with_inference)
-    assert allowance.split == alone.split == share
-    assert make_policy("hybrid").allow(view(1, inference_seconds=0.01)).split is None
+    assert allowance.share == alone.share == share
+    assert make_policy("hybrid").allow(view(1, inference_seconds=0.01)).share is None
 
 
 def test_temporal_gives_training_the_machine_after_n_requests() -> None:

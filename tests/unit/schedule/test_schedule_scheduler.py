@@ -388,7 +388,7 @@ def test_the_cost_model_learns_from_each_step() -> None:
     assert it.cost.error < 0.05
 
 
-def test_what_a_lane_takes_teaches_nothing_of_the_whole_machine() -> None:
+def test_what_steps_with_a_share_take_teaches_nothing_of_the_whole_machine() -> None:
     it, _ = world(policy="spatial:0.25")
     executor = ScriptedExecutor(4, seconds=lambda plan: 0.2)
     before = it.cost.first.learned
@@ -396,18 +396,18 @@ def test_what_a_lane_takes_teaches_nothing_of_the_whole_machine() -> None:
     it.training.add("job", micro_batches(it, rows=4000))
     for _ in range(40):
         executor.step(it)
-    assert {plan.split for plan in executor.plans} == {0.25}
-    assert it.cost.first.learned == replace(before, lanes=it.cost.first.learned.lanes) != before
+    assert {plan.share for plan in executor.plans} == {0.25}
+    assert it.cost.first.learned == replace(before, interference=it.cost.first.learned.interference) != before
     assert (it.stats.fused_steps, it.stats.finished) == (0, 1)
 
 
-def test_a_lane_is_predicted_to_take_longer_than_alone() -> None:
+def test_a_share_is_predicted_to_take_longer_than_alone() -> None:
     alone, _ = world()
     alone.requests.submit(request(), 0.0)
     it, _ = world(policy="spatial")
     it.requests.submit(request(), 0.0)
     it.training.add("job", micro_batches(it))
-    it.cost.first.lanes.inference, it.cost.first.lanes.training = 3.0, 1.5
+    it.cost.first.interference.inference, it.cost.first.interference.training = 3.0, 1.5
     assert it.plan(0.0).only.predicted == pytest.approx(3 * alone.plan(0.0).only.predicted)
 
 

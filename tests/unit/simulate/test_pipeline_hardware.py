@@ -93,7 +93,7 @@ def test_pipelines_answer_and_train() -> None:
     [
         ({"stages": 0}, "not 1 of 2 in 0 stages"),
         ({"stages": 41}, "13b has 40 layers, which 41 stages cannot share"),
-        ({"policy": "spatial"}, "a lane of its own, which a pipeline's stages do not have"),
+        ({"policy": "spatial"}, "beside answers, which a pipeline's stages cannot"),
         ({"base_memory": 10**10}, "not by the stages of a pipeline"),
         ({"hardware": "two-cores"}, "says nothing of 4 with 13b"),
     ],

@@ -88,14 +88,14 @@ def test_each_step_is_observed_with_the_time_at_which_it_began() -> None:
     assert executor.now == 6.5
 
 
-def test_lanes_are_slower_by_what_is_given() -> None:
+def test_answers_and_training_are_slower_beside_each_other_by_what_is_given() -> None:
     window = TrainingSegment(9, "job", "job@0", 0, 4, 10, Direction.TRAIN_FORWARD, Span(0, 2), LAYERS)
     begin = InferenceSegment(1, 0, 3, 0, 1, request=Request("r", (0, 0, 0)))
-    first = BasePlan((begin,), (window,), split=0.5)
-    executor = SimulatedExecutor(lambda plan: 1.0, lanes=(1.5, 3.5))
+    first = BasePlan((begin,), (window,), share=0.5)
+    executor = SimulatedExecutor(lambda plan: 1.0, interference=(1.5, 3.5))
     result = executor.run(first)
-    assert (result.seconds, result.lanes, result.trained) == (1.5, (1.5, 0.0), ())
+    assert (result.seconds, result.stream_seconds, result.trained) == (1.5, (1.5, 0.0), ())
     for number, trained in ((1, ()), (2, (window,))):
-        result = executor.run(BasePlan((InferenceSegment(1, 2 + number, 1, 2 + number, 1),), split=0.5))
+        result = executor.run(BasePlan((InferenceSegment(1, 2 + number, 1, 2 + number, 1),), share=0.5))
         assert result.trained == trained
-    assert result.lanes == (1.5, 3.5) and executor.now == 4.5
+    assert result.stream_seconds == (1.5, 3.5) and executor.now == 4.5

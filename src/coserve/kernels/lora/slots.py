@@ -49,6 +49,9 @@ class SlotTables:
     def grow(self, slots: int) -> None:
         """Makes the tables larger, for `slots` slots; `weights` from before have the old tables."""
         taken = len(self._down)
+        for table in (self._down, *self._up):
+            if table.device.type == "cuda":  # else the stream that made it may reuse its memory at once
+                table.record_stream(torch.cuda.current_stream(table.device))
         self._down, *self._up = (
             torch.cat([table, table.new_empty(slots - taken, *table.shape[1:])])
             for table in (self._down, *self._up)

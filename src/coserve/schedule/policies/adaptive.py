@@ -9,9 +9,9 @@ from coserve.core.sequence import Direction, Sequence, Span
 from coserve.schedule.features import StepFeatures
 from coserve.schedule.places import TAKEN
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
-from coserve.schedule.policies.beside import STEPS, beside
 from coserve.schedule.policies.entry import LatestEntry
 from coserve.schedule.policies.hybrid import Hybrid
+from coserve.schedule.policies.spatial import STEPS, beside
 from coserve.schedule.segments import training_segment
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
@@ -20,15 +20,15 @@ _DUE: Final = 1 / 3  # of a quantum: with less left there is no time to train, e
 _COMPANY: Final = 2.0  # others expected while one can wait; where fewer are, waiting gathers too few
 _SHARED: Final = 0.05  # of a mini-batch's time: reads of weights that fused training must save, else it waits
 _SOON: Final = 1.5  # seconds that training waits for the machine; then it is fused, whatever that saves
-_HALF: Final = 0.5  # of the machine, for answers beside training in a lane of its own
-# Least gain of two lanes by the cost model, as a share of the machine. They do 1.2 to 1.7 times the work of
-# one after the other, but while they run nothing shows what answers would take alone: where a machine became
-# slower meanwhile the model blames the lanes.
+_HALF: Final = 0.5  # of the machine, for answers beside training
+# Least gain of both beside each other by the cost model, as a share of the machine. They do 1.2 to 1.7 times
+# the work of one after the other, but while they run nothing shows what answers would take alone: where a
+# machine became slower meanwhile the model takes it for interference.
 _WORTH: Final = -0.25
-_FULL: Final = 0.7  # utilization by inference in a lane, beyond which requests that arrive pile up
-_FEWEST: Final = 4.0  # steps beside a piece: of shorter ones too much of the lane's time is lost
+_FULL: Final = 0.7  # utilization by inference beside training, beyond which requests that arrive pile up
+_FEWEST: Final = 4.0  # steps beside a piece: of shorter ones too much of training's time is lost
 _SPENT: Final = 0.8  # of an answer's slack, for the steps beside one piece
-_AGAIN: Final = 10.0  # seconds after which lanes that gained too little are tried once more
+_AGAIN: Final = 10.0  # seconds after which sharing that gained too little is tried once more
 _PIECE: Final = 0.05  # of the shortest bound of recent requests, for a window through one layer
 _PATIENCE: Final = 0.5  # of the slack of the least patient recent request, for a quantum
 
@@ -57,7 +57,7 @@ class Adaptive(Hybrid):
     length follows the slack of recent requests. Beside requests that entered at once, training is fused into
     steps as far as bounds allow (FlexLLM, 6.2). Beside deferred requests it is fused only where sharing the
     pass over the weights saves a significant part of it (short mini-batches), or where they leave training no
-    time of its own. Otherwise, if bounds allow slower answers, training runs in a lane of its own (FlexLLM,
+    time of its own. Otherwise, if bounds allow slower answers, training runs beside them (FlexLLM,
     8.3): reading weights for a few rows leaves compute units idle that products of many rows can use.
 
     Requests without bounds are never deferred, nor are any on a streamed base, where each pass is shared.
@@ -71,7 +71,7 @@ class Adaptive(Hybrid):
         self._left = INFINITE  # seconds until a request is due
         self._prompts = 0.0  # seconds of other prompts before the first token of a new arrival
         self._alone = -INFINITE  # when training last had the machine to itself, or half of it
-        self._split_at = INFINITE  # when the machine was last split, if it ever was
+        self._shared_at = INFINITE  # when the machine was last shared, if it ever was
 
     def admit(self, view: View) -> Iterable[Sequence]:
         """All waiting requests once one of them is due, or where waiting gathers few; before that only
@@ -79,7 +79,7 @@ class Adaptive(Hybrid):
         self._left, self._prompts = INFINITE, 0.0
         if not view.jobs or not view.waiting:
             return view.waiting
-        latest = LatestEntry(view, view.cost.first.lanes.inference if _splitting_pays(view) else 1.0)
+        latest = LatestEntry(view, view.cost.first.interference.inference if _sharing_pays(view) else 1.0)
         self._note(view, latest)
         self._prompts = 0.0 if latest.can_follow else latest.prompts
         # Each pass over weights that are read has training beside answers: nothing is saved by fewer passes.
@@ -110,7 +110,7 @@ class Adaptive(Hybrid):
         rows = max([config.reserved_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
         if view.inference_seconds:
             if steps := self._steps_beside(view):
-                self._split_at = self._alone = view.now
+                self._shared_at = self._alone = view.now
                 return beside(view, _HALF, rows, steps)
             rides = not self._gathers(view.now) or view.now - self._alone >= _SOON or _shared(view) >= _SHARED
             # A cut window fills this step and costs more in later ones: cut only where nothing else fits.
@@ -138,18 +138,17 @@ class Adaptive(Hybrid):
         return _layer_seconds(view) > max(_PIECE * bound, view.config.quantum)
 
     def _steps_beside(self, view: View) -> float:
-        """Number of decode steps that may run beside training in a lane of its own, given the time that this
-        adds to them. 0 beside prompts, which are not memory-bound.
-        """
+        """Number of decode steps that may run beside training, given the time that this adds to them. 0
+        beside prompts, which are not memory-bound."""
         if any(sequence.remaining > 1 for sequence in view.running):
             return 0.0
-        if view.config.stages > 1:  # whose next plans are made before it is known what a lane has done
+        if view.config.stages > 1:  # whose next plans are made before it is known what training has done
             return 0.0
-        if view.utilization * view.cost.first.lanes.inference > _FULL:
+        if view.utilization * view.cost.first.interference.inference > _FULL:
             return 0.0
-        if not _splitting_pays(view) and view.now - self._split_at < _AGAIN:
+        if not _sharing_pays(view) and view.now - self._shared_at < _AGAIN:
             return 0.0
-        longer = max(view.inference_seconds * (view.cost.first.lanes.inference - 1), 1e-9)
+        longer = max(view.inference_seconds * (view.cost.first.interference.inference - 1), 1e-9)
         borne = _SPENT * (view.deferral if longer <= view.slack else view.whole_slack)
         bearable, left = borne / longer, max(one.steps_left for one in view.running)
         return min(bearable, left, STEPS) if bearable >= min(_FEWEST, left) else 0.0
@@ -205,9 +204,9 @@ def _layer_seconds(view: View) -> float:
     return view.cost.predict_features(features)
 
 
-def _splitting_pays(view: View) -> bool:
-    """Tells whether split lanes gain throughput, and more than fusing saves."""
-    return view.cost.first.lanes.gain > _WORTH and _shared(view) < _SHARED
+def _sharing_pays(view: View) -> bool:
+    """Tells whether training beside answers gains throughput, and more than fusing saves."""
+    return view.cost.first.interference.gain > _WORTH and _shared(view) < _SHARED
 
 
 def _is_worth_it(steps: int, shared: int, others: float) -> bool:

@@ -33,7 +33,7 @@ class View:
     arrivals: float = 0.0  # a second, of late, of requests that stop training
     window_rows: int = 0  # of a window that memory bears in this step, beyond what is reserved
     places: float = INFINITE  # for sequences that run at once, by their number and by pages
-    beside: bool = False  # whether a piece in a lane is under way: a step without answers awaits its end
+    beside: bool = False  # whether a piece beside answers is under way: a step without answers awaits its end
     made_way: float = 0.0  # seconds of training that answers have made way for since they last had rows
     starving: bool = False  # whether the first job got nothing for `config.starvation` seconds
     inference_seconds: float = 0.0
@@ -72,8 +72,8 @@ class Allowance:
     up the layer under way beside answers, too, as they do where training is alone. `arrivals` is their rate,
     a second: the packer weighs a window's rows against what is lost. None takes as many as fit.
 
-    Only `job` trains; None is all jobs. `split` is the share of the machine for inference, with training in a
-    lane of its own; None fuses both in one pass over the weights.
+    Only `job` trains; None is all jobs. `share` is the part of the machine for answers, with training beside
+    them on the rest; None runs one after the other.
     """
 
     seconds: float
@@ -84,7 +84,7 @@ class Allowance:
     job: str | None = None
     abandons: bool = False
     arrivals: float | None = None
-    split: float | None = None
+    share: float | None = None
 
 
 NO_TRAINING = Allowance(seconds=0.0, rows=0)
@@ -95,12 +95,12 @@ class Policy(ABC):
 
     Each step calls `holds`, then `admit` unless it holds, then `allow` if there is a job. `whole`: a window
     may be a whole micro-batch of any length, which takes more memory. `pausable`: an arriving request pauses
-    training under way behind its present slice. `splits`: training always has a lane of its own.
+    training under way behind its present slice. `shares`: training always runs beside answers.
     """
 
     whole = False
     pausable = False
-    splits = False
+    shares = False
 
     def holds(self, view: View) -> bool:
         """Tells whether no inference runs in this step. Called once a step, first."""

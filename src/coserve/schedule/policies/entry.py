@@ -16,7 +16,7 @@ _SURE: Final = 0.9  # of a bound: a request that enters last cannot make up for 
 class LatestEntry:
     """Predicts the longest wait of each request, if all present requests then run together.
 
-    `slowness` is the slowdown of steps: 1.0, or more beside training in a lane of its own. `prompts` is the
+    `slowness` is the slowdown of steps: 1.0, or more beside training. `prompts` is the
     seconds of all waiting prompts. `can_follow` tells whether each of them can pass in one step beside the
     running requests without making a token late.
     """

@@ -1,4 +1,4 @@
-"""Costs of lanes: slowdown of inference and training beside each other, relative to the whole machine."""
+"""Interference: how much slower answers and training are beside each other than on the whole machine."""
 
 from typing import Final
 
@@ -6,8 +6,8 @@ _MEMORY: Final = 0.05  # weight of one step in the running mean
 _RANGE: Final = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
 
 
-class LaneCosts:
-    """Factors on what the cost model predicts, learned from steps of a split machine.
+class Interference:
+    """Factors on what the cost model predicts, learned from steps in which both ran.
 
     An even split of everything gives two. Work that cannot use a whole machine (small products, the overhead
     between them) is slowed less, so the initial factors are a little lower.
@@ -24,15 +24,15 @@ class LaneCosts:
 
     @property
     def gain(self) -> float:
-        """Relative throughput gain of both lanes side by side over one after the other."""
+        """Relative throughput gain of both side by side over one after the other."""
         return 1 / self.inference + 1 / self.training - 1
 
     def observe_inference(self, factor: float) -> None:
-        """Records the slowdown of a step's inference beside training."""
+        """Records the slowdown of a step's answers beside training."""
         self.inference += _MEMORY * (_within(factor) - self.inference)
 
     def observe_training(self, factor: float) -> None:
-        """Records the slowdown of training beside inference."""
+        """Records the slowdown of training beside answers."""
         self.training += _MEMORY * (_within(factor) - self.training)
 
 

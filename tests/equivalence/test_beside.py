@@ -1,13 +1,14 @@
-"""A step whose lanes run side by side computes what the fused one does: every token, every weight.
+"""A step whose training runs beside its answers computes what the fused one does: every token, every weight.
 
 Float64 throughout, in which two ways to the same result differ by rounding only. Threads change places as
-often as the interpreter lets them, so that whatever lanes should not share shows.
+often as the interpreter lets them, so that whatever streams should not share shows.
 """
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
-from coserve.core.plan import BasePlan, Lane
+from coserve.core.plan import BasePlan
 from coserve.train.example import Example
 from coserve_benchmarks.plans import watch_plans
 from models import Exact, prompts, tiny, with_lora
@@ -45,12 +46,12 @@ class Asked:
 
 @dataclass
 class Done:
-    """The results of a round: answers in order, trained matrices by name, losses, steps with both lanes."""
+    """The results of a round: answers in order, trained matrices by name, losses, steps with both streams."""
 
     answers: list[list[int]]
     weights: dict[str, Tensor]
     losses: list[float]
-    split: int
+    beside: int
     fused: int
 
 
@@ -88,11 +89,11 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
         "slowdown": 4.0,
     }  # fmt: skip
     config = EngineConfig(calibrate=False, cache_tokens=2048, page_size=8, policy=policy, scheduler=scheduler)
-    split = fused = 0
+    beside = fused = 0
 
     def look(plan: BasePlan) -> None:
-        nonlocal split, fused
-        split += bool(plan.split and plan.inference)  # training has begun or is under way beside it
+        nonlocal beside, fused
+        beside += bool(plan.share and plan.inference)  # training has begun or is under way beside it
         fused += plan.is_fused
 
     with Exact():
@@ -114,18 +115,18 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
             engine.run()
     assert all(job.status == "succeeded" for job in jobs)
     losses = [update.loss for job in jobs for update in job.history]
-    return Done([handle.tokens for handle in handles], weights(engine) if data else {}, losses, split, fused)
+    return Done([handle.tokens for handle in handles], weights(engine) if data else {}, losses, beside, fused)
 
 
 def in_exact_threads(engine: Engine) -> None:
-    """`Exact` is its thread's own: lanes have it too."""
-    work = engine.executor.worker._run_lane
+    """`Exact` is its thread's own: streams have it too."""
+    streams = engine.executor.worker._streams
+    streams.answer, streams.train = (partial(_exact, work) for work in (streams.answer, streams.train))
 
-    def exact(lane: Lane) -> Any:
-        with Exact():
-            return work(lane)
 
-    engine.executor.worker._run_lane = exact  # type: ignore[method-assign]
+def _exact(work: Callable[[BasePlan], Any], plan: BasePlan) -> Any:
+    with Exact():
+        return work(plan)
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
@@ -138,7 +139,9 @@ def worst_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.sample(1)
-def test_lanes_compute_what_a_fused_step_does(adapters: tuple[str, dict[str, Path]]) -> None:
+def test_training_beside_answers_computes_what_a_fused_step_does(
+    adapters: tuple[str, dict[str, Path]],
+) -> None:
     for number in range(ROUNDS[adapters[0]]):
         asked, data = requests(f"asked/{number}"), examples(f"data/{number}")
         fused = run(adapters, "hybrid", asked, data)
@@ -146,10 +149,10 @@ def test_lanes_compute_what_a_fused_step_does(adapters: tuple[str, dict[str, Pat
         trained = run(adapters, "idle-only", [], data)
         assert fused.fused >= 5 and trained.fused == alone.fused == 0
         for share in ("0.5", "0.25"):
-            split = run(adapters, f"spatial:{share}", asked, data)
-            assert split.split >= 5 and split.fused == 0
-            assert split.answers == fused.answers == alone.answers
-            assert len({*map(tuple, split.answers)}) > 6, "answers depend on prompts and adapters"
-            assert worst_error(split.weights, trained.weights) <= TOLERANCE
-            assert worst_error(split.weights, fused.weights) <= TOLERANCE
-            assert split.losses == pytest.approx(trained.losses, rel=1e-10)
+            beside = run(adapters, f"spatial:{share}", asked, data)
+            assert beside.beside >= 5 and beside.fused == 0
+            assert beside.answers == fused.answers == alone.answers
+            assert len({*map(tuple, beside.answers)}) > 6, "answers depend on prompts and adapters"
+            assert worst_error(beside.weights, trained.weights) <= TOLERANCE
+            assert worst_error(beside.weights, fused.weights) <= TOLERANCE
+            assert beside.losses == pytest.approx(trained.losses, rel=1e-10)

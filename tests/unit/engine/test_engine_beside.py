@@ -1,4 +1,4 @@
-"""A split machine: training in a lane of its own goes on while steps answer requests."""
+"""A shared machine: training beside answers goes on while steps answer requests."""
 
 import random
 import threading
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.core.plan import Lane
+from coserve.core.plan import BasePlan
 from coserve.engine.finetuning import FineTuning
 from coserve.train.example import Example
-from coserve.worker.lanes import Lanes
+from coserve.worker.streams import Streams
 from models import greedy, prompts, tiny
 
 pytestmark = pytest.mark.local
@@ -42,17 +42,17 @@ def weights(engine: Engine, name: str = "tuned") -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def held() -> tuple[threading.Event, Callable[[Engine], None]]:
-    """An event, and what holds an engine's training lane until it is set."""
+    """An event, and what holds an engine's training until it is set."""
     go = threading.Event()
 
     def hold(engine: Engine) -> None:
-        work = engine.executor.worker._run_lane
+        work = engine.executor.worker._streams.train
 
-        def waiting(lane: Lane) -> Any:
-            assert not lane.training or go.wait(WAIT)
-            return work(lane)
+        def waiting(plan: BasePlan) -> Any:
+            assert go.wait(WAIT)
+            return work(plan)
 
-        engine.executor.worker._run_lane = waiting  # type: ignore[method-assign]
+        engine.executor.worker._streams.train = waiting
 
     return go, hold
 
@@ -107,20 +107,20 @@ def test_a_job_that_is_cancelled_with_training_under_way_leaves_nothing_behind(
 def test_an_error_beside_the_answers_is_raised() -> None:
     engine = make_engine()
 
-    def fail(lane: Lane) -> Any:
-        assert lane.training and lane.share < 1
-        raise ZeroDivisionError("in a lane")
+    def fail(plan: BasePlan) -> Any:
+        assert plan.training and plan.share == 0.5
+        raise ZeroDivisionError("beside answers")
 
-    engine.executor.worker._run_lane = fail  # type: ignore[method-assign]
+    engine.executor.worker._streams.train = fail
     train(engine)
-    with pytest.raises(ZeroDivisionError, match="in a lane"):
+    with pytest.raises(ZeroDivisionError, match="beside answers"):
         engine.run()
 
 
-def test_the_deterministic_engine_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits under every policy, for lanes have other numbers of threads."""
+def test_the_deterministic_engine_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits under every policy, for streams have other numbers of threads."""
     begin = Mock()
-    monkeypatch.setattr(Lanes, "begin", begin)
+    monkeypatch.setattr(Streams, "begin", begin)
     found = []
     for policy in ("spatial", "hybrid"):
         engine = make_engine(policy, deterministic=True, scheduler={})

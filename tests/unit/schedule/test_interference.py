@@ -1,4 +1,4 @@
-"""Costs of lanes, computed by hand, and the cost model's learning from a step with two."""
+"""Interference, computed by hand, and the cost model's learning from a step with a share."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, OptimStep,
 from coserve.core.request import BASE, Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.features import DEFAULT_WEIGHTS
-from coserve.schedule.lanes import LaneCosts
+from coserve.schedule.interference import Interference
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.segments import inference_segment, training_segment
 from coserve.schedule.step_costs import StepCosts
@@ -27,15 +27,15 @@ def plan(
 ) -> BasePlan:
     answers = tuple(s for s in segments if isinstance(s, InferenceSegment))
     training = tuple(s for s in segments if isinstance(s, TrainingSegment))
-    return BasePlan(answers, training, updates, predicted=predicted, split=0.5)
+    return BasePlan(answers, training, updates, predicted=predicted, share=0.5)
 
 
 def observe(model: StepCosts, plan: BasePlan, result: BaseResult) -> None:
-    model.observe_lanes(step_plan(plan), step_result(result))
+    model.observe_beside(step_plan(plan), step_result(result))
 
 
 def test_a_factor_moves_by_a_twentieth_of_what_a_step_shows() -> None:
-    it = LaneCosts()
+    it = Interference()
     it.observe_inference(2.8)
     assert (it.inference, it.training) == (pytest.approx(1.85), 1.8)
     it.observe_training(1.4)
@@ -44,64 +44,71 @@ def test_a_factor_moves_by_a_twentieth_of_what_a_step_shows() -> None:
 
 @pytest.mark.parametrize(("seen", "counted"), [(1000.0, 4.0), (4.0, 4.0), (0.0, 0.25), (0.25, 0.25)])
 def test_a_step_that_was_held_up_teaches_no_more_than_a_slow_one(seen: float, counted: float) -> None:
-    it = LaneCosts()
+    it = Interference()
     it.observe_inference(seen)
     it.observe_training(seen)
     assert it.inference == it.training == pytest.approx(1.8 + 0.05 * (counted - 1.8))
 
 
 def test_factors_come_to_what_steps_show() -> None:
-    it = LaneCosts()
+    it = Interference()
     for _ in range(200):
         it.observe_inference(1.5)
         it.observe_training(3.0)
     assert it.inference == pytest.approx(1.5, rel=1e-3) and it.training == pytest.approx(3.0, rel=1e-3)
 
 
-def test_the_model_learns_what_each_lane_took_more_than_alone() -> None:
-    """The lanes take 4 and 6 seconds alone; here 8 and 9, so twice and one and a half times."""
+def test_the_model_learns_what_each_took_more_than_alone() -> None:
+    """They take 4 and 6 seconds alone; here 8 and 9, so twice and one and a half times."""
     model = step_costs(COSTS)
     before = model.first.learned
-    observe(model, plan(ANSWER, TRAINING), BaseResult(9.0, trained=(TRAINING,), lanes=(8.0, 9.0)))
-    assert model.first.lanes.inference == pytest.approx(1.8 + 0.05 * (2.0 - 1.8))
-    assert model.first.lanes.training == pytest.approx(1.8 + 0.05 * (1.5 - 1.8))
-    lanes = (model.first.lanes.inference, model.first.lanes.training)
-    assert model.first.learned == replace(before, lanes=lanes)  # what a step costs alone shows in other steps
+    observe(model, plan(ANSWER, TRAINING), BaseResult(9.0, trained=(TRAINING,), stream_seconds=(8.0, 9.0)))
+    assert model.first.interference.inference == pytest.approx(1.8 + 0.05 * (2.0 - 1.8))
+    assert model.first.interference.training == pytest.approx(1.8 + 0.05 * (1.5 - 1.8))
+    slower = (model.first.interference.inference, model.first.interference.training)
+    assert model.first.learned == replace(
+        before, interference=slower
+    )  # what a step costs alone shows in other steps
     other = step_costs(COSTS)
     other.first.recall(model.first.learned)
-    assert (other.first.lanes.inference, other.first.lanes.training) == lanes
+    assert (other.first.interference.inference, other.first.interference.training) == slower
 
 
 def test_training_that_goes_on_is_judged_when_it_is_done() -> None:
     """By what has been done, whichever step it began in."""
     model = step_costs(COSTS)
-    observe(model, plan(ANSWER, TRAINING), BaseResult(8.0, lanes=(8.0, 0.0)))
-    assert (model.first.lanes.inference, model.first.lanes.training) == (pytest.approx(1.81), 1.8)
-    observe(model, plan(ANSWER), BaseResult(7.2, trained=(TRAINING,), lanes=(7.2, 18.0)))
-    assert model.first.lanes.inference == pytest.approx(1.81 + 0.05 * (1.8 - 1.81))
-    assert model.first.lanes.training == pytest.approx(1.8 + 0.05 * (3.0 - 1.8))
+    observe(model, plan(ANSWER, TRAINING), BaseResult(8.0, stream_seconds=(8.0, 0.0)))
+    assert (model.first.interference.inference, model.first.interference.training) == (
+        pytest.approx(1.81),
+        1.8,
+    )
+    observe(model, plan(ANSWER), BaseResult(7.2, trained=(TRAINING,), stream_seconds=(7.2, 18.0)))
+    assert model.first.interference.inference == pytest.approx(1.81 + 0.05 * (1.8 - 1.81))
+    assert model.first.interference.training == pytest.approx(1.8 + 0.05 * (3.0 - 1.8))
 
 
-def test_the_margin_knows_of_lanes_too() -> None:
+def test_the_margin_knows_of_steps_with_a_share_too() -> None:
     """20 seconds where 10 were predicted: as much as before is allowed for on top."""
     model = step_costs(COSTS)
     for _ in range(16):
-        observe(model, plan(ANSWER, TRAINING), BaseResult(20.0, trained=(TRAINING,), lanes=(20.0, 19.0)))
+        observe(
+            model, plan(ANSWER, TRAINING), BaseResult(20.0, trained=(TRAINING,), stream_seconds=(20.0, 19.0))
+        )
     assert model.misses.covering(0.9, trains=True) == pytest.approx(1.0)
 
 
-def test_a_split_step_in_which_nothing_was_done_teaches_nothing() -> None:
+def test_a_step_with_a_share_in_which_nothing_was_done_teaches_nothing() -> None:
     model = step_costs(COSTS)
     for segments in ((), (ANSWER,), (TRAINING,)):
         observe(model, plan(*segments), BaseResult(9.0))
-    assert (model.first.lanes.inference, model.first.lanes.training) == (1.8, 1.8)
+    assert (model.first.interference.inference, model.first.interference.training) == (1.8, 1.8)
 
 
 def test_no_step_waits_for_training_beside_its_inference() -> None:
     """4 seconds by 1.5 beside 6 by 2, which are waited for alone; an optimizer step comes on top."""
     model = step_costs(COSTS)
-    model.first.lanes.inference, model.first.lanes.training = 1.5, 2.0
-    builder = PlanBuilder(0.0, split=0.5)
+    model.first.interference.inference, model.first.interference.training = 1.5, 2.0
+    builder = PlanBuilder(0.0, share=0.5)
     builder.add(SEQUENCE, 4)
     assert builder.predict(model) == 6.0
     builder.add_training(BATCH, TRAINING)

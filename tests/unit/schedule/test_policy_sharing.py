@@ -71,6 +71,21 @@ def test_hybrid_fills_each_step_up_to_the_bound() -> None:
     assert it.lines[-1] == "12.375 end"
 
 
+def test_where_decode_rows_pass_by_graph_windows_pay_for_a_pass_of_their_own() -> None:
+    """Each takes as long as the cost model says of a pass for answers and one for the window."""
+    it = world("hybrid", PASSES, {"x": Ask(0, 6, SLO(between_tokens=2.0))}, quantum=3.0, slowdown=2.0)
+    it.it.cost.first.graphs = True
+    it.run(until=60)
+    answering = [
+        (plan, taken)
+        for plan, taken in zip(it.executor.plans, it.executor.results, strict=True)
+        if plan.inference
+    ]
+    assert any(plan.training for plan, _ in answering) and it.sequences["x"].slowest <= 2.0
+    for plan, result in answering:
+        assert plan.apart and not plan.fused and result.seconds == pytest.approx(plan.predicted)
+
+
 def test_hybrid_obeys_the_smallest_bound_in_the_step() -> None:
     """A second request that bears no training at all: there is none until it has its answer."""
     asks = {"x": Ask(0, 4, SLO(between_tokens=9.0)), "y": Ask(0, 3, SLO(between_tokens=1.0))}
@@ -99,9 +114,12 @@ def test_a_policy_is_told_what_bounds_leave_a_step_and_all_of_them() -> None:
 
 
 def spatial(share: float, asks: dict[str, Ask], costs: dict[str, float] = TOKENS, **config: object) -> World:
-    """Each lane is as much slower as its share is small, and that is known."""
+    """Each stream is as much slower as its share is small, and that is known."""
     it = world(f"spatial:{share}", costs, asks, **config)
-    it.it.cost.first.lanes.inference, it.it.cost.first.lanes.training = 1 / share, 1 / (1 - share)
+    it.it.cost.first.interference.inference, it.it.cost.first.interference.training = (
+        1 / share,
+        1 / (1 - share),
+    )
     return it
 
 
@@ -118,13 +136,12 @@ def test_spatial_sharing_has_both_at_once_on_fixed_shares() -> None:
         (8.5, 1, []),  # ends at 10.625; what follows has the same half alone
     ]
     assert it.lines[-1] == "14.375 end"
-    assert (it.it.cost.first.lanes.inference, it.it.cost.first.lanes.training) == (
+    assert (it.it.cost.first.interference.inference, it.it.cost.first.interference.training) == (
         2.0,
         2.0,
     )  # nothing else was seen
     for plan, result in zip(it.executor.plans[:5], it.executor.results, strict=False):
-        answers, training = plan.lanes
-        assert plan.split == 0.5 and (answers.training, training.inference) == ((), ()) and not plan.is_fused
+        assert plan.share == 0.5 and not plan.fused and not plan.is_fused
         assert result.seconds == plan.predicted
 
 
@@ -138,7 +155,7 @@ def test_requests_that_come_meanwhile_do_not_wait_for_a_piece() -> None:
     assert (8.5, 2, []) in steps(it)  # in the midst of the way back
 
 
-def test_a_lane_pays_for_its_own_pass_over_the_weights() -> None:
+def test_training_beside_answers_pays_for_its_own_pass_over_the_weights() -> None:
     """A pass takes 1 second, 32 rows through both layers 2: on half of the machine until 6."""
     it = spatial(0.5, {"x": Ask(0, 9)}, PASSES, quantum_with_inference=0.0)
     it.run(until=60)
@@ -153,16 +170,16 @@ def test_a_lane_pays_for_its_own_pass_over_the_weights() -> None:
         assert result.seconds == plan.predicted
 
 
-def test_without_a_job_there_is_one_lane() -> None:
+def test_without_a_job_there_is_no_share() -> None:
     it = World(make_policy("spatial:0.25"), {"x": Ask(0, 3)}, {}, costs=TOKENS)
     it.run(until=60)
     assert it.sequences["x"].last_token_at == 3 * (1 + 1 / 16)
-    assert all(plan.split is None for plan in it.executor.plans)
+    assert all(plan.share is None for plan in it.executor.plans)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("quantum", [0.0, 3.0])
-def test_training_takes_sixteen_steps_or_a_quantum_of_its_lane(share: float, quantum: float) -> None:
+def test_training_takes_sixteen_steps_or_a_quantum_of_its_share(share: float, quantum: float) -> None:
     """Both layers of a window in one piece where they fit, else one after the other; it is not cut."""
     it = spatial(share, {"x": Ask(0, 60)}, TOKENS | {"tail_rows": 1 / 8}, quantum_with_inference=quantum)
     it.run(until=90)
@@ -178,7 +195,7 @@ def test_training_takes_sixteen_steps_or_a_quantum_of_its_lane(share: float, qua
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
-def test_a_lane_with_nothing_to_do_leaves_its_share_idle(share: float) -> None:
+def test_a_stream_with_nothing_to_do_leaves_its_share_idle(share: float) -> None:
     """A job alone is as slow as beside requests: that is what makes the share a fixed one."""
     it = spatial(share, {})
     it.run(until=200)

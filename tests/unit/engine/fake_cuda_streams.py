@@ -1,0 +1,141 @@
+"""Run by `test_fake_cuda.py`: the fake GPU finds what streams do to each other's memory without a wait."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from fake_cuda import DEVICE, HostThread, Stream, install, on_fake_cuda
+
+
+def side() -> Stream:
+    """A stream that knows all work so far."""
+    stream = Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
+def reads_at_once() -> None:
+    x, stream = torch.ones(4, device=DEVICE), Stream()
+    with torch.cuda.stream(stream):
+        x + 1
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def reads_after_a_wait() -> None:
+    x, stream = torch.ones(4, device=DEVICE), side()
+    with torch.cuda.stream(stream):
+        y = x + 1
+    torch.cuda.current_stream().wait_event(stream.record_event())
+    y.mul_(2)
+    stream.wait_stream(torch.cuda.current_stream())
+
+
+def reads_after_the_host_has_waited() -> None:
+    x, stream = torch.ones(4, device=DEVICE), Stream()
+    torch.cuda.current_stream().synchronize()
+    with torch.cuda.stream(stream):
+        assert (x + 1).sum().item() is not None  # waits for it, too
+
+
+def waited_too_early() -> None:
+    x, stream = torch.ones(4, device=DEVICE), side()
+    x.add_(1)
+    with torch.cuda.stream(stream):
+        x + 1
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def writes_what_another_reads() -> None:
+    x, stream = torch.ones(4, device=DEVICE), side()
+    with torch.cuda.stream(stream):
+        x + 1
+    x.zero_()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def views_are_no_use() -> None:
+    x, stream = torch.ones(4, device=DEVICE), Stream()
+    with torch.cuda.stream(stream):
+        x[:2].view(1, 2)
+
+
+def frees_what_another_reads() -> None:
+    x, stream = torch.ones(4, device=DEVICE), side()
+    with torch.cuda.stream(stream):
+        x + 1
+
+
+def frees_what_is_recorded() -> None:
+    x, stream = torch.ones(4, device=DEVICE), side()
+    with torch.cuda.stream(stream):
+        x + 1
+    x.record_stream(stream)  # type: ignore[arg-type]
+
+
+def uses_a_thread_s_result_before_it_is_known() -> None:
+    x, thread = torch.ones(4, device=DEVICE), HostThread()
+    torch.cuda.current_stream().synchronize()
+
+    def work() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            y = x + 1
+        stream.synchronize()  # this thread alone knows
+        return y
+
+    stream = Stream()
+    future = thread.submit(work)
+    future._value + 1
+    future.result()
+
+
+def uses_a_thread_s_result() -> None:
+    x, thread = torch.ones(4, device=DEVICE), HostThread()
+
+    def work() -> torch.Tensor:
+        y = x + 1
+        torch.cuda.current_stream().synchronize()
+        return y
+
+    future = thread.submit(work)
+    assert not future.done()
+    future.result().add_(1)
+
+
+def waits_for_the_whole_device() -> None:
+    torch.cuda.synchronize()
+
+
+RIGHT: Final = (
+    reads_after_a_wait, reads_after_the_host_has_waited, views_are_no_use, frees_what_is_recorded,
+    uses_a_thread_s_result,
+)  # fmt: skip
+WRONG: Final = {
+    reads_at_once: "aten::add.Tensor on stream 1 reads what stream 0 wrote, at ",
+    waited_too_early: "aten::add.Tensor on stream 1 reads what stream 0 wrote",
+    writes_what_another_reads: "aten::zero_ on stream 0 writes what stream 1 read",
+    frees_what_another_reads: "memory of stream 0 is freed that stream 1 uses",
+    uses_a_thread_s_result_before_it_is_known: "reads what stream 1 wrote",
+    waits_for_the_whole_device: "waits for the whole device",
+}
+
+
+def found(case: Callable[[], None]) -> str:
+    try:
+        with on_fake_cuda():
+            case()
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    install()
+    for right in RIGHT:
+        assert not (said := found(right)), f"{right.__name__}: {said}"
+    for wrong, words in WRONG.items():
+        assert words in (said := found(wrong)), f"{wrong.__name__}: {said}"
+    print("streams in 0 s")
