@@ -34,8 +34,9 @@ class ExecutorSpec:
     its type's name, `row_buckets` the row counts of the device's steps, `sites` the base's sites for
     adapters, `streaming` how the base is streamed (None for one that was loaded as a whole). `swap_pages` are
     those that the second tier has room for, `offload_pages` the same for sequences that lie there as a whole;
-    `offload_refusal` says why there are none. `elsewhere` are paths of linears that base executors
-    compute."""
+    `offload_refusal` says why there are none. `elsewhere` are paths of linears that base executors compute.
+    It runs `plans` at once, as a pipeline of so many stages does, and `plan_rate` of them begin in the
+    seconds that one takes (`schedule.overlap.Overlap`)."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -52,6 +53,8 @@ class ExecutorSpec:
     offload_pages: int = 0
     offload_refusal: str = ""
     elsewhere: frozenset[str] = frozenset()
+    plans: int = 1
+    plan_rate: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -358,7 +358,7 @@ class Scheduler:
         """Records a plan as under way, and its work as done."""
         taken = self.tier.planned + plan.first.predicted
         ends = begins + taken + plan.first.idle
-        free_at = begins + taken / self.config.stages + plan.first.idle
+        free_at = begins + self.config.overlap.interval(taken) + plan.first.idle
         ready = not plan.inference and any(s.remaining for s in self._queues.running)
         self._made_way = self._made_way + plan.first.predicted if ready else 0.0
         for segment in plan.inference:
@@ -383,10 +383,9 @@ class Scheduler:
         if not is_split and plan.training != result.trained:  # some was paused before it ran
             plan = plan.as_run(result)
             predicted = self.cost.predict(plan)
-        executed, host = result.computing, max(seconds - result.seconds, 0.0)
-        if self.config.stages > 1:  # the rest is others' plans
-            host = min(host, self.cost.host)
-        machine = (executed + host) / self.config.stages
+        overlap = self.config.overlap
+        host = overlap.own_host(max(seconds - result.seconds, 0.0), self.cost.host)
+        machine = overlap.interval(result.computing + host)
         answering = StepFeatures.of_answers(plan)
         training = self._training_seconds(plan, answering, machine, predicted)
         self._utilization.observe(now, self._rows_seconds(answering, machine - training))

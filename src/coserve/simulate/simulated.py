@@ -24,6 +24,7 @@ from coserve.core.plan import (
 from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction
 from coserve.executors.virtual_clock import VirtualClock
+from coserve.schedule.overlap import ALONE, Overlap
 
 if TYPE_CHECKING:
     from coserve.executors.executor import Command, ExecutorSpec, R
@@ -45,6 +46,7 @@ class SimulatedExecutor(VirtualClock):
         self,
         seconds: Callable[[BasePlan], float],
         host: Callable[[], float] = float,
+        overlap: Overlap = ALONE,
         plans_ahead: int = 0,
         swap_pages: int = 0,
         swap_seconds: tuple[float, float] = (0.0, 0.0),
@@ -52,8 +54,8 @@ class SimulatedExecutor(VirtualClock):
         lanes: tuple[float, float] = (2.0, 2.0),
         observe: Callable[[BasePlan, BaseResult, float], object] = lambda plan, result, began: None,
     ) -> None:
-        super().__init__(seconds, plans_ahead, lanes)
-        self.observe = observe
+        super().__init__(seconds, max(plans_ahead, overlap.plans - 1), lanes)
+        self.observe, self.overlap = observe, overlap
         self._host, self._reads = host, reads
         self._swap_pages, self._swap_seconds = swap_pages, swap_seconds
         self._known: dict[int, int] = {}  # tokens of each sequence that plans have named
@@ -67,7 +69,10 @@ class SimulatedExecutor(VirtualClock):
         """See `Executor`. There is no model, and no bound on sequences."""
         from coserve.executors.executor import ExecutorSpec
 
-        return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), swap_pages=self._swap_pages)
+        return ExecutorSpec(
+            sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), None, self._swap_pages,
+            plans=self.overlap.plans, plan_rate=self.overlap.rate,
+        )  # fmt: skip
 
     def launch(self, plan: BasePlan) -> None:
         """See `Executor`. The plan runs, and the clock advances, when its result is collected."""

@@ -143,7 +143,7 @@ class Adaptive(Hybrid):
         """
         if any(sequence.remaining > 1 for sequence in view.running):
             return 0.0
-        if view.config.stages > 1:  # whose next plans are made before it is known what a lane has done
+        if view.config.overlap.beside(1):  # plans are made before it is known what a lane has done
             return 0.0
         if view.utilization * view.cost.first.lanes.inference > _FULL:
             return 0.0
