@@ -17,6 +17,7 @@ from coserve.core.plan import (
     BasePlan,
     BaseResult,
     Lane,
+    Moved,
     OffloadReads,
     Sampled,
     TrainingSegment,
@@ -39,9 +40,6 @@ from coserve.worker.training_passes import TrainingPasses
 _log = logging.getLogger(__name__)
 
 _NAP: Final = 0.001  # seconds of idle time in one step, so that arrivals wait no longer
-
-Swapped = tuple[tuple[int, ...], tuple[float, float]]  # copies that failed, seconds of writing and of reading
-_NO_SWAPS: Final[Swapped] = (), (0.0, 0.0)
 
 
 class Worker:
@@ -75,7 +73,7 @@ class Worker:
         self._begun: BasePlan | None = None  # a plan that has begun, and needs weights that could not be read
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
         self._offloaded, self._offload_refusal = offloaded, offload_refusal
-        self._swapped: Swapped | None = None  # what came of moving the pages of the plan under way
+        self._has_moved = False  # whether moves of the plan under way have begun
         self._lanes = LaneRunner(base.device)
         is_free = self.base.device.type == "cpu" and not self.is_deterministic
         self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
@@ -133,19 +131,21 @@ class Worker:
         """See `DeviceWorker`. Where linears are computed elsewhere two lanes would share nothing of this
         device but Python, so there is one."""
         plan = plan if self._has_lanes else replace(plan, split=None)
-        self._swapped = self._swapped or self._swap(plan)
+        if not self._has_moved:  # what runs again may have written into its pages
+            self._move(plan)
         result = self._run(plan)
-        self._begun = self._swapped = None
+        self._begun, self._has_moved = None, False
         return result
 
     @torch.no_grad()
-    def _swap(self, plan: BasePlan) -> Swapped:
-        """Moves the pages of a plan, also into room that ended sequences had; once, as what runs again
-        may have written into them."""
+    def _move(self, plan: BasePlan) -> None:
+        """Begins the moves of a plan's pages, also into room that ended sequences had."""
+        self._has_moved = True
         if self._offloaded is not None:
             for key in plan.released:
                 self._offloaded.end(key)
-        return _NO_SWAPS if self._swap_space is None else self._swap_space.run(plan)
+        if self._swap_space is not None:
+            self._swap_space.begin(plan)
 
     @torch.no_grad()
     def _run(self, plan: BasePlan) -> BaseResult:
@@ -177,10 +177,10 @@ class Worker:
         self._failed |= failed.keys()
         self._pauses += is_paused
         self.held.note_step()
+        moved = Moved() if self._swap_space is None else self._swap_space.take(0.0 if plan.has_rows else _NAP)
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
-        copies_failed, moving = self._swapped or _NO_SWAPS
         return BaseResult(
-            seconds=seconds + sum(moving),
+            seconds=seconds,
             sampled=sampled,
             updated=updated,
             failed=failed,
@@ -188,8 +188,7 @@ class Worker:
             paused=is_paused,
             lanes=lanes,
             reads=self._read - read,
-            swap_failed=copies_failed,
-            swap_seconds=moving,
+            moved=moved,
             lost=self.fused.sampler.take_failed()
             | ({} if self._offloaded is None else self._offloaded.take_lost()),
             offload_reads=OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
@@ -222,6 +221,8 @@ class Worker:
         if self._offloaded is not None:
             for segment in plan.inference:
                 if segment.offloaded and segment.new_pages:
+                    if self._swap_space is not None:
+                        self._swap_space.settle()
                     self._offloaded.begin(segment.key, len(segment.new_pages))
 
     def pause_training(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from coserve import EngineConfig
 from coserve.attention.backend import AttentionBackend, CacheShape
 from coserve.attention.batched import BatchedBackend
-from coserve.core.plan import BasePlan, SwapIn, SwapOut
+from coserve.core.plan import BasePlan, Kind, SwapIn, SwapOut
 from coserve.worker import swap_space
 from coserve.worker.page_store import HostStore, ScratchStore, open_store
 from coserve.worker.swap_space import SwapSpace
@@ -32,7 +32,18 @@ def backend_of(make: Make = BatchedBackend) -> AttentionBackend[Any]:
 
 def space_of(backend: AttentionBackend[Any], pages: int = ROOM, folder: str = "") -> SwapSpace:
     stride = -(-backend.page_nbytes // STRIDE) * STRIDE
-    return SwapSpace(backend, open_store(CPU, folder, pages * stride), CPU)
+    return SwapSpace({Kind.PAGES: backend}, open_store(CPU, folder, pages * stride), CPU)
+
+
+def run(it: SwapSpace, plan: BasePlan) -> tuple[tuple[int | bytes, ...], tuple[float, float]]:
+    """Moves all that a plan says; the copies that failed, and the seconds of writing and of reading."""
+    it.begin(plan)
+    found = [it.take(1.0)]
+    while it._moves:
+        found.append(it.take(1.0))
+    it.settle()
+    failed = tuple(name for moved in found for name in moved.failed)
+    return failed, (sum(moved.seconds[0] for moved in found), sum(moved.seconds[1] for moved in found))
 
 
 def write(backend: AttentionBackend[Any], pages: list[int]) -> Tensor:
@@ -81,13 +92,13 @@ def test_pages_come_back_as_they_went(
             first = draws.randrange(len(content))
             pages = draws.sample(range(PAGES), len(content) - first)
             before = read(backend, list(range(PAGES)))
-            failed, seconds = it.run(BasePlan(swap_in=(SwapIn(back, tuple(pages), first),)))
+            failed, seconds = run(it, BasePlan(swap_in=(SwapIn(back, tuple(pages), first),)))
             assert failed == () and seconds[1] > 0
             assert torch.equal(read(backend, pages), content[first:])
             others = [page for page in range(PAGES) if page not in pages]
             assert torch.equal(read(backend, others), before[others])
             continue
-        assert it.run(plan)[0] == ()
+        assert run(it, plan)[0] == ()
         write(backend, draws.sample(range(PAGES), 8))
 
 
@@ -96,14 +107,14 @@ def test_a_plan_drops_then_writes_then_reads() -> None:
     backend = backend_of()
     it = space_of(backend, 3)
     first = write(backend, [1, 2, 3])
-    it.run(BasePlan(swap_out=(SwapOut(1, (1, 2, 3)),)))
-    assert it.run(BasePlan(swap_out=(SwapOut(2, (0, 7, 8)),)))[0] == (2,), "there is no room"
+    run(it, BasePlan(swap_out=(SwapOut(1, (1, 2, 3)),)))
+    assert run(it, BasePlan(swap_out=(SwapOut(2, (0, 7, 8)),)))[0] == (2,), "there is no room"
     second = write(backend, [4, 5])
-    it.run(BasePlan(swap_dropped=(1,), swap_out=(SwapOut(3, (4, 5)),)))
+    run(it, BasePlan(swap_dropped=(1,), swap_out=(SwapOut(3, (4, 5)),)))
     third = write(backend, [5])
-    it.run(BasePlan(swap_out=(SwapOut(4, (5,)),), swap_in=(SwapIn(3, (5, 6)),)))
+    run(it, BasePlan(swap_out=(SwapOut(4, (5,)),), swap_in=(SwapIn(3, (5, 6)),)))
     assert torch.equal(read(backend, [5, 6]), second)
-    it.run(BasePlan(swap_in=(SwapIn(4, (0,)),)))
+    run(it, BasePlan(swap_in=(SwapIn(4, (0,)),)))
     assert torch.equal(read(backend, [0]), third) and not torch.equal(first[:2], second)
 
 
@@ -131,15 +142,15 @@ def test_damage_is_noticed_and_said_once(how: str, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING, swap_space.__name__):
         for number in range(3):
             write(backend, [1, 2, 3])
-            assert it.run(BasePlan(swap_out=(SwapOut(number, (1, 2, 3)),)))[0] == ()
+            assert run(it, BasePlan(swap_out=(SwapOut(number, (1, 2, 3)),)))[0] == ()
             assert isinstance(it.store, ScratchStore)
             spoil(it.store, backend.page_nbytes, how)
-            assert it.run(BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,)
-            assert it.run(BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,), "it is gone"
+            assert run(it, BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,)
+            assert run(it, BasePlan(swap_in=(SwapIn(number, (4, 5, 6)),)))[0] == (number,), "it is gone"
     assert len(caplog.records) == 1
     content = write(backend, [7])
-    assert it.run(BasePlan(swap_out=(SwapOut(9, (7,)),)))[0] == ()
-    assert it.run(BasePlan(swap_in=(SwapIn(9, (8,)),)))[0] == () and torch.equal(read(backend, [8]), content)
+    assert run(it, BasePlan(swap_out=(SwapOut(9, (7,)),)))[0] == ()
+    assert run(it, BasePlan(swap_in=(SwapIn(9, (8,)),)))[0] == () and torch.equal(read(backend, [8]), content)
 
 
 def test_a_disk_that_is_full_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +163,9 @@ def test_a_disk_that_is_full_for_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
 
         patch.setattr(os, "pwrite", full)
         for number in range(2 * ROOM):
-            assert it.run(BasePlan(swap_out=(SwapOut(number, (1, 2)),)))[0] == (number,)
+            assert run(it, BasePlan(swap_out=(SwapOut(number, (1, 2)),)))[0] == (number,)
     for number in range(ROOM):  # nothing of the room is lost
-        assert it.run(BasePlan(swap_out=(SwapOut(100 + number, (1,)),)))[0] == ()
+        assert run(it, BasePlan(swap_out=(SwapOut(100 + number, (1,)),)))[0] == ()
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])
@@ -171,14 +182,14 @@ def test_a_device_without_memory_for_a_move_loses_the_copy_alone(
 
         monkeypatch.setattr(it.store, verb, fail)
         if "memory" in str(error):
-            assert {*it.run(plan)[0]} == {1}
+            assert {*run(it, plan)[0]} == {1}
         else:
             with pytest.raises(RuntimeError, match="out of range"):
-                it.run(plan)
+                run(it, plan)
         assert not it.store.used
 
 
 def test_no_room_is_no_tier() -> None:
     it = space_of(backend_of(), 0)
-    assert it.pages == 0 and it.run(BasePlan(swap_dropped=(1,)))[0] == ()
+    assert it.pages == 0 and run(it, BasePlan(swap_dropped=(1,)))[0] == ()
     assert not replace(EngineConfig(), swap_space=0).swap_nbytes
