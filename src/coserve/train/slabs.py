@@ -4,7 +4,7 @@ A *slab* holds neighbours. It is small enough for the C library to keep its byte
 (`memory/malloc.py`): the system would map a larger one anew at each step, page by page.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Final
@@ -51,7 +51,3 @@ class Slabs:
     def views(self, slabs: list[Tensor]) -> dict[str, Tensor]:
         """The tensors in these slabs, by name."""
         return {name: slabs[s.slab][s.start : s.stop].view(s.shape) for name, s in self.slots.items()}
-
-    def of_slab(self, slab: int) -> Iterator[tuple[str, Slot]]:
-        """The tensors of one slab, in order."""
-        return ((name, slot) for name, slot in self.slots.items() if slot.slab == slab)

@@ -53,10 +53,6 @@ Model: TypeAlias = str | Path | PreTrainedModel
 ReadTokenizer: TypeAlias = Callable[[], Any]
 
 
-def no_tokenizer() -> None:
-    """Stands in for the tokenizer of a model without one."""
-
-
 @dataclass(frozen=True, slots=True)
 class Opened:
     """An executor with the host's objects beside it. `base` is the executor's own or, where its weights are
