@@ -161,7 +161,7 @@ class Prefix:
 STAGED: Final = 64 << 20  # bytes of copies that may wait to be written to the second tier, or to be placed
 
 
-class Kind(StrEnum):
+class CopyKind(StrEnum):
     """Kinds of entries that move to the second tier and back, by their places on the device."""
 
     PAGES = "pages"
@@ -175,7 +175,7 @@ class SwapOut:
 
     copy: int | bytes
     pages: tuple[int, ...]
-    kind: Kind = Kind.PAGES
+    kind: CopyKind = CopyKind.PAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class SwapIn:
     copy: int | bytes
     pages: tuple[int, ...]
     first: int = 0
-    kind: Kind = Kind.PAGES
+    kind: CopyKind = CopyKind.PAGES
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class VirtualMove:
 
 
 def told(ended: Iterable[VirtualMove], failed: Container[SwapOut | SwapIn] = ()) -> Moved:
-    """What a result tells of moves."""
+    """The part of a result that tells of moves."""
     ways = [[move for move in ended if isinstance(move.plan, way)] for way in (SwapOut, SwapIn)]
     out, back = (tuple(move.plan.copy for move in way) for way in ways)
     lost = tuple(move.plan.copy for move in ended if move.plan in failed)

@@ -74,7 +74,7 @@ class SchedulerConfig:
             "max_margin": self.max_margin >= 0,
             "starvation": self.starvation is None or self.starvation >= 0,
             "patience": self.patience >= 0,
-            "overlap": self.overlap.plans >= 1 and self.overlap.rate >= 1,
+            "overlap": self.overlap.is_possible,
         }
         for name, holds in checks.items():
             if not holds:

@@ -17,6 +17,11 @@ class Overlap:
     plans: int = 1
     rate: float = 1.0
 
+    @property
+    def is_possible(self) -> bool:
+        """Tells whether there is an executor of which this is true."""
+        return self.plans >= 1 and self.rate >= 1
+
     def interval(self, seconds: float) -> float:
         """Seconds from one plan's begin to the next one's, or of one stage, where each plan takes so many."""
         return seconds / self.rate

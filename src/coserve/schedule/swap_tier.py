@@ -73,15 +73,11 @@ class SwapTier:
         self.now = 0.0  # of the plan under construction
         self.on_failure: Callable[[Sequence], None] = lambda sequence: None
         self._copies: list[SwapCopies] = []  # of each base
-        self._barred_until = -INFINITE
+        self.barred_until = -INFINITE  # a minute after the last failure
 
     def add(self, copies: "SwapCopies") -> None:
         """Adds the copies of a base's pages."""
         self._copies.append(copies)
-
-    def is_barred(self, now: float) -> bool:
-        """Tells whether the tier has failed in the last minute."""
-        return now < self._barred_until
 
     @property
     def has_moves(self) -> bool:
@@ -109,7 +105,7 @@ class SwapTier:
         moved = list(moved)
         pages = [(copies, copies.take_ended(its)) for copies, its in moved]
         if any(its.failed for _, its in moved):
-            self._barred_until = now + _BARRED
+            self.barred_until = now + _BARRED
         else:
             out = sum(copies.page_nbytes * written for copies, (written, _) in pages)
             back = sum(copies.page_nbytes * read for copies, (_, read) in pages)
@@ -159,7 +155,7 @@ class SwapCopies:
         and the tier works."""
         waiting = sum(self._writing.values()) + sum(len(move.pages) for move in self.moves.out.values())
         has_room = not waiting or (waiting + pages) * self.page_nbytes <= STAGED
-        return has_room and not self._tier.is_barred(now)
+        return has_room and self._tier.barred_until <= now
 
     def is_moving(self, name: Name) -> bool:
         """Tells whether a result is still to tell of a move of this name."""

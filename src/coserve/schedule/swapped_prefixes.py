@@ -68,7 +68,7 @@ class SwappedPrefixes:
         seconds = swapping.seconds(1, tier.now)[1]
         rows, adapter = pages * self._page_size, sequence.request.adapter
         computing = added_seconds(swapping.cost, sequence.virtual + start, rows, adapter)
-        return pages if pages * seconds < computing and not tier.is_barred(tier.now) else 0
+        return pages if pages * seconds < computing and tier.barred_until <= tier.now else 0
 
     def take(self, names: Iterable[bytes]) -> None:
         """Keeps copies that the plan is to read from being evicted."""

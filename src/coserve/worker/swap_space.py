@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.paging.reader import own_thread
-from coserve.core.plan import STAGED, BasePlan, Kind, Moved, SwapIn, SwapOut
+from coserve.core.plan import STAGED, BasePlan, CopyKind, Moved, SwapIn, SwapOut
 from coserve.errors import CoserveError
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.streamed.files import PAGE
@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 _FAILURES: Final = (CoserveError, OSError, RuntimeError, KeyError)  # the last: a copy that was not written
 
 
-class Places(Protocol):
-    """Places on the device for entries of one kind, by number: `AttentionBackend` has pages."""
+class DevicePlaces(Protocol):
+    """DevicePlaces on the device for entries of one kind, by number: `AttentionBackend` has pages."""
 
     @property
     def page_nbytes(self) -> int: ...
@@ -65,10 +65,12 @@ class SwapSpace:
     can be computed again.
     """
 
-    def __init__(self, places: Mapping[Kind, Places], store: PageStore[Any], device: torch.device) -> None:
+    def __init__(
+        self, places: Mapping[CopyKind, DevicePlaces], store: PageStore[Any], device: torch.device
+    ) -> None:
         self.store = store
         # A copy has whole blocks.
-        self.pages = store.nbytes // (-(-places[Kind.PAGES].page_nbytes // PAGE) * PAGE)
+        self.pages = store.nbytes // (-(-places[CopyKind.PAGES].page_nbytes // PAGE) * PAGE)
         self._places, self._device = places, device
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]

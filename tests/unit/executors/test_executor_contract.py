@@ -223,7 +223,7 @@ def test_pages_go_to_the_second_tier_and_come_back(executor: Executor, draws: Ra
 
 
 def moves_of(executor: Executor, plan: BasePlan) -> Moved:
-    """What results tell of a plan's only move, beside which further plans may run."""
+    """The outcome of a plan's only move, from its result or those of the empty plans after it."""
     result = executor.run(plan)
     while result.moved == Moved():
         result = executor.run(BasePlan())

@@ -18,7 +18,7 @@ from torch import Tensor
 from coserve import EngineConfig
 from coserve.attention.backend import AttentionBackend, CacheShape
 from coserve.attention.batched import BatchedBackend
-from coserve.core.plan import BasePlan, Kind, Moved, SwapIn, SwapOut
+from coserve.core.plan import BasePlan, CopyKind, Moved, SwapIn, SwapOut
 from coserve.worker import swap_space
 from coserve.worker.page_store import HostStore, ScratchStore, open_store
 from coserve.worker.swap_space import SwapSpace
@@ -36,7 +36,7 @@ def backend_of(make: Make = BatchedBackend) -> AttentionBackend[Any]:
 
 def space_of(backend: AttentionBackend[Any], pages: int = ROOM, folder: str = "") -> SwapSpace:
     stride = -(-backend.page_nbytes // STRIDE) * STRIDE
-    return SwapSpace({Kind.PAGES: backend}, open_store(CPU, folder, pages * stride), CPU)
+    return SwapSpace({CopyKind.PAGES: backend}, open_store(CPU, folder, pages * stride), CPU)
 
 
 def run(it: SwapSpace, plan: BasePlan) -> tuple[tuple[int | bytes, ...], tuple[float, float]]:
@@ -157,7 +157,7 @@ def test_moves_beside_steps_against_a_list_of_copies(
     draws, backend = Random(seed), backend_of()
     store = Unsteady("", ROOM * STRIDE)
     store.draws, store.failing = Random(seed), failing
-    it = SwapSpace({Kind.PAGES: backend}, store, CPU)
+    it = SwapSpace({CopyKind.PAGES: backend}, store, CPU)
     kept = dict[int, Tensor]()  # copies as the scheduler knows them
     written, reading = dict[int, int](), dict[int, tuple[list[int], Tensor]]()  # that are not told of
     dropped, numbers, met = set[int](), iter(range(10**6)), Counter[str]()
