@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,41 @@ def test_a_prompt_whose_pages_went_to_the_tier_is_answered_with_the_same_bits() 
     found, engine = run(asked, 100, "1GiB", deterministic=True)
     assert engine.stats().prefix_pages_swapped_in >= 8 and engine.stats().preemptions == 0
     assert found == whole and whole[0] == whole[-1] and whole[1] == whole[-2]
+
+
+@pytest.mark.local  # blocks this process's disk
+def test_answers_go_on_while_a_disk_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of the preempted one are overwritten meanwhile, and come back as they were."""
+    is_free, put = threading.Event(), ScratchStore.put
+    waited = list[bool]()
+
+    def blocked(store: ScratchStore, name: int, first: int, rows: Tensor) -> None:
+        waited.append(is_free.wait(20))  # alone it would never end
+        put(store, name, first, rows)
+
+    def answers(blocks: bool) -> list[list[int]]:
+        """Tokens of two that grow beyond all pages, of which the second is preempted."""
+        is_free.clear()
+        config = EngineConfig(
+            calibrate=False, page_size=PAGE, cache_tokens=10 * PAGE, deterministic=True, prefix_sharing=False
+        )  # fmt: skip
+        engine = Engine(tiny("llama"), config)
+        sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+        first, second = (engine.generate([7, 8, n] * 4, sampling=sampling) for n in (3, 4))
+        while first.finish_reason is None:
+            engine.step()
+        if blocks:
+            assert engine.stats().preemptions and waited == [], "the first one did not wait for the disk"
+            assert engine.stats().swapped_out_pages == 0 and second.finish_reason is None
+        is_free.set()
+        engine.run()
+        assert not blocks or (waited == [True] and engine.stats().swapped_in_pages > 0)
+        return [first.tokens, second.tokens]
+
+    plain = answers(blocks=False)
+    waited.clear()
+    monkeypatch.setattr(ScratchStore, "put", blocked)
+    assert answers(blocks=True) == plain
 
 
 # Failures

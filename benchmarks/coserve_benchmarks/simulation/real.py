@@ -132,7 +132,7 @@ class StepRecorder:
             return events
 
         def watch_observe(features: StepFeatures, result: StepResult, host: float = 0.0) -> None:
-            self.samples.append((features[BASE].copy(), result.computing))
+            self.samples.append((features[BASE].copy(), result.seconds))
             observe(features, result, host)
 
         cost.observe, scheduler.plan, scheduler.apply = watch_observe, watch_plan, watch_apply  # type: ignore[method-assign]

@@ -155,7 +155,7 @@ class Preemptions:
         seconds = time.perf_counter() - began
         assert stats.preemptions == preemptions + 1
         pages.free(_KEY)
-        moving = sum(sum(result.only.swap_seconds) for result in self._results)
+        moving = sum(sum(result.only.moved.seconds) for result in self._results)
         assert moves is None or (moving > 0) == moves == (computing == 0)
         engine.run()
         return moving, computing, seconds

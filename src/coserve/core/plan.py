@@ -6,6 +6,8 @@ each. What an executor reads of one base's plan or result does not say which bas
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -144,21 +146,47 @@ class Prefix:
     rows: int = 0
 
 
+STAGED: Final = 64 << 20  # bytes of copies that may wait to be written to the second tier, or to be placed
+
+
+class CopyKind(StrEnum):
+    """Kinds of entries that move to the second tier and back, by their places on the device."""
+
+    PAGES = "pages"
+
+
 @dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Copies `pages` to the second tier under the number `copy`, before anything is written into them."""
+    """Copies `pages` to the second tier as they are before the plan's rows. The name `copy` is the hash of a
+    cached page's tokens, or a sequence's number for a copy that nobody else can read. It is used again only
+    once `Moved` has told of its last move."""
 
-    copy: int
+    copy: int | bytes
     pages: tuple[int, ...]
+    kind: CopyKind = CopyKind.PAGES
 
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Fills `pages` with the pages of a copy from its `first` on; the copy is dropped."""
+    """Fills `pages` with the pages of a copy from its `first` on; the copy is dropped. No row may read or
+    write the pages until `Moved` has told of it, or the copy is dropped."""
 
-    copy: int
+    copy: int | bytes
     pages: tuple[int, ...]
     first: int = 0
+    kind: CopyKind = CopyKind.PAGES
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Copies that were written (`out`) and read (`back`) beside steps since the last result, with those that
+    `failed`: they could not be written, or were not as they had been, and are gone. `seconds` are those in
+    which they were written and read."""
+
+    out: tuple[int | bytes, ...] = ()
+    back: tuple[int | bytes, ...] = ()
+    failed: tuple[int | bytes, ...] = ()
+    seconds: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +210,9 @@ class BasePlan:
     plan was made: an executor skips the training of plans made before the last stop, as their positions are
     not reached.
 
-    Before all else pages move to and from the second tier (host memory beside a GPU, a file beside a CPU):
-    the copies `swap_dropped` are dropped, `swap_out` is written, then `swap_in` read.
+    Pages move to and from the second tier (host memory beside a GPU, a file beside a CPU) beside this step
+    and later ones, in the order of the plans: the copies `swap_dropped` are dropped, `swap_out` is written,
+    then `swap_in` read.
     """
 
     inference: tuple[InferenceSegment, ...] = ()
@@ -201,7 +230,7 @@ class BasePlan:
     micro_batches: tuple[MicroBatchStart, ...] = ()
     swap_out: tuple[SwapOut, ...] = ()
     swap_in: tuple[SwapIn, ...] = ()
-    swap_dropped: tuple[int, ...] = ()
+    swap_dropped: tuple[int | bytes, ...] = ()
 
     @property
     def pausable(self) -> bool:
@@ -216,9 +245,18 @@ class BasePlan:
         return tuple(s for s in self.training if s.direction is Direction.TRAIN_FORWARD)
 
     @property
+    def moves(self) -> tuple[SwapOut | SwapIn, ...]:
+        """Copies that are written, and then those that are read."""
+        return (*self.swap_out, *self.swap_in)
+
+    @property
+    def has_rows(self) -> bool:
+        """Tells whether anything is computed."""
+        return bool(self.inference or self.training or self.updates)
+
+    @property
     def is_empty(self) -> bool:
-        moves = self.swap_out or self.swap_in or self.swap_dropped
-        return not (self.inference or self.training or self.updates or self.released or moves)
+        return not (self.has_rows or self.released or self.moves or self.swap_dropped)
 
     def without_training(self, jobs: Container[str] | None = None) -> "BasePlan":
         """The plan without the training of these jobs, or of all jobs."""
@@ -370,12 +408,10 @@ class BaseResult:
     `trained` are the training segments done since the last result, each with the layers really passed:
     segments stopped by `pause_training` have fewer than planned or are missing, and the step is `paused`.
     `stream_seconds` are those of answers and of training that ran beside each other, 0 for none or
-    unfinished. `reads` is what was read of a streamed base's weights meanwhile.
-    `swap_failed` are copies that could not be written, or were not as they had been when they were read: they
-    are gone, and so is what the pages of the `SwapIn` should have held. `swap_seconds` are those of `seconds`
-    that writing and reading copies took. `lost` are sequences that end with an error: offloaded ones whose
-    keys and values could not be written or read, and those that have no next token; `offload_reads` what was
-    read of all of them. `outputs` are those of micro-batches that report and have ended, by key.
+    unfinished. `reads` is what was read of a streamed base's weights meanwhile, `moved` the copies that were
+    written or read. `lost` are sequences that end with an error: offloaded ones whose keys and values could
+    not be written or read, and those that have no next token; `offload_reads` what was read of all of them.
+    `outputs` are those of micro-batches that report and have ended, by key.
     """
 
     seconds: float
@@ -386,16 +422,10 @@ class BaseResult:
     paused: bool = False
     stream_seconds: tuple[float, float] = (0.0, 0.0)
     reads: WeightReads = WeightReads()
-    swap_failed: tuple[int, ...] = ()
-    swap_seconds: tuple[float, float] = (0.0, 0.0)
+    moved: Moved = Moved()
     lost: Mapping[int, CoserveError] = field(default_factory=dict)
     offload_reads: OffloadReads = OffloadReads()
     outputs: Mapping[int, MicroBatchOutput] = field(default_factory=dict)
-
-    @property
-    def computing(self) -> float:
-        """Seconds without those of moving pages."""
-        return self.seconds - sum(self.swap_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,11 +443,6 @@ class StepResult:
     @property
     def seconds(self) -> float:
         return sum(part.seconds for part in self.bases.values())
-
-    @property
-    def computing(self) -> float:
-        """Seconds without those of moving pages."""
-        return sum(part.computing for part in self.bases.values())
 
     @property
     def paused(self) -> bool:

@@ -83,7 +83,7 @@ class Sequence:
     `computed` are the tokens found in the cache.
 
     A preempted sequence may be `swapped` to the second tier, and its beginning may be found there. While such
-    copies (numbers) are `loading`, it has pages and no rows; afterwards `filled` of them, after the shared
+    copies (names) are `loading`, it has pages and no rows; afterwards `filled` of them, after the shared
     ones, hold what was computed before.
 
     All `pages` of an `offloaded` sequence are in slower memory: the device's are too few for it. It has all
@@ -110,7 +110,7 @@ class Sequence:
     cached: int | None = None  # tokens of the prompt that were found when it first ran
     preemptions: int = 0
     swapped: SwapCopy | None = None
-    loading: tuple[int, ...] = ()
+    loading: tuple[int | bytes, ...] = ()
     filled: int = 0
     reached: int = 0  # tokens computed before it was last preempted: those below are computed again
     deferred: float = 0.0  # seconds that training has delayed this request so far

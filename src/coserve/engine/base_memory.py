@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from coserve.config import EngineConfig
 from coserve.core.size import read_memory, read_size, show_size
 from coserve.errors import ConfigError
-from coserve.executors.executor import Executor
+from coserve.executors.executor import Executor, ExecutorSpec
 from coserve.memory.compiled import built_bytes
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.ledger import Ledger
@@ -23,6 +23,7 @@ from coserve.model.base import Base
 from coserve.model.foreign import folder_of, read_config
 from coserve.model.load import model_of_shapes
 from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.overlap import Overlap
 from coserve.streamed.model_files import saved_bytes, stored_bytes
 from coserve.streamed.shapes import enough_to_stream
 from coserve.train.needs import step_bytes
@@ -81,7 +82,7 @@ class BaseNeeds:
         opened: Opened, folder: Path | None, config: EngineConfig, adapters: int, libraries: int
     ) -> "BaseNeeds":
         base, executor = opened.base, opened.executor
-        fixed = Fixed.of(executor, base, scheduler_config(config, base, executor.spec.eos_ids))
+        fixed = Fixed.of(executor, base, scheduler_config(config, base, executor.spec))
         stored = {} if folder is None else stored_bytes(folder, [block.path for block in base.chain])
         return BaseNeeds(base.nbytes, enough_to_stream(base, stored), fixed, adapters, libraries)
 
@@ -125,16 +126,17 @@ def _as_a_whole(config: EngineConfig) -> EngineConfig:
     return replace(config, executor="local", memory="auto", base_memory="auto")
 
 
-def scheduler_config(config: EngineConfig, base: Base, eos_ids: tuple[int, ...]) -> SchedulerConfig:
-    """Settings of the scheduler, with the limits of a base. Raises ConfigError."""
+def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> SchedulerConfig:
+    """Settings of the scheduler, with the limits of a base and of its executor. Raises ConfigError."""
     try:
         return SchedulerConfig(
             layers=base.depth,
             max_positions=base.max_positions,
-            eos_token_ids=eos_ids,
+            eos_token_ids=spec.eos_ids,
             max_running=config.max_running,
             prefix_sharing=config.prefix_sharing,
             row_buckets=base.row_buckets,
+            overlap=Overlap(spec.plans, spec.plan_rate),
             **config.scheduler_settings,
         )
     except TypeError as error:

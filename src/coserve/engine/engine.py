@@ -113,11 +113,12 @@ class Engine:
         self.text = texts()
         self._random = random.Random(config.seed)
         self._numbers = itertools.count(1)  # of requests
-        settings = scheduler_config(config, self.base, self.executor.spec.eos_ids)
+        settings = scheduler_config(config, self.base, self.executor.spec)
         self.pages, self.cost = PagePool(config.pages, config.page_size), CostModel()
         self.cost.graphs = self.executor.spec.graphs
         if beside is None:
-            plans_ahead = config.plans_ahead and not reads and not config.base
+            plans_ahead = self.executor.spec.plans - 1
+            plans_ahead += config.plans_ahead and not reads and not config.base
             first = self._cache(settings, SwapTier(config.swap_nbytes, GUESS))
             schedule = Scheduler(first, self.cost, policy)
             self.loop: StepLoop[Engine] = StepLoop(

@@ -56,11 +56,12 @@ class StepLoop(Generic[H]):
         executor: Executor,
         scheduler: Scheduler,
         clock: Callable[[], float],
-        plans_ahead: bool,
+        plans_ahead: int,
         stored_room: Callable[[], int],
     ) -> None:
-        """`executor` is that of the first base. `plans_ahead` has the next step planned while one runs
-        (asynchronous scheduling). `stored_room` gives the bytes that adapters read from files can have."""
+        """`executor` is that of the first base. Up to `plans_ahead` further steps are planned while one runs
+        (asynchronous scheduling, or an executor of several plans at once). `stored_room` gives the bytes that
+        adapters read from files can have."""
         self.executor = StepExecutor(executor)
         self.bases: Bases[H] = Bases()
         self.scheduler, self.clock = scheduler, clock
@@ -165,7 +166,10 @@ class StepLoop(Generic[H]):
             if not self._plans_ahead:
                 return self.executor.run(plan)
             self.executor.launch(plan)
-        if self._plans_ahead and (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
+        while (
+            self.scheduler.under_way <= self._plans_ahead
+            and (ahead := self.scheduler.plan_ahead(self.clock())) is not None
+        ):
             self.executor.launch(ahead)
         result = self.executor.collect()
         assert result is not None, "a plan that was launched has a result"
@@ -174,7 +178,7 @@ class StepLoop(Generic[H]):
     def _end_plans_ahead(self) -> None:
         """Plans no step while another runs from now on: after a pause in one base's part others would go on
         with training that the scheduler has taken back."""
-        self._plans_ahead = False
+        self._plans_ahead = 0
         while self.scheduler.under_way:
             self.step(self.scheduler.config.interruptible)
 

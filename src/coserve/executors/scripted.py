@@ -29,7 +29,7 @@ from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction, Sequence, Span
 from coserve.errors import CoserveError, OffloadFailed
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
-from coserve.executors.virtual_clock import VirtualClock
+from coserve.executors.virtual_clock import VirtualClock, VirtualMove, told
 from coserve.schedule.cost import CostModel
 
 
@@ -71,15 +71,15 @@ class ScriptedExecutor(VirtualClock, Executor):
         loses: Callable[[SwapOut | SwapIn | InferenceSegment], bool] = lambda move: False,
         reads: Callable[[], WeightReads] = WeightReads,
     ) -> None:
-        super().__init__(seconds or CostModel().predict, plans_ahead)
+        super().__init__(seconds or CostModel().predict, plans_ahead, swap_seconds=swap_seconds)
         self.plans: list[BasePlan] = []
         self.results: list[BaseResult] = []
         self.trained: dict[str, int] = {}  # rows that passed forward and back, by job
         self._page_size = page_size
         self._host = host
         self._reads = reads
-        self._swap_pages, self._swap_seconds, self._loses = swap_pages, swap_seconds, loses
-        self._copies: dict[int, list[list[int | None]]] = {}  # pasts of each page's slots
+        self._swap_pages, self._loses = swap_pages, loses
+        self._copies: dict[int | bytes, list[list[int | None]]] = {}  # pasts of each page's slots
         self._vocabulary = vocabulary
         self._failures = dict(failures or {})
         self._cache: dict[tuple[int, int], int] = {}  # page, slot -> past
@@ -120,7 +120,8 @@ class ScriptedExecutor(VirtualClock, Executor):
         keys = [s.key for s in plan.inference] + [s.key for s in plan.training]
         assert len(keys) == len(set(keys)), "one segment for each sequence and micro-batch"
         assert self._ended.isdisjoint(keys), "released keys stay released"
-        lost, moving = self._swap(plan)
+        self._put(plan)
+        seconds, moves = self._move(plan, seconds)
         for prefix in plan.prefixes:
             self._fill(prefix)
         self._begin(plan)
@@ -138,7 +139,7 @@ class ScriptedExecutor(VirtualClock, Executor):
             self._travel(window)
         outputs = self._report([window for window in trained if window.job not in failed])
         updated = {step.job: self._update(step.job) for step in plan.updates if step.job not in failed}
-        seconds += sum(moving)
+        moved = told(moves, [move.plan for move in moves if not self._end_move(move)])
         self.now += seconds + plan.idle + (0.0 if plan.is_empty else self._host())
         self.plans.append(plan)
         self.results.append(
@@ -150,8 +151,7 @@ class ScriptedExecutor(VirtualClock, Executor):
                 trained,
                 is_paused,
                 stream_seconds,
-                swap_failed=lost,
-                swap_seconds=moving,
+                moved=moved,
                 lost=self._lose(plan),
                 reads=self._reads(),
                 outputs=outputs,
@@ -159,36 +159,43 @@ class ScriptedExecutor(VirtualClock, Executor):
         )
         return self.results[-1]
 
-    def _swap(self, plan: BasePlan) -> tuple[tuple[int, ...], tuple[float, float]]:
-        """Moves pages; returns the copies that failed, and the seconds of writing and reading."""
-        lost = list[int]()
-        for number in plan.swap_dropped:
-            self._copies.pop(number, None)  # one that could not be written is not there
+    def _put(self, plan: BasePlan) -> None:
+        """Drops copies, and makes those of a plan, before its rows."""
+        for name in plan.swap_dropped:
+            self._copies.pop(name, None)  # one that could not be written is not there
         for out in plan.swap_out:
-            assert out.copy not in self._copies and out.pages, "a number is used once"
-            content = [
+            assert out.copy not in self._copies and out.pages, "a name is used once at a time"
+            assert all(out.copy != move.plan.copy for move in self._moves), (
+                "a move of this name has not ended"
+            )
+            self._copies[out.copy] = [
                 [self._cache.get((page, slot)) for slot in range(self._page_size)] for page in out.pages
             ]
-            if self._loses(out):
-                lost.append(out.copy)
-            else:
-                self._copies[out.copy] = content
         held = sum(map(len, self._copies.values()))
         assert held <= self._swap_pages, "more pages than the second tier has"
         for back in plan.swap_in:
-            copy = self._copies.pop(back.copy, None)
-            assert not any(self._readers.get(page) for page in back.pages), (
-                "a page is read while it is filled"
-            )
-            if copy is None or self._loses(back):
-                lost.append(back.copy)
-                continue
-            assert len(copy) == back.first + len(back.pages), "a copy is read to its end"
-            for page, slots in zip(back.pages, copy[back.first :], strict=True):
-                self._cache |= {(page, slot): past for slot, past in enumerate(slots) if past is not None}
-        pages = (sum(len(move.pages) for move in moves) for moves in (plan.swap_out, plan.swap_in))
-        writing, reading = (count * each for count, each in zip(pages, self._swap_seconds, strict=True))
-        return tuple(lost), (writing, reading)
+            self._expect_unread(back.pages)
+
+    def _end_move(self, move: VirtualMove) -> bool:
+        """Ends a move, which fills pages if it reads; tells whether that was possible."""
+        one, is_lost = move.plan, self._loses(move.plan)
+        if isinstance(one, SwapOut):
+            if is_lost:
+                self._copies.pop(one.copy, None)
+            return not is_lost
+        if move.is_dropped:
+            return True
+        self._expect_unread(one.pages)
+        copy = self._copies.pop(one.copy, None)
+        if copy is None or is_lost:
+            return False
+        assert len(copy) == one.first + len(one.pages), "a copy is read to its end"
+        for page, slots in zip(one.pages, copy[one.first :], strict=True):
+            self._cache |= {(page, slot): past for slot, past in enumerate(slots) if past is not None}
+        return True
+
+    def _expect_unread(self, pages: Iterable[int]) -> None:
+        assert not any(self._readers.get(page) for page in pages), "a page is read while it is filled"
 
     def _lose(self, plan: BasePlan) -> dict[int, CoserveError]:
         """Offloaded sequences whose keys and values are lost in this step, with the error."""

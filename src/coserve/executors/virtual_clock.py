@@ -1,14 +1,34 @@
 """A virtual clock: how long plans take on a machine of given seconds, with its pauses and its two streams."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
 
 from coserve.core.events import Event
-from coserve.core.plan import BasePlan, BaseResult, StepResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, Moved, StepResult, SwapIn, SwapOut, TrainingSegment
 from coserve.core.request import BASE
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.scheduler import Scheduler
+
+
+@dataclass(slots=True, eq=False)
+class VirtualMove:
+    """A copy that takes so many `seconds`, and when that `ends`."""
+
+    plan: SwapOut | SwapIn
+    ends: float
+    seconds: float
+    is_dropped: bool = False
+
+
+def told(ended: Iterable[VirtualMove], failed: Container[SwapOut | SwapIn] = ()) -> Moved:
+    """The part of a result that tells of moves."""
+    ways = [[move for move in ended if isinstance(move.plan, way)] for way in (SwapOut, SwapIn)]
+    out, back = (tuple(move.plan.copy for move in way) for way in ways)
+    lost = tuple(move.plan.copy for move in ended if move.plan in failed)
+    written, read = (sum(move.seconds for move in way) for way in ways)
+    return Moved(out, back, lost, (written, read))
 
 
 class VirtualClock(ABC):
@@ -17,7 +37,8 @@ class VirtualClock(ABC):
     A call of `pause_training` stops the training of the next pausable plan after the slice in which
     `layers_before_pause` layers are reached. Beside each other answers and training are slower in
     proportion to their shares of the machine, or by `interference` (of answers, of training) on half of it
-    each; this training may end in a later step.
+    each; this training may end in a later step. Pages move to the second tier and back beside steps, one move
+    after the other, in `swap_seconds` a page.
     """
 
     def __init__(
@@ -25,6 +46,7 @@ class VirtualClock(ABC):
         seconds: Callable[[BasePlan], float],
         plans_ahead: int = 0,
         interference: tuple[float, float] = (2.0, 2.0),
+        swap_seconds: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.now = 0.0
         self.plans_ahead = plans_ahead
@@ -34,6 +56,8 @@ class VirtualClock(ABC):
         self._beside: tuple[TrainingSegment, ...] = ()  # training beside answers
         self._until = 0.0  # when it is done
         self._training = 0.0  # seconds it takes
+        self._swap_seconds = swap_seconds
+        self._moves: deque[VirtualMove] = deque()  # that no result has told of
 
     def step(self, scheduler: Scheduler) -> list[Event]:
         """One step of the engine's loop, with up to `plans_ahead` plans made before the results they
@@ -70,6 +94,21 @@ class VirtualClock(ABC):
     def resume_training(self) -> None:
         """See `Executor`."""
         self._pausing = False
+
+    def _move(self, plan: BasePlan, seconds: float) -> tuple[float, list[VirtualMove]]:
+        """Begins the moves of a plan that takes so many seconds, or as long as a move where it has no rows.
+        Returns its seconds and the moves that end meanwhile."""
+        for move in self._moves:
+            move.is_dropped |= move.plan.copy in plan.swap_dropped
+        for one in plan.moves:
+            began = max(self._moves[-1].ends, self.now) if self._moves else self.now
+            taken = len(one.pages) * self._swap_seconds[isinstance(one, SwapIn)]
+            self._moves.append(VirtualMove(one, began + taken, taken))
+        if self._moves and not plan.has_rows:
+            seconds = max(seconds, self._moves[0].ends - self.now)
+        ended = [move for move in self._moves if move.ends <= self.now + seconds]
+        self._moves = deque(move for move in self._moves if move not in ended)
+        return seconds, ended
 
     def _time(self, plan: BasePlan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
         """Seconds of a plan, the training done after it, and the seconds of its streams."""

@@ -5,12 +5,13 @@ from typing import Final
 
 from coserve.core.row_buckets import EXACT, RowBuckets
 from coserve.errors import ConfigError
+from coserve.schedule.overlap import ALONE, Overlap
 
 # Fields that only the engine may set, from its model and its own settings.
 SET_BY_ENGINE: Final = frozenset(
     {
         "layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing", "interruptible",
-        "row_buckets", "stages",
+        "row_buckets", "overlap",
     }
 )  # fmt: skip
 
@@ -44,7 +45,7 @@ class SchedulerConfig:
     patience: float = 10.0  # deadline of waiting requests that state none; smaller lets fewer pass
     prefix_sharing: bool = False  # whether common prefixes of prompts are computed once
     row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no padding is needed
-    stages: int = 1  # of a pipeline: so many plans are under way, each with answers of its own
+    overlap: Overlap = ALONE  # of the executor's plans
 
     @property
     def reserved_rows(self) -> int:
@@ -73,7 +74,7 @@ class SchedulerConfig:
             "max_margin": self.max_margin >= 0,
             "starvation": self.starvation is None or self.starvation >= 0,
             "patience": self.patience >= 0,
-            "stages": self.stages >= 1,
+            "overlap": self.overlap.is_possible,
         }
         for name, holds in checks.items():
             if not holds:

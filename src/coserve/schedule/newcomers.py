@@ -57,14 +57,11 @@ def decoding(running: Iterable[Sequence], cost: StepCosts, config: SchedulerConf
 
 
 def _ready(running: list[Sequence], config: SchedulerConfig) -> list[Sequence]:
-    """Sequences with one row left. In a pipeline a row waits until the token before it has passed all stages.
-    So each plan takes an equal share of the sequences, those without a token for longest first."""
-    ready = [one for one in running if one.remaining == 1]
-    if config.stages == 1:
-        return ready
-    most = -(-sum(one.remaining <= 1 for one in running) // config.stages)
-    chosen = sorted((one for one in ready if not one.unsampled), key=_held_longest)[:most]
-    keys = {one.key for one in chosen}
+    """Sequences with one row left and no token in plans beside the next. Each plan takes an equal share of
+    the sequences, those without a token for longest first."""
+    ready = [one for one in running if one.remaining == 1 and not config.overlap.beside(one.unsampled)]
+    most = config.overlap.share(sum(one.remaining <= 1 for one in running))
+    keys = {one.key for one in sorted(ready, key=_held_longest)[:most]}
     return [one for one in ready if one.key in keys]
 
 

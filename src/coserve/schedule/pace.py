@@ -61,7 +61,7 @@ def prefill_limit(
         """Largest delay of a first token relative to its bound, if every step took `step` seconds."""
         pace = max(step - decode, config.min_prefill_rows * row) / row  # rows a step
         seconds = max(step, decode + config.min_prefill_rows * row) * (1 + margin)
-        each = seconds / config.stages  # from one step to the next
+        each = config.overlap.interval(seconds)
         return max(((p.waited + p.rows / pace * each) / p.bound for p in prompts), default=0.0)
 
     low, high = kept, max(kept, longest)

@@ -19,7 +19,6 @@ class PlanBuilder:
     """
 
     now: float
-    moving: float = 0.0
     features: StepFeatures = field(default_factory=StepFeatures)
     answering: list[Sequence] = field(default_factory=list)  # whose segments are in `inference`, in its order
     inference: list[InferenceSegment] = field(default_factory=list)
@@ -75,7 +74,7 @@ class PlanBuilder:
 
     def training_alone(self) -> "PlanBuilder":
         """The step without its inference."""
-        alone = PlanBuilder(self.now, self.moving)
+        alone = PlanBuilder(self.now)
         for batch, segment in zip(self.batches, self.training, strict=True):
             alone.add_training(batch, segment)
         for base, update in self.updates:

@@ -121,14 +121,14 @@ class Prefixes:
         elif names := self._readable(sequence, len(found)):
             computed, filled = self._usable(sequence, len(found) + len(names)), len(names)
             rest = 0  # the page that virtual tokens begin is read whole
-        loads = self.swapped.take(names)
+        self.swapped.take(names)
         own = [page for page in begun if not pages.readers(page)]  # it loses its name and is written on
         virtual = self._virtual_pages(request)
         missing = pages.pages_for(request.virtual) if virtual is None else 0
         wanted = missing + pages.pages_for(request.virtual + tokens) - full - len(own)
         taken = pages.allocate(sequence.key, wanted, [*(virtual or ()), *read, *own])
         if taken is None:
-            self.swapped.give_back(loads)
+            self.swapped.give_back(names)
             return False
         for page in own:
             pages.forget(page)
@@ -139,8 +139,8 @@ class Prefixes:
         sequence.shared = sequence.named = full
         sequence.template = (begun or virtual[-1:])[0] if rest else None
         sequence.computed, sequence.filled = computed, filled
-        if loads:
-            self.swapped.load(sequence, loads)
+        if names:
+            self.swapped.load(sequence, names)
         return True
 
     def reads(self, sequence: Sequence) -> bool:

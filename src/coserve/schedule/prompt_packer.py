@@ -52,10 +52,6 @@ class PromptPacker:
             return False  # those with pages may come later in the line
         if not sequence.pages:  # sequences before it may have taken its cached pages
             self.queues.look_up(sequence)
-        if sequence.swapped is not None and not cache.swapping.has_time(sequence.swapped, self.builder.now):
-            if cache.swapping.tier.is_reading:  # it may be next
-                return False
-            self.queues.look_up(sequence, copies=False)  # rows pass in as many steps as they need
         if sequence.swapped is None and not cache.prefixes.reads(sequence):
             return True
         return not is_closed and self._enter(sequence) and not sequence.loading

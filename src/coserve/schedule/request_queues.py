@@ -146,16 +146,22 @@ class RequestQueues:
             while not self.enter(sequence, now) and others:
                 self.preempt(others.pop(), now)
 
-    def look_up(self, *sequences: Sequence, copies: bool = True) -> None:
-        """Counts cached and swapped tokens of waiting sequences, by default the next in line, as computed;
-        without `copies` swapped ones are dropped."""
+    def look_up(self, *sequences: Sequence) -> None:
+        """Counts cached and swapped tokens of waiting sequences, by default the next in line, as computed."""
         for sequence in sequences or self.waiting[: self._config.max_running]:
             if sequence.offloaded:
                 continue
             prefixes = self.caches.of(sequence).prefixes
-            if sequence.swapped is not None and not (copies and prefixes.reaches_copy(sequence)):
+            if sequence.swapped is not None and not self._is_worth_reading(sequence):
                 self._drop_copy(sequence)
             prefixes.look_up(sequence)
+
+    def _is_worth_reading(self, sequence: Sequence) -> bool:
+        """Tells whether a waiting sequence can use its copy, and has it sooner than computed again."""
+        cache, copy = self.caches.of(sequence), sequence.swapped
+        assert copy is not None, "it has been written"
+        start = max(copy.first * cache.pages.page_size - sequence.virtual, 0)
+        return cache.prefixes.reaches_copy(sequence) and cache.swapping.is_sooner(sequence, start)
 
     def grow(self, sequence: Sequence, now: float) -> bool:
         """Allocates pages for all tokens of a running sequence, preempting the latest others, newcomers last.
@@ -228,6 +234,8 @@ class RequestQueues:
 
     def _lose_copy(self, sequence: Sequence) -> None:
         """Has a sequence computed again whose copy is damaged or could not be made."""
+        if sequence.loading:  # the rest of it
+            self.caches.of(sequence).swapping.withdraw(sequence)
         if sequence.pages:
             self._wait_again(sequence)
         else:

@@ -30,7 +30,6 @@ from coserve.schedule.segments import announce, announce_batches, note_planned
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
 from coserve.schedule.step_costs import StepCosts
-from coserve.schedule.swapping import longest_moves
 from coserve.schedule.training_packer import TrainingPacker, in_order
 from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_through
 from coserve.schedule.utilization import Utilization
@@ -130,8 +129,7 @@ class Scheduler:
 
     def _plan(self, now: float) -> StepPlan:
         builder = PlanBuilder(now)
-        if self.tier.nbytes:
-            self.tier.begin(now, longest_moves(self._queues.running, now, self.cost, self.config))
+        self.tier.now = now
         self._queues.look_up()
         jobs, starving = self.training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
@@ -162,7 +160,7 @@ class Scheduler:
             self._rewind(launched, result)
         self._account(plan, result, now, now - max(launched.planned, self._applied))
         self._applied = now
-        self._take_moves(plan, result, now)
+        self._take_moves(result, now)
         events: dict[str, list[Event]] = {base: [] for base in plan.bases}
         for base, ended in self.requests.ended:
             events.setdefault(base, []).append(ended)
@@ -219,7 +217,6 @@ class Scheduler:
     def _prefill(self, builder: PlanBuilder, view: View, resting: Collection[int], closed: set[str]) -> None:
         """Adds prompt rows of running and entering sequences but those that rest, the most urgent first. No
         sequence enters whose base is in `closed`, as the step preempted one of that base (`PromptPacker`)."""
-        self._count_moves(builder)
         begun = [sequence for sequence in self._queues.running if sequence.remaining > 1]
         admitted = [one for one in (*begun, *self.policy.admit(view)) if one.key not in resting]
         line = sorted(admitted, key=self._queues.urgency)
@@ -233,12 +230,6 @@ class Scheduler:
         rows = self._prompt_rows(builder)
         PromptPacker(builder, self._queues, self.cost, self.config, rows, limit, closed).pack(line)
 
-    def _count_moves(self, builder: PlanBuilder) -> None:
-        """Lets the step's rows begin when its swaps are predicted to be done."""
-        moving = self.tier.seconds(builder.now)
-        builder.now += moving - builder.moving
-        builder.moving = moving
-
     def _prompt_rows(self, builder: PlanBuilder) -> int:
         """Most prompt rows of the step: as configured, and those that would pad its decode rows.
 
@@ -251,7 +242,6 @@ class Scheduler:
 
     def _train(self, builder: PlanBuilder, view: View, jobs: list[QueueEntry]) -> None:
         """Adds, job by job, an optimizer step that is due or the next windows of micro-batches."""
-        self._count_moves(builder)
         self.stats.fused_possible += bool(builder.inference)
         slack = measure(
             builder, self._queues, self.cost, self.config, self._utilization.share, self.requests.places
@@ -299,7 +289,6 @@ class Scheduler:
 
     def _close(self, builder: PlanBuilder) -> StepPlan:
         """The plan of what the builder has chosen, by base."""
-        self.tier.planned = self.tier.seconds(builder.now)
         released = [*self._queues.released, *self.training.released]
         self._queues.released.clear()
         self.training.released.clear()
@@ -356,9 +345,9 @@ class Scheduler:
 
     def _launch(self, plan: StepPlan, now: float, begins: float) -> None:
         """Records a plan as under way, and its work as done."""
-        taken = self.tier.planned + plan.first.predicted
+        taken = plan.first.predicted
         ends = begins + taken + plan.first.idle
-        free_at = begins + taken / self.config.stages + plan.first.idle
+        free_at = begins + self.config.overlap.interval(taken) + plan.first.idle
         ready = not plan.inference and any(s.remaining for s in self._queues.running)
         self._made_way = self._made_way + plan.first.predicted if ready else 0.0
         for segment in plan.inference:
@@ -383,10 +372,9 @@ class Scheduler:
         if not is_beside and plan.training != result.trained:  # some was paused before it ran
             plan = plan.as_run(result)
             predicted = self.cost.predict(plan)
-        executed, host = result.computing, max(seconds - result.seconds, 0.0)
-        if self.config.stages > 1:  # the rest is others' plans
-            host = min(host, self.cost.host)
-        machine = (executed + host) / self.config.stages
+        overlap = self.config.overlap
+        host = overlap.own_host(max(seconds - result.seconds, 0.0), self.cost.host)
+        machine = overlap.interval(result.seconds + host)
         answering = StepFeatures.of_answers(plan)
         training = self._training_seconds(plan, answering, machine, predicted)
         self._utilization.observe(now, self._rows_seconds(answering, machine - training))
@@ -417,19 +405,14 @@ class Scheduler:
         alone, empty = map(self.cost.predict_features, (answering, answering.without_rows))
         return inference * max(1.0 - empty / max(alone, 1e-9), 0.0)
 
-    def _take_moves(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Applies the moves of pages to and from the second tier, and counts them."""
-        written, read = self.tier.apply(
-            [
-                (self.caches[base].swapping.copies, part, result.bases[base])
-                for base, part in plan.bases.items()
-            ],
-            now,
-        )
+    def _take_moves(self, result: StepResult, now: float) -> None:
+        """Applies the moves of pages to and from the second tier that have ended, and counts them."""
+        moved = [(self.caches[base].swapping.copies, part.moved) for base, part in result.bases.items()]
+        written, read = self.tier.apply(moved, now)
         self.stats.swapped_out_pages += written
         self.stats.swapped_in_pages += read
         for part in result.bases.values():
-            self.stats.swap_failures += len(part.swap_failed)
+            self.stats.swap_failures += len(part.moved.failed)
             self.stats.offloaded_read_bytes += part.offload_reads.nbytes
             self.stats.offload_failures += sum(isinstance(e, OffloadFailed) for e in part.lost.values())
         self._offload_turns.read(sum(part.offload_reads.seconds for part in result.bases.values()), now)

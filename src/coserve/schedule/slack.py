@@ -164,7 +164,7 @@ class _Ahead:
         self._planned = {segment.key: segment.length for segment in builder.inference}
         self._now = builder.now
         self.step = cost.predict_features(builder.features) if builder.inference else 0.0
-        if not builder.inference and config.stages > 1 and queues.running:
+        if not builder.inference and config.overlap.beside(len(queues.running)):
             self.step = self.decode
 
     def begins(self, sequence: Sequence) -> float:
@@ -173,7 +173,8 @@ class _Ahead:
         return (sequence.newest_at or self._now) if self._is_elsewhere(sequence) else self._now
 
     def _is_elsewhere(self, sequence: Sequence) -> bool:
-        return self._config.stages > 1 and sequence.unsampled > 0 and sequence.key not in self._planned
+        beside = self._config.overlap.beside(sequence.unsampled)
+        return beside > 0 and sequence.key not in self._planned
 
     def __iter__(self) -> Iterator[tuple[Sequence, float, int]]:
         queues = self._queues
@@ -212,9 +213,9 @@ class _Ahead:
 
     @cached_property
     def decode(self) -> float:
-        """Seconds of a step with a decode row of each running sequence, or of a pipeline's share of them."""
+        """Seconds of a step with a decode row of each running sequence, or of a plan's share of them."""
         features = StepFeatures()
-        for sequence in self._queues.running[:: self._config.stages]:
+        for sequence in self._queues.running[:: self._config.overlap.plans]:
             start, request = sequence.virtual + sequence.length, sequence.request
             features[request.base].add_inference(start, 1, 1, request.adapter, sequence.offloaded)
         return self._cost.predict_features(features)

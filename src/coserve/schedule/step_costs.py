@@ -53,7 +53,7 @@ class StepCosts:
     def observe(self, features: StepFeatures, result: StepResult, host: float = 0.0) -> None:
         """Learns from the result of one step of these features, to which the host added `host` seconds. Each
         base's model learns from its part's own seconds."""
-        seconds = result.computing
+        seconds = result.seconds
         if seconds <= 0:
             return
         # An optimizer step alone takes three times its few milliseconds now and then; that says nothing about
@@ -67,7 +67,7 @@ class StepCosts:
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
         for base, part in features.items():
             its = result.bases[base]
-            self.bases[base].observe(part, its.computing, its.reads, its.offload_reads)
+            self.bases[base].observe(part, its.seconds, its.reads, its.offload_reads)
 
     def observe_beside(self, plan: StepPlan, result: StepResult, host: float = 0.0) -> None:
         """Learns the interference from a step of one base with a share, to which the host added `host`."""

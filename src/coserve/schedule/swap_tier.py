@@ -5,11 +5,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final
+from typing import Final, TypeAlias
 
-from coserve.core.plan import BasePlan, BaseResult, SwapIn, SwapOut
+from coserve.core.plan import STAGED, Moved, SwapIn, SwapOut
 from coserve.core.sequence import Sequence
 from coserve.schedule.newcomers import INFINITE
+
+Name: TypeAlias = int | bytes  # of a copy
 
 GUESS: Final = 1e-9  # seconds a byte before anything was measured: a disk, rather fast, so that it is tried
 _MEMORY: Final = 0.25  # weight of a measurement in the running mean
@@ -47,19 +49,19 @@ class Rate:
 
 @dataclass(slots=True)
 class Moves:
-    """Copies of a base's pages that the plan under construction makes, reads and drops, by their numbers."""
+    """Copies of a base's pages that the plan under construction makes, reads and drops, by their names."""
 
-    out: dict[int, SwapOut] = field(default_factory=dict)
-    back: dict[int, SwapIn] = field(default_factory=dict)
-    dropped: list[int] = field(default_factory=list)
+    out: dict[Name, SwapOut] = field(default_factory=dict)
+    back: dict[Name, SwapIn] = field(default_factory=dict)
+    dropped: list[Name] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.out or self.back or self.dropped)
 
 
 class SwapTier:
-    """A tier of `nbytes`, whose first guess is `byte_seconds` a byte, one way. Copies have numbers of their
-    own whatever their base, and those that nobody needs make room for any.
+    """A tier of `nbytes`, whose first guess is `byte_seconds` a byte, one way. Copies of sequences have
+    `numbers` of their own whatever their base, and those that nobody needs make room for any.
 
     `on_failure` is called for sequences whose copy could not be written or read.
     """
@@ -69,39 +71,18 @@ class SwapTier:
         self.writing, self.reading = Rate(byte_seconds), Rate(byte_seconds)
         self.numbers = count(1)
         self.now = 0.0  # of the plan under construction
-        self.limit = INFINITE  # seconds that its moves may take
-        self.planned = 0.0  # seconds of the moves of the last plan
         self.on_failure: Callable[[Sequence], None] = lambda sequence: None
         self._copies: list[SwapCopies] = []  # of each base
-        self._barred_until = -INFINITE
+        self.barred_until = -INFINITE  # a minute after the last failure
 
     def add(self, copies: "SwapCopies") -> None:
         """Adds the copies of a base's pages."""
         self._copies.append(copies)
 
-    def begin(self, now: float, limit: float) -> None:
-        """Begins a plan, whose moves may take `limit` seconds."""
-        self.now, self.limit = now, limit
-
-    def is_barred(self, now: float) -> bool:
-        """Tells whether the tier has failed in the last minute."""
-        return now < self._barred_until
-
-    def seconds(self, now: float) -> float:
-        """Predicted seconds of the moves so far."""
-        written = sum(copies.nbytes(copies.moves.out.values()) for copies in self._copies)
-        read = sum(copies.nbytes(copies.moves.back.values()) for copies in self._copies)
-        return written * self.writing.seconds(now) + read * self.reading.seconds(now)
-
     @property
     def has_moves(self) -> bool:
         """Tells whether the plan under construction moves anything."""
         return any(copies.moves for copies in self._copies)
-
-    @property
-    def is_reading(self) -> bool:
-        """Tells whether the plan under construction reads copies."""
-        return any(copies.moves.back for copies in self._copies)
 
     @property
     def room(self) -> int:
@@ -118,55 +99,35 @@ class SwapTier:
             max(self._copies, key=lambda copies: len(copies.evictable) * copies.page_nbytes).evict()
         return True
 
-    def apply(
-        self, moved: Iterable[tuple["SwapCopies", BasePlan, BaseResult]], now: float
-    ) -> tuple[int, int]:
-        """Applies the results of the moves in each base's plan: sequences whose pages were read run from now
-        on. Returns the pages written and read."""
+    def apply(self, moved: Iterable[tuple["SwapCopies", Moved]], now: float) -> tuple[int, int]:
+        """Applies the moves of each base's copies that have ended: sequences whose pages were read run from
+        now on. Returns the pages written and read, without those that failed."""
         moved = list(moved)
-        if any(result.swap_failed for _, _, result in moved):
-            self._barred_until = now + _BARRED
+        pages = [(copies, copies.take_ended(its)) for copies, its in moved]
+        if any(its.failed for _, its in moved):
+            self.barred_until = now + _BARRED
         else:
-            out = sum(copies.nbytes(plan.swap_out) for copies, plan, _ in moved)
-            back = sum(copies.nbytes(plan.swap_in) for copies, plan, _ in moved)
-            self.writing.observe(out, sum(result.swap_seconds[0] for _, _, result in moved), now)
-            self.reading.observe(back, sum(result.swap_seconds[1] for _, _, result in moved), now)
-        counts = [self._end(*each) for each in moved]
-        return sum(written for written, _ in counts), sum(read for _, read in counts)
-
-    def _end(self, copies: "SwapCopies", plan: BasePlan, result: BaseResult) -> tuple[int, int]:
-        """Lets go of what a plan has moved. Returns the pages written and read."""
-        lost = {*result.swap_failed}
-        for out in plan.swap_out:
-            if out.copy not in lost:
-                continue
-            sequence = copies.owners.get(out.copy)
-            if sequence is None:
-                copies.lose(out.copy)
-            elif not sequence.loading:  # else its `SwapIn` fails, too
-                self.on_failure(sequence)
-        for back in plan.swap_in:
-            sequence = copies.owners.pop(back.copy, None)
-            if sequence is not None:
-                sequence.loading = ()
-                if back.copy in lost:
-                    self.on_failure(sequence)
-        written = sum(len(move.pages) for move in plan.swap_out if move.copy not in lost)
-        return written, sum(len(move.pages) for move in plan.swap_in if move.copy not in lost)
+            out = sum(copies.page_nbytes * written for copies, (written, _) in pages)
+            back = sum(copies.page_nbytes * read for copies, (_, read) in pages)
+            self.writing.observe(out, sum(its.seconds[0] for _, its in moved), now)
+            self.reading.observe(back, sum(its.seconds[1] for _, its in moved), now)
+        return sum(written for _, (written, _) in pages), sum(read for _, (_, read) in pages)
 
 
 class SwapCopies:
     """Copies of a base's pages in a tier, which has room for at most `pages` of them, of `page_nbytes` each.
-    They are those of sequences, the `owners`, and those of cached pages by name, the least recently used
-    first, which are `evictable`: they make room for others, of any base."""
+    They are those of sequences, the `owners`, and those of cached pages, the least recently used first, which
+    are `evictable`: they make room for others, of any base. Plans move them beside steps."""
 
     def __init__(self, tier: SwapTier, pages: int, page_nbytes: int) -> None:
         self.pages, self.page_nbytes = pages, page_nbytes
         self.moves = Moves()
-        self.owners: dict[int, Sequence] = {}  # by copy, until it is read or dropped
-        self.evictable: OrderedDict[Hashable, int] = OrderedDict()
+        self.owners: dict[Name, Sequence] = {}  # by copy, until it is read or dropped
+        self.evictable: OrderedDict[Hashable, None] = OrderedDict()
         self._tier = tier
-        self._sizes: dict[int, int] = {}  # pages of each copy in the tier
+        self._sizes: dict[Name, int] = {}  # pages of each copy in the tier
+        self._writing: dict[Name, int] = {}  # pages of moves that no result has told of
+        self._reading: dict[Name, int] = {}
         tier.add(self)
 
     @property
@@ -185,41 +146,72 @@ class SwapCopies:
 
     def evict(self) -> None:
         """Drops the least recently used copy of a cached page."""
-        self.remove(self.evictable.popitem(last=False)[1])
+        name, _ = self.evictable.popitem(last=False)
+        assert isinstance(name, int | bytes), "it has been added"
+        self.remove(name)
 
-    def lose(self, number: int) -> None:
-        """Drops the copy of a cached page that could not be written, if it is still there."""
-        for name in [name for name, its in self.evictable.items() if its == number]:
-            self.remove(self.evictable.pop(name))
+    def may_write(self, pages: int, now: float) -> bool:
+        """Tells whether a copy of so many pages needs no others to be written first, so that no step waits,
+        and the tier works."""
+        waiting = sum(self._writing.values()) + sum(len(move.pages) for move in self.moves.out.values())
+        has_room = not waiting or (waiting + pages) * self.page_nbytes <= STAGED
+        return has_room and self._tier.barred_until <= now
 
-    def add(self, pages: tuple[int, ...]) -> int:
-        """Has the plan copy `pages`, for which there is room; returns the copy's number."""
-        number = next(self._tier.numbers)
-        self.moves.out[number] = SwapOut(number, pages)
-        self._sizes[number] = len(pages)
+    def is_moving(self, name: Name) -> bool:
+        """Tells whether a result is still to tell of a move of this name."""
+        return name in self._writing or name in self._reading
+
+    def add(self, name: Name, pages: tuple[int, ...]) -> None:
+        """Has the plan copy `pages`, for which there is room, under a name that has no moves."""
+        self.moves.out[name] = SwapOut(name, pages)
+        self._sizes[name] = len(pages)
         self._tier.used += len(pages) * self.page_nbytes
-        return number
 
-    def remove(self, number: int) -> None:
-        """Drops a copy that no plan has read."""
-        self.forget(number)
-        if self.moves.out.pop(number, None) is None:
-            self.moves.dropped.append(number)
+    def remove(self, name: Name) -> None:
+        """Drops a copy that has not been read."""
+        self._forget(name)
+        if self.moves.out.pop(name, None) is None:
+            self.moves.dropped.append(name)
 
-    def forget(self, number: int) -> None:
+    def _forget(self, name: Name) -> None:
         """Frees the pages of a copy that is read or dropped."""
-        self._tier.used -= self._sizes.pop(number) * self.page_nbytes
+        self._tier.used -= self._sizes.pop(name) * self.page_nbytes
 
     def take(self) -> Moves:
-        """The plan's moves: copies that it reads are gone afterwards."""
+        """The plan's moves: a copy that it reads is no longer its sequence's."""
         moves, self.moves = self.moves, Moves()
-        for number in moves.back:
-            self.forget(number)
-            sequence = self.owners[number]
-            if sequence.swapped is not None and sequence.swapped.number == number:
+        self._writing |= {name: len(move.pages) for name, move in moves.out.items()}
+        self._reading |= {name: len(move.pages) for name, move in moves.back.items()}
+        for name in moves.back:
+            sequence = self.owners[name]
+            if sequence.swapped is not None and sequence.swapped.number == name:
                 sequence.swapped = None
         return moves
 
-    def nbytes(self, moves: Iterable[SwapOut | SwapIn]) -> int:
-        """Bytes of the pages of moves."""
-        return sum(len(move.pages) for move in moves) * self.page_nbytes
+    def take_ended(self, moved: Moved) -> tuple[int, int]:
+        """Lets go of what has been moved. Returns the pages written and read."""
+        written, read = (
+            {name: pages.pop(name) for name in names}
+            for names, pages in ((moved.out, self._writing), (moved.back, self._reading))
+        )
+        for name in written:
+            if name not in moved.failed:
+                continue
+            sequence = self.owners.get(name)
+            if sequence is None and name in self.evictable:
+                del self.evictable[name]
+                self.remove(name)
+            elif sequence is not None and not sequence.loading:  # else its `SwapIn` fails, too
+                self._tier.on_failure(sequence)
+        for name in read:
+            sequence = self.owners.pop(name, None)
+            if sequence is None:  # it was dropped meanwhile
+                continue
+            self._forget(name)
+            sequence.loading = tuple(other for other in sequence.loading if other != name)
+            if name in moved.failed:
+                self._tier.on_failure(sequence)
+        return (
+            sum(pages for name, pages in written.items() if name not in moved.failed),
+            sum(pages for name, pages in read.items() if name not in moved.failed),
+        )

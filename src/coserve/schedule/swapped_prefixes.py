@@ -4,7 +4,8 @@ LMCache and SGLang's HiCache keep prefixes so. Whether a page is written is deci
 of computing its tokens again, those of writing and reading it, and the share of such pages read lately.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as Ordered
 from typing import Final
 
 from coserve.core.sequence import Sequence
@@ -38,8 +39,13 @@ class SwappedPrefixes:
         tokens, whose names are no hashes, are filled again by the adapter."""
         if name in self._copies:
             self._copies.move_to_end(name)
-        elif isinstance(name, bytes) and self._is_worth_writing() and self._swapping.copies.make_room(1):
-            self._copies[name] = self._swapping.copies.add((page,))
+            return
+        copies = self._swapping.copies
+        if not isinstance(name, bytes) or copies.is_moving(name) or not self._is_worth_writing():
+            return
+        if copies.make_room(1):
+            copies.add(name, (page,))
+            self._copies[name] = None
             self.written += 1
             self._lately_written += 1
 
@@ -50,32 +56,31 @@ class SwappedPrefixes:
         self._lately_read *= _MEMORY
         swapping, tier = self._swapping, self._swapping.tier
         writing, reading = swapping.seconds(1, tier.now)
-        if tier.is_barred(tier.now) or tier.seconds(tier.now) + writing > tier.limit:
+        if not swapping.copies.may_write(1, tier.now):
             return False
         share = min((self._lately_read + 1) / (self._lately_written + 1), 1.0)
         return writing < share * (added_seconds(swapping.cost, 0, self._page_size) - reading)
 
     def worth_reading(self, sequence: Sequence, start: int, pages: int) -> int:
-        """Number of `pages` copies, with a sequence's tokens from `start` on, that the plan has time to read
-        and that are read sooner than computed."""
+        """Number of `pages` copies, with a sequence's tokens from `start` on, that are read sooner than
+        computed: all or none."""
         swapping, tier = self._swapping, self._swapping.tier
-        seconds, left = swapping.seconds(1, tier.now)[1], tier.limit - tier.seconds(tier.now)
-        if pages * seconds > left:
-            pages = max(int(left / seconds), 0)
+        seconds = swapping.seconds(1, tier.now)[1]
         rows, adapter = pages * self._page_size, sequence.request.adapter
         computing = added_seconds(swapping.cost, sequence.virtual + start, rows, adapter)
-        return pages if pages * seconds < computing and not tier.is_barred(tier.now) else 0
+        return pages if pages * seconds < computing and tier.barred_until <= tier.now else 0
 
-    def take(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
-        """Copies that the plan is to read, by name. They can no longer be evicted."""
-        return {name: self._copies.pop(name) for name in names}
+    def take(self, names: Iterable[bytes]) -> None:
+        """Keeps copies that the plan is to read from being evicted."""
+        for name in names:
+            del self._copies[name]
 
-    def give_back(self, taken: Mapping[Hashable, int]) -> None:
+    def give_back(self, names: Iterable[bytes]) -> None:
         """Undoes `take` where there are no pages to read into."""
-        self._copies.update(taken)
+        self._copies.update(dict.fromkeys(names))
 
-    def load(self, sequence: Sequence, taken: Mapping[Hashable, int]) -> None:
+    def load(self, sequence: Sequence, names: Ordered[bytes]) -> None:
         """Has the plan fill a sequence's pages behind the shared ones from copies that were taken."""
-        self._swapping.read_single(sequence, taken.values())
-        self.read += len(taken)
-        self._lately_read += len(taken)
+        self._swapping.read_single(sequence, names)
+        self.read += len(names)
+        self._lately_read += len(names)

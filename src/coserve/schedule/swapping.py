@@ -9,11 +9,7 @@ from collections.abc import Iterable
 
 from coserve.core.plan import SwapIn
 from coserve.core.sequence import Sequence, SwapCopy
-from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, added_seconds
-from coserve.schedule.features import StepFeatures
-from coserve.schedule.newcomers import INFINITE
-from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.swap_tier import SwapCopies, SwapTier
 
 
@@ -35,17 +31,18 @@ class Swapping:
     def is_worth(self, sequence: Sequence, start: int, pages: int, now: float) -> bool:
         """Tells whether moving `pages` there and back takes less than computing the tokens from `start` on
         again, and there is room."""
-        if pages <= 0 or pages > self.copies.room or self.tier.is_barred(now):
+        if pages <= 0 or pages > self.copies.room or not self.copies.may_write(pages, now):
             return False
         writing, reading = self.seconds(pages, now)
-        if max(self.tier.seconds(now) + writing, reading) > self.tier.limit:
-            return False
         rows, adapter = sequence.computed - start, sequence.request.adapter
         return writing + reading < added_seconds(self.cost, sequence.virtual + start, rows, adapter)
 
-    def has_time(self, copy: SwapCopy, now: float) -> bool:
-        """Tells whether the plan has time to read a copy as well."""
-        return self.tier.seconds(now) + self.seconds(copy.pages, now)[1] <= self.tier.limit
+    def is_sooner(self, sequence: Sequence, start: int) -> bool:
+        """Tells whether reading a sequence's copy takes less than computing its tokens from `start` on."""
+        copy, adapter = sequence.swapped, sequence.request.adapter
+        assert copy is not None, "it has been written"
+        computing = added_seconds(self.cost, sequence.virtual + start, copy.tokens - start, adapter)
+        return self.seconds(copy.pages, self.tier.now)[1] < computing
 
     def seconds(self, pages: int, now: float) -> tuple[float, float]:
         """Predicted seconds of writing and of reading so many pages."""
@@ -59,7 +56,8 @@ class Swapping:
         pages = tuple(sequence.pages[first:end])
         has_room = self.copies.make_room(len(pages))
         assert has_room, "`is_worth` has found it"
-        number = self.copies.add(pages)
+        number = next(self.tier.numbers)
+        self.copies.add(number, pages)
         sequence.swapped = SwapCopy(number, first, len(pages), sequence.computed)
         self.copies.owners[number] = sequence
 
@@ -71,22 +69,21 @@ class Swapping:
         self.copies.moves.back[copy.number] = SwapIn(copy.number, pages, sequence.shared - copy.first)
         sequence.loading = (copy.number,)
 
-    def read_single(self, sequence: Sequence, numbers: Iterable[int]) -> None:
+    def read_single(self, sequence: Sequence, names: Iterable[bytes]) -> None:
         """Has the plan fill a sequence's pages behind the shared ones from copies of one page each."""
-        sequence.loading = tuple(numbers)
-        for number, page in zip(sequence.loading, sequence.pages[sequence.shared :], strict=False):
-            self.copies.moves.back[number] = SwapIn(number, (page,))
-            self.copies.owners[number] = sequence
+        sequence.loading = tuple(names)
+        for name, page in zip(sequence.loading, sequence.pages[sequence.shared :], strict=False):
+            self.copies.moves.back[name] = SwapIn(name, (page,))
+            self.copies.owners[name] = sequence
 
     def withdraw(self, sequence: Sequence) -> None:
         """Gives up reading for a sequence that loses its pages again. It keeps a copy of its own that no plan
         has read yet."""
-        numbers, sequence.loading = sequence.loading, ()
-        for number in numbers:
-            if self.copies.moves.back.pop(number, None) is None:
-                del self.copies.owners[number]
-            elif sequence.swapped is None or number != sequence.swapped.number:
-                self._remove(number)
+        names, sequence.loading = sequence.loading, ()
+        for name in names:
+            self.copies.moves.back.pop(name, None)
+            if sequence.swapped is None or name != sequence.swapped.number:
+                self._remove(name)
 
     def drop(self, sequence: Sequence) -> None:
         """Drops the copy of a sequence that needs it no longer, if there is one."""
@@ -94,25 +91,6 @@ class Swapping:
         if copy is not None:
             self._remove(copy.number)
 
-    def _remove(self, number: int) -> None:
-        del self.copies.owners[number]
-        self.copies.remove(number)
-
-
-def longest_moves(running: Iterable[Sequence], now: float, cost: StepCosts, config: SchedulerConfig) -> float:
-    """Most seconds of a step's swaps, so that each running sequence's next token keeps its bound: rows wait
-    for them."""
-    running = [one for one in running if one.newest_at is not None]
-    due, margin = INFINITE, 0.0
-    for one in running:
-        if (bound := one.request.slo.between_tokens) is not None and one.newest_at is not None:
-            due = min(due, one.newest_at + bound)
-            tokens = one.request.sampling.max_tokens
-            margin = max(margin, cost.margin(config, trains=False, tokens=tokens))
-    if due == INFINITE:
-        return INFINITE
-    features = StepFeatures()
-    for one in running:
-        start, request = one.virtual + one.computed, one.request
-        features[request.base].add_inference(start, 1, 1, request.adapter, one.offloaded)
-    return max((due - now) / (1 + margin) - cost.predict_features(features), 0.0)
+    def _remove(self, name: int | bytes) -> None:
+        del self.copies.owners[name]
+        self.copies.remove(name)

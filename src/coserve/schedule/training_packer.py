@@ -18,11 +18,7 @@ _WORTH: Final = 0.99  # a larger window is awaited only where its rows cost less
 
 
 class TrainingPacker:
-    """Adds training to a builder while the allowance lasts. `left` are its remaining seconds.
-
-    In a pipeline windows are cut in rows, and pass all layers in one plan: a window through some layers would
-    have one stage at work while the others wait for it.
-    """
+    """Adds training to a builder while the allowance lasts. `left` are its remaining seconds."""
 
     def __init__(
         self, builder: PlanBuilder, allowance: Allowance, cost: StepCosts, config: SchedulerConfig
@@ -32,7 +28,7 @@ class TrainingPacker:
         self._allowance = allowance
         self._builder = builder
         self._cost = cost
-        self._config = config
+        self._config, self._overlap = config, config.overlap
         self._pairs: dict[tuple[int, int, int], int] = {}  # attended pairs, by (key, start, rows)
         self._before = (
             cost.predict_features(builder.trained) if builder.inference and builder.share is None else 0.0
@@ -94,7 +90,7 @@ class TrainingPacker:
             return False
         minimum, sizes, least = self._pop_minimum(), self._sizes(batch), self._least_layers(batch)
         # The last stage of a pipeline alone has the tail, and all others wait for it.
-        left = self.left / (self._config.stages if batch.direction.is_tail else 1)
+        left = self._overlap.interval(self.left) if batch.direction.is_tail else self.left
         chosen = self._largest(batch, sizes, left)
         if chosen is None and self._seconds([batch], sizes[-1], least) <= minimum:
             chosen = sizes[-1], least
@@ -118,7 +114,7 @@ class TrainingPacker:
         """Row counts that the next window may have, largest first; a paused window can be cut to any of
         them."""
         # A row's head and loss may take as long as several of its layers; those of a pipeline's last stage.
-        share = 4 if batch.direction.is_tail and self._config.stages == 1 else 1
+        share = 4 if batch.direction.is_tail and self._overlap.cuts_layers else 1
         if self._config.training_window is not None:
             return [min(max(1, self._config.training_window // share), batch.rows_left)]
         most, least = self._allowance.rows, max(1, self._config.min_training_rows // share)
@@ -129,8 +125,7 @@ class TrainingPacker:
             most = max(self._config.reserved_rows // share, least) if is_tail else self._cheapest(batch, most)
         # A window that stays whole is worth more than filling the rest of a step: see `_largest`. Parts of a
         # loss share only the head.
-        in_pipeline = self._config.stages > 1
-        whole = not self._allowance.cut and not batch.direction.is_tail and not in_pipeline
+        whole = not self._allowance.cut and not batch.direction.is_tail and self._overlap.cuts_layers
         is_undisturbed = not self._builder.inference or self._allowance.abandons
         if whole or (self._builder.training and is_undisturbed):
             return [min(most, batch.rows_left)]
@@ -168,7 +163,7 @@ class TrainingPacker:
 
     def _least_layers(self, batch: MicroBatch) -> int:
         """Fewest layers that the next window passes in one plan."""
-        return 1 if self._config.stages == 1 else len(batch.next_span(batch.layers))
+        return 1 if self._overlap.cuts_layers else len(batch.next_span(batch.layers))
 
     def _waits(self, batch: MicroBatch, sizes: Iterable[int], chosen: tuple[int, int] | None) -> bool:
         """Tells whether the step leaves its time for a larger window, whose rows are cheaper.
@@ -178,10 +173,8 @@ class TrainingPacker:
         reading the layer's weights. A cut window stays cut, so the weights of all layers to come are read for
         fewer rows.
         """
-        most = min(self._allowance.coming, self._config.quantum_with_inference)
+        most = self._overlap.saved(min(self._allowance.coming, self._config.quantum_with_inference))
         larger = [rows for rows in sizes if chosen is None or rows > chosen[0]]
-        if self._config.stages > 1:  # several plans are under way, and slack does not add up over them
-            most = 0.0
         bearable = [rows for rows in larger if most and self._seconds([batch], rows, 1) <= most]
         if not bearable or chosen is None:
             return bool(bearable)

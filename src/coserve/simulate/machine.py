@@ -40,13 +40,14 @@ class MachineSettings:
     kind when a load begins. `interference` is the slowdown of inference and of training on half of the
     machine each, which it knows; None is twice, which it does not. `scheduler` are further fields of
     `SchedulerConfig`; an `interruptible` machine is a server: a request that arrives during a step pauses
-    its training between two slices. A pipeline's `stages` are among them; it is not interruptible.
+    its training between two slices. A pipeline of several `stages` is not interruptible.
     """
 
     cache_tokens: int = 16384
     positions: int = POSITIONS
     jitter: Jitter = field(default_factory=Jitter)
     known: int = 32
+    stages: int = 1
     interference: tuple[float, float] | None = None
     scheduler: dict[str, Any] = field(default_factory=dict)
 
@@ -58,18 +59,19 @@ class SimulatedMachine:
         self, policy: str, times: Times, settings: MachineSettings = MachineSettings(), seed: int = 0
     ) -> None:
         draw, jitter = random.Random(seed), settings.jitter
+        self._times, self._reads = times, WeightReads()
+        self._factor = partial(jitter.draw, draw)
+        self.executor = self._executor(settings.stages, settings.interference or (2.0, 2.0))
+        overlap = self.executor.overlap
+        config = SchedulerConfig(times.layers, settings.positions, overlap=overlap, **settings.scheduler)
         known = times.known()
         if settings.interference is not None:
             known.interference.start(*settings.interference)
-        config = SchedulerConfig(times.layers, settings.positions, **settings.scheduler)
         pages = PagePool(settings.cache_tokens // PAGE_SIZE, PAGE_SIZE)
         self.scheduler = Scheduler(BaseCache(config, pages), known, make_policy(policy))
         self.scheduler.cost.host = times.known_host
         for trains in (False, True) * settings.known:
             self.scheduler.cost.misses.observe(jitter.draw(draw), trains)
-        self._times, self._reads = times, WeightReads()
-        self._factor = partial(jitter.draw, draw)
-        self.executor = self._executor(config.stages, settings.interference or (2.0, 2.0))
         self._is_streamed = bool(known.reads.layers)
         self._steps: dict[str, Iterator[list[tuple[int, ...]]]] = {}
         self._weights: dict[str, float] = {}

@@ -16,6 +16,7 @@ from typing import Final
 
 from coserve.core.plan import BasePlan, BaseResult, TrainingSegment
 from coserve.core.sequence import Direction
+from coserve.schedule.overlap import Overlap
 from coserve.simulate.simulated import SimulatedExecutor
 
 _BACK: Final = (Direction.LOSS, Direction.BACKWARD)
@@ -166,7 +167,7 @@ class PipelinedExecutor(SimulatedExecutor):
         host: Callable[[], float] = float,
         observe: Callable[[BasePlan, BaseResult, float], object] = lambda plan, result, began: None,
     ) -> None:
-        super().__init__(lambda plan: 0.0, host, plans_ahead=stages - 1, observe=observe)
+        super().__init__(lambda plan: 0.0, host, Overlap(stages, stages), observe=observe)
         self._stage_seconds, self._pipeline = seconds, Pipeline(stages)
         self._nothing = StageSeconds((0.0,) * stages, (0.0,) * stages)
         self._passing = deque[Passing]()  # of plans under way, whose results have not been collected

@@ -125,14 +125,17 @@ class Simulator:
             tokens = self.table.cache_tokens
         scheduler = {
             "interruptible": settings.stages == 1,
-            "stages": settings.stages,
             **({"quantum": _QUANTUM, "max_quantum": _QUANTUM} if settings.stages > 1 else {}),
             "max_running": settings.max_running,
             "prefix_sharing": load.shares_prefixes,
             **settings.scheduler,
         }
         return MachineSettings(
-            tokens, counter.shape.positions, settings.jitter or self.table.jitter, scheduler=scheduler
+            tokens,
+            counter.shape.positions,
+            settings.jitter or self.table.jitter,
+            stages=settings.stages,
+            scheduler=scheduler,
         )
 
     @property

@@ -23,7 +23,8 @@ from coserve.core.plan import (
 )
 from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction
-from coserve.executors.virtual_clock import VirtualClock
+from coserve.executors.virtual_clock import VirtualClock, told
+from coserve.schedule.overlap import ALONE, Overlap
 
 if TYPE_CHECKING:
     from coserve.executors.executor import Command, ExecutorSpec, R
@@ -45,6 +46,7 @@ class SimulatedExecutor(VirtualClock):
         self,
         seconds: Callable[[BasePlan], float],
         host: Callable[[], float] = float,
+        overlap: Overlap = ALONE,
         plans_ahead: int = 0,
         swap_pages: int = 0,
         swap_seconds: tuple[float, float] = (0.0, 0.0),
@@ -52,10 +54,10 @@ class SimulatedExecutor(VirtualClock):
         interference: tuple[float, float] = (2.0, 2.0),
         observe: Callable[[BasePlan, BaseResult, float], object] = lambda plan, result, began: None,
     ) -> None:
-        super().__init__(seconds, plans_ahead, interference)
-        self.observe = observe
+        super().__init__(seconds, max(plans_ahead, overlap.plans - 1), interference, swap_seconds)
+        self.observe, self.overlap = observe, overlap
         self._host, self._reads = host, reads
-        self._swap_pages, self._swap_seconds = swap_pages, swap_seconds
+        self._swap_pages = swap_pages
         self._known: dict[int, int] = {}  # tokens of each sequence that plans have named
         self._batches: dict[int, _Batch] = {}
         self._steps: dict[str, int] = {}  # optimizer steps of each job
@@ -67,7 +69,10 @@ class SimulatedExecutor(VirtualClock):
         """See `Executor`. There is no model, and no bound on sequences."""
         from coserve.executors.executor import ExecutorSpec
 
-        return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), swap_pages=self._swap_pages)
+        return ExecutorSpec(
+            sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), None, self._swap_pages,
+            plans=self.overlap.plans, plan_rate=self.overlap.rate,
+        )  # fmt: skip
 
     def launch(self, plan: BasePlan) -> None:
         """See `Executor`. The plan runs, and the clock advances, when its result is collected."""
@@ -106,16 +111,15 @@ class SimulatedExecutor(VirtualClock):
         seconds, trained, stream_seconds = self._time(plan)
         paused = self._is_paused(plan, trained)
         self._pauses += paused
-        writing = sum(len(move.pages) for move in plan.swap_out) * self._swap_seconds[0]
-        reading = sum(len(move.pages) for move in plan.swap_in) * self._swap_seconds[1]
+        seconds, moves = self._move(plan, seconds)
         result = BaseResult(
-            seconds + writing + reading,
+            seconds,
             {segment.key: self._sample(segment.key, segment) for segment in plan.inference},
             {update.job: self._update(update.job) for update in plan.updates},
             trained=trained,
             paused=paused,
             stream_seconds=stream_seconds,
-            swap_seconds=(writing, reading),
+            moved=told(moves),
             reads=self._reads(),
             outputs=self._outputs(trained),
         )

@@ -80,7 +80,7 @@ class PerfettoTrace:
                 "ts": at,
                 "dur": result.seconds * _MICRO,
                 "pid": number,
-                "tid": 1 + self._steps % machine.scheduler.config.stages,
+                "tid": 1 + self._steps % machine.executor.overlap.plans,
                 "args": said,
             }
         )

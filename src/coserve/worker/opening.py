@@ -16,6 +16,7 @@ from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import AttentionBackend
 from coserve.attention.store import Int8KVStore, KVStore
 from coserve.config import EngineConfig
+from coserve.core.plan import CopyKind
 from coserve.core.size import read_memory
 from coserve.errors import ConfigError
 from coserve.executors.executor import Executor
@@ -236,7 +237,7 @@ def _elsewhere(
     except ConfigError as error:
         _log.warning("preempted sequences are computed again, and longer prompts refused: %s", error)
         return None, None, str(error)
-    swap_space = SwapSpace(attention, store, base.device)
+    swap_space = SwapSpace({CopyKind.PAGES: attention}, store, base.device)
     if config.deterministic:
         return swap_space, None, "the deterministic mode attends to pages alone"
     offloaded = OffloadedCache(base.caches, attention.page_size, base.dtype, store)

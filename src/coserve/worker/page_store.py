@@ -1,6 +1,7 @@
 """The page store: a worker's slower memory, for what does not lie on its device. Pages of preempted sequences
 and of prefixes, and keys and values of offloaded sequences are in it, each under a name of its own."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,15 @@ class PageStore(ABC, Generic[Entry]):
     """Room for `nbytes` in slower memory, of which `used` are taken. A name has rows of bytes, all of one
     width: pages, tokens of one layer, or a whole state as one row. Rows are moved `piece` bytes at a time.
 
-    All methods raise CoserveError or OSError, as disks fail.
+    Threads may move rows of different names at once. All methods raise CoserveError or OSError, as disks
+    fail.
     """
 
     piece: int
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.used = nbytes, 0
+        self._lock = threading.Lock()  # of the names
         self._entries: dict[Hashable, tuple[Entry, int]] = {}  # with their bytes
 
     def __contains__(self, name: Hashable) -> bool:
@@ -42,25 +45,27 @@ class PageStore(ABC, Generic[Entry]):
         """Takes room for so many rows of `width` bytes, which are not written yet."""
         assert name not in self._entries and width % WORD == 0, "a name is used once, for whole words"
         nbytes = -(-rows * width // PAGE) * PAGE
-        if nbytes > self.nbytes - self.used:
-            raise ConfigError(f"{show_size(nbytes)} are more than is free of {show_size(self.nbytes)}")
-        self._entries[name] = self._allocate(rows, width), nbytes
-        self.used += nbytes
+        with self._lock:
+            if nbytes > self.nbytes - self.used:
+                raise ConfigError(f"{show_size(nbytes)} are more than is free of {show_size(self.nbytes)}")
+            self._entries[name] = self._allocate(rows, width), nbytes
+            self.used += nbytes
 
     def put(self, name: Hashable, first: int, rows: Tensor) -> None:
         """Writes contiguous rows [n, width] of bytes from row `first` on."""
         self._write(self._entries[name][0], first, rows)
 
     def get(self, name: Hashable, first: int, count: int) -> Tensor:
-        """Rows [count, width] from row `first` on, on the device; valid until the next call."""
+        """Rows [count, width] from row `first` on, on the device; valid until the thread's next call."""
         return self._read(self._entries[name][0], first, count)
 
     def drop(self, name: Hashable) -> None:
         """Frees what a name has, if it has anything."""
-        if (found := self._entries.pop(name, None)) is not None:
-            entry, nbytes = found
-            self._free(entry)
-            self.used -= nbytes
+        with self._lock:
+            if (found := self._entries.pop(name, None)) is not None:
+                entry, nbytes = found
+                self._free(entry)
+                self.used -= nbytes
 
     @abstractmethod
     def _allocate(self, rows: int, width: int) -> Entry: ...
@@ -114,7 +119,7 @@ class ScratchStore(PageStore[_FileRows]):
     def __init__(self, folder: str, nbytes: int) -> None:
         super().__init__(nbytes)
         self._file = ScratchFile(folder, "keys and values", nbytes)
-        self._buffer = ReadBuffer(0)
+        self._own = threading.local()  # each thread's buffer
         self._factors: dict[int, Tensor] = {}  # by the words of a row
 
     def _allocate(self, rows: int, width: int) -> _FileRows:
@@ -131,11 +136,12 @@ class ScratchStore(PageStore[_FileRows]):
         start, nbytes = first * entry.width, count * entry.width
         skipped = start % PAGE  # reads are of whole pages of the file
         whole = -(-(skipped + nbytes) // PAGE) * PAGE
-        if len(self._buffer.bytes) < whole:
-            self._buffer = ReadBuffer(max(whole, self.piece + 2 * PAGE))
+        buffer: ReadBuffer | None = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer.bytes) < whole:
+            buffer = self._own.buffer = ReadBuffer(max(whole, self.piece + 2 * PAGE))
         for place, begin, length in entry.pieces(start - skipped, whole):
-            self._file.file.read(place, self._buffer.bytes[begin : begin + length])
-        rows = self._buffer.tensor[skipped : skipped + nbytes].view(count, -1)
+            self._file.file.read(place, buffer.bytes[begin : begin + length])
+        rows = buffer.tensor[skipped : skipped + nbytes].view(count, -1)
         if not torch.equal(self._sums(rows), entry.sums[first : first + count]):
             raise WeightsUnreadable("the scratch file does not have what was written")
         return rows

@@ -16,6 +16,7 @@ from coserve.attention.paged import make_batched
 from coserve.core.plan import (
     BasePlan,
     BaseResult,
+    Moved,
     OffloadReads,
     TrainingSegment,
     WeightReads,
@@ -37,9 +38,6 @@ from coserve.worker.training_passes import TrainingPasses
 _log = logging.getLogger(__name__)
 
 _NAP: Final = 0.001  # seconds of idle time in one step, so that arrivals wait no longer
-
-Swapped = tuple[tuple[int, ...], tuple[float, float]]  # copies that failed, seconds of writing and of reading
-_NO_SWAPS: Final[Swapped] = (), (0.0, 0.0)
 
 
 class Worker:
@@ -73,7 +71,7 @@ class Worker:
         self._begun: BasePlan | None = None  # a plan that has begun, and needs weights that could not be read
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
         self._offloaded, self._offload_refusal = offloaded, offload_refusal
-        self._swapped: Swapped | None = None  # what came of moving the pages of the plan under way
+        self._has_moved = False  # whether moves of the plan under way have begun
         self._streams = Streams(base.device, self._answer, self._train)
         is_free = self.base.device.type == "cpu" and not self.is_deterministic
         self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
@@ -137,19 +135,21 @@ class Worker:
         if plan.share is None:
             self._streams.settle()
         with self._streams.step(plan.share):
-            self._swapped = self._swapped or self._swap(plan)
+            if not self._has_moved:  # what runs again may have written into its pages
+                self._move(plan)
             result = self._run(plan)
-        self._begun = self._swapped = None
+        self._begun, self._has_moved = None, False
         return result
 
     @torch.no_grad()
-    def _swap(self, plan: BasePlan) -> Swapped:
-        """Moves the pages of a plan, also into room that ended sequences had; once, as what runs again
-        may have written into them."""
+    def _move(self, plan: BasePlan) -> None:
+        """Begins the moves of a plan's pages, also into room that ended sequences had."""
+        self._has_moved = True
         if self._offloaded is not None:
             for key in plan.released:
                 self._offloaded.end(key)
-        return _NO_SWAPS if self._swap_space is None else self._swap_space.run(plan)
+        if self._swap_space is not None:
+            self._swap_space.begin(plan)
 
     @torch.no_grad()
     def _run(self, plan: BasePlan) -> BaseResult:
@@ -176,10 +176,10 @@ class Worker:
             failed |= self._short.take()
         self._failed |= failed.keys()
         self._pauses += is_paused
+        moved = Moved() if self._swap_space is None else self._swap_space.take(0.0 if plan.has_rows else _NAP)
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
-        copies_failed, moving = self._swapped or _NO_SWAPS
         return BaseResult(
-            seconds=seconds + sum(moving),
+            seconds=seconds,
             sampled=sampled,
             updated=updated,
             failed=failed,
@@ -187,8 +187,7 @@ class Worker:
             paused=is_paused,
             stream_seconds=stream_seconds,
             reads=self._read - read,
-            swap_failed=copies_failed,
-            swap_seconds=moving,
+            moved=moved,
             lost=self.fused.sampler.take_failed()
             | ({} if self._offloaded is None else self._offloaded.take_lost()),
             offload_reads=OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
@@ -221,6 +220,8 @@ class Worker:
         if self._offloaded is not None:
             for segment in plan.inference:
                 if segment.offloaded and segment.new_pages:
+                    if self._swap_space is not None:
+                        self._swap_space.settle()
                     self._offloaded.begin(segment.key, len(segment.new_pages))
 
     def pause_training(self) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coserve.core.plan import BasePlan, BaseResult, SwapIn, SwapOut
+from coserve.core.plan import Moved, SwapIn
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.schedule.offloading import Offloading
@@ -22,7 +22,7 @@ def test_an_offloaded_sequence_has_all_its_pages_from_one_account_of_bytes() -> 
         copies = SwapCopies(tier, 1000, 1)
         copied = draw.randint(0, tier.nbytes // 2)
         if copied:
-            copies.add((0,) * copied)
+            copies.add(1, (0,) * copied)
         offloading = Offloading(tier, first, pages, size)
         there = dict[int, tuple[Sequence, int, int]]()  # with its pages, and those of copies
         for key in range(40):
@@ -77,22 +77,28 @@ def test_moves_teach_each_way_its_seconds_and_one_that_fails_bars_the_tier_for_a
     """Pages of both bases count together, and those that were lost do not."""
     tier = SwapTier(10**6)
     one, other = SwapCopies(tier, 100, 10), SwapCopies(tier, 100, 30)
-    out = BasePlan(swap_out=(SwapOut(1, (1, 2)),)), BasePlan(swap_out=(SwapOut(2, (3,)),))
-    back = BasePlan(swap_in=(SwapIn(1, (4, 5)),)), BasePlan(swap_in=(SwapIn(2, (6,)),))
-    moved = [
-        (copies, plan, BaseResult(1.0, swap_seconds=seconds))
-        for copies, plan, seconds in zip(
-            (one, other, one, other),
-            (*out, *back),
-            ((0.2, 0.0), (0.3, 0.0), (0.0, 1.0), (0.0, 4.0)),
-            strict=True,
-        )
-    ]
-    assert tier.apply(moved, 5.0) == (3, 3) and not tier.is_barred(5.0)
+
+    def move(copies: SwapCopies, name: int, pages: int, reads: bool) -> None:
+        """Has a plan move some pages of a sequence."""
+        if not reads:
+            copies.add(name, (0,) * pages)
+        else:
+            copies.moves.back[name] = SwapIn(name, (0,) * pages)
+            copies.owners[name] = Sequence(name, Request("r", (1,)), loading=(name,))
+        copies.take()
+
+    move(one, 1, 2, False)
+    move(other, 2, 1, False)
+    moved = [(one, Moved(out=(1,), seconds=(0.2, 0.0))), (other, Moved(out=(2,), seconds=(0.3, 0.0)))]
+    assert tier.apply(moved, 5.0) == (3, 0) and tier.barred_until <= 5.0
+    move(one, 1, 2, True)
+    move(other, 2, 1, True)
+    moved = [(one, Moved(back=(1,), seconds=(0.0, 1.0))), (other, Moved(back=(2,), seconds=(0.0, 4.0)))]
+    assert tier.apply(moved, 5.0) == (0, 3) and tier.used == 0
     assert tier.writing.seconds(5.0) == pytest.approx(0.5 / 50)
     assert tier.reading.seconds(5.0) == pytest.approx(5.0 / 50)
-    lost = [
-        (one, BasePlan(swap_out=(SwapOut(3, (1, 2)), SwapOut(4, (3,)))), BaseResult(1.0, swap_failed=(3,)))
-    ]
-    assert tier.apply(lost, 7.0) == (1, 0)
-    assert tier.is_barred(7.0) and tier.is_barred(66.9) and not tier.is_barred(67.0)
+    move(one, 3, 2, False)
+    move(one, 4, 1, False)
+    assert tier.apply([(one, Moved(out=(3, 4), failed=(3,), seconds=(9.0, 0.0)))], 7.0) == (1, 0)
+    assert tier.writing.seconds(7.0) == pytest.approx(0.5 / 50 / 2 ** (2 / 60))
+    assert tier.barred_until == 67.0

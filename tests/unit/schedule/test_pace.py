@@ -8,6 +8,7 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.features import DEFAULT_WEIGHTS
+from coserve.schedule.overlap import Overlap
 from coserve.schedule.pace import INFINITE, prefill_limit
 from coserve.schedule.plan_builder import PlanBuilder
 from steps import step_costs
@@ -49,7 +50,7 @@ def test_steps_are_as_long_as_both_bounds_are_missed_alike() -> None:
             bounded_prefill_rows=draw.choice([64, 512]),
             min_prefill_rows=draw.choice([1, 16]),
             patience=draw.choice([0.0, 0.3]),
-            stages=draw.choice([1, 1, 3]),
+            overlap=draw.choice([Overlap(), Overlap(), Overlap(3, 2.5)]),
         )
         COST.misses = type(COST.misses)()
         for _ in range(100):
@@ -82,7 +83,7 @@ def test_steps_are_as_long_as_both_bounds_are_missed_alike() -> None:
                 bound = one.request.slo.first_token
                 bound = config.patience if bound is None else bound  # noqa: B023
                 steps = rows / (max(step - decode, least) / ROW)  # noqa: B023
-                taken = steps * max(step, decode + least) * (1 + margin) / config.stages  # noqa: B023
+                taken = steps * max(step, decode + least) * (1 + margin) / config.overlap.rate  # noqa: B023
                 if one.newest_at is None and bound:
                     worst = max(worst, (NOW - one.request.arrival + taken) / bound)
             return worst

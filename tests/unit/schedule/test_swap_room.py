@@ -37,11 +37,12 @@ def test_room_is_made_by_evicting_no_more_than_is_needed_of_the_base_with_most()
             if has_room:
                 while SIZES[base] * (expected[base] + wanted) + SIZES[other] * expected[other] > left:
                     expected[max(SIZES, key=lambda one: SIZES[one] * expected[one])] -= 1
-                number = copies[base].add(tuple(range(wanted)))
+                number = next(tier.numbers)
+                copies[base].add(number, tuple(range(wanted)))
                 needed[base][number] = wanted
                 if wanted == 1 and draw.random() < 0.9:
                     del needed[base][number]
-                    copies[base].evictable[number] = number
+                    copies[base].evictable[number] = None
                     expected[base] += 1
             assert {one: len(copies[one].evictable) for one in SIZES} == expected
             evicted += sum(counts.values()) > sum(expected.values())

@@ -15,6 +15,7 @@ from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
+from coserve.schedule.overlap import Overlap
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.pipelined import Pipeline, PipelinedExecutor, StageSeconds
@@ -36,7 +37,7 @@ def evenly(stages: int) -> PipelinedExecutor:
 
 
 def scheduler(stages: int, policy: str = "hybrid") -> Scheduler:
-    config = SchedulerConfig(LAYERS, 4096, stages=stages, slowdown=None)
+    config = SchedulerConfig(LAYERS, 4096, overlap=Overlap(stages, stages), slowdown=None)
     return Scheduler(BaseCache(config, PagePool(4096, 16)), CostModel(), make_policy(policy))
 
 

@@ -51,7 +51,7 @@ class Reader:
 
     def begin(self, stored: StoredVersion) -> None:
         if self._thread is None:
-            self._thread = _own_thread()
+            self._thread = own_thread("adapters")
         future = self._thread.submit(self._outcome, stored)
         self._under_way.append((stored, future))
         future.add_done_callback(lambda _: self._done())
@@ -80,11 +80,11 @@ class Reader:
             return contained(error, f"loading the adapter {stored.name!r}", AdapterError)
 
 
-def _own_thread() -> ThreadPoolExecutor:
+def own_thread(name: str) -> ThreadPoolExecutor:
     """A thread for which torch uses one thread. Setting that changes MKL's number for all threads, which is
     restored."""
     threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(1, "adapters")
+    pool = ThreadPoolExecutor(1, name)
     pool.submit(torch.set_num_threads, 1).result()
     torch.set_num_threads(threads)
     return pool

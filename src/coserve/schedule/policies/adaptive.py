@@ -142,7 +142,7 @@ class Adaptive(Hybrid):
         beside prompts, which are not memory-bound."""
         if any(sequence.remaining > 1 for sequence in view.running):
             return 0.0
-        if view.config.stages > 1:  # whose next plans are made before it is known what training has done
+        if view.config.overlap.beside(1):  # plans are made before it is known what training has done
             return 0.0
         if view.utilization * view.cost.first.interference.inference > _FULL:
             return 0.0
