@@ -73,7 +73,7 @@ class _Order:
         return cls([*map(os.fsdecode, arguments)], names, os.fsdecode(folder or os.getcwd()), places)
 
     def can_fork(self) -> bool:
-        """Tells whether the command is Python's and its libraries would be imported under the same environment."""
+        """Tells whether this is Python, and its libraries would be imported under the same environment."""
         own, theirs = (
             {name: value for name, value in names.items() if name.startswith(_READ_AT_IMPORT)}
             for names in (os.environ, self.environment)
