@@ -57,7 +57,7 @@ def forked() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Order:
-    """What a new process runs, and the places that its descriptors get."""
+    """The command of a new process, and the places that its descriptors get."""
 
     arguments: list[str]  # the first one is the interpreter
     environment: Mapping[str, str]
@@ -73,7 +73,7 @@ class _Order:
         return cls([*map(os.fsdecode, arguments)], names, os.fsdecode(folder or os.getcwd()), places)
 
     def can_fork(self) -> bool:
-        """Whether the command is Python's, whose libraries would be imported under the same environment."""
+        """Tells whether this is Python, and its libraries would be imported under the same environment."""
         own, theirs = (
             {name: value for name, value in names.items() if name.startswith(_READ_AT_IMPORT)}
             for names in (os.environ, self.environment)
