@@ -68,9 +68,17 @@ class LocalExecutor(Executor, Generic[W]):
 
     def collect(self, wait: bool = True) -> BaseResult | None:
         """See `Executor`."""
-        if wait and not self._results:
-            self._run_next()
-        return self._results.popleft() if self._results else None
+        if self._results:
+            return self._results.popleft()
+        if not wait or not self._launched:
+            return None
+        if self._is_stuck:
+            self.worker.beat()
+        self._is_stuck = True  # where weights cannot be read it stays the oldest, and runs again next time
+        result = self.worker.run(self._launched[0])
+        self._is_stuck = False
+        self._launched.popleft()
+        return result
 
     def pause_training(self) -> None:
         """See `Executor`."""
@@ -93,18 +101,12 @@ class LocalExecutor(Executor, Generic[W]):
     def _run_all(self, waits: bool) -> None:
         """Runs all plans before a command. One that does not wait for plans that cannot run does not raise
         WeightsUnreadable."""
-        while self._launched and (waits or not self._is_stuck):
-            with suppress(*(() if waits else (WeightsUnreadable,))):
-                self._run_next()
-
-    def _run_next(self) -> None:
-        """Runs the oldest plan. Where weights of the base cannot be read it stays the oldest, and runs again
-        next time."""
-        if self._launched:
-            if self._is_stuck:
-                self.worker.beat()
-            self._is_stuck = True
-            result = self.worker.run(self._launched[0])
-            self._is_stuck = False
-            self._launched.popleft()
-            self._results.append(result)
+        done = deque[BaseResult]()
+        try:
+            while self._launched and (waits or not self._is_stuck):
+                with suppress(*(() if waits else (WeightsUnreadable,))):
+                    if (result := self.collect()) is not None:
+                        done.append(result)
+        finally:
+            done.extend(self._results)
+            self._results = done

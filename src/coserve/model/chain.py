@@ -95,21 +95,23 @@ class Chain:
                 # Only who travels alone neither meets nor leaves anybody on the way.
                 most = _AT_ONCE if len(travellers) == 1 else 1
                 stop = min(layer + most, active[0].layers.stop, end)
-                out, count = self._several(range(layer, stop), hidden, calls)
+                out, count = self._at_once(range(layer, stop), hidden, calls), stop - layer
+                if out is None:
+                    out, count = self.layer(layer, hidden, calls), 1
             # Padding rows are part of the first traveller's input.
             parts = torch.split(out, [x.shape[1] for x in inputs], 1) if len(inputs) > 1 else (out,)
             layer += count
             for traveller, part in zip(active, parts, strict=True):
                 traveller.take(layer - 1, part)
 
-    def _several(self, layers: range, hidden: Tensor, calls: LayerCalls) -> tuple[Tensor, int]:
-        """Runs all of `layers` where there is a shortcut, else the first; returns the output and how many."""
-        if self.shortcut is not None and len(layers) > 1 and calls.is_one(layers):
-            blocks = self.blocks[layers.start : layers.stop]
-            if (out := self.shortcut(blocks, hidden, calls[layers.start])) is not None:
-                self.on_layer()
-                return out, len(layers)
-        return self.layer(layers.start, hidden, calls), 1
+    def _at_once(self, layers: range, hidden: Tensor, calls: LayerCalls) -> Tensor | None:
+        """The output of several layers where there is a shortcut; None else."""
+        if self.shortcut is None or len(layers) < 2 or not calls.is_one(layers):
+            return None
+        out = self.shortcut(self.blocks[layers.start : layers.stop], hidden, calls[layers.start])
+        if out is not None:
+            self.on_layer()
+        return out
 
     def backward(self, layers: range, layer_backward: Callable[[int], object]) -> None:
         """Visits layers in this order, from the top down; `layer_backward` computes one."""

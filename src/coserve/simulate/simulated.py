@@ -16,6 +16,8 @@ from coserve.core.plan import (
     MicroBatchOutput,
     MicroBatchStart,
     Sampled,
+    SwapIn,
+    SwapOut,
     TokenLogprobs,
     TrainingSegment,
     Updated,
@@ -58,6 +60,7 @@ class SimulatedExecutor(VirtualClock):
         self.observe, self.overlap = observe, overlap
         self._host, self._reads = host, reads
         self._swap_pages = swap_pages
+        self._copies: set[int | bytes] = set()  # in the second tier
         self._known: dict[int, int] = {}  # tokens of each sequence that plans have named
         self._batches: dict[int, _Batch] = {}
         self._steps: dict[str, int] = {}  # optimizer steps of each job
@@ -111,6 +114,7 @@ class SimulatedExecutor(VirtualClock):
         seconds, trained, stream_seconds = self._time(plan)
         paused = self._is_paused(plan, trained)
         self._pauses += paused
+        self._copies.difference_update(plan.swap_dropped)
         seconds, moves = self._move(plan, seconds)
         result = BaseResult(
             seconds,
@@ -119,7 +123,7 @@ class SimulatedExecutor(VirtualClock):
             trained=trained,
             paused=paused,
             stream_seconds=stream_seconds,
-            moved=told(moves),
+            moved=told(moves, [move.plan for move in moves if not self._end_move(move.plan)]),
             reads=self._reads(),
             outputs=self._outputs(trained),
         )
@@ -127,6 +131,15 @@ class SimulatedExecutor(VirtualClock):
         self._end(plan, result.seconds, 0.0 if plan.is_empty else self._host())
         self.observe(plan, result, began)
         return result
+
+    def _end_move(self, move: SwapOut | SwapIn) -> bool:
+        """Ends a move; returns whether there was a copy to read, which is dropped then."""
+        if isinstance(move, SwapOut):
+            self._copies.add(move.copy)
+            return True
+        there = move.copy in self._copies
+        self._copies.discard(move.copy)
+        return there
 
     def _is_paused(self, plan: BasePlan, trained: tuple[TrainingSegment, ...]) -> bool:
         """Tells whether training of a plan was stopped, of which `trained` was done."""

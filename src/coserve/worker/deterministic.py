@@ -6,6 +6,7 @@ has the same shape. Tokens are drawn and scored row by row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from coserve.attention.tiled import TiledBackend
 from coserve.core.plan import (
     BasePlan,
-    BaseResult,
     InferenceSegment,
     Sampled,
     TokenLogprobs,
@@ -60,6 +60,7 @@ class DeterministicPass(FusedPass):
 
     sampler_type = DeterministicSampler
 
+    @torch.no_grad()
     def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Samples once all rows have passed: where weights cannot be read in a later group the plan runs
         again whole, and must find the sequences' newest tokens as they were."""
@@ -106,14 +107,13 @@ class DeterministicWorker(Worker):
     attention_type = TiledBackend
     is_deterministic = True
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Runs without compiled kernels: bits must not change with a compiler."""
+        return torch_only()
+
     def _prove(self) -> None:
         with torch_only():
             fixed.prove_fixed(self.base)
-
-    def _run(self, plan: BasePlan) -> BaseResult:
-        """Runs without compiled kernels: bits must not change with a compiler."""
-        with torch_only():
-            return super()._run(plan)
 
 
 def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegment]]:

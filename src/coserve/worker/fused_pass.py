@@ -60,6 +60,7 @@ class FusedPass:
             return None
         return CudaGraphs(base.device) if self.attention.is_capturable else None
 
+    @torch.no_grad()  # a setting of the thread, and streams have their own
     def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Runs rows of sequences and windows that go forward in one pass; returns the tokens, and the windows
         with the layers that they have passed. Decode rows pass before, by graph, where they are alone or the
@@ -76,8 +77,11 @@ class FusedPass:
             others = tuple(one for one in inference if not self._decodes(one))
             sampled, _ = self.run(replace(plan, inference=others))
             return sampled | self.sampler.sample(decoded), []
-        windows = self._training.forward_slices(training, self.forward)
         batch = self._inference_rows(inference)
+        if not training:
+            self.base.chain.forward([batch], self._compose)
+            return self.sampler.sample(batch), []
+        windows = self._training.forward_slices(training, self.forward)
         if not self._fit(batch, windows, plan.slice_layers):
             batch = self._inference_rows(inference)
             self.forward([batch])

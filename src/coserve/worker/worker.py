@@ -31,7 +31,7 @@ from coserve.worker.fused_pass import FusedPass
 from coserve.worker.held import HeldState
 from coserve.worker.offloaded import OffloadedCache
 from coserve.worker.sequence_table import SequenceTable
-from coserve.worker.streams import Answered, Streams
+from coserve.worker.streams import Streams
 from coserve.worker.swap_space import SwapSpace
 from coserve.worker.training_passes import TrainingPasses
 
@@ -68,11 +68,10 @@ class Worker:
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
         self.held = HeldState(base, self.loaded, self.slot_pools, table.sampling.grammars, make_offload)
         self.sessions, self.arena = self.held.sessions, self.held.arena
-        self._begun: BasePlan | None = None  # a plan that has begun, and needs weights that could not be read
+        self._has_begun = False  # whether a plan has begun, and needs weights that could not be read
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
         self._offloaded, self._offload_refusal = offloaded, offload_refusal
         self._has_moved = False  # whether moves of the plan under way have begun
-        self._streams = Streams(base.device, self._answer, self._train)
         is_free = self.base.device.type == "cpu" and not self.is_deterministic
         self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
         # Whether training may run beside answers. Where linears are computed elsewhere both would share
@@ -83,6 +82,7 @@ class Worker:
         self._training = TrainingPasses(self.held, together=not self.is_deterministic)
         self._pause, self._short = self._training.pause, self._training.short
         self.fused = self.pass_type(self.held, attention, table, self._training, self._offloaded)
+        self._streams = Streams(base.device, self.fused.run, self._train)
         self._prove()
 
     def _prove(self) -> None:
@@ -128,56 +128,38 @@ class Worker:
         with self._streams.step():
             return self.held.do(command)
 
+    @torch.no_grad()
     def run(self, plan: BasePlan) -> BaseResult:
         """See `DeviceWorker`."""
         share = plan.share if self._may_share else None
         plan = replace(plan, share=share, apart=plan.apart or self.is_deterministic)
         if plan.share is None:
             self._streams.settle()
-        with self._streams.step(plan.share):
+        with self._streams.step(plan.share), self.computing():
             if not self._has_moved:  # what runs again may have written into its pages
                 self._move(plan)
-            result = self._run(plan)
-        self._begun, self._has_moved = None, False
-        return result
-
-    @torch.no_grad()
-    def _move(self, plan: BasePlan) -> None:
-        """Begins the moves of a plan's pages, also into room that ended sequences had."""
-        self._has_moved = True
-        if self._offloaded is not None:
-            for key in plan.released:
-                self._offloaded.end(key)
-        if self._swap_space is not None:
-            self._swap_space.begin(plan)
-
-    @torch.no_grad()
-    def _run(self, plan: BasePlan) -> BaseResult:
-        plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
-        self._pause.begin(plan.pausable, plan.abandons)
-        started, read = time.perf_counter(), self._read
-        is_again = self._begun is not None
-        if not is_again:
-            for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
-                self.fused.fill(prefix)
-            self._begin(plan)
-            self._begun = plan
-        with self._threads_for(plan):
-            sampled, trained, is_paused, stream_seconds = self._streams.run(plan, is_again)
-        if (failure := self._pause.failure) is not None:
-            if not plan.inference and not trained and plan.share is None:  # the plan is as if it had not run
-                raise failure
-            _log.warning("training is paused: %s", failure)
-        if plan.idle:
-            time.sleep(min(plan.idle, _NAP))
-        outputs = self._training.outputs(trained)
-        updated, failed = self._training.update(plan.updates)
-        if not self._streams.is_training:  # else rows of failed jobs may still run beside answers
-            failed |= self._short.take()
-        self._failed |= failed.keys()
-        self._pauses += is_paused
-        moved = Moved() if self._swap_space is None else self._swap_space.take(0.0 if plan.has_rows else _NAP)
-        seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
+            plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
+            self._pause.begin(plan.pausable, plan.abandons)
+            started, read = time.perf_counter(), self._read
+            if not (is_again := self._has_begun):
+                self._begin(plan)
+            with self._threads_for(plan):
+                sampled, trained, is_paused, stream_seconds = self._streams.run(plan, is_again)
+            if (failure := self._pause.failure) is not None:
+                if not (plan.inference or trained or plan.share is not None):  # as if it had not run
+                    raise failure
+                _log.warning("training is paused: %s", failure)
+            if plan.idle:
+                time.sleep(min(plan.idle, _NAP))
+            outputs = self._training.outputs(trained)
+            updated, failed = self._training.update(plan.updates)
+            if not self._streams.is_training:  # else rows of failed jobs may still run beside answers
+                failed |= self._short.take()
+            self._failed |= failed.keys()
+            self._pauses += is_paused
+            moved = self._moved(plan)
+            seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
+        self._has_begun = self._has_moved = False
         return BaseResult(
             seconds=seconds,
             sampled=sampled,
@@ -194,6 +176,23 @@ class Worker:
             outputs=outputs,
         )
 
+    def _move(self, plan: BasePlan) -> None:
+        """Begins the moves of a plan's pages, also into room that ended sequences had."""
+        self._has_moved = True
+        if self._offloaded is not None:
+            for key in plan.released:
+                self._offloaded.end(key)
+        if self._swap_space is not None:
+            self._swap_space.begin(plan)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context of all that a plan computes."""
+        return nullcontext()
+
+    def _moved(self, plan: BasePlan) -> Moved:
+        """Moves that have ended; a plan without rows waits a little for the next one."""
+        return Moved() if self._swap_space is None else self._swap_space.take(0.0 if plan.has_rows else _NAP)
+
     def _threads_for(self, plan: BasePlan) -> AbstractContextManager[None]:
         """Context in which a step computes with the number of threads that suits the moment."""
         if plan.share is not None or not (plan.inference or plan.training):  # streams have their own numbers
@@ -209,6 +208,9 @@ class Worker:
         return WeightReads() if self.base.reader is None else self.base.reader.total
 
     def _begin(self, plan: BasePlan) -> None:
+        """Takes up what a plan names for the first time."""
+        for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
+            self.fused.fill(prefix)
         used = [self.table.release(key) for key in plan.released]
         fresh = (segment.adapter for segment in plan.inference if segment.request is not None)
         for adapter in (*used, *fresh):
@@ -223,6 +225,7 @@ class Worker:
                     if self._swap_space is not None:
                         self._swap_space.settle()
                     self._offloaded.begin(segment.key, len(segment.new_pages))
+        self._has_begun = True
 
     def pause_training(self) -> None:
         """See `Executor`."""
@@ -233,11 +236,6 @@ class Worker:
         self._pause.withdraw()
 
     @torch.no_grad()  # a setting of the thread, and streams have their own
-    def _answer(self, plan: BasePlan) -> Answered:
-        """Runs the passes of answers' rows, with the windows that share one."""
-        return self.fused.run(plan)
-
-    @torch.no_grad()
     def _train(self, plan: BasePlan) -> list[TrainingSegment]:
         """Runs the plan's other training in slices; returns what ran."""
         sliced = [segment for segment in plan.training if segment not in plan.fused]
