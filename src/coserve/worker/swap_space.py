@@ -26,7 +26,7 @@ _FAILURES: Final = (CoserveError, OSError, RuntimeError, KeyError)  # the last: 
 
 
 class DevicePlaces(Protocol):
-    """DevicePlaces on the device for entries of one kind, by number: `AttentionBackend` has pages."""
+    """Places on the device for entries of one kind, by number: `AttentionBackend` has pages."""
 
     @property
     def page_nbytes(self) -> int: ...
