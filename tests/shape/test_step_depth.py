@@ -1,4 +1,4 @@
-"""How deep a step is: calls between an executor and the first layer."""
+"""The depth of a step: calls between an executor and the first layer."""
 
 import sys
 from types import FrameType
