@@ -31,7 +31,7 @@ def demo(
     ] = None,
     seconds: Annotated[
         float, typer.Option(min=1.0, help="Seconds of requests, which are done in four ways.")
-    ] = 20.0,
+    ] = 25.0,
     share: Annotated[
         float,
         typer.Option(min=0.01, max=1.0, help="Share of the measured capacity at which requests arrive."),

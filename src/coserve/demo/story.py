@@ -52,7 +52,7 @@ class Options:
     trace: Path | None = None
     model: str | None = None  # None is the embedded one
     device: str = "cpu"
-    seconds: float = 20.0
+    seconds: float = 25.0
     share: float = 0.5  # of the measured capacity, at which requests arrive
     slowdown: float = 1.5  # by training, that each request states
 
@@ -181,11 +181,12 @@ class Story:
     def _use_two_processes(self) -> None:
         """Answers here while another process trains both adapters, each with half of the threads."""
         self.view.say("4. The same with training in another process, which loads the model first:")
-        half = max(self.report.threads // 2, 1)
+        threads = self.report.threads
+        half = max(threads // 2, 1)
         config = EngineConfig(
             dtype=self.report.dtype, device=self.options.device, threads=half, policy=TURNS, calibrate=False
         )
-        with trainer(self._model, config, self.lessons) as other, _threads(half):
+        with _half_of(threads), trainer(self._model, config, self.lessons) as other:
             other.begin()
             load, _ = self._play(tables.PROCESSES, self._requests)
             load.trained, losses = other.end(load.started)
@@ -293,14 +294,19 @@ def open_engine(model: str | Path, device: str) -> tuple[Engine, str]:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Computes with so many threads during the block."""
-    before = torch.get_num_threads()
-    set_threads(count)
+def _half_of(threads: int) -> Iterator[None]:
+    """Computes with half of the threads during the block, on as many processors as there are threads: so do
+    processes that start in it, and two of them have no more of the machine than one has otherwise."""
+    processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    if processors:
+        os.sched_setaffinity(0, sorted(processors)[:threads])
+    set_threads(max(threads // 2, 1))
     try:
         yield
     finally:
-        set_threads(before)
+        set_threads(threads)
+        if processors:
+            os.sched_setaffinity(0, processors)
 
 
 def _load_average() -> float | None:

@@ -27,8 +27,8 @@ LORA: Final = LoRAConfig(rank=16, alpha=32.0)
 _ENDLESS: Final = 1_000_000  # optimizer steps: more than any load lasts
 # At a constant rate the number of steps need not be known in advance, and every way has the same schedule.
 TRAINING: Final = TrainingConfig(
-    learning_rate=2e-3,
-    batch_size=8,
+    learning_rate=3e-3,
+    batch_size=4,
     schedule="constant",
     warmup_steps=3,
     epochs=_ENDLESS,

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from coserve import Engine, EngineConfig, tiny
@@ -186,7 +188,6 @@ def test_answers_match_but_for_space_around_them(given: str, expected: str, righ
 
 def test_the_held_out_loss_is_that_of_the_labels(engine: Engine) -> None:
     """Against the model's own forward pass."""
-    import torch
 
     tokens = engine.text.encode("Mira lives in Tolmen. Where does Mira live?")
     labels = (*(IGNORED for _ in tokens[:-4]), *tokens[-3:], IGNORED)
@@ -205,3 +206,14 @@ def test_marks_count_exact_matches(engine: Engine, tokenizer: Any) -> None:
     marks = score.score_model(engine, engine.step, lesson.held_out, None)
     assert len(marks.answers) == 4 and marks.right == 0 and marks.share == 0.0
     assert marks.loss > 1.0
+
+
+def test_two_processes_have_no_more_processors_than_one_has_threads() -> None:
+    """A process that starts meanwhile inherits them."""
+    threads, processors = torch.get_num_threads(), os.sched_getaffinity(0)
+    asked = "import os; print(len(os.sched_getaffinity(0)))"
+    with story._half_of(1):
+        assert torch.get_num_threads() == 1 and len(os.sched_getaffinity(0)) == 1
+        assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True).stdout == "1\n"
+    assert os.sched_getaffinity(0) == processors
+    torch.set_num_threads(threads)
