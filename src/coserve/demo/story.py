@@ -30,7 +30,7 @@ from coserve.demo.view import DemoView
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning
 from coserve.engine.remembered import processor_name
-from coserve.errors import ModelNotFound
+from coserve.errors import ModelNotFound, ServerError
 from coserve.kernels.cpu import choose_dtype
 from coserve.schedule.policies import make_policy
 from coserve.simulate.replay import LoadResult, replay
@@ -181,16 +181,18 @@ class Story:
     def _use_two_processes(self) -> None:
         """Answers here while another process trains both adapters, each with half of the threads."""
         self.view.say("4. The same with training in another process, which loads the model first:")
-        threads = self.report.threads
+        threads, dtype, device = self.report.threads, self.report.dtype, self.options.device
         half = max(threads // 2, 1)
-        config = EngineConfig(
-            dtype=self.report.dtype, device=self.options.device, threads=half, policy=TURNS, calibrate=False
-        )
-        with _half_of(threads), trainer(self._model, config, self.lessons) as other:
-            other.begin()
-            load, _ = self._play(tables.PROCESSES, self._requests)
-            load.trained, losses = other.end(load.started)
-        self._note_way(tables.PROCESSES, load, losses)
+        config = EngineConfig(device, half, dtype, policy=TURNS, calibrate=False)
+        try:
+            with _half_of(threads), trainer(self._model, config, self.lessons) as other:
+                other.begin()
+                load, _ = self._play(tables.PROCESSES, self._requests)
+                load.trained, losses = other.end(load.started)
+        except ServerError as error:  # of memory, say, which this way takes twice
+            self.view.say(f"There are no figures of this way: {error}")
+        else:
+            self._note_way(tables.PROCESSES, load, losses)
 
     def _score_base(self) -> None:
         """Scores the base, which equals untrained adapters."""

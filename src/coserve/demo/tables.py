@@ -104,7 +104,8 @@ def _notes(report: DemoReport) -> tuple[str, ...]:
     if report.is_busy:
         notes.append(
             f"This machine was busy: a load average of {report.busy:.1f} on {report.processors} processors "
-            "before the demo began. All figures are of what other work left, minute by minute."
+            "before the demo began. All figures are of what other work left, minute by minute; two processes "
+            "are left two shares."
         )
     fewest = min(way.answers for way in report.ways)
     if fewest < _ANECDOTE:

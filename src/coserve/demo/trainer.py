@@ -22,7 +22,7 @@ from coserve.simulate.replay import tokens_trained
 _LONGEST_STEP: Final = 60.0  # seconds, after which a process that was told to end is ended
 
 
-class Trainer:
+class TrainerProcess:
     """The other process, ready to train. Its clock is the engines' (`time.monotonic`)."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -40,7 +40,7 @@ class Trainer:
 
 
 @contextmanager
-def trainer(model: str | Path, config: EngineConfig, lessons: Sequence[Lesson]) -> Iterator[Trainer]:
+def trainer(model: str | Path, config: EngineConfig, lessons: Sequence[Lesson]) -> Iterator[TrainerProcess]:
     """A process that has loaded the model and waits to train these lessons. It ends with the block. Raises
     ServerError where it does not come up."""
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
@@ -50,7 +50,7 @@ def trainer(model: str | Path, config: EngineConfig, lessons: Sequence[Lesson]) 
     theirs.close()
     try:
         _receive(ours)
-        yield Trainer(ours)
+        yield TrainerProcess(ours)
     finally:
         ours.close()
         process.join(_LONGEST_STEP)

@@ -26,7 +26,7 @@ from coserve.demo.lessons import TASKS, from_file, new_tasks
 from coserve.demo.page import read_runs
 from coserve.demo.story import Options, Story
 from coserve.demo.view import make_view
-from coserve.errors import DataError
+from coserve.errors import DataError, ServerError
 from coserve.kernels.cpu import choose_dtype
 from coserve.train.example import IGNORED, Example
 
@@ -206,6 +206,22 @@ def test_marks_count_exact_matches(engine: Engine, tokenizer: Any) -> None:
     marks = score.score_model(engine, engine.step, lesson.held_out, None)
     assert len(marks.answers) == 4 and marks.right == 0 and marks.share == 0.0
     assert marks.loss > 1.0
+
+
+def test_a_trainer_that_cannot_be_had_costs_its_own_figures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def failing(*given: object) -> Iterator[Elsewhere]:
+        raise ServerError("the training process failed: no memory")
+        yield Elsewhere()
+
+    monkeypatch.setattr(story, "trainer", failing)
+    output = io.StringIO()
+    told = Story(Options(), make_view(plain=True, quiet=False, file=output))
+    told._model, told.lessons, told.report.dtype = tiny.path(), [], "float32"
+    told.report.threads = torch.get_num_threads()
+    told._use_two_processes()
+    assert "no figures of this way: the training process failed: no memory" in output.getvalue()
+    assert told.report.ways == []
 
 
 def test_two_processes_have_no_more_processors_than_one_has_threads() -> None:

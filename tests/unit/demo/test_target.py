@@ -100,7 +100,7 @@ def test_the_trainer_trains_from_its_beginning_to_its_end(pipes: tuple[Connectio
 
     def demo() -> None:
         trainer._receive(ours)
-        other = trainer.Trainer(ours)
+        other = trainer.TrainerProcess(ours)
         other.begin()
         threading.Event().wait(1.0)
         found.append(other.end(0.0))
