@@ -83,18 +83,24 @@ class Way:
 
 
 def way(
-    name: str, load: LoadResult, losses: Sequence[StepLoss], alone: LoadResult | None, bound: float
+    name: str,
+    load: LoadResult,
+    losses: Sequence[StepLoss],
+    alone: LoadResult | None,
+    bound: float,
+    requests: int,
 ) -> Way:
-    """Figures of a load. `alone` is the same load without training, if it is another one."""
+    """Figures of a load of so many requests; a step that lasts beyond its end leaves the newest unasked.
+    `alone` is the same load without training, if it is another one."""
     answered = [answer for answer in load.answers if answer.tokens]
-    twins = [] if alone is None else zip(load.answers, alone.answers, strict=True)
+    twins = [] if alone is None else zip(load.answers, alone.answers, strict=False)
     slowdowns = [slowdown_of(one, twin) for one, twin in twins if one.tokens and twin.tokens]
     inside = [step for step in losses if step.at <= load.seconds]
     return Way(
         name=name,
         seconds=load.seconds,
         answers=len(answered),
-        unanswered=len(load.answers) - len(answered),
+        unanswered=requests - len(answered),
         training_tokens_per_second=load.training_rate(),
         first_token=_percentiles([answer.first_token for answer in answered]),
         between_tokens=_percentiles(load.gaps),

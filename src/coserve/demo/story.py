@@ -252,7 +252,7 @@ class Story:
 
     def _note_way(self, name: str, load: LoadResult, losses: Sequence[StepLoss]) -> None:
         alone = None if name == tables.ALONE else self._alone
-        self.report.ways.append(way(name, load, losses, alone, self.options.slowdown))
+        self.report.ways.append(way(name, load, losses, alone, self.options.slowdown, self.report.requests))
 
     @property
     def _exact(self) -> bool:

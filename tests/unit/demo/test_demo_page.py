@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 def report() -> DemoReport:
     load = LoadResult(0.0, 2.0, [AnswerTimes(0.0, [0.125, 0.25, 0.28125])])
-    ways = [way("alone", load, [], None, 1.5), way("coserve", load, [], load, 1.5)]
+    ways = [way("alone", load, [], None, 1.5, 2), way("coserve", load, [], load, 1.5, 2)]
     adapters = [AdapterFigures("pirate", "a | b", 9, 4.0, 0.5, 50, 3.0, 0.25, 0.0, 0.9)]
     return DemoReport(
         date="2026-11-24", processor="A CPU", threads=2, torch_version="2.13", model="coserve-tiny",

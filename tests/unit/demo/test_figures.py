@@ -44,7 +44,7 @@ ALONE = load_of(AnswerTimes(100.0, [101.0, 102.0]), AnswerTimes(130.0, [131.0, 1
 
 def test_a_way_counts_answers_and_what_was_trained() -> None:
     beside = load_of(AnswerTimes(100.0, [102.0, 104.0]), AnswerTimes(130.0), trained=600.0)
-    found = way("coserve", beside, [StepLoss(10.0, "a", 2.0), StepLoss(60.5, "a", 1.0)], ALONE, 1.5)
+    found = way("coserve", beside, [StepLoss(10.0, "a", 2.0), StepLoss(60.5, "a", 1.0)], ALONE, 1.5, 2)
     assert (found.answers, found.unanswered, found.training_tokens_per_second) == (1, 1, 10.0)
     assert found.steps == 1  # the other one came after the load's time
     assert (found.first_token, found.between_tokens) == ((2.0, 2.0), (2.0, 2.0))
@@ -53,27 +53,33 @@ def test_a_way_counts_answers_and_what_was_trained() -> None:
 def test_an_answer_is_compared_with_the_same_one_alone_by_its_tokens() -> None:
     """An adapter answers at another length: 6 s of four tokens are half as slow again as 2 s of two."""
     beside = load_of(AnswerTimes(100.0, [101.0, 102.0, 103.0, 106.0]), AnswerTimes(130.0, [134.0, 138.0]))
-    found = way("coserve", beside, [], ALONE, 1.5)
+    found = way("coserve", beside, [], ALONE, 1.5, 2)
     assert found.slowdown == pytest.approx((1.5 + 4.0) / 2) and found.kept == 0.5
     assert found.losses == [None] * BINS
 
 
 def test_nothing_answered_and_nothing_compared_is_none() -> None:
-    found = way("coserve", load_of(AnswerTimes(100.0), AnswerTimes(130.0)), [], ALONE, 1.5)
+    found = way("coserve", load_of(AnswerTimes(100.0), AnswerTimes(130.0)), [], ALONE, 1.5, 2)
     assert (found.first_token, found.slowdown, found.kept) == (None, None, None)
-    assert way("alone", ALONE, [], None, 1.5).slowdown is None
+    assert way("alone", ALONE, [], None, 1.5, 2).slowdown is None
+
+
+def test_requests_that_were_never_asked_are_unanswered_too() -> None:
+    """A step that lasted beyond the end of the load, as on a busy machine."""
+    found = way("coserve", load_of(AnswerTimes(100.0, [102.0, 104.0])), [], ALONE, 1.5, 2)
+    assert (found.answers, found.unanswered, found.slowdown) == (1, 1, 2.0)
 
 
 def test_waits_are_the_longest_in_each_part_of_the_time() -> None:
     load = load_of(AnswerTimes(100.0, [100.5, 103.2]), AnswerTimes(100.1, [100.9, 103.9, 160.0]))
-    waits = way("alone", load, [], None, 1.5).waits
+    waits = way("alone", load, [], None, 1.5, 2).waits
     assert len(waits) == BINS and waits[0] == pytest.approx(0.8) and waits[3] == pytest.approx(3.0)
     assert [place for place, wait in enumerate(waits) if wait is not None] == [0, 3]
 
 
 def test_losses_are_the_mean_of_the_newest_once_each_adapter_has_one() -> None:
     steps = [StepLoss(0.5, "a", 4.0), StepLoss(1.5, "b", 2.0), StepLoss(3.5, "a", 1.0)]
-    losses = way("coserve", ALONE, steps, ALONE, 1.5).losses
+    losses = way("coserve", ALONE, steps, ALONE, 1.5, 2).losses
     assert losses[:5] == [None, 3.0, 3.0, 1.5, 1.5] and losses[-1] == 1.5
 
 
