@@ -78,7 +78,7 @@ def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert report.requests == max(1, round(2.0 * 0.3 * report.capacity))
     assert all(way.answers + way.unanswered == report.requests for way in report.ways)
     assert alone.training_tokens_per_second == 0.0 and alone.slowdown is None
-    assert coserve.training_tokens_per_second > 0 and coserve.slowdown is not None
+    assert coserve.training_tokens_per_second > 0
     assert (processes.training_tokens_per_second, processes.steps) == (100.0, 1)
     assert told.engine.scheduler.policy.__class__.__name__ == "Hybrid"  # again, after the turns
     assert [learned.adapter for learned in report.adapters] == list(TASKS)
@@ -189,6 +189,7 @@ def test_answers_match_but_for_space_around_them(given: str, expected: str, righ
 def test_the_held_out_loss_is_that_of_the_labels(engine: Engine) -> None:
     """Against the model's own forward pass."""
 
+    assert engine.text is not None
     tokens = engine.text.encode("Mira lives in Tolmen. Where does Mira live?")
     labels = (*(IGNORED for _ in tokens[:-4]), *tokens[-3:], IGNORED)
     loss = score.held_out_loss(engine, engine.step, [Example(tokens, labels)] * 2, None)
