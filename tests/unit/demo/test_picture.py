@@ -10,9 +10,10 @@ def way_of(name: str, wait: float, loss: float | None) -> Way:
     """A way whose waits grow tenfold in the second half, and whose loss is there from then on."""
     half = BINS // 2
     none: list[float | None] = [None] * half
+    waits: list[float | None] = [*[wait] * half, *[10 * wait] * half]
     return Way(
         name, 20.0, 300, 0, 100.0, (0.01, 0.1), (0.01, 0.1), 1.2, 0.95, 9,
-        [wait] * half + [10 * wait] * half, [*none, *[loss] * half],
+        waits, [*none, *[loss] * half],
     )  # fmt: skip
 
 
