@@ -8,7 +8,8 @@ TORCH := torch==2.13.0
 .PHONY: demo test slow check bench gpu tiny install dev clean
 
 demo: install
-	$(BIN)/coserve demo
+	@mkdir -p build
+	$(BIN)/coserve demo --picture build/demo.svg
 
 # Two workers with one thread each: OpenMP threads that share a core spin and crawl. With `worksteal` the tests
 # of a file mostly stay with one worker, which makes what they share once. Bytecode is kept, whatever the

@@ -43,7 +43,7 @@ def make_engine(bench: Bench, **config: Any) -> Engine:
 
     Its cache is half of the default one: half a gigabyte on the large shape, and room for 56 requests of
     the first row. What prompts have in common is computed every time: rounds ask the same ones again.
-    Arrivals pause training: whoever hands over requests announces them (`drive.announced`).
+    Arrivals pause training: whoever hands over requests announces them (`driven.announced`).
     """
     gc.collect()  # the last engine's gigabytes
     settings = EngineConfig(

@@ -23,7 +23,11 @@ def _bench(*names: str) -> tuple[str, ...]:
 
 
 _MEASURING: Final = (*_bench("ours.py", "settings.py", "timing.py"), "src/coserve/simulate/intervals.py")
-_LOADS: Final = (*_bench("drive.py"), "src/coserve/simulate/replay.py")
+_LOADS: Final = (
+    *_bench("drive.py"),
+    "src/coserve/simulate/driven.py",
+    "src/coserve/simulate/replay.py",
+)
 _FINETUNE: Final = (*_ENGINE, *_MEASURING, *_bench("finetune.py", "peers.py", "saved.py", "plans.py"))
 _SPLIT: Final = (
     *(*_ENGINE, "src/coserve/split", "src/coserve/wire"),

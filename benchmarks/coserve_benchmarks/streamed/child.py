@@ -154,7 +154,7 @@ class _LeanTarget(EngineTarget):
 
     def start(self, job: TimedJob) -> Callable[[], None]:
         """See `LoadTarget`."""
-        return start_job(self._engine, job, SavePolicy.INPUTS).cancel
+        return start_job(self.engine, job, SavePolicy.INPUTS).cancel
 
 
 class _Ours:

@@ -1,14 +1,18 @@
-"""Figures of the demo: counted while it runs, reported as tables and JSON at the end."""
+"""Figures of the demo: measured while it runs, reported as tables, a picture and JSON at the end."""
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, median
 from typing import Any, Final
 
-from coserve.core.request import SLO
-from coserve.demo.latency import Latencies, Waits, figures_of
 from coserve.schedule.stats import Stats
+from coserve.simulate.replay import AnswerTimes, LoadResult
 
 WINDOW: Final = 3.0  # seconds that the rates on screen look back
+_BUSY: Final = 0.25  # load average for each processor from which on other work counts
+BINS: Final = 60  # of the time axis: with names and scales they fit into 80 columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,7 @@ class RateMeter:
 
     def __init__(self, stats: Stats, now: float) -> None:
         self.started = now
-        self._first = replace(stats)
-        self._recent: deque[tuple[float, Stats]] = deque([(now, self._first)])
+        self._recent: deque[tuple[float, Stats]] = deque([(now, replace(stats))])
 
     def now(self, stats: Stats, now: float) -> TokenRates:
         """Rates over the last few seconds."""
@@ -51,45 +54,99 @@ class RateMeter:
         at, before = self._recent[0]
         return rates(before, stats, now - at)
 
-    def total(self, stats: Stats, now: float) -> TokenRates:
-        """Rates since the meter was made."""
-        return rates(self._first, stats, now - self.started)
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """The training loss of an optimizer step, `at` seconds after the load began."""
+
+    at: float
+    adapter: str
+    loss: float
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """One act with requests: its rates and waits. Times in seconds."""
+class Way:
+    """Figures of one way of doing the load. Times in seconds; None where nothing was measured."""
 
-    seconds: float
-    output_tokens_per_second: float
-    prompt_tokens_per_second: float  # computed ones, without those found in the cache
-    training_tokens_per_second: float
-    fused_share: float | None
+    name: str
+    seconds: float  # of arrivals; answers may end later
     answers: int  # complete ones
-    unanswered: int  # requests whose answers were not complete when the measuring ended
-    unanswered_late: int  # of these, the ones that had broken a bound
-    answers_within: float | None  # share of the complete answers with every wait within its bound
-    first_token: Waits
-    between_tokens: Waits
+    unanswered: int  # requests that were given up
+    training_tokens_per_second: float
+    first_token: tuple[float, float] | None  # 50th and 99th percentile
+    between_tokens: tuple[float, float] | None
+    slowdown: float | None  # median over answers of `slowdown_of`
+    kept: float | None  # share of them that are within the bound
+    steps: int  # optimizer steps, over all adapters
+    waits: list[float | None]  # for each of `BINS` parts of the time, the longest wait for a token
+    losses: list[float | None]  # and the mean over adapters of the newest loss; None until each has one
 
 
-def phase(latencies: Latencies, measured: TokenRates, seconds: float, now: float) -> Phase:
-    """Figures of an act that was measured for `seconds` until `now`."""
-    slo = latencies.slo
-    bounded = slo.first_token is not None or slo.between_tokens is not None
-    return Phase(
-        seconds=seconds,
-        output_tokens_per_second=latencies.tokens / seconds if seconds > 0 else 0.0,
-        prompt_tokens_per_second=measured.prefill,
-        training_tokens_per_second=measured.training,
-        fused_share=measured.fused,
-        answers=latencies.answers,
-        unanswered=latencies.unanswered,
-        unanswered_late=latencies.late(now),
-        answers_within=latencies.kept / latencies.answers if bounded and latencies.answers else None,
-        first_token=figures_of(latencies.firsts, slo.first_token),
-        between_tokens=figures_of(latencies.gaps, slo.between_tokens),
+def way(
+    name: str,
+    load: LoadResult,
+    losses: Sequence[StepLoss],
+    alone: LoadResult | None,
+    bound: float,
+    requests: int,
+) -> Way:
+    """Figures of a load of so many requests; a step that lasts beyond its end leaves the newest unasked.
+    `alone` is the same load without training, if it is another one."""
+    answered = [answer for answer in load.answers if answer.tokens]
+    twins = [] if alone is None else zip(load.answers, alone.answers, strict=False)
+    slowdowns = [slowdown_of(one, twin) for one, twin in twins if one.tokens and twin.tokens]
+    inside = [step for step in losses if step.at <= load.seconds]
+    return Way(
+        name=name,
+        seconds=load.seconds,
+        answers=len(answered),
+        unanswered=requests - len(answered),
+        training_tokens_per_second=load.training_rate(),
+        first_token=_percentiles([answer.first_token for answer in answered]),
+        between_tokens=_percentiles(load.gaps),
+        slowdown=median(slowdowns) if slowdowns else None,
+        kept=fmean(ratio <= bound for ratio in slowdowns) if slowdowns else None,
+        steps=len(inside),
+        waits=_waits(load),
+        losses=_losses(inside, load.seconds),
     )
+
+
+def slowdown_of(answer: AnswerTimes, alone: AnswerTimes) -> float:
+    """The time of an answer over that of the same request without training, each by its number of tokens: an
+    adapter in training answers at another length than the base."""
+    return answer.latency / len(answer.tokens) / (alone.latency / len(alone.tokens))
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float] | None:
+    if not values:
+        return None
+    ranked = sorted(values)
+    return ranked[math.ceil(0.5 * len(ranked)) - 1], ranked[math.ceil(0.99 * len(ranked)) - 1]
+
+
+def _waits(load: LoadResult) -> list[float | None]:
+    found: list[float | None] = [None] * BINS
+    for answer in load.answers:
+        before = answer.arrival
+        for at in answer.tokens:
+            place = int((at - load.started) / load.seconds * BINS)
+            if place < BINS:
+                found[place] = max(found[place] or 0.0, at - before)
+            before = at
+    return found
+
+
+def _losses(steps: Sequence[StepLoss], seconds: float) -> list[float | None]:
+    adapters, newest = {step.adapter for step in steps}, dict[str, float]()
+    found: list[float | None] = []
+    coming = deque(steps)
+    for place in range(1, BINS + 1):
+        while coming and coming[0].at <= place * seconds / BINS:
+            step = coming.popleft()
+            newest[step.adapter] = step.loss
+        found.append(fmean(newest.values()) if newest and len(newest) == len(adapters) else None)
+    return found
 
 
 @dataclass(slots=True)
@@ -99,7 +156,6 @@ class AdapterFigures:
     adapter: str
     about: str
     steps: int = 0
-    planned: int = 0
     loss_first: float | None = None  # of the first optimizer step
     loss_last: float | None = None  # mean of the last five
     held_out: int = 0  # questions
@@ -109,19 +165,6 @@ class AdapterFigures:
     exact_after: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Bounds that each request states, seconds: to its first token, and between two tokens."""
-
-    first_token: float
-    between_tokens: float
-
-    @property
-    def slo(self) -> SLO:
-        """The bounds as a request states them."""
-        return SLO(first_token=self.first_token, between_tokens=self.between_tokens)
-
-
 @dataclass(slots=True)
 class DemoReport:
     """All figures measured so far."""
@@ -129,23 +172,28 @@ class DemoReport:
     date: str = ""
     code: dict[str, Any] | None = None  # the commit that was measured (`core.checkout.measured_code`)
     processor: str = ""
+    processors: int = 0  # that this process may use
     threads: int = 0
+    busy: float | None = None  # load average of the machine before the demo began; None where it has none
     device: str = ""
     torch_version: str = ""
     model: str = ""
     dtype: str = ""
-    planned_seconds: float = 0.0  # of training
-    conversations: int = 0
     data: str | None = None  # file's name
     seconds: float = 0.0
     stopped: bool = False  # by Ctrl-C
-    asked: Bounds | None = None
-    bounds: Bounds | None = None  # those of both acts: the ones asked for, or multiples that are kept
+    capacity: float = 0.0  # requests a second, asked at once and without training
+    share: float = 0.0  # of the capacity, at which requests arrive
+    requests: int = 0
+    slowdown: float = 0.0  # bound that each request states
     trace: dict[str, Any] | None = None
-    alone: Phase | None = None
-    training: Phase | None = None
-    alone_again: Phase | None = None  # after the training
+    ways: list[Way] = field(default_factory=list)
     adapters: list[AdapterFigures] = field(default_factory=list)
+
+    @property
+    def is_busy(self) -> bool:
+        """Tells whether other processes were computing when the demo began."""
+        return self.busy is not None and self.busy > _BUSY * self.processors
 
     def as_dict(self) -> dict[str, Any]:
         """The figures for JSON."""

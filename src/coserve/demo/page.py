@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from coserve.demo.figures import DemoReport
+from coserve.demo.picture import svg
 from coserve.demo.tables import Sheet, closing
 from coserve.errors import ConfigError, CoserveError
 
@@ -45,15 +46,16 @@ def _read(file: Path) -> DemoReport:
 
 def _section(name: str, report: DemoReport) -> str:
     threads = f"{report.threads} thread{'s' * (report.threads != 1)}"
-    load = "a trace" if report.trace is not None else f"{report.conversations} conversations"
+    load = "a trace" if report.trace is not None else "questions"
     data = "" if report.data is None else f", trained on {report.data}"
     stopped = " Stopped before its end." if report.stopped else ""
     header = (
         f"{report.date}: {report.processor}, {threads}, torch {report.torch_version}, {report.model} in "
-        f"{report.dtype} on {report.device}; {load}{data}, {report.planned_seconds:g} s of training planned."
+        f"{report.dtype} on {report.device}; {load}{data}."
     )
     tables = [_table(sheet) for sheet in closing(report)]
-    return "\n".join([f"### {name}\n", f"{header}{stopped}\n", *tables])
+    drawn = [f"![Waits and losses]({Path(name).stem}.svg)\n"] if report.ways else []
+    return "\n".join([f"### {name}\n", f"{header}{stopped}\n", *tables, *drawn])
 
 
 def _table(sheet: Sheet) -> str:
@@ -63,13 +65,17 @@ def _table(sheet: Sheet) -> str:
 
 
 def main(folder: Path) -> None:
-    """Rewrites the page in `folder`. Raises ConfigError."""
+    """Rewrites the page in `folder`, and the pictures in it. Raises ConfigError."""
     page = folder / "demo.md"
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{page} cannot be read ({error.strerror})") from error
-    page.write_text(render(text, read_runs(folder)), encoding="utf-8")
+    runs = read_runs(folder)
+    page.write_text(render(text, runs), encoding="utf-8")
+    for name, report in runs:
+        if report.ways:
+            (folder / name).with_suffix(".svg").write_text(svg(report), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,70 +1,65 @@
 """The demo, act by act."""
 
+import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 import torch
+from transformers.utils import logging
 
 from coserve import tiny
-from coserve.adapters.methods.lora import LoRAConfig
+from coserve.config import EngineConfig
 from coserve.core.checkout import measured_code
-from coserve.core.job_status import JobStatus
+from coserve.core.control_group import usable_processors
 from coserve.core.request import SLO
 from coserve.demo import lessons as material
-from coserve.demo import tables
-from coserve.demo.acts import ActRunner, open_engine
-from coserve.demo.bounds import describe, keepable, verdict
-from coserve.demo.figures import AdapterFigures, Bounds, DemoReport, Phase
+from coserve.demo import picture, tables
+from coserve.demo.figures import AdapterFigures, DemoReport, StepLoss, way
 from coserve.demo.lessons import Lesson
-from coserve.demo.request_sources import ConversationSources, RequestSources, TraceSources
+from coserve.demo.requests import DemoRequest, Questions, RequestSource, at_once
 from coserve.demo.score import Score, score_model
-from coserve.demo.trace import read_load
+from coserve.demo.target import DemoTarget, Interrupts
+from coserve.demo.trace import TraceRequests, describe, read_load
+from coserve.demo.trainer import trainer
 from coserve.demo.view import DemoView
+from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning
 from coserve.engine.remembered import processor_name
-from coserve.errors import ModelNotFound
-from coserve.train.config import TrainingConfig
-from coserve.train.save_policy import SavePolicy
+from coserve.errors import ModelNotFound, ServerError
+from coserve.kernels.cpu import choose_dtype
+from coserve.schedule.policies import make_policy
+from coserve.simulate.replay import LoadResult, replay
+from coserve.worker.compute_threads import set_threads
+from coserve.workload.requests import TimedJob, Workload
 
 SHOWN_QUESTIONS: Final = 3  # of each task, side by side
-LONGEST_EXAMPLE: Final = (
-    512  # tokens of an example from a file; longer ones would leave few steps in the time
-)
-LORA: Final = LoRAConfig(rank=16, alpha=32.0)
-TRAINING: Final = TrainingConfig(
-    learning_rate=3e-3, batch_size=8, warmup_ratio=0.05, keep=SavePolicy.EVERYTHING
-)
-_EPOCHS: Final = 1000  # of a rehearsal, which time ends
+LONGEST_EXAMPLE: Final = 512  # tokens of one from a file; longer ones would leave few steps in the time
+TURNS: Final = "temporal:8,grain=batch"
+WARM_UP: Final = 64  # requests before: the first steps of each size are slower
 _LAST_STEPS: Final = 5  # whose mean is the loss that training came to
-OVERTIME: Final = 0.25  # of the planned seconds; training that takes longer is ended where it is
-_GRACE: Final = 5.0  # seconds of overtime at least
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the demo. `seconds` is the time for training; the other acts are in proportion."""
+    """Options of the demo. `seconds` is the time of the load, which is done in four ways."""
 
     data: Path | None = None
     trace: Path | None = None
     model: str | None = None  # None is the embedded one
     device: str = "cpu"
-    seconds: float = 75.0
-    conversations: int = 8
-    first_token: float = 1.0  # bound that each request states, seconds
-    between_tokens: float = 0.05  # likewise: 20 tokens/s; a person reads about five
-
-    @property
-    def bounds(self) -> Bounds:
-        """Bounds that each request states, where this machine keeps them."""
-        return Bounds(self.first_token, self.between_tokens)
+    seconds: float = 25.0
+    share: float = 0.5  # of the measured capacity, at which requests arrive
+    slowdown: float = 1.5  # by training, that each request states
 
     @property
     def questions(self) -> int:
         """Held-out questions of each task."""
-        return max(4, min(50, int(self.seconds)))
+        return max(4, min(50, int(4 * self.seconds)))
 
 
 class Story:
@@ -72,19 +67,22 @@ class Story:
 
     def __init__(self, options: Options, view: DemoView) -> None:
         self.options, self.view, self.report = options, view, DemoReport()
+        self._interrupts = Interrupts()
 
     def tell(self) -> DemoReport:
-        """Runs all acts, or those before Ctrl-C, then shows the closing tables."""
+        """Runs all acts, or those before Ctrl-C, then shows the closing tables and the picture."""
         started = time.monotonic()
         try:
             self._announce()
             self._open()
-            with self.stage.listening():
-                self._measure_alone()
+            with self._interrupts.listening():
+                self._measure_capacity()
+                self._answer_alone()
                 self._score_base()
-                self._train()
-                self._measure_again()
+                self._coserve()
                 self._score_all()
+                self._take_turns()
+                self._use_two_processes()
         except KeyboardInterrupt:
             self.report.stopped = True
         finally:
@@ -94,91 +92,107 @@ class Story:
             self.view.say("Stopped by Ctrl-C. Measured until then:")
         for sheet in tables.closing(self.report):
             self.view.sheet(sheet, closing=True)
+        self.view.picture(picture.text(self.report))
         self.view.say(f"{self.report.seconds:.0f} s in all.")
         return self.report
 
     # The acts
 
     def _announce(self) -> None:
-        traced = self.options.trace is not None
-        who = "a trace's requests" if traced else f"{self.options.conversations} conversations"
         for line in (
             "coserve answers requests and trains adapters in the same steps, on one frozen model, the base.",
-            f"1. Answers to {who}, without training: what this machine does for them alone.",
-            "2. The same load while two LoRA adapters are trained; some of the requests ask these adapters.",
-            "   Then once more without training.",
-            "3. Base and adapters answer held-out questions; the base has answered them before training too.",
-            f"Each request states bounds: {describe(self.options.bounds)}.",
+            f"The same {self.options.seconds:g} s of requests, at {self.options.share:.0%} of this machine's "
+            "capacity, in four ways:",
+            "1. alone: answers without training.",
+            "2. coserve: beside the training of two LoRA adapters, which answer a fourth of the requests.",
+            "3. taking turns: training stops all answers for whole mini-batches.",
+            "4. two processes: an engine that answers and one that trains share the machine.",
+            "Base and adapters answer held-out questions before and after the second.",
         ):
             self.view.say(line)
 
     def _open(self) -> None:
         """Loads the model, the questions, and the trace."""
         started = time.monotonic()
-        engine, why = open_engine(self.options.model or _embedded(), self.options.device)
-        self.stage = ActRunner(engine, self.view)
-        report = self.report
+        report, options = self.report, self.options
+        report.busy, report.processors = _load_average(), usable_processors()
+        self._model = options.model or _embedded()
+        self.engine, why = open_engine(self._model, options.device)
         report.code = measured_code()
         report.date = datetime.now(UTC).date().isoformat()
         report.processor, report.torch_version = processor_name(), torch.__version__
-        report.threads, report.device = torch.get_num_threads(), self.options.device
-        report.model = self.options.model or "coserve-tiny"
-        report.dtype = str(engine.base.dtype).removeprefix("torch.")
-        report.planned_seconds, report.conversations = self.options.seconds, self.options.conversations
-        report.data = None if self.options.data is None else self.options.data.name
-        report.asked = report.bounds = self.options.bounds
+        report.threads, report.device = torch.get_num_threads(), options.device
+        report.model = options.model or "coserve-tiny"
+        report.dtype = str(self.engine.base.dtype).removeprefix("torch.")
+        report.data = None if options.data is None else options.data.name
+        report.share, report.slowdown = options.share, options.slowdown
         self.lessons = self._lessons()
         report.adapters = [AdapterFigures(lesson.adapter, lesson.about) for lesson in self.lessons]
-        self.sources = self._make_sources()
+        self._source = self._make_source()
         took = time.monotonic() - started
         threads = f"{report.threads} thread{'s' * (report.threads != 1)}"
         self.view.say(f"{report.model} is loaded after {took:.1f} s: {threads}, {why}.")
+        if report.is_busy:
+            self.view.say(
+                f"The machine is busy: a load average of {report.busy:.1f} on {report.processors} processors."
+            )
 
-    def _measure_alone(self) -> None:
-        """Answers requests without training. Where the bounds asked for are not kept, the smallest multiples
-        that are take their place from then on, and the act is repeated with them."""
-        if isinstance(self.sources, TraceSources):
-            capacity = self.stage.play("Capacity", self.sources.backlog(), self._share(12))
-            self.stage.go_on()
-            said, self.report.trace = self.sources.fit(capacity)
+    def _measure_capacity(self) -> None:
+        """Asks many requests at once, and plans the arrivals at a share of the rate of their answers."""
+        report, seconds = self.report, self.options.seconds
+        self._play("Warm-up", at_once(self._source, WARM_UP))
+        load, _ = self._play("Capacity", at_once(self._source, tables.BACKLOG))
+        answered = sum(bool(answer.tokens) for answer in load.answers)
+        report.capacity = max(answered, 1) / (load.finished_at - load.started)
+        rate = report.share * report.capacity
+        self._requests = self._source.requests(rate, seconds)
+        report.requests = len(self._requests)
+        self.view.say(
+            f"Capacity: {report.capacity:.3g} requests/s when {tables.BACKLOG} are asked at once. "
+            f"{report.requests} will arrive in {seconds:g} s."
+        )
+        if isinstance(self._source, TraceRequests):
+            source = self._source.load
+            said, report.trace = describe(source.at_rate(rate), source, report.capacity)
             self.view.say(said)
+
+    def _answer_alone(self) -> None:
+        self.view.say("1. Answers alone:")
+        self._alone = self._do(tables.ALONE)
+
+    def _coserve(self) -> None:
+        """Trains both adapters at once while requests go on, some of them to these adapters."""
+        name = self.lessons[0].adapter
+        self.view.say(f"2. The same beside training ({name}@3 is {name} after 3 optimizer steps):")
+        self._do(tables.COSERVED, self.lessons)
+        for learned in self.report.adapters:
+            _note(self._jobs[learned.adapter], learned)
+
+    def _take_turns(self) -> None:
+        """Trains both adapters anew, by a policy that stops answers meanwhile."""
+        self.view.say("3. The same with answers and training in turns:")
+        usual = self.engine.scheduler.policy
+        self.engine.scheduler.policy = make_policy(TURNS)
+        try:
+            self._do(tables.TURNS, self.lessons)
+        finally:
+            self.engine.scheduler.policy = usual
+
+    def _use_two_processes(self) -> None:
+        """Answers here while another process trains both adapters, each with half of the threads."""
+        self.view.say("4. The same with training in another process, which loads the model first:")
+        threads, dtype, device = self.report.threads, self.report.dtype, self.options.device
+        half = max(threads // 2, 1)
+        config = EngineConfig(device, half, dtype, policy=TURNS, calibrate=False)
+        try:
+            with _half_of(threads), trainer(self._model, config, self.lessons) as other:
+                other.begin()
+                load, _ = self._play(tables.PROCESSES, self._requests)
+                load.trained, losses = other.end(load.started)
+        except ServerError as error:  # of memory, say, which this way takes twice
+            self.view.say(f"There are no figures of this way: {error}")
         else:
-            # The first steps of each size are slower: they would count for the act that comes first.
-            self.stage.play("Warm-up", self.sources.alone(self.lessons), self._share(30))
-            self.stage.go_on()
-        self.view.say("1. Answers without training:")
-        asked, alone = self.options.bounds, self._play_alone(self.options.bounds)
-        self.report.alone = alone
-        self.stage.go_on()
-        self.view.say(verdict(asked, alone))
-        bounds = keepable(asked, alone)
-        if bounds != asked:
-            self.report.bounds = bounds
-            self.view.say(f"From here on: {describe(bounds)}. Answers without training once more:")
-            alone = self._play_alone(bounds)
-        self.report.alone = alone
-        self.stage.go_on()
-
-    def _measure_again(self) -> None:
-        """Answers the same requests without training once more: what else runs on a machine, and its clock
-        rate, change within minutes."""
-        assert self.report.bounds is not None
-        self.view.say("Answers without training again, as machines change within minutes:")
-        again = self._play_alone(self.report.bounds)
-        self.stage.go_on()  # a part of an act compares with nothing
-        self.report.alone_again = again
-
-    def _play_alone(self, bounds: Bounds) -> Phase:
-        """Measures the load without training.
-
-        Conversations last until there are enough answers for a 99th percentile. A trace's arrivals differ
-        from stretch to stretch: this one lasts as long as training will.
-        """
-        part = 7.5 if self.report.trace is None else 1.0
-        return self.stage.play(
-            "Answers without training", self.sources.alone(self.lessons), self._share(part), bounds.slo,
-            answers=tables.FEWEST, longest=self.options.seconds,
-        )  # fmt: skip
+            self._note_way(tables.PROCESSES, load, losses)
 
     def _score_base(self) -> None:
         """Scores the base, which equals untrained adapters."""
@@ -193,33 +207,9 @@ class Story:
         ]
         self.view.say(f"The base on the held-out questions of the adapters to come. {'; '.join(told)}.")
 
-    def _train(self) -> None:
-        """Trains both adapters at once while requests go on, some of them to these adapters."""
-        plans = self._plan_training()
-        engine = self.stage.engine
-        jobs = [
-            engine.finetune(lesson.examples, lesson.adapter, LORA, plan)
-            for lesson, plan in zip(self.lessons, plans, strict=True)
-        ]
-        name = self.lessons[0].adapter
-        self.view.say(f"2. The same load beside training ({name}@3 is {name} after 3 optimizer steps):")
-        for job in jobs:
-            if job.status == JobStatus.QUEUED:
-                self.view.say(f"{job.adapter} is not trained at the same time: it {job.reason}.")
-        longest = self.options.seconds + max(self.options.seconds * OVERTIME, _GRACE)
-        self.report.training = self.stage.play(
-            "Answers beside training", self.sources.taught(self.lessons), longest, self._slo, jobs
-        )
-        for job, learned in zip(jobs, self.report.adapters, strict=True):
-            _note(job, learned)
-            if job.error is not None:
-                self.view.say(f"Training of {job.adapter} failed: {job.error}")
-            job.cancel()
-        self.stage.go_on()
-
     def _score_all(self) -> None:
         """Scores the base and both adapters on the same questions."""
-        self.view.say("3. Base and adapters on the held-out questions:")
+        self.view.say("Base and adapters on the held-out questions:")
         models = {"base": None, **{lesson.adapter: lesson.adapter for lesson in self.lessons}}
         asked = (
             self.lessons if self._exact else self.lessons[:1]
@@ -239,70 +229,93 @@ class Story:
 
     # Parts of the acts
 
-    @property
-    def _slo(self) -> SLO:
-        """Bounds that requests state beside training."""
-        assert self.report.bounds is not None, "bounds are known once the model is loaded"
-        return self.report.bounds.slo
+    def _do(self, name: str, lessons: Sequence[Lesson] = ()) -> LoadResult:
+        """Does the load in one way, and notes its figures."""
+        load, losses = self._play(name, self._requests, lessons)
+        self._note_way(name, load, losses)
+        return load
+
+    def _play(
+        self, act: str, requests: Sequence[DemoRequest], lessons: Sequence[Lesson] = ()
+    ) -> tuple[LoadResult, list[StepLoss]]:
+        """Replays requests beside the training of some lessons, which ends with the last answer. An answer
+        that is not complete when twice the time is over is given up."""
+        seconds = self.options.seconds
+        target = DemoTarget(self.engine, self.view, self._interrupts, act, seconds, lessons)
+        jobs = tuple(TimedJob(0.0, lesson.adapter, (), 1) for lesson in lessons)
+        load = replay(target, Workload(act, act, seconds, tuple(requests), jobs), seconds)
+        self._jobs = target.jobs
+        for job in self._jobs.values():
+            if job.error is not None:
+                self.view.say(f"Training of {job.adapter} failed: {job.error}")
+        return load, target.losses
+
+    def _note_way(self, name: str, load: LoadResult, losses: Sequence[StepLoss]) -> None:
+        alone = None if name == tables.ALONE else self._alone
+        self.report.ways.append(way(name, load, losses, alone, self.options.slowdown, self.report.requests))
 
     @property
     def _exact(self) -> bool:
         return all(lesson.exact for lesson in self.lessons)
 
-    def _share(self, part: float) -> float:
-        """A duration in proportion to the training's, seconds."""
-        return max(self.options.seconds / part, 1.0)
-
     def _lessons(self) -> list[Lesson]:
-        text, data = self.stage.engine.text, self.options.data
+        text, data = self.engine.text, self.options.data
         assert text is not None, "a model from a folder or the hub has a tokenizer"
         if data is None:
             return material.new_tasks(text.tokenizer, self.options.questions)
-        longest = min(LONGEST_EXAMPLE, self.stage.engine.base.max_positions - 1)
+        longest = min(LONGEST_EXAMPLE, self.engine.base.max_positions - 1)
         found, said = material.from_file(data, text.tokenizer, self.options.questions, longest)
         self.view.say(said)
         return found
 
-    def _make_sources(self) -> RequestSources:
-        engine, seats = self.stage.engine, self.options.conversations
-        if self.options.trace is None:
-            return ConversationSources(seats)
+    def _make_source(self) -> RequestSource:
+        engine, slo = self.engine, SLO(slowdown=self.options.slowdown)
         assert engine.text is not None, "a model from a folder or the hub has a tokenizer"
+        if self.options.trace is None:
+            return Questions(engine.text, self.lessons, slo)
         tokens = [token for t in material.texts(self.lessons) for token in engine.text.encode(t)]
-        return TraceSources(read_load(self.options.trace, engine.base.max_positions), tokens, seats)
+        return TraceRequests(
+            read_load(self.options.trace, engine.base.max_positions), tokens, self.lessons, slo
+        )
 
     def _score(self, lesson: Lesson, adapter: str | None) -> Score:
-        return score_model(self.stage.engine, self.stage.step, lesson.held_out, adapter)
+        return score_model(self.engine, self._step, lesson.held_out, adapter)
 
-    def _plan_training(self) -> list[TrainingConfig]:
-        """Plans as many optimizer steps as fit into the time, at the pace of a rehearsal with throw-away
-        adapters.
+    def _step(self) -> None:
+        self._interrupts.check()
+        self.engine.step()
 
-        The number must be known in advance, so that the learning rate's schedule ends at zero.
-        """
-        engine = self.stage.engine
-        tried = [replace(lesson, adapter=f"try-{lesson.adapter}") for lesson in self.lessons]
-        endless = replace(TRAINING, epochs=_EPOCHS, schedule="constant")
-        jobs = [engine.finetune(lesson.examples, lesson.adapter, LORA, endless) for lesson in tried]
-        pace = self.stage.play("Rehearsal", self.sources.taught(tried), self._share(15), self._slo)
-        for job in jobs:
-            job.cancel()
-            engine.adapters.unload(job.adapter)
-        self.stage.go_on()
-        rows = pace.training_tokens_per_second * self.options.seconds / len(jobs)
-        plans = []
-        for lesson, learned in zip(self.lessons, self.report.adapters, strict=True):
-            mean = sum(map(len, lesson.examples)) / len(lesson.examples)
-            learned.planned = max(round(rows / (mean * TRAINING.batch_size)), 1)
-            epochs = -(-learned.planned * TRAINING.batch_size // len(lesson.examples))
-            plans.append(replace(TRAINING, max_steps=learned.planned, epochs=epochs + 1))
-        steps = " and ".join(str(plan.max_steps) for plan in plans)
-        self.view.say(
-            f"A rehearsal of {pace.seconds:.1f} s trained {pace.training_tokens_per_second:.0f} tokens/s "
-            f"beside the answers. At that rate {steps} optimizer steps take {self.options.seconds:.0f} s; "
-            "their number is set now, as the learning rate falls to 0 by the last one."
-        )
-        return plans
+
+def open_engine(model: str | Path, device: str) -> tuple[Engine, str]:
+    """An engine in the precision that suits the device, and a sentence that says which and why. Arrivals
+    pause its training, as in a server."""
+    logging.disable_progress_bar()  # a loading bar would stand in the middle of the view
+    dtype, why = ("bfloat16", "in bfloat16") if device != "cpu" else choose_dtype()
+    config = EngineConfig(dtype=dtype, device=device, scheduler={"interruptible": True})
+    return Engine(model, config), why
+
+
+@contextmanager
+def _half_of(threads: int) -> Iterator[None]:
+    """Computes with half of the threads during the block, on as many processors as there are threads: so do
+    processes that start in it, and two of them have no more of the machine than one has otherwise."""
+    processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    if processors:
+        os.sched_setaffinity(0, sorted(processors)[:threads])
+    set_threads(max(threads // 2, 1))
+    try:
+        yield
+    finally:
+        set_threads(threads)
+        if processors:
+            os.sched_setaffinity(0, processors)
+
+
+def _load_average() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:  # as where there is no such count
+        return None
 
 
 def _embedded() -> Path:

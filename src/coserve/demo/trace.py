@@ -5,8 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from coserve.core.request import SamplingParams
-from coserve.demo.load_generator import DemoRequest
+from coserve.core.request import SLO
+from coserve.demo.lessons import Lesson
+from coserve.demo.requests import DemoRequest, adapter_of
+from coserve.workload.requests import greedy
 from coserve.workload.trace_formats import TraceRow, read_trace
 from coserve.workload.traces import ScaledTrace, scale_trace
 
@@ -14,9 +16,7 @@ REQUESTS: Final = 2000  # of the trace; the scales are computed over them once
 _STRETCH: Final = 50  # requests over which it is judged how busy a trace is
 POSITIONS: Final = 2048  # a model with more is not given longer prompts: the demo is short
 PROMPT_SHARE: Final = 0.75  # of the positions, for the longest prompt; the rest is for the longest answer
-ADAPTED: Final = 4  # every fourth request goes to an adapter, in turn: traces name none
 _STRIDE: Final = 131  # tokens between the beginnings of two prompts in the text they are cut from
-_SHORTEST: Final = 1e-3  # seconds that a replay of the whole trace takes at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,6 @@ class TraceLoad:
     longest_prompt: int
     longest_answer: int
     skipped: int = 0  # requests of the trace before these
-
-    @property
-    def tokens_per_request(self) -> float:
-        """Mean tokens, in and out, once lengths are scaled."""
-        rows = self.at_rate(1.0).rows
-        return sum(row.prompt + row.answer for row in rows) / len(rows)
 
     def at_rate(self, rate: float) -> ScaledTrace:
         """The load at `rate` requests a second on average."""
@@ -87,63 +81,27 @@ def _mean(values: Iterator[int]) -> float:
     return sum(found) / len(found)
 
 
-class _TraceSource:
-    """Requests of a scaled trace, in order, and from the beginning again when they run out.
+class TraceRequests:
+    """Requests at the times of a scaled trace, which begins again when it runs out.
 
     A trace has lengths only: prompts are cut from `text`, and answers have the recorded length.
     """
 
-    def __init__(self, scaled: ScaledTrace, text: Sequence[int], adapters: Sequence[str] = ()) -> None:
-        self._rows, self._text, self._adapters = scaled.rows, text, adapters
-        self._number = 0
+    def __init__(self, load: TraceLoad, text: Sequence[int], lessons: Sequence[Lesson], slo: SLO) -> None:
+        self.load, self._text, self._lessons, self._slo = load, text, lessons, slo
 
-    def _next(self, at: float | None) -> DemoRequest:
-        """The next request, as one that arrived `at`."""
-        number = self._number
-        row = self._rows[number % len(self._rows)]
-        self._number += 1
+    def requests(self, rate: float, seconds: float) -> list[DemoRequest]:
+        """See `RequestSource`."""
+        rows, found = self.load.at_rate(rate).rows, list[DemoRequest]()
+        for number in range(max(1, round(rate * seconds))):
+            rounds, index = divmod(number, len(rows))
+            found.append(self._request(number, rows[index], rounds * len(rows) / rate + rows[index].at))
+        return [request for request in found if request.at < seconds]
+
+    def _request(self, number: int, row: TraceRow, at: float) -> DemoRequest:
         start = number * _STRIDE % len(self._text)
         prompt = tuple(self._text[(start + i) % len(self._text)] for i in range(row.prompt))
-        adapter = None
-        if self._adapters and number % ADAPTED == 0:
-            adapter = self._adapters[number // ADAPTED % len(self._adapters)]
-        sampling = SamplingParams(max_tokens=row.answer, ignore_eos=True)
-        return DemoRequest(number, prompt, f"[{row.prompt} tokens]", sampling, adapter, at)
-
-
-class TraceBacklog(_TraceSource):
-    """Keeps `seats` requests under way at any time, to measure the machine's capacity."""
-
-    def __init__(self, scaled: ScaledTrace, text: Sequence[int], seats: int) -> None:
-        super().__init__(scaled, text)
-        self._free = seats
-
-    def due(self, now: float) -> Iterator[DemoRequest]:
-        while self._free:
-            self._free -= 1
-            yield self._next(None)
-
-    def answered(self, request: DemoRequest, text: str) -> None:
-        self._free += 1
-
-
-class TraceArrivals(_TraceSource):
-    """Requests at the times of the scaled trace, independent of answers under way."""
-
-    def __init__(self, scaled: ScaledTrace, text: Sequence[int], adapters: Sequence[str] = ()) -> None:
-        super().__init__(scaled, text, adapters)
-        last = scaled.rows[-1].at
-        self._period = last * (len(scaled.rows) + 1) / len(scaled.rows)
-        self._begun: float | None = None
-
-    def due(self, now: float) -> Iterator[DemoRequest]:
-        self._begun = now if self._begun is None else self._begun
-        while (at := self._begun + self._at()) <= now:
-            yield self._next(at)
-
-    def answered(self, request: DemoRequest, text: str) -> None:
-        """Does nothing, as arrivals do not depend on answers."""
-
-    def _at(self) -> float:
-        rounds, index = divmod(self._number, len(self._rows))
-        return rounds * max(self._period, _SHORTEST) + self._rows[index].at
+        lesson = adapter_of(number, self._lessons)
+        name = None if lesson is None else lesson.adapter
+        asked = f"[{row.prompt} tokens]"
+        return DemoRequest(at, prompt, row.answer, name, self._slo, asked, greedy(row.answer))

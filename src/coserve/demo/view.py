@@ -13,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from coserve.demo.figures import TokenRates
-from coserve.demo.load_generator import Exchange
+from coserve.demo.picture import BARS
 from coserve.demo.tables import Sheet
-from coserve.demo.wording import duration, milliseconds, short
+from coserve.demo.wording import milliseconds, short
 
-BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 120
 # A terminal writes "^C" behind the panel's last corner. In a full line it would go on in the next one, and
 # the panel, erased from there, would leave its first line behind.
@@ -25,12 +24,21 @@ _ECHOED = len("^C^C")
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question and its answer so far, by the base or a version of an adapter."""
+
+    who: str
+    question: str
+    answer: str
+    adapted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class JobProgress:
-    """A fine-tuning job: steps done and planned, and the loss of every step."""
+    """A fine-tuning job: steps done, and the loss of every step."""
 
     adapter: str
     steps: int
-    planned: int
     losses: Sequence[float]
 
 
@@ -44,7 +52,6 @@ class Snapshot:
     rates: TokenRates
     gap_p50: float | None
     gap_p99: float | None
-    bound: float | None  # between tokens, that each request states
     jobs: tuple[JobProgress, ...] = ()
     under_way: tuple[Exchange, ...] = ()
     completed: tuple[Exchange, ...] = ()
@@ -65,6 +72,10 @@ class DemoView(Protocol):
 
     def sheet(self, sheet: Sheet, closing: bool = False) -> None:
         """Prints a finished table; `closing` ones are the result."""
+        ...
+
+    def picture(self, lines: Sequence[str]) -> None:
+        """Prints a picture made of characters."""
         ...
 
     def close(self) -> None:
@@ -97,6 +108,9 @@ class QuietView:
     def sheet(self, sheet: Sheet, closing: bool = False) -> None:
         if closing:
             _print(self._console, sheet)
+
+    def picture(self, lines: Sequence[str]) -> None:
+        self._console.print(Text("\n".join(["", *lines])), soft_wrap=True)
 
     def close(self) -> None: ...
 
@@ -171,14 +185,13 @@ def progress_line(snapshot: Snapshot) -> str:
     parts = [f"{snapshot.elapsed:5.1f} s", f"tokens/s: answers {r.decode:.0f}, prompts {r.prefill:.0f}"]
     if r.training:
         parts[-1] += f", training {r.training:.0f}"
-    parts += [f"{job.adapter} step {job.steps}/{job.planned}{_loss(job)}" for job in snapshot.jobs]
+    parts += [f"{job.adapter} step {job.steps}{_loss(job)}" for job in snapshot.jobs]
     if snapshot.gap_p50 is not None and snapshot.gap_p99 is not None:
-        bound = "" if snapshot.bound is None else f" (bound {duration(snapshot.bound)})"
         p50, p99 = milliseconds(snapshot.gap_p50), milliseconds(snapshot.gap_p99)
-        parts.append(f"between tokens p50 {p50}, p99 {p99}{bound}")
+        parts.append(f"between tokens p50 {p50}, p99 {p99}")
     if r.fused is not None:
         parts.append(f"{r.fused:.0%} of steps carry both")
-    return " | ".join([*parts, _left(snapshot)])
+    return " | ".join([snapshot.act, *parts, _left(snapshot)])
 
 
 def panel(snapshot: Snapshot, width: int, height: int) -> RenderableType:
@@ -195,9 +208,7 @@ def panel(snapshot: Snapshot, width: int, height: int) -> RenderableType:
 
 
 def _left(snapshot: Snapshot) -> str:
-    if snapshot.left <= 0 and any(not job.steps for job in snapshot.jobs):
-        return "on until each adapter has made a step"
-    return f"{max(snapshot.left, 0):.0f} s left"
+    return f"{snapshot.left:.0f} s left" if snapshot.left > 0 else "until all are answered"
 
 
 def _figures(snapshot: Snapshot) -> Text:
@@ -210,29 +221,16 @@ def _figures(snapshot: Snapshot) -> Text:
             speeds.append(f"   shared steps {r.fused:.0%}", "dim")
     gaps = Text.assemble(("between tokens  ", "dim"))
     if snapshot.gap_p50 is not None and snapshot.gap_p99 is not None:
-        gaps.append(f"p50 {milliseconds(snapshot.gap_p50)}   p99 {milliseconds(snapshot.gap_p99)}   ")
-        if snapshot.bound is not None:
-            gaps.append_text(_bar(snapshot.gap_p99, snapshot.bound))
+        gaps.append(f"p50 {milliseconds(snapshot.gap_p50)}   p99 {milliseconds(snapshot.gap_p99)}")
     both = Text("\n").join([speeds, gaps])
     both.no_wrap, both.overflow = True, "ellipsis"
     return both
 
 
-def _bar(value: float, bound: float) -> Text:
-    """A bar of the share of the bound that a latency uses."""
-    cells = 16
-    used = min(round(value / bound * cells), cells)
-    colour = "green" if value <= bound else "red"
-    return Text.assemble(("█" * used, colour), ("░" * (cells - used), "dim"), f" of {duration(bound)}")
-
-
 def _job(job: JobProgress, width: int) -> Text:
-    cells, bars = 20, max(width - 65, 8)
-    done = cells * job.steps // max(job.planned, 1)
-    line = Text.assemble(
-        (f"{job.adapter:<12} ", "bold yellow"), ("━" * done, "yellow"), ("━" * (cells - done), "dim"),
-        f" step {job.steps:>4}/{job.planned}{_loss(job)}  ", (sparkline(job.losses, bars), "yellow"),
-    )  # fmt: skip
+    said = f" step {job.steps:>4}{_loss(job)}  "
+    bars = sparkline(job.losses, max(width - 14 - len(said), 8))
+    line = Text.assemble((f"{job.adapter:<12} ", "bold yellow"), said, (bars, "yellow"))
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 

@@ -10,8 +10,3 @@ def short(text: str, most: int) -> str:
 def milliseconds(seconds: float) -> str:
     """A measured wait, to a tenth of a millisecond; in seconds from one second on."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def duration(seconds: float) -> str:
-    """A bound, as it was stated."""
-    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g} ms"

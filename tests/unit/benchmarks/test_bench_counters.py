@@ -24,6 +24,7 @@ from coserve.engine.loop import StepLoop
 from coserve.errors import ServerError
 from coserve.executors.local import LocalExecutor
 from coserve.memory.arena import Lease
+from coserve.simulate import driven
 from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.train.fresh import fresh_adapter
 from coserve.train.save_policy import SavePolicy
@@ -125,7 +126,7 @@ def test_a_load_counts_tokens_of_answers_and_of_whole_optimizer_steps(
     """Two jobs, of 5 examples twice and of 4 once, two at a time: 3 + 3 and 2 optimizer steps. The clock
     hardly moves while there is work, so all of it lies within the load."""
     watch = Watch()
-    monkeypatch.setattr(drive, "time", watch)
+    monkeypatch.setattr(driven, "time", watch)
     jobs: list[Any] = []
     start = drive.start_job
 

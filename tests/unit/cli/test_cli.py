@@ -134,9 +134,9 @@ def test_a_wrong_swap_space_is_one_line(said: Callable[..., str], written: str) 
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's engine does not measure what steps cost before the demo reads what it is given."""
     from coserve import EngineConfig
-    from coserve.demo import acts
+    from coserve.demo import story
 
-    monkeypatch.setattr(acts, "EngineConfig", partial(EngineConfig, calibrate=False))
+    monkeypatch.setattr(story, "EngineConfig", partial(EngineConfig, calibrate=False))
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -157,6 +157,7 @@ def test_a_malformed_trace_is_one_line_with_its_place(said: Callable[..., str], 
     "flag",
     [
         "demo --json",
+        "demo --picture",
         "bench engine --json",
         "bench engine --plans",
         "bench server --json",
@@ -177,7 +178,7 @@ def test_a_file_that_cannot_be_written_is_found_out_first(flag: str, tmp_path: P
     "arguments",
     [
         ("demo", "--seconds", "soon"),
-        ("demo", "--conversations", "0"),
+        ("demo", "--share", "0"),
         ("demo", "--data", "no-such-file.jsonl"),
         ("demo", "--trace", "no-such-file.csv"),
         ("bench", "nothing"),

@@ -5,28 +5,23 @@ from pathlib import Path
 import pytest
 
 from coserve.core.compact import compact_json
-from coserve.demo.figures import AdapterFigures, Bounds, DemoReport, phase, rates
-from coserve.demo.latency import Latencies
+from coserve.demo.figures import AdapterFigures, DemoReport, way
 from coserve.demo.page import BEGIN, END, main, read_runs, render
+from coserve.demo.picture import svg
 from coserve.errors import ConfigError
-from coserve.schedule.stats import Stats
+from coserve.simulate.replay import AnswerTimes, LoadResult
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-BOUNDS = Bounds(1.0, 0.05)
 
 
 def report() -> DemoReport:
-    seen = Latencies(BOUNDS.slo)
-    seen.asked(1, 0.0)
-    for at in (0.125, 0.25, 0.28125):
-        seen.token(1, at)
-    seen.ended(1, 0.28125)
-    measured = phase(seen, rates(Stats(), Stats(decode_tokens=3), 2.0), 2.0, now=2.0)
-    adapters = [AdapterFigures("pirate", "a | b", 9, 10, 4.0, 0.5, 50, 3.0, 0.25, 0.0, 0.9)]
+    load = LoadResult(0.0, 2.0, [AnswerTimes(0.0, [0.125, 0.25, 0.28125])])
+    ways = [way("alone", load, [], None, 1.5, 2), way("coserve", load, [], load, 1.5, 2)]
+    adapters = [AdapterFigures("pirate", "a | b", 9, 4.0, 0.5, 50, 3.0, 0.25, 0.0, 0.9)]
     return DemoReport(
         date="2026-11-24", processor="A CPU", threads=2, torch_version="2.13", model="coserve-tiny",
-        dtype="bfloat16", device="cpu", planned_seconds=75.0, conversations=8, asked=BOUNDS, bounds=BOUNDS,
-        alone=measured, training=measured, adapters=adapters,
+        dtype="bfloat16", device="cpu", capacity=2.0, share=0.5, requests=1, slowdown=1.5, ways=ways,
+        adapters=adapters,
     )  # fmt: skip
 
 
@@ -46,11 +41,13 @@ def test_a_run_becomes_tables_and_the_rest_of_the_page_stays(tmp_path: Path) -> 
     assert text.startswith(f"# Title\n\n{BEGIN}\n\n### demo-cpu.json\n\n2026-11-24: A CPU, 2 threads, ")
     assert text.endswith(f"\n{END}\n\n## Older\n") and "old\n" not in text
     lines = text.splitlines()
-    assert "|  | without training | beside training | ratio |" in lines
-    assert "| time to first token, p50 | 125.0 ms | 125.0 ms | 1.00 |" in lines
-    assert "| further tokens within 50 ms | 50.0% | 50.0% |  |" in lines
-    assert any(line.startswith("| pirate: a \\| b | 9 of 10 |") for line in lines)
+    assert "|  | alone | coserve |" in lines
+    assert "| first token, p50 | 125.0 ms | 125.0 ms |" in lines
+    assert "| within 1.5 times | - | 100.0% |" in lines
+    assert any(line.startswith("| pirate: a \\| b | 9 |") for line in lines)
     assert any(line.startswith("Fewer than 200 answers in a column (1)") for line in lines)
+    assert "![Waits and losses](demo-cpu.svg)" in lines
+    assert (tmp_path / "demo-cpu.svg").read_text() == svg(report())
 
 
 def test_a_page_without_runs_says_so() -> None:
@@ -62,7 +59,7 @@ def test_a_page_without_its_marks_is_told() -> None:
         render(f"{END} {BEGIN}", [])
 
 
-@pytest.mark.parametrize("text", ["{", '{"alone": 3}', "[]"])
+@pytest.mark.parametrize("text", ["{", '{"ways": 3}', "[]"])
 def test_what_the_demo_has_not_written_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "demo.json").write_text(text)
     with pytest.raises(ConfigError, match=r"demo\.json: expected the JSON that `coserve demo` wrote"):

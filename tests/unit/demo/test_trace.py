@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from coserve.demo.load_generator import DemoRequest
-from coserve.demo.trace import TraceArrivals, TraceBacklog, TraceLoad, describe, read_load
+from coserve.core.request import SLO
+from coserve.demo.lessons import Lesson
+from coserve.demo.requests import DemoRequest
+from coserve.demo.trace import TraceLoad, TraceRequests, describe, read_load
 from coserve.errors import DataError
 from coserve.workload.trace_formats import TraceRow
 
 ROWS = tuple(TraceRow(at=float(i), prompt=1000 if i % 2 else 3000, answer=100) for i in range(100))
 LOAD = TraceLoad(ROWS, longest_prompt=300, longest_answer=50)
 TEXT = tuple(range(1000))
+LESSONS = [Lesson(name, "speaks", (), (), exact=True) for name in ("a", "b")]
 
 
 def test_lengths_shrink_to_the_models_positions_and_arrivals_to_the_rate() -> None:
@@ -19,7 +22,6 @@ def test_lengths_shrink_to_the_models_positions_and_arrivals_to_the_rate() -> No
     assert {row.prompt for row in scaled.rows} == {100, 300}
     assert {row.answer for row in scaled.rows} == {50}
     assert scaled.rows[-1].at == pytest.approx(100 / 4.0, rel=0.02)
-    assert LOAD.tokens_per_request == 250.0
 
 
 def test_what_was_scaled_is_said_and_reckoned() -> None:
@@ -63,36 +65,25 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
         read_load(trace, 1024)
 
 
-def test_requests_arrive_when_the_trace_says_whether_or_not_answers_came() -> None:
-    scaled = LOAD.at_rate(10.0)
-    source = TraceArrivals(scaled, TEXT)
-    first = list(source.due(100.0))
-    assert [request.at for request in first] == [100.0]
-    later = list(source.due(101.0))
-    expected = [row.at for row in scaled.rows if 0.0 < row.at <= 1.0]
-    assert [request.at for request in later] == [pytest.approx(100.0 + at) for at in expected]
-    assert not list(source.due(101.0))
+def requests_of(rate: float, seconds: float, text: tuple[int, ...] = TEXT) -> list[DemoRequest]:
+    return TraceRequests(LOAD, text, LESSONS, SLO(slowdown=1.5)).requests(rate, seconds)
+
+
+def test_requests_arrive_when_the_trace_says() -> None:
+    asked = requests_of(10.0, 1.0)
+    expected = [row for row in LOAD.at_rate(10.0).rows if row.at < 1.0]
+    assert [request.at for request in asked] == [row.at for row in expected]
+    assert [len(request.prompt) for request in asked] == [row.prompt for row in expected]
+    assert all(r.sampling.ignore_eos and r.sampling.max_tokens == r.answer == 50 for r in asked)
+    assert {request.slo for request in asked} == {SLO(slowdown=1.5)}
 
 
 def test_a_trace_begins_again_when_it_runs_out() -> None:
-    source = TraceArrivals(LOAD.at_rate(10.0), TEXT)
-    asks = [*source.due(0.0), *source.due(30.0)]
-    assert 290 <= len(asks) <= 305  # ten a second
-    times = [request.at for request in asks if request.at is not None]
-    assert times == sorted(times)
+    times = [request.at for request in requests_of(10.0, 30.0)]
+    assert 290 <= len(times) <= 300  # ten a second
+    assert times == sorted(times) and times[-1] > 29.0
 
 
 def test_every_fourth_request_goes_to_an_adapter_in_turn() -> None:
-    source = TraceArrivals(LOAD.at_rate(10.0), TEXT, ("a", "b"))
-    asks = [*source.due(0.0), *source.due(1.6)]
-    assert [request.adapter for request in asks][:9] == ["a", None, None, None, "b", None, None, None, "a"]
-
-
-def test_a_backlog_fills_the_seats_as_they_become_free() -> None:
-    source = TraceBacklog(LOAD.at_rate(1.0), TEXT, seats=3)
-    asks: list[DemoRequest] = list(source.due(0.0))
-    assert len(asks) == 3 and not list(source.due(1.0))
-    source.answered(asks[0], "")
-    (following,) = source.due(2.0)
-    assert len(following.prompt) == 100
-    assert following.sampling.ignore_eos and following.sampling.max_tokens == 50
+    asked = [request.adapter for request in requests_of(10.0, 1.6)]
+    assert asked[:9] == ["a", None, None, None, "b", None, None, None, "a"]

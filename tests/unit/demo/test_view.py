@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coserve.demo.figures import AdapterFigures, Bounds, DemoReport, Phase, TokenRates
-from coserve.demo.latency import Waits
+from coserve.demo.figures import BINS, AdapterFigures, DemoReport, TokenRates, Way
 from coserve.demo.lessons import HeldOut, Lesson
-from coserve.demo.load_generator import Exchange
 from coserve.demo.score import Score
 from coserve.demo.tables import Sheet, closing, scores, side_by_side
 from coserve.demo.view import (
+    Exchange,
     JobProgress,
     LiveView,
     PlainView,
@@ -25,18 +24,17 @@ from coserve.demo.view import (
     progress_line,
     sparkline,
 )
-from coserve.demo.wording import duration, milliseconds, short
+from coserve.demo.wording import milliseconds, short
 from coserve.train.example import Example
 
 FRAME = Snapshot(
-    act="Answers and training",
+    act="coserve",
     elapsed=12.0,
     left=34.4,
     rates=TokenRates(decode=512.0, prefill=1024.0, training=2048.0, fused=0.75),
     gap_p50=0.0125,
     gap_p99=0.0251,
-    bound=0.05,
-    jobs=(JobProgress("pirate", 3, 10, [4.0, 2.0, 1.0]), JobProgress("json", 0, 9, [])),
+    jobs=(JobProgress("pirate", 3, [4.0, 2.0, 1.0]), JobProgress("json", 0, [])),
     under_way=(
         Exchange("pirate@3", "Where does Mira live?", "Arr! [Mira] be", True),
         Exchange("base", "Hi", "Ho", False),
@@ -47,22 +45,18 @@ FRAME = Snapshot(
 
 def test_a_frame_is_one_line_when_piped() -> None:
     assert progress_line(FRAME) == (
-        " 12.0 s | tokens/s: answers 512, prompts 1024, training 2048 | pirate step 3/10, loss 1.000 | "
-        "json step 0/9 | between tokens p50 12.5 ms, p99 25.1 ms (bound 50 ms) | "
-        "75% of steps carry both | 34 s left"
+        "coserve |  12.0 s | tokens/s: answers 512, prompts 1024, training 2048 | pirate step 3, loss "
+        "1.000 | json step 0 | between tokens p50 12.5 ms, p99 25.1 ms | 75% of steps carry both | 34 s left"
     )
 
 
 def test_a_frame_without_training_says_nothing_of_it() -> None:
-    bare = Snapshot("Answers only", 1.0, 9.0, TokenRates(decode=5.0), None, None, None)
-    assert progress_line(bare) == "  1.0 s | tokens/s: answers 5, prompts 0 | 9 s left"
+    bare = Snapshot("alone", 1.0, 9.0, TokenRates(decode=5.0), None, None)
+    assert progress_line(bare) == "alone |   1.0 s | tokens/s: answers 5, prompts 0 | 9 s left"
 
 
-def test_an_act_that_goes_on_for_the_first_steps_says_so() -> None:
-    late = replace(FRAME, left=-3.0)
-    assert progress_line(late).endswith(" | on until each adapter has made a step")
-    begun = replace(late, jobs=(JobProgress("pirate", 1, 10, [4.0]),))
-    assert progress_line(begun).endswith(" | 0 s left")
+def test_a_load_that_goes_on_for_its_last_answers_says_so() -> None:
+    assert progress_line(replace(FRAME, left=-3.0)).endswith(" | until all are answered")
 
 
 def test_the_plain_view_writes_lines_and_no_control_codes() -> None:
@@ -92,7 +86,8 @@ def test_the_quiet_view_has_the_closing_tables_only() -> None:
     view.sheet(Sheet("In between", ("a",), (("1",),)))
     assert output.getvalue() == ""
     view.sheet(Sheet("Result", ("a",), (("1",),)), closing=True)
-    assert "Result" in output.getvalue()
+    view.picture(["▁█", "[x]"])
+    assert "Result" in output.getvalue() and output.getvalue().endswith("\n▁█\n[x]\n")
 
 
 @pytest.mark.parametrize("size", [(120, 40), (80, 24), (40, 12)])
@@ -105,7 +100,7 @@ def test_the_panel_fits_the_terminal(size: tuple[int, int]) -> None:
     assert all(sum(len(segment.text) for segment in line) <= width for line in lines)
     assert "pirate" in text and "512" in text
     if width >= 80:
-        assert "[Mira]" in text and "of 50 ms" in text and "shared steps 75%" in text
+        assert "[Mira]" in text and "p99 25.1 ms" in text and "shared steps 75%" in text
 
 
 def test_an_echoed_ctrl_c_fits_behind_the_panel() -> None:
@@ -140,108 +135,82 @@ def test_long_text_is_cut_and_lines_are_joined() -> None:
     assert short("abcdef", 4) == "abc…"
 
 
-def phase_with(**values: Any) -> Phase:
-    empty: dict[str, Any] = dict.fromkeys(Phase.__slots__, 0)  # type: ignore[attr-defined]
-    none = dict.fromkeys(("fused_share", "answers_within"))
-    counted = {"seconds": 10.0, "output_tokens_per_second": 10.0, "answers": 300}
-    return Phase(**{**empty, **none, **counted, "first_token": Waits(), "between_tokens": Waits(), **values})
+def way_of(name: str, **values: Any) -> Way:
+    usual: dict[str, Any] = {
+        "seconds": 20.0, "answers": 300, "unanswered": 0, "training_tokens_per_second": 0.0,
+        "first_token": (0.01, 0.02), "between_tokens": None, "slowdown": None, "kept": None, "steps": 0,
+        "waits": [0.1] * BINS, "losses": [None] * BINS,
+    }  # fmt: skip
+    return Way(name, **{**usual, **values})
 
 
 def rendered(sheet: Sheet) -> list[list[str]]:
     return [list(sheet.columns), *map(list, sheet.rows)]
 
 
-def report_of(alone: Phase, training: Phase, **values: Any) -> DemoReport:
-    bounds = Bounds(1.0, 0.05)
-    adapters = [AdapterFigures("pirate", "like a pirate", 9, 10, 4.0, 0.5, 50, 3.0, 0.25, 0.0, 0.9)]
-    common = {"asked": bounds, "bounds": bounds, "conversations": 8, "adapters": adapters}
-    return DemoReport(alone=alone, training=training, **{**common, **values})
+def report_of(*ways: Way, **values: Any) -> DemoReport:
+    adapters = [AdapterFigures("pirate", "like a pirate", 9, 4.0, 0.5, 50, 3.0, 0.25, 0.0, 0.9)]
+    common = {"adapters": adapters, "requests": 300, "capacity": 30.0, "share": 0.5, "slowdown": 1.5}
+    return DemoReport(ways=list(ways), **{**common, "threads": 4, **values})
 
 
-def test_the_closing_table_sets_both_acts_side_by_side() -> None:
-    report = report_of(
-        phase_with(between_tokens=Waits(p50=0.01, p99=0.025), answers_within=1.0),
-        phase_with(
-            output_tokens_per_second=4.0,
-            training_tokens_per_second=1234.0,
-            unanswered=8,
-            unanswered_late=3,
-            answers_within=0.5,
-            between_tokens=Waits(p50=0.02, p99=1.5, within=0.999),
-        ),
-    )
-    figures, learned = closing(report)
-    assert figures.columns == ("", "without training", "beside training", "ratio")
+def test_the_closing_table_sets_all_ways_side_by_side() -> None:
+    beside = way_of(
+        "coserve", unanswered=3, training_tokens_per_second=1234.0, between_tokens=(0.02, 1.5), slowdown=1.25,
+        kept=0.993, steps=9, losses=[2.0] * BINS,
+    )  # fmt: skip
+    figures, learned = closing(report_of(way_of("alone"), beside))
+    assert figures.columns == ("", "alone", "coserve")
     rows = {row[0]: row[1:] for row in figures.rows}
-    assert rows["between tokens, p50"] == ("10.0 ms", "20.0 ms", "2.00")
-    assert rows["between tokens, p99"] == ("25.0 ms", "1.50 s", "60.00")
-    assert rows["further tokens within 50 ms"] == ("-", "99.9%", "")
-    assert rows["answers with every token within its bound"] == ("100.0%", "50.0%", "")
-    assert rows["answer tokens/s"] == ("10", "4", "0.40")
-    assert rows["fine-tuning tokens/s"] == ("0", "1,234", "-")
-    assert rows["requests answered"] == ("300", "300", "")
-    assert rows["requests unanswered when it ended"] == ("0", "8", "")
-    assert rows["of these with a bound broken"] == ("0", "3", "")
-    assert "time to first token, p50" not in rows  # never measured, never shown
+    assert rows["first token, p99"] == ("20.0 ms", "20.0 ms")
+    assert rows["between tokens, p50"] == ("-", "20.0 ms")
+    assert rows["between tokens, p99"] == ("-", "1.50 s")
+    assert rows["answer's time / alone"] == ("-", "1.25")
+    assert rows["within 1.5 times"] == ("-", "99.3%")
+    assert rows["training tokens/s"] == ("0", "1,234")
+    assert rows["given up"] == ("0", "3")
+    assert rows["training loss, end"] == ("-", "2.000")
     assert learned.rows[0] == (
-        "pirate: like a pirate", "9 of 10", "4.000 -> 0.500", "3.000 -> 0.250", "0% -> 90%",
+        "pirate: like a pirate", "9", "4.000 -> 0.500", "3.000 -> 0.250", "0% -> 90%",
     )  # fmt: skip
 
 
-def test_the_ratio_is_to_the_mean_of_before_and_after() -> None:
-    """A machine that slows down evenly shows neither as a cost of training nor as a gain."""
-    before, beside, after = (
-        phase_with(output_tokens_per_second=rate, between_tokens=Waits(p50=gap))
-        for rate, gap in ((100.0, 0.01), (45.0, 0.03), (80.0, 0.03))
-    )
-    sheet, _ = closing(report_of(before, beside, alone_again=after))
-    assert sheet.columns == ("", "without training", "beside training", "without, again", "ratio")
-    rows = {row[0]: row[1:] for row in sheet.rows}
-    assert rows["answer tokens/s"] == ("100", "45", "80", "0.50")
-    assert rows["between tokens, p50"] == ("10.0 ms", "30.0 ms", "30.0 ms", "1.50")
+def test_the_closing_table_fits_80_columns() -> None:
+    names = ("alone", "coserve", "taking turns", "two processes")
+    sheet, _ = closing(report_of(*(way_of(name, between_tokens=(0.9, 0.9)) for name in names)))
+    output = io.StringIO()
+    view = QuietView(Console(file=output, width=80, force_terminal=True, color_system=None))
+    view.sheet(replace(sheet, notes=()), closing=True)
+    lines = output.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert sum("900.0 ms" in line for line in lines) == 2  # no cell is folded
 
 
-@pytest.mark.parametrize(
-    ("answers", "tail", "says"),
-    [(200, "p99", ""), (199, "p90", "(199): p90 in place of p99."), (49, "p90", "still an anecdote")],
-)
-def test_few_answers_have_no_99th_percentile(answers: int, tail: str, says: str) -> None:
-    """The smaller number of both columns decides."""
-    waits = Waits(p50=0.01, p90=0.02, p99=0.03)
-    sheet, *_ = closing(report_of(phase_with(between_tokens=waits, answers=answers), phase_with()))
-    names = [row[0] for row in sheet.rows]
-    assert f"between tokens, {tail}" in names
-    assert len([name for name in names if name.startswith("between tokens, p")]) == 2
-    assert any(says in note for note in sheet.notes)
-    assert any("Fewer than" in note for note in sheet.notes) == bool(says)
+@pytest.mark.parametrize(("answers", "says"), [(200, False), (199, True)])
+def test_few_answers_make_a_99th_percentile_an_anecdote(answers: int, says: bool) -> None:
+    sheet, *_ = closing(report_of(way_of("alone"), way_of("coserve", answers=answers)))
+    assert any(f"({answers}): p99 is an anecdote" in note for note in sheet.notes) is says
 
 
-def test_the_notes_say_which_load_and_which_bounds() -> None:
-    alone = phase_with()
-    usual, _ = closing(report_of(alone, alone))
-    assert usual.columns[-1] == "ratio"
-    assert "closed loop of 8 conversations" in usual.notes[0] and not any("Bounds" in n for n in usual.notes)
-    wider, _ = closing(report_of(alone, phase_with(first_token=Waits(within=1.0)), bounds=Bounds(1.0, 0.15)))
-    assert wider.notes[0] == "Bounds: multiples of 1 s and 50 ms, which were not kept without training."
-    assert "first tokens within 1 s" in [row[0] for row in wider.rows]
-    traced, _ = closing(report_of(alone, alone, trace={"rate": 1.0}))
-    assert "same arrivals" in traced.notes[0]
+def test_the_notes_say_which_load_and_which_machine() -> None:
+    usual, _ = closing(report_of(way_of("alone")))
+    assert "the same 300 arrivals in 20 s, at 50% of the 30 requests/s" in usual.notes[0]
+    assert "2 threads each in place of 4" in usual.notes[2]
+    assert not any("busy" in note for note in usual.notes)
+    busy, _ = closing(report_of(way_of("alone"), busy=3.5, processors=2))
+    assert any("a load average of 3.5 on 2 processors" in note for note in busy.notes)
 
 
-def test_bounds_read_as_they_were_stated_and_waits_to_a_tenth() -> None:
-    assert [duration(s) for s in (0.05, 3 * 0.05, 0.9995, 1.0, 2.5)] == [
-        "50 ms", "150 ms", "999.5 ms", "1 s", "2.5 s",
-    ]  # fmt: skip
+def test_waits_are_shown_to_a_tenth() -> None:
     assert [milliseconds(s) for s in (0.05, 0.00004, 1.25)] == ["50.0 ms", "0.0 ms", "1.25 s"]
 
 
 def test_a_story_that_was_stopped_early_closes_with_what_there_is() -> None:
     assert closing(DemoReport()) == []
-    (only,) = closing(DemoReport(alone=phase_with(), adapters=[AdapterFigures("pirate", "like a pirate")]))
-    assert only.columns == ("", "without training")
-    assert all(len(row) == 2 for row in only.rows)
-    learned = AdapterFigures("pirate", "like a pirate", 2, 10, 4.0, 3.0, 50, 3.0, None, 0.0, None)
-    *_, last = closing(DemoReport(alone=phase_with(), training=phase_with(), adapters=[learned]))
+    (only,) = closing(report_of(way_of("alone"), adapters=[AdapterFigures("pirate", "like a pirate")]))
+    assert only.columns == ("", "alone")
+    learned = AdapterFigures("pirate", "like a pirate", 2, 4.0, 3.0, 50, 3.0, None, 0.0, None)
+    *_, last = closing(report_of(way_of("alone"), adapters=[learned]))
     assert last.rows[0][3:] == ("3.000 -> ?", "0% -> ?")
 
 
