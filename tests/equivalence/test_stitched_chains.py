@@ -28,6 +28,7 @@ from coserve.memory.ledger import Account
 from coserve.model.stitched import Stitch, StitchedBase
 from coserve.schedule.swap_tier import Rate
 from coserve.text.tokenizer import load_tokenizer
+from coserve.worker.page_store import PageStore
 from coserve.zoo.layered import LayeredModel
 from coserve.zoo.stitching import Point, Stitched, StitchingBlock
 from forked_executors import fork_executors
@@ -224,7 +225,14 @@ def test_prefixes_second_tier_and_long_sequences(tmp_path: Path, monkeypatch: py
         beside = engines[WIDE].generate(others[0], None, sampling)
         engine.run()
         found = engine.stats().found_tokens
-        again = chain.generate(others[0], None, replace(sampling, prompt_logprobs=None)).result()
+        read = PageStore.get
+        # Steps go on, and none has rows, while the store reads: the base is asked for its pages all the same.
+        monkeypatch.setattr(PageStore, "get", lambda *given: (time.sleep(0.02), read(*given))[1])
+        again = chain.generate(others[0], None, replace(sampling, prompt_logprobs=None))
+        deadline = time.monotonic() + 60
+        while again.finish_reason is None and time.monotonic() < deadline:
+            engine.loop.drive()
+        assert again.finish_reason is not None, "an answer waits for its pages for ever"
     for prompt, answer in answers:
         check(answer, prompt, logits, 1e-5)
     assert again.tokens == answers[1][1].tokens != beside.tokens

@@ -289,11 +289,11 @@ class StepPlan:
     bases: Mapping[str, BasePlan]
 
     @classmethod
-    def of(cls, parts: Mapping[str, BasePlan]) -> "StepPlan":
-        """From the parts of all bases, of which the empty ones are left out while there is another."""
-        return cls(
-            {base: part for base, part in parts.items() if not part.is_empty} or dict([*parts.items()][:1])
-        )
+    def of(cls, parts: Mapping[str, BasePlan], awaited: Container[str] = ()) -> "StepPlan":
+        """From the parts of all bases, of which the empty ones are left out while there is another, but for
+        those of bases whose results are `awaited`."""
+        kept = {base: part for base, part in parts.items() if not part.is_empty or base in awaited}
+        return cls(kept or dict([*parts.items()][:1]))
 
     @property
     def only(self) -> BasePlan:

@@ -72,8 +72,9 @@ class Chain:
     def forward(
         self,
         travellers: Sequence[T],
-        compose: Callable[[Sequence[T]], Composed],
         layers: range | None = None,
+        *,
+        compose: Callable[[Sequence[T]], Composed],
     ) -> None:
         """Runs travellers forward through those of `layers` (None: all) that they pass: each joins at its
         first layer and leaves after its last; those at one layer share its run. `compose` is called whenever

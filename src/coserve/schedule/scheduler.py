@@ -299,7 +299,8 @@ class Scheduler:
             abandons=builder.abandons or not builder.inference,
             pauses=self._pauses,
         )
-        return StepPlan.of({base: self._part(base, step, builder, released) for base in self.caches})
+        parts = {base: self._part(base, step, builder, released) for base in self.caches}
+        return StepPlan.of(parts, {b for b in self.caches if self.caches[b].swapping.copies.are_moving})
 
     def _part(
         self, base: str, step: BasePlan, builder: PlanBuilder, released: list[tuple[str, int]]

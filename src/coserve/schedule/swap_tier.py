@@ -157,6 +157,11 @@ class SwapCopies:
         has_room = not waiting or (waiting + pages) * self.page_nbytes <= STAGED
         return has_room and self._tier.barred_until <= now
 
+    @property
+    def are_moving(self) -> bool:
+        """Tells whether a result is still to tell of any move."""
+        return bool(self._writing or self._reading)
+
     def is_moving(self, name: Name) -> bool:
         """Tells whether a result is still to tell of a move of this name."""
         return name in self._writing or name in self._reading

@@ -128,7 +128,7 @@ class _Proof:
         layers, calls = range(self._layers[-1] + 1), self._store.calls_for(window)
         rows = FusedRows([KeptRows([(self._store, window)])], [(slice(0, window.rows), self._bypasses)])
         going = ForwardWindow(layers, self._store, window, self._bypasses, calls)
-        self._base.chain.forward([going], lambda _: (rows, calls))
+        self._base.chain.forward([going], compose=lambda _: (rows, calls))
 
     def whole(self) -> Gradients:
         """Gradients by name, under autograd, all rows at once."""
@@ -141,7 +141,7 @@ class _Proof:
                 visits.enter_context(part.visit(Direction.BACKWARD))
             with torch.enable_grad(), NotedChoices() as noted:
                 for at in alone:
-                    self._base.chain.forward([at], lambda _: (rows, calls))
+                    self._base.chain.forward([at], compose=lambda _: (rows, calls))
                     self._choices[at.layer], noted.chosen = noted.chosen, []
             found = vjp([at.output for at in alone], list(self._gradients.values()), list(asked.values()))
             of_loss = self._of_loss()

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,13 @@ from coserve.worker.training_passes import TrainingPasses
 Traveller = InferenceBatch | ForwardWindow
 
 
+class Forward(Protocol):
+    """Runs all rows through layers (None: all of them): a window joins at its span's first layer and leaves
+    after its last."""
+
+    def __call__(self, travellers: Sequence[Traveller], layers: range | None = None) -> None: ...
+
+
 class FusedPass:
     """Takes rows forward, and samples. `offloaded` has the pages that are not on the device; `training` knows
     the windows."""
@@ -46,6 +54,7 @@ class FusedPass:
         self.sampler = self.sampler_type(self.base, self.loaded, table)
         self._training, self._pause = training, training.pause
         self._offloaded = offloaded
+        self.forward = self._through()
         self.graphs: DecodeGraphs | None = None
         if (record := self._recorder()) is not None:
             pages = attention.page_size, table.most_pages
@@ -79,7 +88,7 @@ class FusedPass:
             return sampled | self.sampler.sample(decoded), []
         batch = self._inference_rows(inference)
         if not training:
-            self.base.chain.forward([batch], self._compose)
+            self.forward([batch])
             return self.sampler.sample(batch), []
         windows = self._training.forward_slices(training, self.forward)
         if not self._fit(batch, windows, plan.slice_layers):
@@ -100,10 +109,9 @@ class FusedPass:
             first = prefix.tokens - prefix.rows + start
             self.forward([self._prompt_rows(prefix.pages, first, count, bypasses)])
 
-    def forward(self, travellers: Sequence[Traveller], layers: range | None = None) -> None:
-        """Runs all rows through layers (None: all of them): a window joins at its span's first layer and
-        leaves after its last."""
-        self.base.chain.forward(travellers, self._compose, layers)
+    def _through(self) -> Forward:
+        """What takes rows through the base's layers."""
+        return partial(self.base.chain.forward, compose=self._compose)
 
     def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
         """(start, count) of each pass of a prompt's rows."""

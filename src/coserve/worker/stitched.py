@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from coserve.model.stitched import Leg, StitchedBase
 from coserve.worker.cuda_graphs import Record
-from coserve.worker.fused_pass import FusedPass, Traveller
+from coserve.worker.fused_pass import Forward, FusedPass, Traveller
 from coserve.worker.inference import InferenceBatch
 from coserve.worker.worker import Worker
 
@@ -16,8 +16,10 @@ class StitchedPass(FusedPass):
 
     legs: Sequence[FusedPass] = ()
 
-    def forward(self, travellers: Sequence[Traveller], layers: range | None = None) -> None:
-        """See `FusedPass`."""
+    def _through(self) -> Forward:
+        return self._through_legs
+
+    def _through_legs(self, travellers: Sequence[Traveller], layers: range | None = None) -> None:
         assert isinstance(self.base, StitchedBase)
         first, second = zip(self.base.legs, self.legs, strict=True)
         for batch in travellers:

@@ -104,7 +104,7 @@ class Step:
         layers = range(len(self.base.chain))
         batch = InferenceBatch([], [], self.hidden, self.part, calls, [], layers)
         rows = FusedRows([self.part], [] if lora is None else lora.rest, lora, padding=self.padding)
-        self.base.chain.forward([batch], lambda _: (rows, calls))
+        self.base.chain.forward([batch], compose=lambda _: (rows, calls))
         pages = [self.backend.gather(layer, torch.arange(PAGES)) for layer in layers]
         return [batch.hidden, *(tensor for pair in pages for tensor in pair)]
 
