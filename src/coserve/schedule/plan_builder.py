@@ -11,8 +11,7 @@ from coserve.schedule.step_costs import StepCosts
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """The segments chosen so far, and their features. `now` is the time at which their rows begin: `moving`
-    seconds, the time of swaps, after planning began.
+    """The segments chosen so far, and their features. `now` is the time at which their rows begin.
 
     `share` is that of the plan: with one, training has its features in `beside`. `abandons` is that of the
     plan; windows go forward `apart` from answers' rows there, and where these pass by graph.
@@ -27,8 +26,13 @@ class PlanBuilder:
     updates: list[tuple[str, OptimStep]] = field(default_factory=list)  # each with the id of its base
     share: float | None = None
     abandons: bool = False
-    apart: bool = False
+    graphs: bool = False  # whether decode rows pass by graph
     beside: StepFeatures = field(default_factory=StepFeatures)
+
+    @property
+    def apart(self) -> bool:
+        """Tells whether windows that go forward do so apart from answers."""
+        return self.abandons or self.graphs
 
     @property
     def trained(self) -> StepFeatures:

@@ -262,7 +262,7 @@ class Scheduler:
         )
         builder.share = allowance.share if len(self.caches) == 1 else None  # bases take turns
         builder.abandons = allowance.abandons
-        builder.apart = builder.abandons or self.cost.first.graphs
+        builder.graphs = self.cost.first.graphs
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
             if job.is_due and job.update is not None:
