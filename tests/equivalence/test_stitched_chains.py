@@ -24,6 +24,7 @@ from coserve.config import StitchedChain
 from coserve.core.plan import StepResult
 from coserve.engine.completion import Completion
 from coserve.errors import AdapterMismatch, AdapterNotFound, ConfigError
+from coserve.executors.local import LocalExecutor
 from coserve.memory.ledger import Account
 from coserve.model.stitched import Stitch, StitchedBase
 from coserve.schedule.swap_tier import Rate
@@ -173,14 +174,15 @@ def test_rows_of_chains_have_passes_of_their_own(tmp_path: Path) -> None:
 def spy(engine: Engine) -> list[int]:
     """Numbers of travellers in passes of a base from now on."""
     seen: list[int] = []
-    chain = engine.base.chain
-    forward = chain.forward
+    assert isinstance(engine.executor, LocalExecutor)
+    own = engine.executor.worker.fused
+    forward = own.forward
 
     def watched(travellers: Any, *others: Any) -> None:
         seen.append(len(travellers))
         forward(travellers, *others)
 
-    chain.forward = watched  # type: ignore[method-assign]
+    own.forward = watched
     return seen
 
 

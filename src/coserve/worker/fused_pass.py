@@ -28,7 +28,7 @@ from coserve.worker.training_passes import TrainingPasses
 Traveller = InferenceBatch | ForwardWindow
 
 
-class Forward(Protocol):
+class ThroughLayers(Protocol):
     """Runs all rows through layers (None: all of them): a window joins at its span's first layer and leaves
     after its last."""
 
@@ -109,8 +109,8 @@ class FusedPass:
             first = prefix.tokens - prefix.rows + start
             self.forward([self._prompt_rows(prefix.pages, first, count, bypasses)])
 
-    def _through(self) -> Forward:
-        """What takes rows through the base's layers."""
+    def _through(self) -> ThroughLayers:
+        """Makes what takes rows through the base's layers."""
         return partial(self.base.chain.forward, compose=self._compose)
 
     def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from coserve.model.stitched import Leg, StitchedBase
 from coserve.worker.cuda_graphs import Record
-from coserve.worker.fused_pass import Forward, FusedPass, Traveller
+from coserve.worker.fused_pass import FusedPass, ThroughLayers, Traveller
 from coserve.worker.inference import InferenceBatch
 from coserve.worker.worker import Worker
 
@@ -16,7 +16,7 @@ class StitchedPass(FusedPass):
 
     legs: Sequence[FusedPass] = ()
 
-    def _through(self) -> Forward:
+    def _through(self) -> ThroughLayers:
         return self._through_legs
 
     def _through_legs(self, travellers: Sequence[Traveller], layers: range | None = None) -> None:
