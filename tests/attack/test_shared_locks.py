@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coserve import Engine, EngineConfig
-from coserve.engine import checking
+from coserve.engine import job_files
 from coserve.engine.reading import Reading
 from coserve.jobs import datasets
 from coserve.wire.messages import CheckJob, Reply
@@ -33,7 +33,7 @@ def hostile_data(file: Path) -> Path:
 
 
 def test_an_engine_checks_jobs_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "Reading", partial(Reading, seconds=0.3))
+    monkeypatch.setattr(job_files, "Reading", partial(Reading, seconds=0.3))
     monkeypatch.setattr(datasets, "_LEAST", 2)
     tokenizer = letter_tokenizer()
     tokenizer.chat_template = TEMPLATE

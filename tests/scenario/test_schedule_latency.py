@@ -294,8 +294,9 @@ def test_the_wait_for_a_new_engine_is_no_time_that_training_may_slow() -> None:
     for _ in range(3):
         world.step()
     begun, arrival = world.executor.now, world.executor.now - 60.0
-    request = Request("r", (1,) * 40, SamplingParams(max_tokens=60), None, SLO(slowdown=1.5), arrival)
-    sequence = world.it.requests.submit(request, begun, output=(1, 2, 3))
+    sampling, slo = SamplingParams(max_tokens=60), SLO(slowdown=1.5)
+    request = Request("r", (1,) * 40, sampling, None, slo, arrival, continued=(1, 2, 3))
+    sequence = world.it.requests.submit(request, begun)
     before = sequence.deferred
     while not sequence.is_finished:
         world.step()
