@@ -6,6 +6,10 @@ import time
 import openai
 import pytest
 
+from coserve.serve.answering import replies
+from coserve.serve.answering.answers import PieceStream
+from coserve.serve.answering.request_builder import GenerationRequest
+from coserve.serve.state import State
 from coserve.wire.messages import (
     CheckJob,
     CheckMethod,
@@ -253,5 +257,29 @@ def test_every_start_of_a_job_was_checked_first(play: Play) -> None:
         await world.until(lambda: bool(started(world)))
         kinds = [type(c) for c in world.engine.said if isinstance(c, CheckJob | JobSpec)]
         assert kinds == [CheckJob, JobSpec] and started(world)[0].job == job.id
+
+    play(story)
+
+
+def test_an_answer_under_way_does_not_hold_the_text_of_its_call(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of 8 MiB is tokens by then, and a tenant may have hundreds of streams."""
+    seen, answer = list[GenerationRequest](), replies.answer
+
+    def watched(state: State, generation: GenerationRequest) -> PieceStream:
+        seen.append(generation)
+        return answer(state, generation)
+
+    monkeypatch.setattr(replies, "answer", watched)
+
+    async def story(world: World) -> None:
+        text = "a rare word, " * 20
+        chat = {"messages": [{"role": "user", "content": text}]}
+        for path, asked in (("chat/completions", chat), ("completions", {"prompt": text})):
+            sent = {"model": "tiny", "max_tokens": 3, "stream": True, **asked}
+            assert "[DONE]" in (await world.http.post(f"/v1/{path}", json=sent)).text
+        assert len(seen) == 2 and all(len(one.prompts[0]) > 20 for one in seen)
+        assert not any(text[:12] in repr(one.body) for one in seen)
 
     play(story)

@@ -44,8 +44,8 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A checked call, with `choices` answers to each of its prompts. Answers are numbered by prompt, then by
-    choice. `asked` is what their requests have in common, with the call's id and without stop strings, which
-    the server handles."""
+    choice. `body` is the call's, without its text. `asked` is what their requests have in common, with the
+    call's id and without stop strings, which the server handles."""
 
     body: Generation
     asked: Request
@@ -210,8 +210,10 @@ class RequestBuilder:
             scope=f"{self.tenant.id}/{body.cache_salt or ''}",  # prompts of one scope share the cache
             alternatives=tuple(chain.key for chain in self.model.chains) if body.adaptive else (),
         )
+        # Its text, which may have megabytes, is tokens by now: a stream need not hold it.
+        text = "prompt" if isinstance(body, CompletionRequest) else "messages"
         return GenerationRequest(
-            body=body,
+            body=body.model_copy(update={text: []}),
             asked=asked,
             created=int(time.time()),
             tenant=self.tenant,
