@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from coserve.executors.local import LocalExecutor
 from coserve.executors.remote import RemoteExecutor
 from coserve.model import load
 from coserve.worker.opening import open_remote
+from coserve.worker.worker import Worker
 from forking import forked
 from models import MIXTURES, Exact
 
@@ -47,8 +47,8 @@ def compute_as_tests_do(shared: int) -> None:
         return run
 
     load.load_model = loaded
-    for name in ("collect", "call"):  # a plan runs where its result is collected
-        setattr(LocalExecutor, name, exactly(getattr(LocalExecutor, name)))
+    for name in ("run", "call"):
+        setattr(Worker, name, exactly(getattr(Worker, name)))
 
 
 _SHARED = os.memfd_create("tests")  # byte 0 counts how many `Exact` hold in the tests' process

@@ -3,8 +3,7 @@
     CoserveError
     ├── ModelError               the base cannot be loaded or driven
     │   ├── ModelNotFound        no such folder or hub name
-    │   ├── UnsupportedModel     loads, but the engine would not reproduce it (with the reason)
-    │   └── WeightsUnreadable    weights that a pass needs cannot be read now; the next one may
+    │   └── UnsupportedModel     loads, but the engine would not reproduce it (with the reason)
     ├── NotOffered               a placement of the base's weights lacks a requested operation
     ├── ZooError                 a zoo, or what is to be added to it, is damaged or does not fit
     ├── AdapterError             an adapter is malformed or does not fit the base
@@ -19,6 +18,9 @@
     ├── JobError                 a fine-tuning job cannot start or go on
     │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
     ├── LimitExceeded            work on foreign data took more than its time or memory; callers name the data
+    ├── PassFailed               a pass of a plan failed, the plan is as it was: it runs again
+    │   ├── WeightsUnreadable    weights that a pass needs cannot be read now; the next one may (a ModelError)
+    │   └── TogetherFailed       a pass that several share ran out of memory; each passes alone then
     ├── OffloadFailed            keys and values in slower memory are lost; the request may be sent again
     ├── OutOfMemory              needs more bytes than the budget has; says how many were missing
     ├── EngineLost               the engine's process is gone and was not restarted in time
@@ -67,7 +69,17 @@ class UnsupportedModel(ModelError):
     """The model loads, but the engine would not reproduce it; the text says why."""
 
 
-class WeightsUnreadable(ModelError):
+class PassFailed(CoserveError):
+    """A pass of a plan failed. What is under way is as it was: the plan stays the oldest, and its host has it
+    run again."""
+
+
+class TogetherFailed(PassFailed):
+    """A pass that several share failed, as a rule for lack of memory, and any of them may be the cause. The
+    plan runs again with a pass for each."""
+
+
+class WeightsUnreadable(ModelError, PassFailed):
     """A file of the base's weights is missing, short or changed, or cannot be read, or a base executor does
     not answer. A later pass may succeed: what is under way is as it was."""
 

@@ -31,6 +31,7 @@ from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
 from coserve.worker.opening import open_local
 from coserve.worker.service import Service
+from coserve.worker.worker import Worker
 from forked_executors import fork_executors
 from models import tiny
 
@@ -182,15 +183,16 @@ UNFORESEEN: dict[BaseException, type[CoserveError]] = {
 def test_whatever_a_command_raises_is_a_reply(raised: BaseException, kind: type[CoserveError]) -> None:
     """A thread that it ended would leave its caller waiting for ever."""
     opened = open_local(tiny("llama"), EngineConfig(calibrate=False))
-    service = Service(opened.base, opened.executor, *socket.socketpair())
-    codec, real = Codec(opened.base, opened.base.dtype, opened.base.device), opened.executor.call
+    worker: Worker = opened.executor.worker  # type: ignore[attr-defined]
+    service = Service(opened.base, worker, *socket.socketpair())
+    codec, real = Codec(opened.base, opened.base.dtype, opened.base.device), worker.call
 
     def fail(command: Command[Any]) -> Any:
         raise raised
 
     asked = codec.encode_command(ReadMemory())
-    opened.executor.call = fail  # type: ignore[method-assign]
+    worker.call = fail  # type: ignore[method-assign]
     with pytest.raises(kind):
         codec.decode_reply(service._reply(asked), DeviceMemory)
-    opened.executor.call = real  # type: ignore[method-assign]
+    worker.call = real  # type: ignore[method-assign]
     assert codec.decode_reply(service._reply(asked), DeviceMemory).base == opened.base.nbytes

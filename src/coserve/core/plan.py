@@ -6,7 +6,7 @@ each. What an executor reads of one base's plan or result does not say which bas
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Final
 
 import msgspec
@@ -189,6 +189,15 @@ class Moved:
     seconds: tuple[float, float] = (0.0, 0.0)
 
 
+class Alone(IntEnum):
+    """Whose rows have passes of their own. Each value takes less memory, and more passes, than the one
+    before."""
+
+    NOBODY = 0
+    WINDOWS = 1  # apart from answers, and one window after the other
+    ALL = 2  # one sequence after the other, too
+
+
 @dataclass(frozen=True, slots=True)
 class BasePlan:
     """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the
@@ -210,6 +219,9 @@ class BasePlan:
     plan was made: an executor skips the training of plans made before the last stop, as their positions are
     not reached.
 
+    Whoever passes `alone` shares no pass. A plan with a pass that fails for those who share it
+    (TogetherFailed) runs again as its `narrower` one.
+
     Pages move to and from the second tier (host memory beside a GPU, a file beside a CPU) beside this step
     and later ones, in the order of the plans: the copies `swap_dropped` are dropped, `swap_out` is written,
     then `swap_in` read.
@@ -226,6 +238,7 @@ class BasePlan:
     slice_layers: int = 0
     abandons: bool = False
     apart: bool = False
+    alone: Alone = Alone.NOBODY
     pauses: int = 0
     micro_batches: tuple[MicroBatchStart, ...] = ()
     swap_out: tuple[SwapOut, ...] = ()
@@ -240,9 +253,14 @@ class BasePlan:
     @property
     def fused(self) -> tuple[TrainingSegment, ...]:
         """Windows that share the pass of the answers' rows."""
-        if not self.inference or self.abandons or self.apart or self.share is not None:
+        if not self.inference or self.abandons or self.apart or self.alone or self.share is not None:
             return ()
         return tuple(s for s in self.training if s.direction is Direction.TRAIN_FORWARD)
+
+    @property
+    def narrower(self) -> "BasePlan":
+        """The plan with more passes, each for fewer rows."""
+        return replace(self, alone=Alone(self.alone + 1))
 
     @property
     def moves(self) -> tuple[SwapOut | SwapIn, ...]:
@@ -410,8 +428,12 @@ class BaseResult:
     `stream_seconds` are those of answers and of training that ran beside each other, 0 for none or
     unfinished. `reads` is what was read of a streamed base's weights meanwhile, `moved` the copies that were
     written or read. `lost` are sequences that end with an error: offloaded ones whose keys and values could
-    not be written or read, and those that have no next token; `offload_reads` what was read of all of them.
-    `outputs` are those of micro-batches that report and have ended, by key.
+    not be written or read, those that run out of memory alone, and those that have no next token;
+    `offload_reads` what was read of all of them. `outputs` are those of micro-batches that report and have
+    ended, by key.
+
+    `together_failed` tells that a pass that several share ran out of memory. The plan has run again as a
+    narrower one, or its training has stopped there, as by a pause.
     """
 
     seconds: float
@@ -426,6 +448,7 @@ class BaseResult:
     lost: Mapping[int, CoserveError] = field(default_factory=dict)
     offload_reads: OffloadReads = OffloadReads()
     outputs: Mapping[int, MicroBatchOutput] = field(default_factory=dict)
+    together_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

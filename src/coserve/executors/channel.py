@@ -3,8 +3,9 @@
 There is a socket for steps (plans and commands in order, one answer each), one for signals (numbers of pauses
 in, heartbeats out), and some for commands beside steps, one at a time each.
 
-UNREADABLE, with a text, says that the oldest plan cannot run now (`WeightsUnreadable`). It stays the oldest,
-plans behind it wait, and nothing of them runs until the host sends AGAIN.
+FAILED, with an error's class and text, says that a pass of the oldest plan has failed (`PassFailed`). It stays
+the oldest, plans behind it wait, and nothing of them runs until the host sends AGAIN: with the plan as it is,
+or with its `narrower` one.
 """
 
 import struct
@@ -18,7 +19,8 @@ from coserve.executors.executor import ExecutorSpec
 # First byte of a message on the steps' socket. After PLAN come the numbers of the last pause that was asked
 # for and of the last that is withdrawn.
 PLAN, COMMAND, RESULT, REPLY = b"P", b"C", b"R", b"A"
-AGAIN, UNREADABLE = b"G", b"U"
+FAILED, AGAIN = b"F", b"G"
+AS_IT_IS, NARROWER = b"=", b"<"  # after AGAIN
 NUMBER: Final = struct.Struct(">Q")
 PAUSES: Final = struct.Struct(">QQ")
 ALIVE: Final = b"."

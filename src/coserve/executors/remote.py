@@ -8,9 +8,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 import msgspec
@@ -19,21 +18,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve.config import EngineConfig
 from coserve.core.plan import BasePlan, BaseResult
-from coserve.errors import EngineLost, WeightsUnreadable, error_named
+from coserve.errors import EngineLost, error_named
 from coserve.executors.channel import (
     AGAIN,
+    AS_IT_IS,
     COMMAND,
+    FAILED,
+    NARROWER,
     NUMBER,
     PAUSES,
     PLAN,
-    RESULT,
-    UNREADABLE,
     ExecutorOpened,
     ExecutorStart,
 )
 from coserve.executors.codec import Codec
-from coserve.executors.executor import Command, Executor, ExecutorSpec, R, ReadMemory
+from coserve.executors.executor import Command, ExecutorSpec, R, ReadMemory
 from coserve.executors.parameters import RemoteParameters, ShapedPlacement
+from coserve.executors.transport import Transport
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base
@@ -68,8 +69,8 @@ def start_process(descriptors: Sequence[int]) -> Process:
     )
 
 
-class RemoteExecutor(Executor):
-    """The `Executor` whose device belongs to another process of this machine.
+class RemoteExecutor(Transport):
+    """The transport to a worker in another process of this machine.
 
     Except for `pause_training` and commands beside steps, only one thread at a time may call it. Raises
     EngineLost as soon as the process has ended.
@@ -78,6 +79,7 @@ class RemoteExecutor(Executor):
     def __init__(self, model: str, config: EngineConfig, tokenizer: str | None = None) -> None:
         """Starts the process and waits until it has loaded the model in folder `model`. Raises the errors of
         loading."""
+        super().__init__()
         pairs = [socket.socketpair() for _ in range(2 + _BESIDE)]
         theirs = [other for _, other in pairs]
         descriptors = [sock.fileno() for sock in theirs]
@@ -92,9 +94,6 @@ class RemoteExecutor(Executor):
         self._messages = FrameReader(self._steps, patience=_QUIET)
         self._poll = select.poll()
         self._poll.register(self._steps, select.POLLIN)
-        self._under_way = 0  # launched plans without a received result
-        self._is_stuck = False  # the oldest of these cannot run until the process is told to try again
-        self._results: deque[BaseResult] = deque()
         self._pausing = threading.Lock()
         self._pauses = self._withdrawn = 0
         self._on_progress: Callable[[], object] = int  # nothing
@@ -109,25 +108,15 @@ class RemoteExecutor(Executor):
         """See `Executor`."""
         return self._spec
 
-    def launch(self, plan: BasePlan) -> None:
-        """See `Executor`."""
+    def _send(self, plan: BasePlan) -> None:
         with self._pausing:
             pauses = PAUSES.pack(self._pauses, self._withdrawn)
         message = PLAN + pauses + encode_plan(plan)
-        # See `_call_between`. A process that is stuck does nothing but receive.
-        while self._under_way and len(message) > _AHEAD and not self._is_stuck:
-            with suppress(WeightsUnreadable):  # the plan is not lost: whoever collects tries again
-                self._receive()
+        if len(message) > _AHEAD:  # see `_call_between`; a process that is stuck does nothing but receive
+            self._end_plans(waits=False)
         self._signs()  # drops heartbeats of earlier plans
         with self._lost():
             send_frame(self._steps, message)
-        self._under_way += 1
-
-    def collect(self, wait: bool = True) -> BaseResult | None:
-        """See `Executor`."""
-        while self._under_way and not self._results and (wait or self._is_there()):
-            self._receive()
-        return self._results.popleft() if self._results else None
 
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
@@ -174,16 +163,11 @@ class RemoteExecutor(Executor):
 
     def _call_between(self, message: bytes, waits: bool) -> bytes:
         """Sends a command in order with plans, after receiving their results: two ends that both send more
-        than a socket holds would deadlock. One that does not wait for plans that cannot run does not raise
-        WeightsUnreadable."""
-        while self._under_way and (waits or not self._is_stuck):
-            with suppress(*(() if waits else (WeightsUnreadable,))):
-                self._receive()
+        than a socket holds would deadlock."""
+        self._end_plans(waits)
         with self._lost():
             send_frame(self._steps, COMMAND + message)
-        reply = self._receive()
-        assert reply is not None, "a command has a reply"
-        return reply
+        return self._next()[1:]
 
     def _call_beside(self, message: bytes) -> bytes:
         sock = self._beside.get()
@@ -197,22 +181,15 @@ class RemoteExecutor(Executor):
             raise self._gone()
         return reply
 
-    def _receive(self) -> bytes | None:
-        """Receives the next message: queues a result, returns a reply. Where the oldest plan could not run
-        it runs again. Raises WeightsUnreadable."""
-        if self._is_stuck and self._under_way:
-            with self._lost():
-                send_frame(self._steps, AGAIN)
-            self._is_stuck = False
+    def _repeat(self, narrower: bool) -> None:
+        with self._lost():
+            send_frame(self._steps, AGAIN + (NARROWER if narrower else AS_IT_IS))
+
+    def _receive(self) -> BaseResult:
         message = self._next()
-        if message[:1] == UNREADABLE:
-            self._is_stuck = True
-            raise WeightsUnreadable(message[1:].decode())
-        if message[:1] == RESULT:
-            self._under_way -= 1
-            self._results.append(decode_result(message[1:]))
-            return None
-        return message[1:]
+        if message[:1] == FAILED:
+            raise error_named(*msgspec.msgpack.decode(message[1:], type=tuple[str, str]))
+        return decode_result(message[1:])
 
     def _next(self) -> bytes:
         """Waits for the next message; reports heartbeats meanwhile."""
@@ -236,7 +213,6 @@ class RemoteExecutor(Executor):
             return False
 
     def _is_there(self) -> bool:
-        """Tells whether a message has begun to arrive."""
         return self._messages.has_begun or bool(self._poll.poll(0))
 
     @contextmanager

@@ -80,7 +80,9 @@ class Features:
     @classmethod
     def of(cls, plan: BasePlan) -> Self:
         """The features of a plan that has not been applied yet (only then its sampled rows are known)."""
-        features = cls.of_segments(plan.inference, plan.training, plan.abandons or plan.apart)
+        features = cls.of_segments(
+            plan.inference, plan.training, plan.abandons or plan.apart or bool(plan.alone)
+        )
         for prefix in plan.prefixes:
             features.add_fill(prefix.tokens - prefix.rows, prefix.rows)
         for _ in plan.updates:

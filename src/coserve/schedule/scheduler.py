@@ -5,14 +5,14 @@ executor, and `apply`. `plan_ahead` makes further plans before the results of th
 counts these as done.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
 from coserve.core.events import Event, JobFailed, PassDone, StepDone, TrainingProgress
-from coserve.core.plan import BasePlan, BaseResult, StepPlan, StepResult, TrainingSegment
+from coserve.core.plan import Alone, BasePlan, BaseResult, StepPlan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction, Position
 from coserve.errors import OffloadFailed
 from coserve.schedule.base_cache import BaseCache
@@ -36,6 +36,7 @@ from coserve.schedule.utilization import Utilization
 
 _NAP: Final = 0.001  # seconds between two checks of blocked sequences
 _FREE: Final = 1.05  # a step with training that costs nothing takes at most so many times its inference
+_ALONE: Final = 64  # steps with training that pass windows alone after a pass of several ran out of memory
 _SLICE: Final = 2e-3  # seconds of a slice beside answers, of several layers where these are short
 
 
@@ -77,6 +78,7 @@ class Scheduler:
         self._keys = count(1)
         self._launched: deque[Launched] = deque()  # plans under way
         self._pauses = 0  # results with paused training
+        self._alone = Counter[str]()  # by base, steps in which its windows pass alone
         self._made_way = 0.0  # seconds of training since answers had rows, in steps that they made way for
         self._underway: tuple[TrainingSegment, ...] = ()  # training beside answers
         self._underway_from: dict[int, Position] = {}  # where its micro-batches were, by key
@@ -168,6 +170,8 @@ class Scheduler:
         self._note_underway(plan, launched.positions, result)
         for base, part in plan.bases.items():
             events[base] += self._take(part, result.bases[base], now)
+            if result.bases[base].together_failed:
+                self._alone[base] = _ALONE
         return events
 
     def _take(self, plan: BasePlan, result: BaseResult, now: float) -> list[Event]:
@@ -262,13 +266,18 @@ class Scheduler:
         )
         builder.share = allowance.share if len(self.caches) == 1 else None  # bases take turns
         builder.abandons = allowance.abandons
-        builder.graphs = self.cost.first.graphs
+        builder.graphs = self.cost.first.graphs or self._alone.total() > 0  # windows have passes of their own
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
             if job.is_due and job.update is not None:
                 packer.update(job.base, job.update)
             for batch in self.training.ready(job):
-                if not packer.has(batch) and not packer.window_group(batch, self.training.level(job, jobs)):
+                if packer.has(batch):
+                    continue
+                if not self._alone[job.base]:
+                    if not packer.window_group(batch, self.training.level(job, jobs)):
+                        packer.window(batch)
+                elif all(other.base != job.base for other in builder.batches):
                     packer.window(batch)
 
     def _gives_way(self, builder: PlanBuilder) -> bool:
@@ -312,6 +321,8 @@ class Scheduler:
         windows = zip(builder.batches, builder.training, strict=True)
         trained = [(batch, segment) for batch, segment in windows if batch.base == base]
         moves = cache.swapping.copies.take()
+        if is_alone := bool(trained and self._alone[base]):
+            self._alone[base] -= 1
         return replace(
             step,
             micro_batches=announce_batches(batch for batch, _ in trained),
@@ -319,6 +330,7 @@ class Scheduler:
             prefixes=cache.prefixes.take_unfilled(),
             training=in_order(segment for _, segment in trained),
             apart=self.cost.bases[base].graphs,
+            alone=Alone.WINDOWS if is_alone else Alone.NOBODY,
             updates=tuple(update for its, update in builder.updates if its == base),
             released=tuple(key for its, key in released if its == base),
             swap_out=tuple(moves.out.values()),
@@ -382,7 +394,7 @@ class Scheduler:
         self.requests.charge(training, now)
         if is_beside:
             self.cost.observe_beside(plan, result, host)
-        else:
+        elif not any(part.together_failed for part in result.bases.values()):  # else more ran than planned
             self.cost.observe(StepFeatures.of(plan), result, host)
         self.stats.steps += 1
         self.stats.fused_steps += any(part.is_fused for part in plan.bases.values())

@@ -19,9 +19,9 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
 from coserve.core.sequence import Direction, Span
-from coserve.errors import WeightsUnreadable
+from coserve.errors import PassFailed, TogetherFailed
 from coserve.kernels.rows import concat_rows, split_rows
-from coserve.memory.exhausted import is_out_of_memory
+from coserve.memory.exhausted import is_out_of_memory, words_of
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.train.activations import ActivationStore
@@ -45,8 +45,8 @@ def backward_layers(
 ) -> None:
     """Takes windows, each with its job, back through those of `layers` that they pass, from the top down, in
     groups of at most `max_rows` rows. A job that fails or runs out of memory stops there; other jobs go on.
-    Where `check` raises LayerAbandoned, or weights cannot be read, windows are as they were above that
-    layer."""
+    Where `check` raises LayerAbandoned, or the pass of a group fails (PassFailed), its windows are as they
+    were above that layer."""
 
     def go(layer: int) -> None:
         for group in _groups(layer, windows, max_rows):
@@ -76,28 +76,28 @@ def _groups(layer: int, windows: Sequence[JobWindow], max_rows: int) -> Iterator
 def _backward_group(
     layer: int, group: Sequence[JobWindow], short: Shortages, check: Callable[[], object]
 ) -> None:
-    """Takes a group back through a layer in one pass. If the pass fails, any of the windows may be the cause:
-    then each is taken back alone."""
+    """Takes a group back through a layer in one pass."""
     group = [window for window in group if window[0] not in short]  # a job may have failed at another window
-    found = _try_together(layer, [window for _, window in group], check) if len(group) > 1 else None
+    found = _gradients_together(layer, [window for _, window in group], check) if len(group) > 1 else None
     for number, (job, window) in enumerate(group):
         with short.of(job):
             gradients = layer_gradients(layer, [window], check)[0] if found is None else found[number]
             window.accumulate(layer, gradients)
 
 
-def _try_together(
+def _gradients_together(
     layer: int, windows: "Sequence[BackwardWindow]", check: Callable[[], object]
-) -> "list[LayerGradients] | None":
-    """As `layer_gradients`; None if it fails."""
+) -> "list[LayerGradients]":
+    """As `layer_gradients`. Raises TogetherFailed if it fails in any way."""
     try:
         return layer_gradients(layer, windows, check)
-    except (LayerAbandoned, WeightsUnreadable):
+    except (LayerAbandoned, PassFailed):
         raise
     except Exception as error:
         if not is_out_of_memory(error):
             _log.exception("windows of several jobs cannot go back through layer %d together", layer)
-    return None
+        words = words_of(error)
+    raise TogetherFailed(words)  # after the error, whose frames hold their tensors
 
 
 class LayerGradients(NamedTuple):

@@ -2,10 +2,9 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-from coserve.errors import WeightsUnreadable
+from coserve.errors import PassFailed
 
 
 class LayerAbandoned(Exception):
@@ -20,8 +19,7 @@ class TrainingPause:
     first slice of a step's training runs, so that arrivals in every step slow training down and never stop
     it. In a step that `abandons`, the layer under way is given up, the first one too, if the pause is asked
     for during the step: half of a layer is lost on average, where an arrival would wait as long. Of two
-    steps in a row at most one ends without a slice done. `failure` is what else has stopped the step's
-    training.
+    steps in a row at most one ends without a slice done.
     """
 
     def __init__(self) -> None:
@@ -31,7 +29,7 @@ class TrainingPause:
         self._was_in_vain = False  # the last step, which did no slice
         self._passed_at = 0.0
         self.lost = 0.0  # seconds of the step's abandoned layer
-        self.failure: WeightsUnreadable | None = None
+        self._failure: PassFailed | None = None  # of training, since `take_failure`
 
     def ask(self) -> None:
         self._asked.set()
@@ -42,7 +40,7 @@ class TrainingPause:
     def begin(self, pausable: bool, abandons: bool = False) -> None:
         """Begins a step; `pausable` tells whether its training may be stopped, `abandons` whether within a
         layer too."""
-        self._obeys, self._slices, self.lost, self.failure = pausable, 0, 0.0, None
+        self._obeys, self._slices, self.lost = pausable, 0, 0.0
         self._abandons = pausable and abandons and not self._was_in_vain and not self._asked.is_set()
         self._was_in_vain = self._has_abandoned = False
         self._passed_at = time.perf_counter()
@@ -52,16 +50,23 @@ class TrainingPause:
         self._slices += 1
         self._passed_at = time.perf_counter()
 
-    @contextmanager
-    def stopping(self) -> Iterator[None]:
-        """Surrounds a slice: training stops behind it where its layer is abandoned, or where weights cannot
-        be read."""
+    def ran(self, run: Callable[[], object]) -> bool:
+        """Runs a slice. False where training stops behind it: its layer is abandoned, or a pass has
+        failed."""
         try:
-            yield
+            run()
         except LayerAbandoned:
-            pass
-        except WeightsUnreadable as error:
-            self.failure = error
+            return False
+        except PassFailed as error:
+            self._failure = error.with_traceback(None)  # whose frames hold windows
+            return False
+        self.passed()
+        return True
+
+    def take_failure(self) -> PassFailed | None:
+        """Returns, once, the failure that has stopped training."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def went_on(self) -> None:
         """Records that training goes on after work of others."""
@@ -78,6 +83,4 @@ class TrainingPause:
     @property
     def is_due(self) -> bool:
         """Tells whether training stops here."""
-        if self.failure is not None or self._has_abandoned:
-            return True
-        return self._obeys and self._slices > 0 and self._asked.is_set()
+        return self._has_abandoned or self._obeys and self._slices > 0 and self._asked.is_set()

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from coserve.core.contained import contained
-from coserve.errors import CoserveError, JobError, OutOfMemory, WeightsUnreadable
-from coserve.memory.exhausted import is_out_of_memory
+from coserve.errors import CoserveError, JobError, OutOfMemory, PassFailed
+from coserve.memory.exhausted import is_out_of_memory, words_of
 from coserve.train.pause import LayerAbandoned
 
 
@@ -24,16 +24,15 @@ class Shortages:
     def of(self, job: str) -> Iterator[None]:
         """Surrounds work for `job`: if memory runs out, or any other error is raised, this job fails and
         others are not affected. The allocator's message is kept, the tensors of the failed frames are not. An
-        abandoned layer and weights that cannot be read are nobody's failure, and raised."""
+        abandoned layer and a failed pass are nobody's failure, and raised."""
         failure: CoserveError | None = None
         try:
             yield
-        except (LayerAbandoned, WeightsUnreadable):
+        except (LayerAbandoned, PassFailed):
             raise
         except BaseException as error:
             if is_out_of_memory(error):
-                words = str(error).partition("\n")[0] or type(error).__name__
-                failure = OutOfMemory(f"job {job} ran out of memory: {words}")
+                failure = OutOfMemory(f"job {job} ran out of memory: {words_of(error)}")
             else:
                 failure = contained(error, f"job {job}", JobError)
         if failure is not None:  # after the error, whose frames hold their tensors

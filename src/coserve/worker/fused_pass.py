@@ -12,8 +12,9 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
-from coserve.core.plan import BasePlan, InferenceSegment, Prefix, Sampled, TrainingSegment
-from coserve.memory.exhausted import is_out_of_memory
+from coserve.core.plan import Alone, BasePlan, InferenceSegment, Prefix, Sampled, TrainingSegment
+from coserve.errors import OutOfMemory
+from coserve.memory.exhausted import is_out_of_memory, pass_together, words_of
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
@@ -75,27 +76,42 @@ class FusedPass:
         with the layers that they have passed. Decode rows pass before, by graph, where they are alone or the
         plan has them apart. Windows leave the pass at a pause, between two slices.
 
-        Where memory runs out inference and each window pass again alone, and overwrite their own results.
+        Raises TogetherFailed where memory runs out and several share a pass. Nothing is sampled then: all of
+        it may pass again, and overwrite its results.
         """
         inference, training = plan.inference, plan.fused
         if not inference:
             return {}, []
+        if plan.alone is Alone.ALL:
+            return self._one_by_one(inference), []
         decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
         is_alone = plan.apart or (len(decodes) == len(inference) and not training)
         if is_alone and (decoded := self._replayed(decodes)) is not None:
             others = tuple(one for one in inference if not self._decodes(one))
             sampled, _ = self.run(replace(plan, inference=others))
             return sampled | self.sampler.sample(decoded), []
-        batch = self._inference_rows(inference)
-        if not training:
-            self.forward([batch])
-            return self.sampler.sample(batch), []
         windows = self._training.forward_slices(training, self.forward)
-        if not self._fit(batch, windows, plan.slice_layers):
-            batch = self._inference_rows(inference)
-            self.forward([batch])
-            windows.run_alone(range(self.base.depth))
+        batch = pass_together(partial(self._through_layers, inference, windows, plan.slice_layers))
         return self.sampler.sample(batch), self._training.done(training, windows.end())
+
+    def _one_by_one(self, segments: Sequence[InferenceSegment]) -> dict[int, Sampled]:
+        """Runs each sequence's rows in a pass of their own; a sequence for which memory does not last is
+        lost. Samples once all have passed, as weights that cannot be read have the whole plan run again."""
+        passed: list[InferenceBatch] = []
+        short: list[tuple[InferenceSegment, str]] = []
+        for segment in segments:
+            try:
+                passed.append(self._through_layers([segment]))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                short.append((segment, words_of(error)))
+        for segment, words in short:
+            self.sampler.fail(segment, OutOfMemory(f"the request ran out of memory: {words}"))
+        found = {segment.key: Sampled(None) for segment, _ in short}
+        for batch in passed:
+            found |= self.sampler.sample(batch)
+        return found
 
     def fill(self, prefix: Prefix) -> None:
         """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their
@@ -150,24 +166,20 @@ class FusedPass:
         self.forward([batch])
         return batch.hidden
 
-    def _fit(self, batch: InferenceBatch, windows: ForwardSlices, layers: int) -> bool:
-        """Runs inference rows, with windows where these have layers to pass. False where memory runs out with
-        them, as any row may be the cause."""
-        reached = 0
-        try:
-            for part in windows.parts(layers):
-                if self._pause.is_due:
-                    break
-                self.forward([batch], range(reached, part.start))
-                self.forward([batch, *windows.going], part)
-                self._pause.passed()
-                reached = part.stop
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
+    def _through_layers(
+        self, inference: Sequence[InferenceSegment], windows: ForwardSlices | None = None, layers: int = 0
+    ) -> InferenceBatch:
+        """Runs inference rows, with windows where these have layers to pass, in slices of so many layers."""
+        batch, reached = self._inference_rows(inference), 0
+        for part in () if windows is None else windows.parts(layers):
+            if self._pause.is_due:
+                break
+            self.forward([batch], range(reached, part.start))
+            self.forward([batch, *windows.going], part)
+            self._pause.passed()
+            reached = part.stop
         self.forward([batch], range(reached, self.base.depth))
-        return True
+        return batch
 
     def _compose(self, there: Sequence[Traveller]) -> tuple[FusedRows, LayerCalls]:
         batches = [one for one in there if isinstance(one, InferenceBatch)]

@@ -35,6 +35,13 @@ class Sampler:
         failed, self._failed = self._failed, {}
         return failed
 
+    def fail(self, segment: InferenceSegment, error: CoserveError) -> None:
+        """Notes why a sequence of which a segment has run has no next token."""
+        self._failed[segment.key] = error
+        if segment.start + segment.length == self.table[segment.key].length:
+            rows = self.table.rows([segment])
+            self.table.sampled([segment.key], rows, torch.full_like(rows, NO_TOKEN))
+
     def sample(self, batch: PassedRows) -> dict[int, Sampled]:
         """Samples and scores the rows of a pass; returns results by sequence key."""
         ends = list(accumulate(batch.counts))

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -20,21 +21,24 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from coserve.core.contained import contained
-from coserve.errors import CoserveError, OutOfMemory, WeightsUnreadable
+from coserve.core.plan import BasePlan
+from coserve.errors import CoserveError, OutOfMemory, PassFailed
 from coserve.executors.channel import (
     AGAIN,
     ALIVE,
+    FAILED,
+    NARROWER,
     NUMBER,
     PAUSES,
     PLAN,
     REPLY,
     RESULT,
-    UNREADABLE,
     ExecutorOpened,
     ExecutorStart,
 )
 from coserve.executors.codec import Codec
-from coserve.executors.executor import Command, Executor
+from coserve.executors.executor import Command
+from coserve.executors.local import DeviceWorker, LocalExecutor
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.text.tokenizer import load_tokenizer
@@ -50,35 +54,37 @@ class Pauses:
     """Orders pauses, which come on one socket, and plans that withdraw them, which come on another: a pause
     that arrives after its withdrawal is ignored."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor, self._lock = executor, threading.Lock()
+    def __init__(self, worker: DeviceWorker) -> None:
+        self._worker, self._lock = worker, threading.Lock()
         self._withdrawn = 0
 
     def ask(self, number: int) -> None:
         """Applies the host's pause of this number."""
         with self._lock:
             if number > self._withdrawn:
-                self._executor.pause_training()
+                self._worker.pause_training()
 
     def withdraw(self, number: int) -> None:
         """Withdraws pauses up to this number, as a plan begins; later ones stay."""
         with self._lock:
             if number > self._withdrawn:
                 self._withdrawn = number
-                self._executor.resume_training()
+                self._worker.resume_training()
 
 
 class Service:
-    """One executor behind its sockets."""
+    """One worker behind its sockets."""
 
-    def __init__(self, base: Base, executor: Executor, steps: socket.socket, signals: socket.socket) -> None:
-        self._executor, self._steps, self._signals = executor, steps, signals
+    def __init__(
+        self, base: Base, worker: DeviceWorker, steps: socket.socket, signals: socket.socket
+    ) -> None:
+        self._worker, self._steps, self._signals = worker, steps, signals
         self._codec = Codec(base, base.dtype, base.device)
-        self._pauses = Pauses(executor)
+        self._pauses = Pauses(worker)
         self._alive = 0.0  # time of the last heartbeat
-        self._waiting = 0  # plans without a result
-        self._is_stuck = False  # the oldest of these cannot run now
-        executor.on_progress(self._tell_alive)
+        self._waiting = deque[BasePlan]()  # plans without a result
+        self._has_failed = False  # a pass of the oldest of these has, and the host has not asked for it again
+        worker.on_progress(self._tell_alive)
 
     def run(self, beside: Sequence[socket.socket]) -> None:
         """Serves until the host closes the steps' socket."""
@@ -95,27 +101,29 @@ class Service:
                 asked, withdrawn = PAUSES.unpack(body[: PAUSES.size])
                 self._pauses.withdraw(withdrawn)
                 self._pauses.ask(asked)  # the signal itself may come later than the plan
-                self._executor.launch(decode_plan(body[PAUSES.size :]))
-                self._waiting += 1
-                if not self._is_stuck:
+                self._waiting.append(decode_plan(body[PAUSES.size :]))
+                if not self._has_failed:
                     self._run()
             elif kind == AGAIN:
+                if body == NARROWER:
+                    self._waiting[0] = self._waiting[0].narrower
+                self._worker.beat()
                 self._run()
             else:
                 send_frame(self._steps, REPLY + self._reply(body))
 
     def _run(self) -> None:
-        """Runs all plans that wait, up to one for which weights of the base cannot be read."""
-        self._is_stuck = False
-        while self._waiting and not self._is_stuck:
+        """Runs all plans that wait, up to one of which a pass fails."""
+        self._has_failed = False
+        while self._waiting and not self._has_failed:
             try:
-                result = self._executor.collect()
-            except WeightsUnreadable as error:
-                self._is_stuck = True
-                send_frame(self._steps, UNREADABLE + str(error).encode())
+                result = self._worker.run(self._waiting[0])
+            except PassFailed as error:
+                self._has_failed = True
+                fault = type(error).__name__, str(error)
+                send_frame(self._steps, FAILED + msgspec.msgpack.encode(fault))
             else:
-                assert result is not None, "a plan that was launched has a result"
-                self._waiting -= 1
+                self._waiting.popleft()
                 send_frame(self._steps, RESULT + encode_result(result))
 
     def _reply(self, body: bytes) -> bytes:
@@ -123,7 +131,7 @@ class Service:
         and would end the thread and leave the caller waiting."""
         try:
             command: Command[Any] = self._codec.decode_command(body)
-            return self._codec.encode_reply(self._executor.call(command))
+            return self._codec.encode_reply(self._worker.call(command))
         except BaseException as error:
             if is_out_of_memory(error):
                 return self._codec.encode_fault(OutOfMemory("there was no memory for it"))
@@ -173,7 +181,8 @@ def main(descriptors: Sequence[int]) -> None:
         send_frame(steps, msgspec.msgpack.encode(fault))
         return
     send_frame(steps, msgspec.msgpack.encode(ExecutorOpened(opened.executor.spec)))
-    Service(opened.base, opened.executor, steps, signals).run(beside)
+    assert isinstance(opened.executor, LocalExecutor), "it was opened in this process"
+    Service(opened.base, opened.executor.worker, steps, signals).run(beside)
 
 
 if __name__ == "__main__":

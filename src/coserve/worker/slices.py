@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from coserve.core.plan import TrainingSegment
-from coserve.memory.exhausted import is_out_of_memory
+from coserve.memory.exhausted import pass_together
 from coserve.train.backward import BackwardWindow, backward_layers
 from coserve.train.pause import TrainingPause
 from coserve.train.shortage import Shortages
@@ -33,17 +33,13 @@ class Sliced(Protocol):
 
 
 def run_slices(ways: Iterator[Sliced], layers: int, pause: TrainingPause) -> list[TrainingSegment]:
-    """Runs slices until a pause; returns the segments with the layers that they have passed."""
+    """Runs slices until a pause, or until one fails; returns the segments with the layers that they have
+    passed."""
     done: list[TrainingSegment] = []
     for way in ways:
-        for run in way.slices(layers):
-            if pause.is_due:
-                break
-            with pause.stopping():
-                run()
-                pause.passed()
+        is_through = all(not pause.is_due and pause.ran(run) for run in way.slices(layers))
         done += way.end()
-        if pause.is_due:  # what would go another way is not even looked up
+        if not is_through or pause.is_due:  # what would go another way is not even looked up
             break
     return done
 
@@ -78,27 +74,16 @@ class ForwardSlices:
         """Windows of jobs that have not failed."""
         return [window for segment, window in self._windows.items() if segment.job not in self._short]
 
-    def run_alone(self, layers: range) -> None:
-        """Takes one window after the other through layers; a job that fails stops there."""
-        for segment, window in self._windows.items():
+    def _run(self, layers: range) -> None:
+        """Takes all windows through layers together. Raises TogetherFailed for several that memory does not
+        last for; a job whose only window it is fails."""
+        if len(self._windows) > 1:
+            pass_together(partial(self._forward, self.going, layers))
+            return
+        for segment in self._windows:
             if segment.job not in self._short:
                 with self._short.of(segment.job):
-                    self._forward([window], layers)
-
-    def _run(self, layers: range) -> None:
-        """Takes all windows through layers together. Where memory runs out each passes again alone, and
-        overwrites its own results, as any of them may be the cause."""
-        if len(self._windows) == 1 or not self._fit(layers):
-            self.run_alone(layers)
-
-    def _fit(self, layers: range) -> bool:
-        try:
-            self._forward(self.going, layers)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        return True
+                    self._forward(self.going, layers)
 
 
 class TailSlice:

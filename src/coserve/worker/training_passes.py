@@ -22,27 +22,27 @@ W = TypeVar("W", ForwardWindow, BackwardWindow)
 
 
 class TrainingPasses:
-    """Runs windows of a device's sessions in slices, and takes optimizer steps. Windows go forward `together`
-    or each by itself.
+    """Runs windows of a device's sessions in slices, and takes optimizer steps.
 
     `short` are the jobs whose rows have failed since they were last asked for, `pause` stops the step's
     training between two slices.
     """
 
-    def __init__(self, held: HeldState, together: bool = True) -> None:
-        self.sessions, self._held, self._together = held.sessions, held, together
+    def __init__(self, held: HeldState) -> None:
+        self.sessions, self._held = held.sessions, held
         self.short = Shortages(held.drop_activations)
         self.pause = TrainingPause()
 
     def run(
-        self, segments: Sequence[TrainingSegment], layers: int, forward: Forward
+        self, segments: Sequence[TrainingSegment], layers: int, forward: Forward, alone: bool
     ) -> list[TrainingSegment]:
         """Runs segments in slices of so many layers: windows forward (which `forward` takes through layers),
-        then through the tail, then back. Returns them with the layers passed before a pause."""
+        then through the tail, then back, those at one layer together or each `alone`. Returns them with the
+        layers passed before a pause."""
         self.pause.went_on()
         if self.pause.is_due:
             return []
-        done = run_slices(self._ways(segments, forward), layers, self.pause)
+        done = run_slices(self._ways(segments, forward, alone), layers, self.pause)
         for segment in done:
             is_last = segment.direction is Direction.BACKWARD and segment.start == segment.span.first == 0
             if is_last and segment.job not in self.short:
@@ -92,9 +92,9 @@ class TrainingPasses:
         """Windows that go forward together."""
         return ForwardSlices(self._windows(segments, _forward_window), forward, self.short)
 
-    def _ways(self, segments: Sequence[TrainingSegment], forward: Forward) -> Iterator[Sliced]:
+    def _ways(self, segments: Sequence[TrainingSegment], forward: Forward, alone: bool) -> Iterator[Sliced]:
         there = [segment for segment in segments if segment.direction is Direction.TRAIN_FORWARD]
-        for group in [there] if self._together else [[segment] for segment in there]:
+        for group in [[segment] for segment in there] if alone else [there]:
             if group:
                 yield self.forward_slices(group, forward)
         for segment in segments:
@@ -102,7 +102,7 @@ class TrainingPasses:
                 yield TailSlice(segment, self._through_tail, self.short)
         if back := [segment for segment in segments if segment.direction is Direction.BACKWARD]:
             windows, rows = self._windows(back, _backward_window), self._held.window_group_rows
-            yield BackwardSlices(windows, rows, self.short, self.pause.check)
+            yield BackwardSlices(windows, 0 if alone else rows, self.short, self.pause.check)
 
     def _windows(
         self,

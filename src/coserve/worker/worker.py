@@ -21,6 +21,7 @@ from coserve.core.plan import (
     TrainingSegment,
     WeightReads,
 )
+from coserve.errors import TogetherFailed
 from coserve.executors.executor import CloseSession, Command, ExecutorSpec, R, RestartStep
 from coserve.model.base import Base
 from coserve.model.together import linears_together
@@ -68,7 +69,7 @@ class Worker:
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
         self.held = HeldState(base, self.loaded, self.slot_pools, table.sampling.grammars, make_offload)
         self.sessions, self.arena = self.held.sessions, self.held.arena
-        self._has_begun = False  # whether a plan has begun, and needs weights that could not be read
+        self._has_begun = False  # whether a plan has begun, and a pass of it has failed
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
         self._offloaded, self._offload_refusal = offloaded, offload_refusal
         self._has_moved = False  # whether moves of the plan under way have begun
@@ -79,7 +80,7 @@ class Worker:
         self._may_share = not (base.makes_calls or self.is_deterministic)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
-        self._training = TrainingPasses(self.held, together=not self.is_deterministic)
+        self._training = TrainingPasses(self.held)
         self._pause, self._short = self._training.pause, self._training.short
         self.fused = self.pass_type(self.held, attention, table, self._training, self._offloaded)
         self._streams = Streams(base.device, self.fused.run, self._train)
@@ -145,7 +146,9 @@ class Worker:
                 self._begin(plan)
             with self._threads_for(plan):
                 sampled, trained, is_paused, stream_seconds = self._streams.run(plan, is_again)
-            if (failure := self._pause.failure) is not None:
+            # Training that is under way beside answers is not stopped, or has not told of it.
+            failure = None if self._streams.is_training else self._pause.take_failure()
+            if failure is not None:
                 if not (plan.inference or trained or plan.share is not None):  # as if it had not run
                     raise failure
                 _log.warning("training is paused: %s", failure)
@@ -174,6 +177,7 @@ class Worker:
             | ({} if self._offloaded is None else self._offloaded.take_lost()),
             offload_reads=OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
             outputs=outputs,
+            together_failed=isinstance(failure, TogetherFailed),
         )
 
     def _move(self, plan: BasePlan) -> None:
@@ -239,4 +243,5 @@ class Worker:
     def _train(self, plan: BasePlan) -> list[TrainingSegment]:
         """Runs the plan's other training in slices; returns what ran."""
         sliced = [segment for segment in plan.training if segment not in plan.fused]
-        return self._training.run(sliced, plan.slice_layers, self.fused.forward)
+        alone = bool(plan.alone) or self.is_deterministic
+        return self._training.run(sliced, plan.slice_layers, self.fused.forward, alone)

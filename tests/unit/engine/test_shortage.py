@@ -182,16 +182,26 @@ def test_another_error_is_no_lack_of_memory(
     assert len(calls) == 1 and not job.notes and answer.tokens == undisturbed[0]
 
 
-def test_answers_alone_that_run_out_are_nobody_s_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    ask(engine)
+def test_a_request_that_runs_out_alone_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three that pass together, and a job's window, memory lasts for each but one."""
+    engine, wanted = make_engine(), make_engine()
+    real = engine.executor.worker.fused.forward
 
-    def no_memory(*_: object, **__: object) -> None:
-        raise RuntimeError(WORDS)
+    def forward(travellers: Sequence[Traveller], layers: range | None = None) -> None:
+        keys = [s.key for one in travellers if isinstance(one, InferenceBatch) for s in one.segments]
+        if len(keys) > 1 or large.sequence.key in keys:
+            raise RuntimeError(WORDS)
+        real(travellers, layers)
 
-    monkeypatch.setattr(engine.base.chain, "layer", no_memory)
-    with pytest.raises(RuntimeError, match="allocate"):
-        engine.run()
+    answers, large = [ask(engine), ask(engine)], ask(engine)
+    job = start(engine, "one")
+    monkeypatch.setattr(engine.executor.worker.fused, "forward", forward)
+    engine.run()
+    with pytest.raises(OutOfMemory, match=r"the request ran out of memory: .*can't allocate"):
+        large.result()
+    assert [one.result().tokens for one in answers] == [ask(wanted).result().tokens] * 2
+    monkeypatch.undo()
+    assert job.status == "succeeded" and len(ask(engine).result().tokens) == 40, "the engine lives on"
 
 
 def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
