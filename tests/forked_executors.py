@@ -2,11 +2,12 @@
 
 import mmap
 import os
+import random
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import PreTrainedModel
 
 from coserve.executors.remote import RemoteExecutor
 from coserve.model import load
+from coserve.model.chain import Chain
+from coserve.train import backward
 from coserve.worker.opening import open_remote
 from coserve.worker.worker import Worker
 from forking import forked
@@ -47,8 +50,55 @@ def compute_as_tests_do(shared: int) -> None:
         return run
 
     load.load_model = loaded
+    run_short(is_exact, setattr)
     for name in ("run", "call"):
         setattr(Worker, name, exactly(getattr(Worker, name)))
+
+
+def run_short(told: mmap.mmap, patch: Callable[[object, str, Any], object]) -> None:
+    """Has memory run out in passes that several share: in so many of a hundred as byte 1 says, before a layer
+    that is drawn, by numbers that byte 2 is the seed of."""
+    draws = random.Random()
+    forward, gradients = Chain.forward, backward.layer_gradients
+
+    def fails() -> bool:
+        if told[3]:
+            draws.seed(told[2])
+            told[3] = 0
+        return draws.random() * 100 < told[1]
+
+    def forwarded(chain: Chain, travellers: Sequence[Any], layers: range | None = None, **rest: Any) -> None:
+        sharing = sum(len(getattr(one, "segments", (one,))) for one in travellers)
+        span = range(len(chain)) if layers is None else layers
+        if sharing > 1 and span and fails():
+            forward(chain, travellers, range(span.start, draws.choice(span)), **rest)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+        forward(chain, travellers, layers, **rest)
+
+    def of_layer(layer: int, windows: Sequence[Any], *rest: Any) -> Any:
+        if len(windows) > 1 and fails():
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+        return gradients(layer, windows, *rest)
+
+    patch(Chain, "forward", forwarded)
+    patch(backward, "layer_gradients", of_layer)
+
+
+@contextmanager
+def short_memory(percent: int, seed: int = 0) -> Iterator[None]:
+    """Has memory run out in so many of a hundred passes that several share, where `run_short` is patched in:
+    in executors' processes, and where a test does it in this one."""
+    _MEMORY[2], _MEMORY[3] = seed, 1
+    _MEMORY[1] = percent
+    try:
+        yield
+    finally:
+        _MEMORY[1] = 0
+
+
+def run_short_here(patch: pytest.MonkeyPatch) -> None:
+    """Has `short_memory` hold in this process too."""
+    run_short(_MEMORY, patch.setattr)
 
 
 _SHARED = os.memfd_create("tests")  # byte 0 counts how many `Exact` hold in the tests' process

@@ -3,9 +3,9 @@
 There is a socket for steps (plans and commands in order, one answer each), one for signals (numbers of pauses
 in, heartbeats out), and some for commands beside steps, one at a time each.
 
-FAILED, with an error's class and text, says that a pass of the oldest plan has failed (`PassFailed`). It stays
-the oldest, plans behind it wait, and nothing of them runs until the host sends AGAIN: with the plan as it is,
-or with its `narrower` one.
+FAILED, with an error's class and text, says that a pass of the oldest plan has failed (`PassFailed`). It
+stays the oldest, plans behind it wait, and nothing of them runs until the host sends AGAIN: for the plan as
+it is, or for its `narrower` one.
 """
 
 import struct

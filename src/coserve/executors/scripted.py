@@ -117,6 +117,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         self._release(plan.released)
         seconds, trained, stream_seconds = self._time(plan)
+        together_failed = self._together_failed(plan)
         keys = [s.key for s in plan.inference] + [s.key for s in plan.training]
         assert len(keys) == len(set(keys)), "one segment for each sequence and micro-batch"
         assert self._ended.isdisjoint(keys), "released keys stay released"
@@ -155,6 +156,7 @@ class ScriptedExecutor(VirtualClock, Executor):
                 lost=self._lose(plan),
                 reads=self._reads(),
                 outputs=outputs,
+                together_failed=together_failed,
             )
         )
         return self.results[-1]

@@ -38,7 +38,8 @@ class VirtualClock(ABC):
     `layers_before_pause` layers are reached. Beside each other answers and training are slower in
     proportion to their shares of the machine, or by `interference` (of answers, of training) on half of it
     each; this training may end in a later step. Pages move to the second tier and back beside steps, one move
-    after the other, in `swap_seconds` a page.
+    after the other, in `swap_seconds` a page. Where `is_short` is true of a plan, memory runs out in its
+    first pass of training, unless windows are alone.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class VirtualClock(ABC):
         self.now = 0.0
         self.plans_ahead = plans_ahead
         self.layers_before_pause = 1
+        self.is_short: Callable[[BasePlan], bool] = lambda plan: False
         self._seconds, self._slower = seconds, interference
         self._pausing = False
         self._beside: tuple[TrainingSegment, ...] = ()  # training beside answers
@@ -130,8 +132,15 @@ class VirtualClock(ABC):
         trained, self._beside = self._beside, ()
         return answering + waited, trained, (answering, self._training)
 
+    def _together_failed(self, plan: BasePlan) -> bool:
+        """Tells whether memory runs out for windows that share a pass."""
+        shared = len(plan.inference) + len(plan.training) > 1 and bool(plan.training)
+        return shared and not plan.alone and self.is_short(plan)
+
     def _before_pause(self, plan: BasePlan) -> tuple[TrainingSegment, ...]:
         """The slices of a plan's training that run before a pause."""
+        if self._together_failed(plan):
+            return ()
         if not (self._pausing and plan.pausable):
             return plan.training
         begun = -(-self.layers_before_pause // plan.slice_layers)  # slices

@@ -126,6 +126,7 @@ class SimulatedExecutor(VirtualClock):
             moved=told(moves, [move.plan for move in moves if not self._end_move(move.plan)]),
             reads=self._reads(),
             outputs=self._outputs(trained),
+            together_failed=self._together_failed(plan),
         )
         began = self._began()
         self._end(plan, result.seconds, 0.0 if plan.is_empty else self._host())

@@ -83,4 +83,4 @@ class TrainingPause:
     @property
     def is_due(self) -> bool:
         """Tells whether training stops here."""
-        return self._has_abandoned or self._obeys and self._slices > 0 and self._asked.is_set()
+        return self._has_abandoned or (self._obeys and self._slices > 0 and self._asked.is_set())

@@ -4,6 +4,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ import torch
 from coserve import EngineConfig
 from coserve.adapters.bypass import Bypass
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.core.plan import BasePlan, BaseResult, Moved, OptimStep, SwapIn, SwapOut, TrainingSegment
+from coserve.core.plan import Alone, BasePlan, BaseResult, Moved, OptimStep, SwapIn, SwapOut, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import AdapterNotFound
@@ -37,6 +38,7 @@ from coserve.executors.executor import (
 )
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.executors.step_executor import StepExecutor
+from coserve.executors.virtual_clock import VirtualClock
 from coserve.memory.ledger import Account
 from coserve.model.load import load_base
 from coserve.schedule.cost import CostModel
@@ -46,8 +48,9 @@ from coserve.simulate.simulated import SimulatedExecutor
 from coserve.streamed.load import load_streamed
 from coserve.train.session import SessionConfig
 from coserve.train.state import Identity
+from coserve.worker.deterministic import DeterministicWorker
 from coserve.worker.opening import Opened, open_local, open_remote
-from forked_executors import fork_executors
+from forked_executors import fork_executors, run_short_here, short_memory
 from models import save, tiny
 from steps import step_plan
 
@@ -74,6 +77,7 @@ KEYS, PAGES = itertools.count(1), itertools.count()
 def patch() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         fork_executors(patch)
+        run_short_here(patch)
         yield patch
 
 
@@ -366,6 +370,68 @@ def test_a_plan_that_is_not_pausable_runs_whole(executor: Executor, draws: Rando
         executor.resume_training()
     assert len(results) == 3, "there, through the tail, and back"
     executor.run(BasePlan(released=(batch.key,)))
+
+
+@contextmanager
+def all_run_short(executor: Executor) -> Iterator[None]:
+    """Memory runs out in every pass that several share."""
+    if isinstance(executor, VirtualClock):
+        executor.is_short = lambda plan: True
+    with short_memory(100):
+        yield
+    if isinstance(executor, VirtualClock):
+        executor.is_short = lambda plan: False
+
+
+@pytest.mark.parametrize("slice_layers", [0, 1])
+@pytest.mark.parametrize("answers", [0, 1, 2])
+def test_whom_memory_does_not_last_for_together_pass_alone(
+    executor: Executor, draws: Random, answers: int, slice_layers: int
+) -> None:
+    """Windows of two jobs, there and back, and answers beside their way there; nothing runs twice."""
+    is_deterministic = isinstance(getattr(executor, "worker", None), DeterministicWorker)
+    if is_deterministic and answers > 1:
+        pytest.skip("pages of the deterministic mode are for 16 rows of whichever sequences")
+    asked = [sequence(draws) for _ in range(answers)]
+    wanted = [answer(executor, replace(one, key=next(KEYS), output=[], told=None), 1) for one in asked]
+    batches = [micro_batch(executor, draws, begin(executor)) for _ in range(2)]
+    if not isinstance(executor, VirtualClock):
+        executor.call(SetLimits(window_group_rows=24))
+    plan, ran, told = inference_plan([(one, 0, one.length) for one in asked]), list[TrainingSegment](), 0
+    alone = Alone.NOBODY
+    with all_run_short(executor):
+        while going := [batch for batch in batches if not batch.done]:
+            windows = [(batch, *batch.next_window(12)) for batch in going]
+            plan = replace(
+                plan,
+                training=tuple(
+                    training_segment(batch, start, rows, batch.direction, batch.next_span(batch.layers))
+                    for batch, start, rows in windows
+                ),
+                micro_batches=announce_batches(going),
+                slice_layers=slice_layers,
+                alone=alone,
+            )
+            result = run(executor, plan)
+            found = [[result.sampled[one.key].token] for one in asked if one.key in result.sampled]
+            assert found == (wanted if plan.inference else [])
+            for segment in result.trained:
+                batch = next(batch for batch in batches if batch.key == segment.key)
+                batch.advance(segment.start, segment.length, segment.span)
+            ran += result.trained
+            told += result.together_failed
+            assert result.together_failed or result.trained == plan.training, "else all of it has run"
+            # As the scheduler does, where a step's training has stopped; but for the next step alone.
+            alone = Alone.WINDOWS if result.paused else Alone.NOBODY
+            plan = BasePlan()
+    assert told == 0 if is_deterministic else told >= 2, "on the way there, and back"
+    for batch in batches:
+        assert {*passed(segment for segment in ran if segment.key == batch.key).values()} == {1}
+    assert sum(len(segment.span) * segment.length for segment in ran) == 2 * 12 * (
+        2 * layers_of(executor) + 1
+    )
+    keys = (*(one.key for one in asked), *(batch.key for batch in batches))
+    executor.run(BasePlan(released=keys))
 
 
 def test_a_pause_is_over_once_it_is_withdrawn(executor: Executor, draws: Random) -> None:
