@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bases import WIDE, wide_model
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.core.plan import Alone, StepPlan, StepResult
+from coserve.core.plan import PassesAlone, StepPlan, StepResult
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
 from coserve.train.example import Example
@@ -97,7 +97,7 @@ def test_everything_is_as_with_memory_enough(
     failed = [part for result in run.results for part in result.bases.values() if part.together_failed]
     assert len(failed) > 5 and any(part.paused for part in failed), "some were repeated, others planned anew"
     assert any(not part.paused for part in failed)
-    assert any(part.alone is Alone.WINDOWS for plan in run.plans for part in plan.bases.values())
+    assert any(part.alone is PassesAlone.WINDOWS for plan in run.plans for part in plan.bases.values())
     assert found[0] == tokens
     for own, wanted in zip(found[1], losses, strict=True):
         assert own == pytest.approx(wanted, rel=1e-9)

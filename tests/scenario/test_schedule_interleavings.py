@@ -79,6 +79,7 @@ actions = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 6)),
     st.tuples(st.just("skip"), st.floats(0.0, 1.0)),
     st.tuples(st.just("pause"), st.integers(0, 2 * DEPTH)),
+    st.tuples(st.just("run_short"), st.integers(0, 6)),
 )
 
 
@@ -189,6 +190,11 @@ class World:
     def stop(self, which: int) -> None:
         if which < len(self.sequences):
             self.it.requests.finish(self.sequences[which].key, FinishReason.STOP)
+
+    def run_short(self, steps: int) -> None:
+        """Memory does not last for windows that share a pass in the next so many steps."""
+        until = len(self.executor.plans) + steps
+        self.executor.is_short = lambda plan: len(self.executor.plans) < until
 
     def train(self, batches: list[list[int]]) -> None:
         job = f"job{len(self.steps)}"

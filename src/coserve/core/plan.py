@@ -189,9 +189,9 @@ class Moved:
     seconds: tuple[float, float] = (0.0, 0.0)
 
 
-class Alone(IntEnum):
-    """Whose rows have passes of their own. Each value takes less memory, and more passes, than the one
-    before."""
+class PassesAlone(IntEnum):
+    """Members of a step that have passes of their own. Each value takes less memory, and more passes, than
+    the one before."""
 
     NOBODY = 0
     WINDOWS = 1  # apart from answers, and one window after the other
@@ -238,7 +238,7 @@ class BasePlan:
     slice_layers: int = 0
     abandons: bool = False
     apart: bool = False
-    alone: Alone = Alone.NOBODY
+    alone: PassesAlone = PassesAlone.NOBODY
     pauses: int = 0
     micro_batches: tuple[MicroBatchStart, ...] = ()
     swap_out: tuple[SwapOut, ...] = ()
@@ -260,7 +260,7 @@ class BasePlan:
     @property
     def narrower(self) -> "BasePlan":
         """The plan with more passes, each for fewer rows."""
-        return replace(self, alone=Alone(self.alone + 1))
+        return replace(self, alone=PassesAlone(self.alone + 1))
 
     @property
     def moves(self) -> tuple[SwapOut | SwapIn, ...]:

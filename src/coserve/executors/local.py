@@ -1,12 +1,11 @@
 """Runs plans of a worker in this process, on the thread that collects their results."""
 
-from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from coserve.core.plan import BasePlan, BaseResult
 from coserve.executors.executor import Command, ExecutorSpec, R, ReadMemory
-from coserve.executors.transport import Transport
+from coserve.executors.transport import WorkerTransport
 
 
 class DeviceWorker(Protocol):
@@ -46,32 +45,21 @@ class DeviceWorker(Protocol):
 W = TypeVar("W", bound=DeviceWorker)
 
 
-class LocalExecutor(Transport, Generic[W]):
+class LocalExecutor(WorkerTransport, Generic[W]):
     """The transport to a worker of this process: a queue of plans. A thread of its own for each plan would
     compete with the planning of the next."""
 
     def __init__(self, worker: W) -> None:
-        super().__init__()
+        super().__init__(worker.run)
         self.worker = worker
-        self._launched: deque[BasePlan] = deque()
 
     @property
     def spec(self) -> ExecutorSpec:
         """See `Executor`."""
         return self.worker.spec
 
-    def _send(self, plan: BasePlan) -> None:
-        self._launched.append(plan)
-
     def _repeat(self, narrower: bool) -> None:
         self.worker.beat()
-        if narrower:
-            self._launched[0] = self._launched[0].narrower
-
-    def _receive(self) -> BaseResult:
-        result = self.worker.run(self._launched[0])
-        self._launched.popleft()
-        return result
 
     def _is_there(self) -> bool:
         return False

@@ -34,7 +34,7 @@ from coserve.executors.channel import (
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, ExecutorSpec, R, ReadMemory
 from coserve.executors.parameters import RemoteParameters, ShapedPlacement
-from coserve.executors.transport import Transport
+from coserve.executors.transport import WorkerTransport
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base
@@ -69,7 +69,7 @@ def start_process(descriptors: Sequence[int]) -> Process:
     )
 
 
-class RemoteExecutor(Transport):
+class RemoteExecutor(WorkerTransport):
     """The transport to a worker in another process of this machine.
 
     Except for `pause_training` and commands beside steps, only one thread at a time may call it. Raises
@@ -79,7 +79,7 @@ class RemoteExecutor(Transport):
     def __init__(self, model: str, config: EngineConfig, tokenizer: str | None = None) -> None:
         """Starts the process and waits until it has loaded the model in folder `model`. Raises the errors of
         loading."""
-        super().__init__()
+        super().__init__(self._receive)
         pairs = [socket.socketpair() for _ in range(2 + _BESIDE)]
         theirs = [other for _, other in pairs]
         descriptors = [sock.fileno() for sock in theirs]
@@ -108,7 +108,8 @@ class RemoteExecutor(Transport):
         """See `Executor`."""
         return self._spec
 
-    def _send(self, plan: BasePlan) -> None:
+    def launch(self, plan: BasePlan) -> None:
+        """See `Executor`."""
         with self._pausing:
             pauses = PAUSES.pack(self._pauses, self._withdrawn)
         message = PLAN + pauses + encode_plan(plan)
@@ -117,6 +118,7 @@ class RemoteExecutor(Transport):
         self._signs()  # drops heartbeats of earlier plans
         with self._lost():
             send_frame(self._steps, message)
+        super().launch(plan)
 
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
@@ -185,7 +187,8 @@ class RemoteExecutor(Transport):
         with self._lost():
             send_frame(self._steps, AGAIN + (NARROWER if narrower else AS_IT_IS))
 
-    def _receive(self) -> BaseResult:
+    def _receive(self, plan: BasePlan) -> BaseResult:
+        """Waits for a plan's result. Raises PassFailed."""
         message = self._next()
         if message[:1] == FAILED:
             raise error_named(*msgspec.msgpack.decode(message[1:], type=tuple[str, str]))

@@ -135,7 +135,7 @@ class VirtualClock(ABC):
     def _together_failed(self, plan: BasePlan) -> bool:
         """Tells whether memory runs out for windows that share a pass."""
         shared = len(plan.inference) + len(plan.training) > 1 and bool(plan.training)
-        return shared and not plan.alone and self.is_short(plan)
+        return shared and not plan.alone and plan.share is None and self.is_short(plan)
 
     def _before_pause(self, plan: BasePlan) -> tuple[TrainingSegment, ...]:
         """The slices of a plan's training that run before a pause."""

@@ -1,13 +1,9 @@
 """Recognises out-of-memory errors."""
 
-from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 
-from coserve.errors import TogetherFailed
-
-T = TypeVar("T")
 # Messages of torch's allocator and of oneDNN on a CPU, which has no class of error for it.
 _WORDS: Final = ("can't allocate memory", "not enough memory", "out of memory", "out_of_memory", "bad_alloc")
 
@@ -17,17 +13,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
-
-
-def pass_together(work: Callable[[], T]) -> T:
-    """Runs a pass that several share. Raises TogetherFailed where memory runs out."""
-    try:
-        return work()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        words = words_of(error)
-    raise TogetherFailed(words)  # after the error, whose frames hold their tensors
 
 
 def words_of(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Final
 
 from coserve.core.events import Event, JobFailed, PassDone, StepDone, TrainingProgress
-from coserve.core.plan import Alone, BasePlan, BaseResult, StepPlan, StepResult, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, PassesAlone, StepPlan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction, Position
 from coserve.errors import OffloadFailed
 from coserve.schedule.base_cache import BaseCache
@@ -330,7 +330,7 @@ class Scheduler:
             prefixes=cache.prefixes.take_unfilled(),
             training=in_order(segment for _, segment in trained),
             apart=self.cost.bases[base].graphs,
-            alone=Alone.WINDOWS if is_alone else Alone.NOBODY,
+            alone=PassesAlone.WINDOWS if is_alone else PassesAlone.NOBODY,
             updates=tuple(update for its, update in builder.updates if its == base),
             released=tuple(key for its, key in released if its == base),
             swap_out=tuple(moves.out.values()),

@@ -12,9 +12,9 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
-from coserve.core.plan import Alone, BasePlan, InferenceSegment, Prefix, Sampled, TrainingSegment
-from coserve.errors import OutOfMemory
-from coserve.memory.exhausted import is_out_of_memory, pass_together, words_of
+from coserve.core.plan import BasePlan, InferenceSegment, PassesAlone, Prefix, Sampled, TrainingSegment
+from coserve.errors import OutOfMemory, TogetherFailed
+from coserve.memory.exhausted import is_out_of_memory, words_of
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
@@ -23,7 +23,6 @@ from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges,
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment, SplitRows
 from coserve.worker.sampler import Sampler
 from coserve.worker.sequence_table import SequenceTable
-from coserve.worker.slices import ForwardSlices
 from coserve.worker.training_passes import TrainingPasses
 
 Traveller = InferenceBatch | ForwardWindow
@@ -82,7 +81,7 @@ class FusedPass:
         inference, training = plan.inference, plan.fused
         if not inference:
             return {}, []
-        if plan.alone is Alone.ALL:
+        if plan.alone is PassesAlone.ALL:
             return self._one_by_one(inference), []
         decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
         is_alone = plan.apart or (len(decodes) == len(inference) and not training)
@@ -90,9 +89,24 @@ class FusedPass:
             others = tuple(one for one in inference if not self._decodes(one))
             sampled, _ = self.run(replace(plan, inference=others))
             return sampled | self.sampler.sample(decoded), []
-        windows = self._training.forward_slices(training, self.forward)
-        batch = pass_together(partial(self._through_layers, inference, windows, plan.slice_layers))
-        return self.sampler.sample(batch), self._training.done(training, windows.end())
+        windows, reached = self._training.forward_slices(training, self.forward), 0
+        batch = self._inference_rows(inference)
+        try:
+            for part in windows.parts(plan.slice_layers):
+                if self._pause.is_due:
+                    break
+                self.forward([batch], range(reached, part.start))
+                self.forward([batch, *windows.going], part)
+                self._pause.passed()
+                reached = part.stop
+            self.forward([batch], range(reached, self.base.depth))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            words = words_of(error)
+        else:
+            return self.sampler.sample(batch), self._training.done(training, windows.end())
+        raise TogetherFailed(words)  # after the error, whose frames hold their tensors
 
     def _one_by_one(self, segments: Sequence[InferenceSegment]) -> dict[int, Sampled]:
         """Runs each sequence's rows in a pass of their own; a sequence for which memory does not last is
@@ -101,7 +115,9 @@ class FusedPass:
         short: list[tuple[InferenceSegment, str]] = []
         for segment in segments:
             try:
-                passed.append(self._through_layers([segment]))
+                batch = self._inference_rows([segment])
+                self.forward([batch])
+                passed.append(batch)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -165,21 +181,6 @@ class FusedPass:
         batch = InferenceBatch((), [1] * len(rows), hidden, part, calls, [], layers, slots)
         self.forward([batch])
         return batch.hidden
-
-    def _through_layers(
-        self, inference: Sequence[InferenceSegment], windows: ForwardSlices | None = None, layers: int = 0
-    ) -> InferenceBatch:
-        """Runs inference rows, with windows where these have layers to pass, in slices of so many layers."""
-        batch, reached = self._inference_rows(inference), 0
-        for part in () if windows is None else windows.parts(layers):
-            if self._pause.is_due:
-                break
-            self.forward([batch], range(reached, part.start))
-            self.forward([batch, *windows.going], part)
-            self._pause.passed()
-            reached = part.stop
-        self.forward([batch], range(reached, self.base.depth))
-        return batch
 
     def _compose(self, there: Sequence[Traveller]) -> tuple[FusedRows, LayerCalls]:
         batches = [one for one in there if isinstance(one, InferenceBatch)]

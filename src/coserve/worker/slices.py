@@ -11,7 +11,8 @@ from functools import partial
 from typing import Protocol
 
 from coserve.core.plan import TrainingSegment
-from coserve.memory.exhausted import pass_together
+from coserve.errors import TogetherFailed
+from coserve.memory.exhausted import is_out_of_memory, words_of
 from coserve.train.backward import BackwardWindow, backward_layers
 from coserve.train.pause import TrainingPause
 from coserve.train.shortage import Shortages
@@ -75,15 +76,26 @@ class ForwardSlices:
         return [window for segment, window in self._windows.items() if segment.job not in self._short]
 
     def _run(self, layers: range) -> None:
-        """Takes all windows through layers together. Raises TogetherFailed for several that memory does not
-        last for; a job whose only window it is fails."""
+        """Takes all windows through layers. Raises TogetherFailed where memory does not last for several; a
+        job whose only window it is fails."""
         if len(self._windows) > 1:
-            pass_together(partial(self._forward, self.going, layers))
+            self._run_together(layers)
             return
         for segment in self._windows:
             if segment.job not in self._short:
                 with self._short.of(segment.job):
                     self._forward(self.going, layers)
+
+    def _run_together(self, layers: range) -> None:
+        try:
+            self._forward(self.going, layers)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            words = words_of(error)
+        else:
+            return
+        raise TogetherFailed(words)  # after the error, whose frames hold their tensors
 
 
 class TailSlice:

@@ -15,7 +15,16 @@ import torch
 from coserve import EngineConfig
 from coserve.adapters.bypass import Bypass
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.core.plan import Alone, BasePlan, BaseResult, Moved, OptimStep, SwapIn, SwapOut, TrainingSegment
+from coserve.core.plan import (
+    BasePlan,
+    BaseResult,
+    Moved,
+    OptimStep,
+    PassesAlone,
+    SwapIn,
+    SwapOut,
+    TrainingSegment,
+)
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import AdapterNotFound
@@ -398,7 +407,7 @@ def test_whom_memory_does_not_last_for_together_pass_alone(
     if not isinstance(executor, VirtualClock):
         executor.call(SetLimits(window_group_rows=24))
     plan, ran, told = inference_plan([(one, 0, one.length) for one in asked]), list[TrainingSegment](), 0
-    alone = Alone.NOBODY
+    alone = PassesAlone.NOBODY
     with all_run_short(executor):
         while going := [batch for batch in batches if not batch.done]:
             windows = [(batch, *batch.next_window(12)) for batch in going]
@@ -422,7 +431,7 @@ def test_whom_memory_does_not_last_for_together_pass_alone(
             told += result.together_failed
             assert result.together_failed or result.trained == plan.training, "else all of it has run"
             # As the scheduler does, where a step's training has stopped; but for the next step alone.
-            alone = Alone.WINDOWS if result.paused else Alone.NOBODY
+            alone = PassesAlone.WINDOWS if result.paused else PassesAlone.NOBODY
             plan = BasePlan()
     assert told == 0 if is_deterministic else told >= 2, "on the way there, and back"
     for batch in batches:
