@@ -40,16 +40,13 @@ class Method(Protocol):
     def fresh(self, config: Any, frame: Frame, generator: torch.Generator) -> Part:
         """An initial part that changes nothing, or as little as the method allows, in float32 on the CPU.
         Raises AdapterMismatch where the base lacks the places."""
-        ...
 
     def read(self, saved: Saved, frame: Frame) -> Part:
         """Reads a part from a file. Fields and tensors not taken from `saved` are refused. Raises
         AdapterError."""
-        ...
 
     def write(self, part: Part) -> Written:
         """Writes a part into a file."""
-        ...
 
 
 def named(path: str, targets: Container[str]) -> bool:

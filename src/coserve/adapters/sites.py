@@ -85,11 +85,9 @@ class Weights(Protocol):
 
     def row_norms(self) -> Tensor:
         """Euclidean norm of each output's weights, [out], in at least float32."""
-        ...
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], bias included."""
-        ...
 
 
 class DenseWeights:
@@ -169,7 +167,6 @@ class Frame(Protocol):
     @property
     def sites(self) -> Sites:
         """Sites in the order of the model's modules."""
-        ...
 
     @property
     def modules(self) -> Modules: ...
@@ -183,7 +180,6 @@ class Frame(Protocol):
     @property
     def caches(self) -> Sequence[CacheShape]:
         """Keys and values of each layer."""
-        ...
 
     @property
     def frozen(self) -> FrozenParameters: ...

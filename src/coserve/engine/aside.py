@@ -14,11 +14,9 @@ class Aside(Protocol):
 
     def do(self, what: str, work: Callable[[], T], then: Callable[[T | CoserveError], None]) -> None:
         """Runs `work`, and then `then` with its outcome; errors name the work as `what`."""
-        ...
 
     def close(self) -> None:
         """Ends the threads, if there are any; work that has not begun is dropped."""
-        ...
 
 
 class AtOnce:

@@ -118,23 +118,18 @@ class Trainer(Protocol):
 
     def drive(self) -> bool:
         """Steps the engine once; False where there is nothing to do."""
-        ...
 
     def end(self, job: str, status: JobStatus) -> None:
         """Ends a job that has not ended, and frees its resources."""
-        ...
 
     def snapshot(self, job: str) -> StateSnapshot:
         """Snapshot of a job's state. Raises JobError where there is none."""
-        ...
 
     def reason(self, job: str) -> str:
         """The reason for which a job waits for bytes; empty for one that does not."""
-        ...
 
     def save(self, adapter: str, folder: str | Path) -> None:
         """Writes an adapter's newest version in PEFT's format."""
-        ...
 
 
 class FineTuning:

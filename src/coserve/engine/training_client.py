@@ -94,38 +94,30 @@ class SessionHost(Protocol):
 
     def drive(self) -> bool:
         """Steps the engine once; False where there is nothing to do."""
-        ...
 
     def reason(self, job: str) -> str:
         """The reason for which a session waits for bytes; empty for one that does not."""
-        ...
 
     def prepare(
         self, job: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], backward: bool
     ) -> ClientPass:
         """Checks a pass, and makes its micro-batches, on the calling thread and without the engine's lock:
         large data takes long. Raises RequestError, ConfigError and JobError."""
-        ...
 
     def submit(self, job: str, work: ClientPass, backward: bool) -> PassOperation:
         """Queues a pass that was prepared for this session. Raises JobError."""
-        ...
 
     def optim_step(self, job: str, params: AdamParams) -> StepOperation:
         """Queues an optimizer step. Raises RequestError and JobError."""
-        ...
 
     def save(self, job: str, folder: Path, state: bool) -> Operation[Path]:
         """Queues writing the state, or the weights alone. Raises JobError."""
-        ...
 
     def load(self, job: str, folder: Path, optimizer: bool) -> Operation[str]:
         """Queues going on from a state. Raises JobError."""
-        ...
 
     def close(self, job: str) -> None:
         """Ends a session and its operations; has no effect on one that has ended."""
-        ...
 
 
 class TrainingClient:

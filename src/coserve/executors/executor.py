@@ -259,20 +259,15 @@ class ReadMemory(Command[DeviceMemory]):
     reply = DeviceMemory
 
 
-class Executor(Protocol):
-    """Anything that can run plans: a local device, another process, a scripted fake."""
+class DeviceWorker(Protocol):
+    """The owner of a device (`worker/worker.py`), as its transport sees it."""
 
     @property
     def spec(self) -> ExecutorSpec: ...
 
-    def launch(self, plan: BasePlan) -> None:
-        """Queues a plan and returns at once; several may be under way, and run in this order."""
-        ...
-
-    def collect(self, wait: bool = True) -> BaseResult | None:
-        """The result of the oldest plan without one collected. None if no plan was launched or, without
-        `wait`, if it is not done."""
-        ...
+    def run(self, plan: BasePlan) -> BaseResult:
+        """Runs a plan. One that raised PassFailed may be run again, also as a narrower one: what of it has
+        run computes the same once more."""
 
     def pause_training(self) -> None:
         """Stops the training of pausable plans between two slices, until `resume_training`; where a plan
@@ -281,20 +276,27 @@ class Executor(Protocol):
         May be called by any thread, at any time. At least every other plan does a slice, so arrivals in every
         step slow training down and never stop it.
         """
-        ...
 
     def resume_training(self) -> None:
         """Withdraws `pause_training`."""
-        ...
 
     def call(self, command: Command[R]) -> R:
         """Executes a command and returns its reply."""
-        ...
 
     def on_progress(self, beat: Callable[[], object]) -> None:
-        """Sets a callback for progress: called by the collecting thread while plans run, after each layer, or
-        some times a second if the executor is remote."""
-        ...
+        """Sets a callback for progress: called by the collecting thread while plans run, after each layer and
+        before a plan runs again, or some times a second if the executor is remote."""
+
+
+class Executor(DeviceWorker, Protocol):
+    """Anything that can run plans: a local device, another process, a scripted fake."""
+
+    def launch(self, plan: BasePlan) -> None:
+        """Queues a plan and returns at once; several may be under way, and run in this order."""
+
+    def collect(self, wait: bool = True) -> BaseResult | None:
+        """The result of the oldest plan without one collected. None if no plan was launched or, without
+        `wait`, if it is not done."""
 
     def run(self, plan: BasePlan) -> BaseResult:
         """Launches one plan and waits for its result; no other may be under way."""

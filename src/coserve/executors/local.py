@@ -1,46 +1,10 @@
 """Runs plans of a worker in this process, on the thread that collects their results."""
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from coserve.core.plan import BasePlan, BaseResult
-from coserve.executors.executor import Command, ExecutorSpec, R, ReadMemory
+from coserve.executors.executor import Command, DeviceWorker, ExecutorSpec, R, ReadMemory
 from coserve.executors.transport import WorkerTransport
-
-
-class DeviceWorker(Protocol):
-    """The owner of a device (`worker/worker.py`), as its transport sees it."""
-
-    @property
-    def spec(self) -> ExecutorSpec:
-        """See `Executor`."""
-        ...
-
-    def run(self, plan: BasePlan) -> BaseResult:
-        """Runs a plan. One that raised PassFailed may be run again, also as a narrower one: what of it has
-        run computes the same once more."""
-        ...
-
-    def call(self, command: Command[R]) -> R:
-        """Executes a command between two plans."""
-        ...
-
-    def pause_training(self) -> None:
-        """See `Executor`."""
-        ...
-
-    def resume_training(self) -> None:
-        """See `Executor`."""
-        ...
-
-    def on_progress(self, beat: Callable[[], object]) -> None:
-        """See `Executor`."""
-        ...
-
-    def beat(self) -> None:
-        """Tells that a plan that is tried again and again is no hang."""
-        ...
-
 
 W = TypeVar("W", bound=DeviceWorker)
 
@@ -57,12 +21,6 @@ class LocalExecutor(WorkerTransport, Generic[W]):
     def spec(self) -> ExecutorSpec:
         """See `Executor`."""
         return self.worker.spec
-
-    def _repeat(self, narrower: bool) -> None:
-        self.worker.beat()
-
-    def _is_there(self) -> bool:
-        return False
 
     def pause_training(self) -> None:
         """See `Executor`."""

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import torch
@@ -47,19 +47,7 @@ _AHEAD: Final = 16384  # bytes of a plan that surely fit into a socket while the
 _QUIET: Final = 0.25  # seconds between checks for heartbeats
 
 
-class Process(Protocol):
-    """An executor's process, with the interface of `subprocess.Popen`."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def kill(self) -> None: ...
-
-
-def start_process(descriptors: Sequence[int]) -> Process:
+def start_process(descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
     """Starts a process that serves an executor on sockets with these descriptors."""
     return subprocess.Popen(
         [sys.executable, "-m", "coserve.worker.service", *map(str, descriptors)],
@@ -113,7 +101,7 @@ class RemoteExecutor(WorkerTransport):
         with self._pausing:
             pauses = PAUSES.pack(self._pauses, self._withdrawn)
         message = PLAN + pauses + encode_plan(plan)
-        if len(message) > _AHEAD:  # see `_call_between`; a process that is stuck does nothing but receive
+        if len(message) > _AHEAD:  # as in `call`; a process that is stuck does nothing but receive
             self._end_plans(waits=False)
         self._signs()  # drops heartbeats of earlier plans
         with self._lost():
@@ -125,8 +113,11 @@ class RemoteExecutor(WorkerTransport):
         message = self._codec.encode_command(command)
         if command.beside:
             reply = self._call_beside(message)
-        else:
-            reply = self._call_between(message, waits=not isinstance(command, ReadMemory))
+        else:  # after all results: two ends that both send more than a socket holds would deadlock
+            self._end_plans(waits=not isinstance(command, ReadMemory))
+            with self._lost():
+                send_frame(self._steps, COMMAND + message)
+            reply = self._next()[1:]
         found: R = self._codec.decode_reply(reply, command.reply)
         return found
 
@@ -163,14 +154,6 @@ class RemoteExecutor(WorkerTransport):
         assert opened.spec is not None, "what is opened has a spec"
         return opened.spec
 
-    def _call_between(self, message: bytes, waits: bool) -> bytes:
-        """Sends a command in order with plans, after receiving their results: two ends that both send more
-        than a socket holds would deadlock."""
-        self._end_plans(waits)
-        with self._lost():
-            send_frame(self._steps, COMMAND + message)
-        return self._next()[1:]
-
     def _call_beside(self, message: bytes) -> bytes:
         sock = self._beside.get()
         try:
@@ -184,6 +167,7 @@ class RemoteExecutor(WorkerTransport):
         return reply
 
     def _repeat(self, narrower: bool) -> None:
+        super()._repeat(narrower)
         with self._lost():
             send_frame(self._steps, AGAIN + (NARROWER if narrower else AS_IT_IS))
 
@@ -250,7 +234,7 @@ def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Ba
     return base
 
 
-def _end(process: Process, sockets: Sequence[socket.socket]) -> None:
+def _end(process: "subprocess.Popen[bytes]", sockets: Sequence[socket.socket]) -> None:
     """Closes the sockets, which ends the process; a process that does not end is killed."""
     for sock in sockets:
         sock.close()

@@ -6,7 +6,6 @@ with wrong contents, or written while other sequences read them; windows out of 
 
 import sys
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -90,20 +89,11 @@ class ScriptedExecutor(VirtualClock, Executor):
         self._ended: set[int] = set()
         self._pauses = 0  # results with paused training
         self._failed: set[str] = set()
-        self._launched: deque[BasePlan] = deque()
 
     @property
     def spec(self) -> ExecutorSpec:
         """See `Executor`. There is no model, and no bound on sequences."""
         return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), swap_pages=self._swap_pages)
-
-    def launch(self, plan: BasePlan) -> None:
-        """See `Executor`. The plan runs, and the clock advances, when its result is collected."""
-        self._launched.append(plan)
-
-    def collect(self, wait: bool = True) -> BaseResult | None:
-        """See `Executor`."""
-        return self._run(self._launched.popleft()) if wait and self._launched else None
 
     def on_progress(self, beat: Callable[[], object]) -> None:
         """See `Executor`. Steps take no time here."""

@@ -1,6 +1,5 @@
 """The host's end of a way to one worker: plans out, results back, and what is repeated of them."""
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +10,7 @@ from coserve.errors import PassFailed, TogetherFailed
 from coserve.executors.executor import Executor
 
 
-class WorkerTransport(Executor, ABC):
+class WorkerTransport(Executor):
     """A queue of plans, which a worker runs in their order.
 
     A plan with a pass that failed (PassFailed) stays the oldest, and others wait behind it. If it failed for
@@ -41,7 +40,6 @@ class WorkerTransport(Executor, ABC):
                 result = self._run(self._launched[0])
             except TogetherFailed:
                 self._has_failed = True
-                self._launched[0] = self._launched[0].narrower
                 self._repeat(narrower=True)
             except PassFailed:
                 self._is_stuck = True
@@ -52,13 +50,14 @@ class WorkerTransport(Executor, ABC):
                 self._results.append(replace(result, together_failed=failed))
         return self._results.popleft() if self._results else None
 
-    @abstractmethod
     def _repeat(self, narrower: bool) -> None:
-        """Tells the worker to run the oldest plan again, of which a pass has failed."""
+        """Has the worker run the oldest plan again, of which a pass has failed."""
+        if narrower:
+            self._launched[0] = self._launched[0].narrower
 
-    @abstractmethod
     def _is_there(self) -> bool:
-        """Tells whether something has come of the oldest plan."""
+        """Tells whether something has come of the oldest plan that is not collected."""
+        return False
 
     def _end_plans(self, waits: bool) -> None:
         """Runs all plans before a command. One that does not wait for plans that cannot run does not raise

@@ -55,6 +55,7 @@ class VirtualClock(ABC):
         self.is_short: Callable[[BasePlan], bool] = lambda plan: False
         self._seconds, self._slower = seconds, interference
         self._pausing = False
+        self._launched: deque[BasePlan] = deque()
         self._beside: tuple[TrainingSegment, ...] = ()  # training beside answers
         self._until = 0.0  # when it is done
         self._training = 0.0  # seconds it takes
@@ -81,13 +82,17 @@ class VirtualClock(ABC):
         """Advances the clock between two steps."""
         self.now += seconds
 
-    @abstractmethod
     def launch(self, plan: BasePlan) -> None:
-        """See `Executor`."""
+        """See `Executor`. The plan runs, and the clock advances, when its result is collected."""
+        self._launched.append(plan)
 
-    @abstractmethod
     def collect(self, wait: bool = True) -> BaseResult | None:
         """See `Executor`."""
+        return self._run(self._launched.popleft()) if wait and self._launched else None
+
+    @abstractmethod
+    def _run(self, plan: BasePlan) -> BaseResult:
+        """Runs a plan, and advances the clock."""
 
     def pause_training(self) -> None:
         """See `Executor`."""

@@ -30,16 +30,13 @@ class Rows(Protocol):
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         """The frozen linear at `path` with all rows' bypasses: x [..., in] to [..., out]."""
-        ...
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         """Adds all rows' bypasses to another module's output; x and y [1, rows, ...]."""
-        ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention of q [1, heads, rows, dk] with new k [1, groups, rows, dk], v [1, groups, rows, dv],
         after rotary embedding; returns [1, rows, heads, dv]."""
-        ...
 
 
 class BatchCell(threading.local):
@@ -63,11 +60,9 @@ class Keeper(Protocol):
 
     def keep(self, path: str, product: Tensor) -> None:
         """Receives the product without bypasses."""
-        ...
 
     def keep_sum(self, path: str, y: Tensor) -> None:
         """Receives the product with all bypasses added."""
-        ...
 
 
 class BatchPart(Protocol):
@@ -82,7 +77,6 @@ class BatchPart(Protocol):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """As `Rows.attend`, for the rows of this part."""
-        ...
 
 
 class FusedRows(GroupRows):

@@ -26,15 +26,12 @@ class Residence(Protocol):
 
     def enter(self, direction: Direction) -> None:
         """Makes the parameters available until `leave`; `direction` is that of the pass."""
-        ...
 
     def leave(self) -> None:
         """Releases the parameters."""
-        ...
 
     def outside(self, tensor: Tensor) -> Tensor:
         """A parameter read in a visit, for use after it: itself, or a copy."""
-        ...
 
 
 class WeightReader(Protocol):
@@ -48,7 +45,6 @@ class WeightReader(Protocol):
     @property
     def total(self) -> WeightReads:
         """All reads so far."""
-        ...
 
 
 class Resident:

@@ -19,15 +19,12 @@ class Traveller(Protocol):
     @property
     def layers(self) -> range:
         """The layers that the rows pass; the range may shrink on the way."""
-        ...
 
     def input(self, layer: int) -> Tensor:
         """Input of a layer, [1, rows, width]."""
-        ...
 
     def take(self, layer: int, hidden: Tensor) -> None:
         """Receives the layer's output, [1, rows, width]."""
-        ...
 
 
 T = TypeVar("T", bound=Traveller)

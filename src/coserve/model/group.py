@@ -20,7 +20,6 @@ class Pending(Protocol[T_co]):
 
     def result(self) -> T_co:
         """Waits for the result; raises the call's error."""
-        ...
 
 
 class Group(ABC):

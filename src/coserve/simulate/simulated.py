@@ -5,7 +5,6 @@ is 0. It loads no torch unless it is asked for its `spec`.
 """
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
@@ -65,7 +64,6 @@ class SimulatedExecutor(VirtualClock):
         self._batches: dict[int, _Batch] = {}
         self._steps: dict[str, int] = {}  # optimizer steps of each job
         self._pauses = 0  # results with paused training
-        self._launched: deque[BasePlan] = deque()
 
     @property
     def spec(self) -> "ExecutorSpec":
@@ -76,14 +74,6 @@ class SimulatedExecutor(VirtualClock):
             sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, (), None, self._swap_pages,
             plans=self.overlap.plans, plan_rate=self.overlap.rate,
         )  # fmt: skip
-
-    def launch(self, plan: BasePlan) -> None:
-        """See `Executor`. The plan runs, and the clock advances, when its result is collected."""
-        self._launched.append(plan)
-
-    def collect(self, wait: bool = True) -> BaseResult | None:
-        """See `Executor`."""
-        return self._run(self._launched.popleft()) if wait and self._launched else None
 
     def run(self, plan: BasePlan) -> BaseResult:
         """See `Executor`."""

@@ -14,7 +14,6 @@ class Answer(Protocol):
 
     def result(self, timeout: float | None = None) -> list[Tensor]:
         """Waits for at most `timeout` seconds; raises the call's error, and TimeoutError."""
-        ...
 
 
 class Calls(Protocol):
@@ -23,16 +22,13 @@ class Calls(Protocol):
     @property
     def base(self) -> BaseHello:
         """The linears that there are, and limits of one call."""
-        ...
 
     def submit(self, call: LinearCall, rows: Rows, widths: Sequence[int]) -> Answer:
         """Starts a call with these rows, of the base's type; `widths` are those of the answer's tensors.
         Raises CoserveError, as the answer does."""
-        ...
 
     def close(self) -> None:
         """Ends; calls without an answer fail."""
-        ...
 
 
 class Source(Calls, Protocol):
@@ -41,4 +37,3 @@ class Source(Calls, Protocol):
     @property
     def address(self) -> str:
         """Names it in errors."""
-        ...

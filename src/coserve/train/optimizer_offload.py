@@ -25,15 +25,12 @@ class OptimizerOffload(Protocol):
 
     def bring(self, slab: int, kind: str) -> Tensor:
         """A moment on its weights' device, to be changed in place."""
-        ...
 
     def rest(self, slab: int, kind: str, moment: Tensor) -> Tensor:
         """Stores a moment from `bring` with its changes; returns the tensor that now holds it."""
-        ...
 
     def settle(self) -> None:
         """Frees the moments' fast memory once all are stored."""
-        ...
 
 
 MakeOffload = Callable[[Sequence[Tensor]], OptimizerOffload]  # for flat slabs of weights

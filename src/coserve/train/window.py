@@ -128,11 +128,9 @@ class _SomeRows(Protocol):
 
     def of(self, x: Tensor) -> Tensor:
         """[1, heads, window rows, width] to [batch, heads, t, width]."""
-        ...
 
     def back(self, x: Tensor) -> Tensor:
         """[batch, heads, t, width] to [1, rows, heads, width]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

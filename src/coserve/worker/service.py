@@ -37,8 +37,8 @@ from coserve.executors.channel import (
     ExecutorStart,
 )
 from coserve.executors.codec import Codec
-from coserve.executors.executor import Command
-from coserve.executors.local import DeviceWorker, LocalExecutor
+from coserve.executors.executor import Command, DeviceWorker
+from coserve.executors.local import LocalExecutor
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.text.tokenizer import load_tokenizer
@@ -107,7 +107,6 @@ class Service:
             elif kind == AGAIN:
                 if body == NARROWER:
                     self._waiting[0] = self._waiting[0].narrower
-                self._worker.beat()
                 self._run()
             else:
                 send_frame(self._steps, REPLY + self._reply(body))

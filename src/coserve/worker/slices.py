@@ -2,13 +2,15 @@
 
 A plan says how many layers a slice has (`BasePlan.slice_layers`). Between two slices its training may be
 paused, and those that have not begun come back. Nothing within a slice asks whether it should go on, except
-where an arrival has the layer under way abandoned (`train.pause`).
+where an arrival has the layer under way abandoned (`train.pause`), and nothing repeats a slice: one that
+fails ends the step's training, and the host plans what is left of it anew.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Generic, TypeVar
 
 from coserve.core.plan import TrainingSegment
 from coserve.errors import TogetherFailed
@@ -19,56 +21,50 @@ from coserve.train.shortage import Shortages
 from coserve.train.window_group import ForwardWindow
 
 Slice = Callable[[], object]
+W = TypeVar("W", ForwardWindow, BackwardWindow)
 
 
-class Sliced(Protocol):
-    """Segments that go one way together, slice by slice."""
+class WindowSlices(ABC, Generic[W]):
+    """Windows that go one way together, slice by slice, by segment."""
+
+    def __init__(self, windows: Mapping[TrainingSegment, W], short: Shortages) -> None:
+        self._windows: Mapping[TrainingSegment, W] = windows
+        self._short = short
 
     def slices(self, layers: int) -> Iterator[Slice]:
-        """The slices in their order, of `layers` layers each; 0 makes one slice of all layers."""
-        ...
+        """The slices in their order."""
+        return (partial(self._run, part) for part in self.parts(layers))
+
+    def parts(self, layers: int) -> Iterator[range]:
+        """The layers of each slice, so many of them; 0 makes one slice of all layers."""
+        if spans := [window.layers for window in self._windows.values() if window.layers]:
+            step = spans[0].step
+            first, last = (min, max) if step > 0 else (max, min)
+            whole = range(first(span.start for span in spans), last(span.stop for span in spans), step)
+            most = layers or len(whole)
+            yield from (whole[start : start + most] for start in range(0, len(whole), most))
 
     def end(self) -> list[TrainingSegment]:
         """Ends after the slices that have run; returns the segments with the layers that they have passed."""
-        ...
+        windows = self._windows.items()
+        return [replace(segment, span=window.passed) for segment, window in windows if window.passed]
+
+    @abstractmethod
+    def _run(self, layers: range) -> None:
+        """Takes the windows through layers."""
 
 
-def run_slices(ways: Iterator[Sliced], layers: int, pause: TrainingPause) -> list[TrainingSegment]:
-    """Runs slices until a pause, or until one fails; returns the segments with the layers that they have
-    passed."""
-    done: list[TrainingSegment] = []
-    for way in ways:
-        is_through = all(not pause.is_due and pause.ran(run) for run in way.slices(layers))
-        done += way.end()
-        if not is_through or pause.is_due:  # what would go another way is not even looked up
-            break
-    return done
-
-
-class ForwardSlices:
-    """Windows that go forward, by segment: `forward` takes some of them through layers."""
+class ForwardSlices(WindowSlices[ForwardWindow]):
+    """Windows that go forward: `forward` takes some of them through layers."""
 
     def __init__(
         self,
         windows: Mapping[TrainingSegment, ForwardWindow],
-        forward: Callable[[Sequence[ForwardWindow], range], object],
         short: Shortages,
+        forward: Callable[[Sequence[ForwardWindow], range], object],
     ) -> None:
-        self._windows, self._forward, self._short = windows, forward, short
-
-    def slices(self, layers: int) -> Iterator[Slice]:
-        """See `Sliced`."""
-        return (partial(self._run, part) for part in self.parts(layers))
-
-    def parts(self, layers: int) -> Iterator[range]:
-        """The layers of each slice."""
-        spans = [window.layers for window in self._windows.values()]
-        whole = range(min((span.start for span in spans), default=0), max((s.stop for s in spans), default=0))
-        return _cut(whole, layers)
-
-    def end(self) -> list[TrainingSegment]:
-        """See `Sliced`."""
-        return _passed(self._windows)
+        super().__init__(windows, short)
+        self._forward = forward
 
     @property
     def going(self) -> list[ForwardWindow]:
@@ -76,8 +72,8 @@ class ForwardSlices:
         return [window for segment, window in self._windows.items() if segment.job not in self._short]
 
     def _run(self, layers: range) -> None:
-        """Takes all windows through layers. Raises TogetherFailed where memory does not last for several; a
-        job whose only window it is fails."""
+        """Raises TogetherFailed where memory does not last for several; a job whose only window it is
+        fails."""
         if len(self._windows) > 1:
             self._run_together(layers)
             return
@@ -99,7 +95,7 @@ class ForwardSlices:
 
 
 class TailSlice:
-    """One window at the tail, where `run` takes it."""
+    """One window at the tail, where `run` takes it in one slice."""
 
     def __init__(
         self, segment: TrainingSegment, run: Callable[[TrainingSegment], object], short: Shortages
@@ -108,11 +104,11 @@ class TailSlice:
         self._done: list[TrainingSegment] = []
 
     def slices(self, layers: int) -> Iterator[Slice]:
-        """See `Sliced`."""
+        """See `WindowSlices`."""
         yield self._run
 
     def end(self) -> list[TrainingSegment]:
-        """See `Sliced`."""
+        """See `WindowSlices`."""
         return self._done
 
     def _run(self) -> None:
@@ -122,45 +118,42 @@ class TailSlice:
         self._done = [self._segment]
 
 
-class BackwardSlices:
-    """Windows that go back, by segment; windows of several jobs at one layer pass it in groups of at most
-    `rows` rows."""
+class BackwardSlices(WindowSlices[BackwardWindow]):
+    """Windows that go back; those of several jobs at one layer pass it in groups of at most `rows` rows."""
 
     def __init__(
         self,
         windows: Mapping[TrainingSegment, BackwardWindow],
-        rows: int,
         short: Shortages,
+        rows: int,
         check: Callable[[], object],
     ) -> None:
-        self._windows, self._rows, self._short, self._check = windows, rows, short, check
-
-    def slices(self, layers: int) -> Iterator[Slice]:
-        """See `Sliced`."""
-        spans = [window.layers for window in self._windows.values() if window.layers]
-        top, below = max((s.start for s in spans), default=0), min((s.stop for s in spans), default=0)
-        whole = range(top, below, -1)
-        return (partial(self._run, part) for part in _cut(whole, layers))
+        super().__init__(windows, short)
+        self._rows, self._check = rows, check
 
     def end(self) -> list[TrainingSegment]:
-        """See `Sliced`. Leaves each window's gradient where its next layer finds it."""
+        """Leaves each window's gradient where its next layer finds it."""
         for segment, window in self._windows.items():
             if segment.job not in self._short:
                 with self._short.of(segment.job):
                     window.backward.finish(window)
-        return _passed(self._windows)
+        return super().end()
 
     def _run(self, layers: range) -> None:
         windows = [(segment.job, window) for segment, window in self._windows.items()]
         backward_layers(layers, windows, self._rows, self._short, self._check)
 
 
-def _passed(windows: Mapping[TrainingSegment, ForwardWindow | BackwardWindow]) -> list[TrainingSegment]:
-    """The segments of windows that have passed any layer, with those layers."""
-    return [replace(segment, span=window.passed) for segment, window in windows.items() if window.passed]
+Sliced = ForwardSlices | TailSlice | BackwardSlices
 
 
-def _cut(whole: range, layers: int) -> Iterator[range]:
-    """Parts of so many layers of a range; 0 leaves it whole."""
-    step = layers or max(len(whole), 1)
-    return (whole[start : start + step] for start in range(0, len(whole), step))
+def run_slices(ways: Iterator[Sliced], layers: int, pause: TrainingPause) -> list[TrainingSegment]:
+    """Runs slices until a pause, or until one fails; returns the segments with the layers that they have
+    passed."""
+    done: list[TrainingSegment] = []
+    for way in ways:
+        is_through = all(not pause.is_due and pause.ran(run) for run in way.slices(layers))
+        done += way.end()
+        if not is_through or pause.is_due:  # what would go another way is not even looked up
+            break
+    return done

@@ -1,7 +1,6 @@
 """A step's training: windows in slices forward, through the tail and back, and optimizer steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
 
 from coserve.core.plan import MicroBatchOutput, OptimStep, TrainingSegment, Updated
 from coserve.core.sequence import Direction
@@ -15,10 +14,9 @@ from coserve.train.updating import update_all
 from coserve.train.window import Window
 from coserve.train.window_group import ForwardWindow
 from coserve.worker.held import HeldState
-from coserve.worker.slices import BackwardSlices, ForwardSlices, Sliced, TailSlice, run_slices
+from coserve.worker.slices import BackwardSlices, ForwardSlices, Sliced, TailSlice, W, run_slices
 
 Forward = Callable[[Sequence[ForwardWindow], range], object]  # takes windows through layers
-W = TypeVar("W", ForwardWindow, BackwardWindow)
 
 
 class TrainingPasses:
@@ -90,7 +88,7 @@ class TrainingPasses:
 
     def forward_slices(self, segments: Sequence[TrainingSegment], forward: Forward) -> ForwardSlices:
         """Windows that go forward together."""
-        return ForwardSlices(self._windows(segments, _forward_window), forward, self.short)
+        return ForwardSlices(self._windows(segments, _forward_window), self.short, forward)
 
     def _ways(self, segments: Sequence[TrainingSegment], forward: Forward, alone: bool) -> Iterator[Sliced]:
         there = [segment for segment in segments if segment.direction is Direction.TRAIN_FORWARD]
@@ -102,7 +100,7 @@ class TrainingPasses:
                 yield TailSlice(segment, self._through_tail, self.short)
         if back := [segment for segment in segments if segment.direction is Direction.BACKWARD]:
             windows, rows = self._windows(back, _backward_window), self._held.window_group_rows
-            yield BackwardSlices(windows, 0 if alone else rows, self.short, self.pause.check)
+            yield BackwardSlices(windows, self.short, 0 if alone else rows, self.pause.check)
 
     def _windows(
         self,

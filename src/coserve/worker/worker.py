@@ -117,10 +117,6 @@ class Worker:
         if self.base.reader is not None:
             self.base.reader.on_wait = beat
 
-    def beat(self) -> None:
-        """See `DeviceWorker`."""
-        self.base.chain.on_layer()
-
     def call(self, command: Command[R]) -> R:
         """See `DeviceWorker`."""
         if isinstance(command, CloseSession | RestartStep):
@@ -137,7 +133,9 @@ class Worker:
         if plan.share is None:
             self._streams.settle()
         with self._streams.step(plan.share), self.computing():
-            if not self._has_moved:  # what runs again may have written into its pages
+            if self._has_moved:  # it runs again, which is no hang, and may have written into its pages
+                self.base.chain.on_layer()
+            else:
                 self._move(plan)
             plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
             self._pause.begin(plan.pausable, plan.abandons)

@@ -27,11 +27,9 @@ class Reads(Protocol):
 
     def begin(self, stored: StoredVersion) -> None:
         """Queues a version to be read; `take` returns it afterwards."""
-        ...
 
     def take(self) -> list[tuple[StoredVersion, Outcome]]:
         """Returns versions read since the last call, each with its outcome or error."""
-        ...
 
 
 class Reader:

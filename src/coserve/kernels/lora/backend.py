@@ -41,11 +41,9 @@ class LoraBackend(Protocol[W]):
 
     def shrink(self, x: Tensor, weights: W) -> Any:
         """x [rows, in] times each row's A, in a layout of the backend's own."""
-        ...
 
     def expand_(self, h: Any, weights: W, y: Tensor) -> None:
         """y [rows, out] += scale · h Bᵀ, in place: the result of `shrink` times each row's B."""
-        ...
 
 
 class TrainingLoraBackend(LoraBackend[LoraWeights], Protocol):
@@ -54,7 +52,6 @@ class TrainingLoraBackend(LoraBackend[LoraWeights], Protocol):
     def backward(self, grad: Tensor, x: Tensor, weights: LoraWeights, grad_x: Tensor | None) -> Gradients:
         """Gradients of A and B from grad [rows, out] of the output. That of x [rows, in] is added to `grad_x`
         unless that is None."""
-        ...
 
 
 def or_zeros(found: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> list[Tensor]:

@@ -39,11 +39,9 @@ class Grader(Protocol):
 
     def check(self, item: Mapping[str, Any]) -> None:
         """Raises DataError for a record that cannot be graded."""
-        ...
 
     def grade(self, answer: str, item: Mapping[str, Any]) -> float:
         """The reward of an answer. Raises CoserveError where there is none."""
-        ...
 
 
 @dataclass(frozen=True)
