@@ -79,10 +79,17 @@ def _example(draws: random.Random, length: int) -> Example:
     return Example(tuple(tokens), (*tokens[1:], -100))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.local  # opens processes of its own
-@pytest.mark.parametrize(("executor", "bases"), [("local", 1), ("local", 2), ("remote", 1), ("remote", 2)])
+@pytest.mark.parametrize(
+    ("executor", "bases", "policy"),
+    [
+        *(("local", 1, "hybrid"), ("local", 2, "hybrid"), ("remote", 1, "hybrid"), ("remote", 2, "hybrid")),
+        ("local", 1, "spatial"),  # training beside answers
+    ],
+)
 def test_everything_is_as_with_memory_enough(
-    executor: str, bases: int, monkeypatch: pytest.MonkeyPatch
+    executor: str, bases: int, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork_executors(monkeypatch)
     run_short_here(monkeypatch)
@@ -91,7 +98,7 @@ def test_everything_is_as_with_memory_enough(
     seed = secrets.randbits(31)
     print(f"seed {seed}")
     tokens, losses, weights = Run(seed, bases).outcome()
-    run = Run(seed, bases, executor=executor)
+    run = Run(seed, bases, executor=executor, policy=policy)
     with short_memory(percent=30, seed=seed % 256):
         found = run.outcome()
     failed = [part for result in run.results for part in result.bases.values() if part.together_failed]

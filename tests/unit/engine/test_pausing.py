@@ -20,6 +20,7 @@ from coserve.core.sequence import Direction
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.completion import Completion
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Received
+from coserve.errors import TogetherFailed
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.schedule.policies.base import Allowance, View
 from coserve.train.example import Example
@@ -248,6 +249,19 @@ def test_only_the_steps_under_way_when_somebody_came_are_short() -> None:
     pause.begin(pausable=False)
     pause.passed()
     assert not pause.is_due
+
+
+def test_a_failure_waits_until_it_is_asked_for() -> None:
+    """Training beside answers goes on through further steps, which must not forget why it has stopped."""
+    pause = TrainingPause()
+
+    def fail() -> None:
+        raise TogetherFailed("no memory")
+
+    pause.begin(True)
+    assert not pause.ran(fail) and not pause.is_due
+    pause.begin(True)
+    assert isinstance(pause.take_failure(), TogetherFailed) and pause.take_failure() is None
 
 
 def test_who_bears_the_step_does_not_stop_it() -> None:

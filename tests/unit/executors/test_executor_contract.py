@@ -543,6 +543,21 @@ def test_commands_take_effect_after_the_plans_before_them(opened: Opened, draws:
     assert result is not None and result.updated[job].step == 1 and executor.collect() is None
 
 
+def test_a_command_waits_for_a_plan_that_runs_again(opened: Opened, draws: Random) -> None:
+    executor = opened.executor
+    if isinstance(getattr(executor, "worker", None), DeterministicWorker):
+        pytest.skip("its passes have always 16 rows, of whichever sequences")
+    asked = [sequence(draws) for _ in range(2)]
+    wanted = [answer(executor, replace(one, key=next(KEYS), output=[], told=None), 1) for one in asked]
+    with all_run_short(executor):
+        executor.launch(inference_plan([(one, 0, one.length) for one in asked]))
+        assert executor.call(ReadMemory()).base > 0, "nothing is raised"
+    result = executor.collect()
+    assert result is not None and result.together_failed
+    assert [[result.sampled[one.key].token] for one in asked] == wanted
+    executor.run(BasePlan(released=tuple(one.key for one in asked)))
+
+
 def test_limits_and_grammars_are_taken(opened: Opened) -> None:
     opened.executor.call(SetLimits(window_group_rows=128, activation_nbytes=1 << 20))
     opened.executor.call(CompileGrammar("whatever: no tokenizer was given"))
