@@ -297,7 +297,7 @@ class StepPlan:
         those of bases whose results are `awaited`."""
         has_rows = any(part.has_rows for part in parts.values())
         kept = {
-            base: replace(part, others_wait=has_rows and not part.has_rows)
+            base: replace(part, others_wait=True) if has_rows and not part.has_rows else part
             for base, part in parts.items()
             if not part.is_empty or base in awaited
         }

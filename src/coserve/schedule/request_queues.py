@@ -199,7 +199,7 @@ class RequestQueues:
         ended for long its copies are given up, so that nobody waits for a disk that hangs."""
         for cache in self.caches.values():
             copies = cache.swapping.copies
-            if copies.is_stuck(now):
+            if copies.is_stuck:
                 lost = {sequence.key: sequence for sequence in copies.owners.values()}
                 cache.swapping.tier.bar(now)
                 self.stats.swap_failures += len(lost)

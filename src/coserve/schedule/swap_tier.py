@@ -20,7 +20,7 @@ _OUTLIER: Final = 4.0  # bound on the ratio of measured to predicted seconds tha
 _FORGOTTEN: Final = 60.0  # seconds in which half of what a slow tier taught is forgotten: it is tried again
 _BARRED: Final = 60.0  # seconds without further copies after one that could not be written or read
 _PARTS: Final = 4  # copies that are written at once, where a sequence has more than fits into one
-_STUCK: Final = 10.0  # seconds in which no move has ended, after which nobody waits for one
+STUCK: Final = 10.0  # seconds of steps in which no move has ended, after which nobody waits for one
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class SwapCopies:
         self._dropped: dict[Name, int] = {}  # pages of copies that have room there until their moves have ended
         self._writing: dict[Name, int] = {}  # pages of moves that no result has told of
         self._reading: dict[Name, int] = {}
-        self._told = 0.0  # when a result last told of one, or the first one was planned
+        self._planned = self._waited = 0.0  # when the last plan was made; seconds in steps since a move ended
         tier.add(self)
 
     @property
@@ -205,9 +205,10 @@ class SwapCopies:
         if self.unwritten.pop(name, None) is not None:
             self.pool.free(_Unwritten(name))
 
-    def is_stuck(self, now: float) -> bool:
+    @property
+    def is_stuck(self) -> bool:
         """Tells whether no move has ended for long although some are under way."""
-        return self.are_moving and now > self._told + _STUCK
+        return self._waited > STUCK
 
     def is_unwritten(self, sequence: Sequence) -> bool:
         """Tells whether some pages of a sequence's copy are held until they are written."""
@@ -252,8 +253,7 @@ class SwapCopies:
     def take(self) -> Moves:
         """The plan's moves: a copy that it reads is no longer its sequence's, and parts of it that are not
         read are dropped."""
-        if not self.are_moving:
-            self._told = self._tier.now
+        self._planned = self._tier.now
         for sequence in {self.owners[name].key: self.owners[name] for name in self.moves.back}.values():
             copy, sequence.swapped = sequence.swapped, None
             for number in () if copy is None else copy.numbers:
@@ -267,8 +267,6 @@ class SwapCopies:
 
     def take_ended(self, moved: Moved, now: float) -> tuple[int, int]:
         """Lets go of what has been moved. Returns the pages written and read."""
-        if moved.out or moved.back:
-            self._told = now
         written, read = (
             {name: pages.pop(name) for name in names}
             for names, pages in ((moved.out, self._writing), (moved.back, self._reading))
@@ -282,6 +280,8 @@ class SwapCopies:
                 self.remove(name)
             elif sequence is not None and not sequence.loading:  # else its `SwapIn` fails, too
                 self._tier.on_failure(sequence)
+        has_waited = self.are_moving and not (written or read)
+        self._waited = self._waited + max(now - self._planned, 0.0) if has_waited else 0.0
         for name in self._dropped.keys() & (written.keys() | read.keys()):
             if not self.is_moving(name):
                 self._tier.used -= self._dropped.pop(name) * self.page_nbytes

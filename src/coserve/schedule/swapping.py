@@ -42,7 +42,7 @@ class Swapping:
         """Tells whether reading a sequence's copy takes less than computing its tokens from `start` on."""
         copy, adapter = sequence.swapped, sequence.request.adapter
         assert copy is not None, "it has been written"
-        if self.copies.is_stuck(self.tier.now):
+        if self.copies.is_stuck:
             return False
         computing = added_seconds(self.cost, sequence.virtual + start, copy.tokens - start, adapter)
         return self.seconds(copy.pages, self.tier.now)[1] < computing
