@@ -118,9 +118,11 @@ class World:
         swap_pages: int = 0,
         loses: int = 0,
         staged: int = 99,
+        seconds: float = 1e-9,
     ) -> None:
-        """The second tier has `swap_pages`, for copies and for long sequences; it costs nothing (or its
-        copies would never pay), and fails each `loses`-th move. Staging memory has room for `staged` pages."""
+        """The second tier has `swap_pages`, for copies and for long sequences; it is thought to cost nothing
+        (or its copies would never pay), takes `seconds` a page, and fails each `loses`-th move. There is room
+        to stage `staged` pages."""
         config = SchedulerConfig(
             layers=DEPTH,
             max_positions=27,
@@ -142,7 +144,7 @@ class World:
             BaseCache(config, self.pool, swapping, self.offloading), cost, make_policy(policy)
         )
         self.executor = AcrossBytes(
-            PAGE, vocabulary=VOCABULARY, swap_pages=swap_pages, swap_seconds=(1e-9, 1e-9), staged=staged,
+            PAGE, vocabulary=VOCABULARY, swap_pages=swap_pages, swap_seconds=(seconds, seconds), staged=staged,
             loses=lambda move: (
                 loses > 0 and not isinstance(move, InferenceSegment) and next(moves) % loses == 0
             ),
@@ -282,7 +284,10 @@ class World:
                 assert holder.swapped is not None and not holder.pages
         assert sum(isinstance(owner, int) for owner in self.pool.owners) == len(running)
         used = [s.swapped.pages for s in self.sequences if s.swapped is not None]
-        used += [self.offloading.used, len(copies.evictable)]
+        used += [self.offloading.used, sum(copies._dropped.values())]
+        used += [
+            copies._sizes[name] for name in {*copies.evictable, *(n for s in running for n in s.loading)}
+        ]
         assert self.it.tier.used == sum(used) <= self.it.tier.nbytes
         assert [self.pool.readers(page) for page in range(self.pool.pages)] == [
             read[page] for page in range(self.pool.pages)
@@ -309,11 +314,13 @@ anything = given(
     max_running=st.integers(2, 5),
     quantum=st.sampled_from([1e-3, 0.025, 1.0]),
     sharing=st.sampled_from([True, True, False]),
-    swap=st.sampled_from([(0, 0, 99), (3, 0, 99), (30, 0, 99), (30, 0, 1), (30, 2, 99), (30, 3, 2)]),
+    swap=st.sampled_from(
+        [(0, 0, 99), (3, 0, 99), (30, 0, 99), (30, 0, 1), (30, 2, 99), (30, 3, 2, 0.01), (30, 0, 1, 0.05)]
+    ),
     burst=bursts,
     script=st.lists(actions, max_size=25),
 )
-Swap = tuple[int, int, int]
+Swap = tuple[int, int, int] | tuple[int, int, int, float]
 
 
 @pytest.mark.sample(3)

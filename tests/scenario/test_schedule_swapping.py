@@ -36,7 +36,9 @@ class World:
         self.swapping = Swapping(cost, room, tier)
         self.it = Scheduler(BaseCache(config, self.pool, self.swapping), cost, make_policy(policy))
         self.swapping.copies.staged = staged
-        self.executor = ScriptedExecutor(PAGE, swap_pages=room, swap_seconds=(seconds, seconds), staged=staged)
+        self.executor = ScriptedExecutor(
+            PAGE, swap_pages=room, swap_seconds=(seconds, seconds), staged=staged
+        )
 
     def ask(
         self, prompt: int = 12, answer: int = 16, first: int = 0, newcomer: bool = False,
@@ -242,7 +244,7 @@ def test_a_newcomer_waits_for_no_copy_to_be_written() -> None:
 @pytest.mark.parametrize("way", ["writing", "reading"])
 @pytest.mark.parametrize("staged", [1, 4, 1000])
 def test_a_disk_that_hangs_holds_nobody_for_long(staged: int, way: str) -> None:
-    """Others go on at once. After ten seconds the copies are given up, and their pages go to whoever waits."""
+    """Others go on at once. After ten seconds copies are given up, and their pages go to whoever waits."""
     world = World(pages=20, staged=staged)
     never = (inf, FAST) if way == "writing" else (FAST, inf)
     world.executor._swap_seconds = never

@@ -147,7 +147,7 @@ class SwapCopies:
         self.evictable: OrderedDict[Hashable, None] = OrderedDict()
         self._tier = tier
         self._sizes: dict[Name, int] = {}  # pages of each copy in the tier
-        self._dropped: dict[Name, int] = {}  # pages of copies that have room there until their moves have ended
+        self._dropped: dict[Name, int] = {}  # that have room there until their moves have ended
         self._writing: dict[Name, int] = {}  # pages of moves that no result has told of
         self._reading: dict[Name, int] = {}
         self._planned = self._waited = 0.0  # when the last plan was made; seconds in steps since a move ended

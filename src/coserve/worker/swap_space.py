@@ -128,14 +128,15 @@ class SwapSpace:
 
     def _read_on(self) -> None:
         """Has the thread read the next copies as there is room for them in staging memory."""
-        reads = [move for move in self._moves if isinstance(move.plan, SwapIn) and not move.is_over]
-        staged = sum(self._nbytes(move.plan) for move in reads if move.job is not None)
-        for move in reads:
-            if move.job is None:
-                if 0 < staged > STAGED - self._nbytes(move.plan):
-                    return
-                staged += self._nbytes(move.plan)
-                move.job = self._submit(move, partial(self._get, move.plan))
+        staged = 0  # bytes that are there, or on their way
+        for move in self._moves:
+            if isinstance(move.plan, SwapIn) and not (move.job is None and move.is_over):
+                nbytes = len(move.plan.pages) * self._width(move.plan)
+                if move.job is None:
+                    if 0 < staged > STAGED - nbytes:
+                        return
+                    move.job = self._submit(move, partial(self._get, move.plan))
+                staged += nbytes
 
     def _advance(self, move: _Move) -> bool:
         """Tells whether a move has ended; one that has read fills its pages then."""
@@ -152,9 +153,6 @@ class SwapSpace:
 
     def _width(self, plan: SwapOut | SwapIn) -> int:
         return -(-self._places[plan.kind].page_nbytes // WORD) * WORD
-
-    def _nbytes(self, plan: SwapOut | SwapIn) -> int:
-        return len(plan.pages) * self._width(plan)
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
