@@ -31,7 +31,7 @@ def told(ended: Iterable[VirtualMove], failed: Container[SwapOut | SwapIn] = ())
     ways = [[move for move in ended if isinstance(move.plan, way)] for way in (SwapOut, SwapIn)]
     out, back = (tuple(move.plan.copy for move in way) for way in ways)
     lost = tuple(move.plan.copy for move in ended if move.plan in failed)
-    written, read = (sum(move.seconds for move in way) for way in ways)
+    written, read = (sum(move.seconds for move in way if not move.is_dropped) for way in ways)
     return Moved(out, back, lost, (written, read))
 
 

@@ -266,11 +266,13 @@ class SwapCopies:
         return moves
 
     def take_ended(self, moved: Moved, now: float) -> tuple[int, int]:
-        """Lets go of what has been moved. Returns the pages written and read."""
+        """Lets go of what has been moved. Returns the pages written and read, without those of copies that
+        failed or were dropped."""
         written, read = (
             {name: pages.pop(name) for name in names}
             for names, pages in ((moved.out, self._writing), (moved.back, self._reading))
         )
+        lost = {*moved.failed, *self._dropped}
         for name in written:
             if name not in moved.failed:
                 continue
@@ -294,6 +296,6 @@ class SwapCopies:
             if name in moved.failed:
                 self._tier.on_failure(sequence)
         return (
-            sum(pages for name, pages in written.items() if name not in moved.failed),
-            sum(pages for name, pages in read.items() if name not in moved.failed),
+            sum(pages for name, pages in written.items() if name not in lost),
+            sum(pages for name, pages in read.items() if name not in lost),
         )

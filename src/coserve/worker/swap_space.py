@@ -3,7 +3,7 @@ They are read instead of computed again."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -111,7 +111,7 @@ class SwapSpace:
             tuple(move.plan.copy for move in out),
             tuple(move.plan.copy for move in back),
             tuple(move.plan.copy for move in ended if move.error is not None),
-            (sum(move.seconds for move in out), sum(move.seconds for move in back)),
+            (_seconds(out), _seconds(back)),
         )
 
     def _write(self, move: _Move) -> None:
@@ -199,3 +199,8 @@ class SwapSpace:
     def _get(self, plan: SwapIn) -> Tensor:
         rows = self.store.get(plan.copy, plan.first, len(plan.pages))
         return rows if rows.is_cuda else rows.clone()  # the store's own memory
+
+
+def _seconds(moves: Iterable[_Move]) -> float:
+    """Seconds of moves; nobody learns from those that were dropped."""
+    return sum(move.seconds for move in moves if not move.is_dropped)
