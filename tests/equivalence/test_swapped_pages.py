@@ -215,8 +215,8 @@ def test_a_disk_that_blocks_for_ever_costs_nobody_an_answer(
         )  # fmt: skip
         engine = Engine(tiny("llama", torch.float64), config)
         last = engine if bases == 1 else engine.add_base("wide", tiny("llama", torch.float64, seed=3))
-        for cache in engine.scheduler.caches.values():
-            cache.swapping.copies.staged = staged
+        for base in engine.scheduler.caches:
+            engine.scheduler.caches[base].swapping.copies.staged = staged
         sampling = SamplingParams(max_tokens=16, ignore_eos=True)
         found = [engine.generate(prompt, sampling=sampling) for prompt in asked[:2]]
         while blocks and not (found[1].sequence.loading if verb == "get" else engine.stats().preemptions):

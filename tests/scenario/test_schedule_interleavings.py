@@ -144,7 +144,8 @@ class World:
             BaseCache(config, self.pool, swapping, self.offloading), cost, make_policy(policy)
         )
         self.executor = AcrossBytes(
-            PAGE, vocabulary=VOCABULARY, swap_pages=swap_pages, swap_seconds=(seconds, seconds), staged=staged,
+            PAGE, vocabulary=VOCABULARY, swap_pages=swap_pages, swap_seconds=(seconds, seconds),
+            staged=staged,
             loses=lambda move: (
                 loses > 0 and not isinstance(move, InferenceSegment) and next(moves) % loses == 0
             ),

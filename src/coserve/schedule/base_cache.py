@@ -1,7 +1,7 @@
 """The caches of an engine's bases: pages of each base's shape of keys and values, what they hold, and
 limits."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from coserve.core.request import BASE
 from coserve.core.sequence import Sequence
@@ -52,10 +52,6 @@ class BaseCaches:
     def __iter__(self) -> Iterator[str]:
         return iter(self._caches)
 
-    def values(self) -> Iterable[BaseCache]:
-        """The caches, in the order in which their bases were added."""
-        return self._caches.values()
-
     def __len__(self) -> int:
         return len(self._caches)
 
@@ -66,4 +62,4 @@ class BaseCaches:
     @property
     def has_unfilled(self) -> bool:
         """Tells whether the next plan fills pages with virtual tokens."""
-        return any(cache.prefixes.has_unfilled for cache in self.values())
+        return any(cache.prefixes.has_unfilled for cache in self._caches.values())

@@ -194,19 +194,6 @@ class RequestQueues:
                 return False
         return True
 
-    def move_on(self, now: float) -> None:
-        """Has the next plan copy pages that had no room in staging memory before. Where no move of a base has
-        ended for long its copies are given up, so that nobody waits for a disk that hangs."""
-        for cache in self.caches.values():
-            copies = cache.swapping.copies
-            if copies.is_stuck:
-                lost = {sequence.key: sequence for sequence in copies.owners.values()}
-                cache.swapping.tier.bar(now)
-                self.stats.swap_failures += len(lost)
-                for sequence in lost.values():
-                    self._lose_copy(sequence)
-            copies.write_on()
-
     def _give_up(self, cache: BaseCache) -> bool:
         """Drops the copy of which pages are still held to be written, as they are needed now; tells whether
         there was one."""

@@ -73,7 +73,7 @@ class SwapTier:
     """A tier of `nbytes`, whose first guess is `byte_seconds` a byte, one way. Copies of sequences have
     `numbers` of their own whatever their base, and those that nobody needs make room for any.
 
-    `on_failure` is called for sequences whose copy could not be written or read.
+    `on_failure` is called for sequences whose copy could not be written or read, or does not move.
     """
 
     def __init__(self, nbytes: int, byte_seconds: float = 0.0) -> None:
@@ -114,17 +114,13 @@ class SwapTier:
         moved = list(moved)
         pages = [(copies, copies.take_ended(its, now)) for copies, its in moved]
         if any(its.failed for _, its in moved):
-            self.bar(now)
+            self.barred_until = now + _BARRED
         else:
             out = sum(copies.page_nbytes * written for copies, (written, _) in pages)
             back = sum(copies.page_nbytes * read for copies, (_, read) in pages)
             self.writing.observe(out, sum(its.seconds[0] for _, its in moved), now)
             self.reading.observe(back, sum(its.seconds[1] for _, its in moved), now)
         return sum(written for _, (written, _) in pages), sum(read for _, (_, read) in pages)
-
-    def bar(self, now: float) -> None:
-        """Has nothing written for a while, as the disk may be full."""
-        self.barred_until = now + _BARRED
 
 
 class SwapCopies:
@@ -282,8 +278,6 @@ class SwapCopies:
                 self.remove(name)
             elif sequence is not None and not sequence.loading:  # else its `SwapIn` fails, too
                 self._tier.on_failure(sequence)
-        has_waited = self.are_moving and not (written or read)
-        self._waited = self._waited + max(now - self._planned, 0.0) if has_waited else 0.0
         for name in self._dropped.keys() & (written.keys() | read.keys()):
             if not self.is_moving(name):
                 self._tier.used -= self._dropped.pop(name) * self.page_nbytes
@@ -294,6 +288,12 @@ class SwapCopies:
             self._forget(name)
             sequence.loading = tuple(other for other in sequence.loading if other != name)
             if name in moved.failed:
+                self._tier.on_failure(sequence)
+        has_waited = self.are_moving and not (written or read)
+        self._waited = self._waited + max(now - self._planned, 0.0) if has_waited else 0.0
+        if self.is_stuck:  # nobody waits for a disk that hangs
+            self._tier.barred_until = now + _BARRED
+            for sequence in {one.key: one for one in self.owners.values()}.values():
                 self._tier.on_failure(sequence)
         return (
             sum(pages for name, pages in written.items() if name not in lost),
