@@ -65,6 +65,8 @@ class TwoBases:
 
     def step(self) -> list[Event]:
         plan = self.it.plan(self.now)
+        for executor in self.executors.values():
+            executor.now = self.now
         result = self.executor.run(plan)
         self.plans.append(plan)
         self.results.append(result)

@@ -61,7 +61,7 @@ def expect_alike(found: Completion, wanted: Completion, dtype: str = "float32") 
 
 
 def expect_alike_top(found: dict[int, float], wanted: dict[int, float], dtype: str) -> None:
-    """Compares by rank, as two tokens that are closer than the tolerance may change places, in and out of the top."""
+    """Compares by rank, as two tokens closer than the tolerance may change places, in and out of the top."""
     assert sorted(found.values()) == pytest.approx(sorted(wanted.values()), **CLOSE[dtype])
     for token in found.keys() & wanted.keys():
         assert found[token] == pytest.approx(wanted[token], **CLOSE[dtype])
@@ -244,6 +244,22 @@ def test_pages_move_into_the_room_of_a_sequence_that_has_ended() -> None:
         while result.moved == Moved():
             result = worker.run(BasePlan())
         assert (result.moved.out, result.moved.failed) == ((name,), failed)
+
+
+@pytest.mark.local
+def test_a_step_without_rows_waits_for_a_move_unless_another_base_has_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker: Any = engine_of(FEW).executor.worker
+    waited = list[float]()
+    monkeypatch.setattr(
+        worker._swap_space,
+        "take",
+        lambda seconds: waited.append(seconds) or Moved(),  # type: ignore[func-returns-value]
+    )
+    for others_wait in (False, True):
+        worker.run(BasePlan(others_wait=others_wait))
+    assert waited[0] > 0.0 == waited[1]
 
 
 def test_an_eight_bit_cache_leaves_them_exact() -> None:

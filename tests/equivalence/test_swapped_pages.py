@@ -5,16 +5,19 @@ import os
 import random
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
+from coserve.schedule import swap_tier
 from coserve.schedule.swap_tier import Rate
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
@@ -185,6 +188,57 @@ def test_answers_go_on_while_a_disk_takes_nothing(monkeypatch: pytest.MonkeyPatc
     waited.clear()
     monkeypatch.setattr(ScratchStore, "put", blocked)
     assert answers(blocks=True) == plain
+
+
+@pytest.mark.local  # blocks this process's disk
+@pytest.mark.parametrize("bases", [1, 2])
+@pytest.mark.parametrize("staged", [1, 1000])
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_a_disk_that_blocks_for_ever_costs_nobody_an_answer(
+    verb: str, staged: int, bases: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies for which staging memory has room or not; a long sequence enters meanwhile, and has keys and
+    values elsewhere, and the sequence whose copy does not move is computed again."""
+    is_free, real, waited = threading.Event(), getattr(ScratchStore, verb), list[bool]()
+    draws = random.Random(f"blocked {verb}")
+    asked = prompts(draws, [12, 12, 9, 96, 11])
+
+    def blocked(store: ScratchStore, name: Any, *rest: Any) -> Any:
+        if not isinstance(name, tuple):  # a copy
+            waited.append(is_free.wait(30))
+        return real(store, name, *rest)
+
+    def answers(blocks: bool) -> list[list[int]]:
+        config = EngineConfig(
+            calibrate=False, page_size=PAGE, cache_tokens=10 * PAGE if blocks else 1024, dtype="float64",
+            prefix_sharing=False,
+        )  # fmt: skip
+        engine = Engine(tiny("llama", torch.float64), config)
+        last = engine if bases == 1 else engine.add_base("wide", tiny("llama", torch.float64, seed=3))
+        for base in engine.scheduler.caches:
+            engine.scheduler.caches[base].swapping.copies.staged = staged
+        sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+        found = [engine.generate(prompt, sampling=sampling) for prompt in asked[:2]]
+        while blocks and not (found[1].sequence.loading if verb == "get" else engine.stats().preemptions):
+            engine.step()
+        found += [engine.generate(prompt, sampling=sampling) for prompt in asked[2:4]]
+        found.append(last.generate(asked[4], sampling=sampling))
+        until = time.monotonic() + 20
+        while any(one.finish_reason is None for one in found) and time.monotonic() < until:
+            engine.step()
+        assert waited == [], "no step has waited for the disk, and no call of it has returned"
+        if blocks:
+            assert found[3].sequence.offloaded and engine.stats().recomputed_tokens
+            assert engine.stats().free_pages == engine.stats().pages
+        return [one.tokens for one in found]
+
+    plain = answers(blocks=False)
+    monkeypatch.setattr(swap_tier, "STUCK", 0.3)
+    monkeypatch.setattr(ScratchStore, verb, blocked)
+    try:
+        assert answers(blocks=True) == plain
+    finally:
+        is_free.set()
 
 
 # Failures

@@ -118,9 +118,12 @@ class World:
         sharing: bool = True,
         swap_pages: int = 0,
         loses: int = 0,
+        staged: int = 99,
+        seconds: float = 1e-9,
     ) -> None:
-        """The second tier has `swap_pages`, for copies and for long sequences; it costs nothing (or its
-        copies would never pay), and fails each `loses`-th move."""
+        """The second tier has `swap_pages`, for copies and for long sequences; it is thought to cost nothing
+        (or its copies would never pay), takes `seconds` a page, and fails each `loses`-th move. There is room
+        to stage `staged` pages."""
         config = SchedulerConfig(
             layers=DEPTH,
             max_positions=27,
@@ -136,12 +139,14 @@ class World:
         self.pool = PagePool(pages, PAGE)
         cost, moves = CostModel(), count(1)
         swapping = Swapping(cost, swap_pages)
+        swapping.copies.staged = staged
         self.offloading = Offloading(swapping.tier, pages + 1, swap_pages, PAGE)
         self.it = Scheduler(
             BaseCache(config, self.pool, swapping, self.offloading), cost, make_policy(policy)
         )
         self.executor = AcrossBytes(
-            PAGE, vocabulary=VOCABULARY, swap_pages=swap_pages, swap_seconds=(1e-9, 1e-9),
+            PAGE, vocabulary=VOCABULARY, swap_pages=swap_pages, swap_seconds=(seconds, seconds),
+            staged=staged,
             loses=lambda move: (
                 loses > 0 and not isinstance(move, InferenceSegment) and next(moves) % loses == 0
             ),
@@ -275,16 +280,22 @@ class World:
             read.update(owned)
             mine = sequence.pages[(sequence.virtual + sequence.computed) // PAGE :]
             assert not any(self.pool.is_named(page) or self.pool.readers(page) > 1 for page in mine)
+        copies = self.it.caches.first.swapping.copies
+        unwritten = {name: copies.owners[name] for name in copies.unwritten}
         for owner, owned in self.pool.owners.items():
-            if not isinstance(owner, int):  # beginnings that are held for swapped sequences
+            if not isinstance(owner, int):  # beginnings and ends that are held for swapped sequences
                 read.update(owned)
-                holder = next(s for s in self.sequences if s.key == owner.key)  # type: ignore[attr-defined]
+                copy = getattr(owner, "copy", None)
+                key = owner.key if copy is None else unwritten[copy].key  # type: ignore[attr-defined]
+                holder = next(s for s in self.sequences if s.key == key)
                 assert holder.swapped is not None and not holder.pages
         assert sum(isinstance(owner, int) for owner in self.pool.owners) == len(running)
-        copies = [s.swapped.pages for s in self.sequences if s.swapped is not None]
-        swapped = self.it.caches.first.swapping.copies
-        copies += [self.offloading.used, len(swapped.evictable)]
-        assert self.it.tier.used == sum(copies) <= self.it.tier.nbytes
+        used = [s.swapped.pages for s in self.sequences if s.swapped is not None]
+        used += [self.offloading.used, sum(copies._dropped.values())]
+        used += [
+            copies._sizes[name] for name in {*copies.evictable, *(n for s in running for n in s.loading)}
+        ]
+        assert self.it.tier.used == sum(used) <= self.it.tier.nbytes
         assert [self.pool.readers(page) for page in range(self.pool.pages)] == [
             read[page] for page in range(self.pool.pages)
         ]
@@ -310,11 +321,13 @@ anything = given(
     max_running=st.integers(2, 5),
     quantum=st.sampled_from([1e-3, 0.025, 1.0]),
     sharing=st.sampled_from([True, True, False]),
-    swap=st.sampled_from([(0, 0), (3, 0), (30, 0), (30, 0), (30, 2), (30, 3)]),
+    swap=st.sampled_from(
+        [(0, 0, 99), (3, 0, 99), (30, 0, 99), (30, 0, 1), (30, 2, 99), (30, 3, 2, 0.01), (30, 0, 1, 0.05)]
+    ),
     burst=bursts,
     script=st.lists(actions, max_size=25),
 )
-Swap = tuple[int, int]
+Swap = tuple[int, int, int] | tuple[int, int, int, float]
 
 
 @pytest.mark.sample(3)
@@ -357,7 +370,7 @@ def test_a_page_that_virtual_tokens_begin_is_read_whole_from_the_second_tier() -
     other = {"prompt": [0], "adapter": None}
     rest = {"answer": 1, "minimum": 0, "scored": False, "scope": "", "slo": SLO()}
     script = [("submit", {**one, **rest}) for one in (other, own, other, own)]
-    check("hybrid", 4, 2, 1e-3, True, (3, 0), script, [])
+    check("hybrid", 4, 2, 1e-3, True, (3, 0, 99), script, [])
 
 
 def check(

@@ -1,6 +1,7 @@
 """The scheduler with a second tier: it moves what is cheaper to move, and computes the rest again."""
 
 from itertools import pairwise
+from math import inf
 
 import pytest
 
@@ -23,18 +24,21 @@ PAGE, FAST, SLOW = 4, 1e-6, 1e-1  # seconds a page; a row takes 1e-4
 
 class World:
     """Requests on few pages, beside a tier of `room` pages; each takes `seconds` there, of which `guess` was
-    thought before."""
+    thought before. Staging memory has room for `staged` pages."""
 
     def __init__(
         self, pages: int = 10, room: int = 100, seconds: float = FAST, guess: float | None = None,
-        sharing: bool = False, policy: str = "hybrid",
+        sharing: bool = False, policy: str = "hybrid", staged: int = 1000,
     ) -> None:  # fmt: skip
         self.pool, cost = PagePool(pages, PAGE), CostModel()
         config = SchedulerConfig(2, 96, prefix_sharing=sharing)
         tier = SwapTier(room, seconds if guess is None else guess)
         self.swapping = Swapping(cost, room, tier)
         self.it = Scheduler(BaseCache(config, self.pool, self.swapping), cost, make_policy(policy))
-        self.executor = ScriptedExecutor(PAGE, swap_pages=room, swap_seconds=(seconds, seconds))
+        self.swapping.copies.staged = staged
+        self.executor = ScriptedExecutor(
+            PAGE, swap_pages=room, swap_seconds=(seconds, seconds), staged=staged
+        )
 
     def ask(
         self, prompt: int = 12, answer: int = 16, first: int = 0, newcomer: bool = False,
@@ -57,11 +61,7 @@ class World:
             if not self.it.has_work:
                 break
             self.executor.step(self.it)
-        for sequence in asked:
-            tokens = [*sequence.request.prompt]
-            for _ in range(sequence.request.sampling.max_tokens):
-                tokens.append(next_token(tokens, 1000))
-            assert [*sequence.request.prompt, *sequence.output] == tokens
+        assert all(map(answered, asked))
         assert self.pool.free_count == self.pool.pages
         assert self.swapping.copies.used == len(self.swapping.copies.evictable) == len(self.executor._copies)
 
@@ -78,6 +78,14 @@ class World:
         first, second = self.ask(first=100), self.ask(first=200)
         self.until_preempted(second)
         return first, second
+
+
+def answered(sequence: Sequence) -> bool:
+    """Tells whether an answer is what it would be alone."""
+    tokens = [*sequence.request.prompt]
+    for _ in range(sequence.request.sampling.max_tokens):
+        tokens.append(next_token(tokens, 1000))
+    return tokens == [*sequence.request.prompt, *sequence.output]
 
 
 def test_a_fast_tier_saves_computing_again() -> None:
@@ -168,6 +176,90 @@ def test_steps_of_others_go_on_while_pages_move() -> None:
     assert world.outs and max(after - before for before, after in pairwise(times)) < 0.015
     world.finish(first, second)
     assert world.backs and world.it.stats.recomputed_tokens == 0
+
+
+# Copies for which staging memory has no room at once
+
+
+@pytest.mark.parametrize("staged", [1, 4, 9])
+def test_a_long_copy_is_written_in_parts_beside_steps(staged: int) -> None:
+    """Its pages are held until their part is begun, and all come back."""
+    world = World(pages=20, seconds=0.01, guess=FAST, staged=staged)
+    first, second = world.ask(20, 36, first=100), world.ask(20, 30, first=200)
+    world.until_preempted(second)
+    assert second.swapped is not None
+    held = len(world.swapping.copies.unwritten)
+    assert held and world.pool.free_count + second.swapped.pages + len(first.pages) > world.pool.pages
+    times = list[float]()
+    while first.finish_reason is None:
+        world.executor.step(world.it)
+        times.append(world.executor.now)
+    assert max(after - before for before, after in pairwise(times)) < 0.015, "no step waits for a page"
+    world.finish(first, second)
+    parts = max(staged // 4, 1)
+    assert {len(out.pages) for out in world.outs[:-1]} <= {parts} and len(world.outs) > held
+    assert sum(len(one.pages) for one in world.outs) == sum(len(one.pages) for one in world.backs)
+    assert world.it.stats.recomputed_tokens == 0
+
+
+def test_parts_that_are_still_there_are_not_read() -> None:
+    """Full pages have names, and are found after the sequence that needed them has gone."""
+    world = World(pages=10, sharing=True, staged=4)
+    first, second = world.pair()
+    copy = second.swapped
+    assert copy is not None and len(copy.numbers) > 2
+    world.it.requests.cancel(first.key)
+    world.finish(second)
+    read = {back.copy for back in world.backs}
+    assert read and read < {*copy.numbers}, "a whole part is dropped, as nobody needs it"
+    assert world.it.stats.recomputed_tokens == 0
+
+
+def test_a_copy_is_given_up_where_others_need_its_pages_before_they_are_written() -> None:
+    """The one that grows waits for no disk, and preempts nobody else."""
+    world = World(pages=10, seconds=10.0, guess=FAST, staged=1)
+    first, second = world.pair()
+    assert world.swapping.copies.unwritten and second.swapped is not None
+    while first.finish_reason is None:
+        before = world.executor.now
+        world.executor.step(world.it)
+        assert world.executor.now - before < 0.015
+    assert second.swapped is None and not world.swapping.copies.unwritten
+    assert (first.preemptions, second.preemptions) == (0, 1)
+    world.finish(first, second)
+
+
+def test_a_newcomer_waits_for_no_copy_to_be_written() -> None:
+    world = World(pages=20, seconds=1.0, guess=FAST, staged=4)
+    old = world.ask(56, 8, first=100)
+    while len(old.output) < 2:
+        world.executor.step(world.it)
+    began, newcomer = world.executor.now, world.ask(56, 4, first=300, newcomer=True)
+    while newcomer.finish_reason is None:
+        world.executor.step(world.it)
+    assert old.preemptions == 1 and world.executor.now - began < 0.2
+    world.finish(old, newcomer)
+
+
+@pytest.mark.parametrize("way", ["writing", "reading"])
+@pytest.mark.parametrize("staged", [1, 4, 1000])
+def test_a_disk_that_hangs_holds_nobody_for_long(staged: int, way: str) -> None:
+    """Others go on at once. After ten seconds copies are given up, and their pages go to whoever waits."""
+    world = World(pages=20, staged=staged)
+    never = (inf, FAST) if way == "writing" else (FAST, inf)
+    world.executor._swap_seconds = never
+    first, second = world.ask(20, 36, first=100), world.ask(20, 30, first=200)
+    world.until_preempted(second)
+    while first.finish_reason is None:
+        before = world.executor.now
+        world.executor.step(world.it)
+        assert world.executor.now - before < 0.015
+    third, began = world.ask(60, 8, first=600), world.executor.now
+    while not (second.is_finished and third.is_finished):
+        world.executor.step(world.it)
+        assert world.executor.now - began < 11
+    assert world.it.stats.recomputed_tokens, "not what the disk has"
+    assert all(map(answered, (first, second, third))) and world.pool.free_count == world.pool.pages
 
 
 def test_a_copy_that_is_read_slower_than_computed_is_computed() -> None:

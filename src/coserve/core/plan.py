@@ -158,8 +158,9 @@ class CopyKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SwapOut:
     """Copies `pages` to the second tier as they are before the plan's rows. The name `copy` is the hash of a
-    cached page's tokens, or a sequence's number for a copy that nobody else can read. It is used again only
-    once `Moved` has told of its last move."""
+    cached page's tokens, or a number for a part of a sequence, which nobody else can read. It is used again
+    only once `Moved` has told of its last move. Copies that `Moved` has not told of have `STAGED` bytes at
+    most, or are one alone."""
 
     copy: int | bytes
     pages: tuple[int, ...]
@@ -224,7 +225,8 @@ class BasePlan:
 
     Pages move to and from the second tier (host memory beside a GPU, a file beside a CPU) beside this step
     and later ones, in the order of the plans: the copies `swap_dropped` are dropped, `swap_out` is written,
-    then `swap_in` read.
+    then `swap_in` read. A step without rows waits a little for a move to end, unless `others_wait`: rows of
+    another base.
     """
 
     inference: tuple[InferenceSegment, ...] = ()
@@ -244,6 +246,7 @@ class BasePlan:
     swap_out: tuple[SwapOut, ...] = ()
     swap_in: tuple[SwapIn, ...] = ()
     swap_dropped: tuple[int | bytes, ...] = ()
+    others_wait: bool = False
 
     @property
     def pausable(self) -> bool:
@@ -310,7 +313,12 @@ class StepPlan:
     def of(cls, parts: Mapping[str, BasePlan], awaited: Container[str] = ()) -> "StepPlan":
         """From the parts of all bases, of which the empty ones are left out while there is another, but for
         those of bases whose results are `awaited`."""
-        kept = {base: part for base, part in parts.items() if not part.is_empty or base in awaited}
+        has_rows = any(part.has_rows for part in parts.values())
+        kept = {
+            base: replace(part, others_wait=True) if has_rows and not part.has_rows else part
+            for base, part in parts.items()
+            if not part.is_empty or base in awaited
+        }
         return cls(kept or dict([*parts.items()][:1]))
 
     @property

@@ -61,10 +61,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SwapCopy:
-    """Pages of a preempted sequence in the second tier, as copy `number`: `pages` of its block table from
-    `first` on. With those before them they hold its first `tokens` tokens."""
+    """Pages of a preempted sequence in the second tier: `pages` of its block table from `first` on, of which
+    the copies `numbers` have `each` in turn, the last one the rest. With the pages before them they hold its
+    first `tokens` tokens."""
 
-    number: int
+    numbers: tuple[int, ...]
+    each: int
     first: int
     pages: int
     tokens: int

@@ -53,8 +53,8 @@ class ScriptedExecutor(VirtualClock, Executor):
     `seconds` gives a plan's duration (by default an untrained cost model's), `host` the time that passes
     beside it until its result is applied. A job in `failures` fails as soon as it has something to run. The
     second tier has room for `swap_pages`; writing and reading one there takes `swap_seconds`, and fails for
-    copies, and segments of offloaded sequences, of which `loses` is true. `reads` gives what the plan that
-    has just run read of a streamed base's weights.
+    copies, and segments of offloaded sequences, of which `loses` is true. Staging memory has room for
+    `staged` pages. `reads` gives what the plan that has just run read of a streamed base's weights.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         swap_seconds: tuple[float, float] = (1e-4, 1e-4),
         loses: Callable[[SwapOut | SwapIn | InferenceSegment], bool] = lambda move: False,
         reads: Callable[[], WeightReads] = WeightReads,
+        staged: int = sys.maxsize,
     ) -> None:
         super().__init__(seconds or CostModel().predict, plans_ahead, swap_seconds=swap_seconds)
         self.plans: list[BasePlan] = []
@@ -77,7 +78,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         self._page_size = page_size
         self._host = host
         self._reads = reads
-        self._swap_pages, self._loses = swap_pages, loses
+        self._swap_pages, self._loses, self._staged = swap_pages, loses, staged
         self._copies: dict[int | bytes, list[list[int | None]]] = {}  # pasts of each page's slots
         self._vocabulary = vocabulary
         self._failures = dict(failures or {})
@@ -163,6 +164,9 @@ class ScriptedExecutor(VirtualClock, Executor):
             self._copies[out.copy] = [
                 [self._cache.get((page, slot)) for slot in range(self._page_size)] for page in out.pages
             ]
+        outs = [move.plan for move in self._moves if isinstance(move.plan, SwapOut)] + [*plan.swap_out]
+        waiting = sum(len(out.pages) for out in outs)
+        assert waiting <= self._staged or len(outs) == 1, "a step would wait for staging memory"
         held = sum(map(len, self._copies.values()))
         assert held <= self._swap_pages, "more pages than the second tier has"
         for back in plan.swap_in:

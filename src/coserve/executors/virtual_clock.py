@@ -4,12 +4,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Final
 
 from coserve.core.events import Event
 from coserve.core.plan import BasePlan, BaseResult, Moved, StepResult, SwapIn, SwapOut, TrainingSegment
 from coserve.core.request import BASE
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.scheduler import Scheduler
+
+_NAP: Final = 0.001  # seconds that a step without rows waits for a move that never ends
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +31,7 @@ def told(ended: Iterable[VirtualMove], failed: Container[SwapOut | SwapIn] = ())
     ways = [[move for move in ended if isinstance(move.plan, way)] for way in (SwapOut, SwapIn)]
     out, back = (tuple(move.plan.copy for move in way) for way in ways)
     lost = tuple(move.plan.copy for move in ended if move.plan in failed)
-    written, read = (sum(move.seconds for move in way) for way in ways)
+    written, read = (sum(move.seconds for move in way if not move.is_dropped) for way in ways)
     return Moved(out, back, lost, (written, read))
 
 
@@ -103,16 +107,17 @@ class VirtualClock(ABC):
         self._pausing = False
 
     def _move(self, plan: BasePlan, seconds: float) -> tuple[float, list[VirtualMove]]:
-        """Begins the moves of a plan that takes so many seconds, or as long as a move where it has no rows.
-        Returns its seconds and the moves that end meanwhile."""
+        """Begins the moves of a plan that takes so many seconds, or as long as a move where its step has no
+        rows. Returns its seconds and the moves that end meanwhile."""
         for move in self._moves:
             move.is_dropped |= move.plan.copy in plan.swap_dropped
         for one in plan.moves:
             began = max(self._moves[-1].ends, self.now) if self._moves else self.now
             taken = len(one.pages) * self._swap_seconds[isinstance(one, SwapIn)]
             self._moves.append(VirtualMove(one, began + taken, taken))
-        if self._moves and not plan.has_rows:
-            seconds = max(seconds, self._moves[0].ends - self.now)
+        if self._moves and not (plan.has_rows or plan.others_wait):
+            left = self._moves[0].ends - self.now
+            seconds = max(seconds, left if isfinite(left) else _NAP)
         ended = [move for move in self._moves if move.ends <= self.now + seconds]
         self._moves = deque(move for move in self._moves if move not in ended)
         return seconds, ended

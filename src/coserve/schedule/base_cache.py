@@ -30,6 +30,7 @@ class BaseCache:
         none may be longer than all pages."""
         self.config, self.pages = config, pages
         self.swapping = swapping or Swapping(CostModel())
+        self.swapping.copies.pool = pages
         self.prefixes = Prefixes(pages, config.prefix_sharing, SwappedPrefixes(self.swapping, pages))
         self.offloading = offloading or Offloading(self.swapping.tier)
 

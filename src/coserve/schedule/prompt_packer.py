@@ -52,6 +52,8 @@ class PromptPacker:
             return False  # those with pages may come later in the line
         if not sequence.pages:  # sequences before it may have taken its cached pages
             self.queues.look_up(sequence)
+        if cache.swapping.copies.is_unwritten(sequence):
+            return False
         if sequence.swapped is None and not cache.prefixes.reads(sequence):
             return True
         return not is_closed and self._enter(sequence) and not sequence.loading

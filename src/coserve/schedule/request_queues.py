@@ -120,6 +120,8 @@ class RequestQueues:
             return cache.offloading.enter(sequence)
         tokens = min(sequence.length + 1, sequence.longest - 1)
         while not cache.prefixes.enter(sequence, tokens):
+            if is_new(sequence) and self._give_up(cache):
+                continue
             if self._resident(sequence.request.base) or not cache.prefixes.held.let_all_go():
                 return False
         if sequence.filled and not sequence.loading:
@@ -138,10 +140,13 @@ class RequestQueues:
             if sequence.offloaded:
                 self.enter(sequence, now)
                 continue
-            base, pages = sequence.request.base, self.caches.of(sequence).pages
+            cache, base = self.caches.of(sequence), sequence.request.base
+            if cache.swapping.copies.is_unwritten(sequence):
+                continue
             others = [one for one in self._resident(base) if not one.request.newcomer]
-            needed = pages.pages_for(sequence.virtual + sequence.length + 1)
-            if needed > pages.free_count + sum(len(one.pages) - one.shared for one in others):
+            needed = cache.pages.pages_for(sequence.virtual + sequence.length + 1)
+            free = cache.pages.free_count + sum(map(len, cache.swapping.copies.unwritten.values()))
+            if needed > free + sum(len(one.pages) - one.shared for one in others):
                 continue
             while not self.enter(sequence, now) and others:
                 self.preempt(others.pop(), now)
@@ -178,6 +183,8 @@ class RequestQueues:
             if taken is not None:
                 sequence.pages.extend(taken)
                 return True
+            if self._give_up(cache):
+                continue
             resident = self._resident(sequence.request.base)
             if len(resident) == 1 and cache.prefixes.held.let_all_go():
                 continue
@@ -186,6 +193,15 @@ class RequestQueues:
             if last is sequence:
                 return False
         return True
+
+    def _give_up(self, cache: BaseCache) -> bool:
+        """Drops the copy of which pages are still held to be written, as they are needed now; tells whether
+        there was one."""
+        copies = cache.swapping.copies
+        if copies.unwritten:
+            self._drop_copy(copies.owners[next(iter(copies.unwritten))])
+            return True
+        return False
 
     def _resident(self, base: str) -> list[Sequence]:
         """Running sequences with pages of a base on the device."""

@@ -132,6 +132,8 @@ class Scheduler:
     def _plan(self, now: float) -> StepPlan:
         builder = PlanBuilder(now)
         self.tier.now = now
+        for base in self.caches:
+            self.caches[base].swapping.copies.write_on()
         self._queues.look_up()
         jobs, starving = self.training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)

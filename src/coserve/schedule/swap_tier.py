@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 from coserve.core.plan import STAGED, Moved, SwapIn, SwapOut
 from coserve.core.sequence import Sequence
+from coserve.memory.pages import PagePool
 from coserve.schedule.newcomers import INFINITE
 
 Name: TypeAlias = int | bytes  # of a copy
@@ -18,6 +19,8 @@ _MEMORY: Final = 0.25  # weight of a measurement in the running mean
 _OUTLIER: Final = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
 _FORGOTTEN: Final = 60.0  # seconds in which half of what a slow tier taught is forgotten: it is tried again
 _BARRED: Final = 60.0  # seconds without further copies after one that could not be written or read
+_PARTS: Final = 4  # copies that are written at once, where a sequence has more than fits into one
+STUCK: Final = 10.0  # seconds of steps in which no move has ended, after which nobody waits for one
 
 
 @dataclass(slots=True)
@@ -47,6 +50,13 @@ class Rate:
         self.measured_at = now
 
 
+@dataclass(frozen=True, slots=True)
+class _Unwritten:
+    """The owner of pages that are held until there is room to stage their copy."""
+
+    copy: Name
+
+
 @dataclass(slots=True)
 class Moves:
     """Copies of a base's pages that the plan under construction makes, reads and drops, by their names."""
@@ -63,7 +73,7 @@ class SwapTier:
     """A tier of `nbytes`, whose first guess is `byte_seconds` a byte, one way. Copies of sequences have
     `numbers` of their own whatever their base, and those that nobody needs make room for any.
 
-    `on_failure` is called for sequences whose copy could not be written or read.
+    `on_failure` is called for sequences whose copy could not be written or read, or does not move.
     """
 
     def __init__(self, nbytes: int, byte_seconds: float = 0.0) -> None:
@@ -87,8 +97,7 @@ class SwapTier:
     @property
     def room(self) -> int:
         """Bytes that copies can have."""
-        unneeded = sum(len(copies.evictable) * copies.page_nbytes for copies in self._copies)
-        return self.nbytes - self.used + unneeded
+        return self.nbytes - self.used + sum(copies.unneeded for copies in self._copies)
 
     def make_room(self, nbytes: int) -> bool:
         """Evicts copies that nobody needs until `nbytes` are free, of the base that has most of them; False,
@@ -96,14 +105,14 @@ class SwapTier:
         if nbytes > self.room:
             return False
         while nbytes > self.nbytes - self.used:
-            max(self._copies, key=lambda copies: len(copies.evictable) * copies.page_nbytes).evict()
+            max(self._copies, key=lambda copies: copies.unneeded).evict()
         return True
 
     def apply(self, moved: Iterable[tuple["SwapCopies", Moved]], now: float) -> tuple[int, int]:
         """Applies the moves of each base's copies that have ended: sequences whose pages were read run from
         now on. Returns the pages written and read, without those that failed."""
         moved = list(moved)
-        pages = [(copies, copies.take_ended(its)) for copies, its in moved]
+        pages = [(copies, copies.take_ended(its, now)) for copies, its in moved]
         if any(its.failed for _, its in moved):
             self.barred_until = now + _BARRED
         else:
@@ -117,23 +126,43 @@ class SwapTier:
 class SwapCopies:
     """Copies of a base's pages in a tier, which has room for at most `pages` of them, of `page_nbytes` each.
     They are those of sequences, the `owners`, and those of cached pages, the least recently used first, which
-    are `evictable`: they make room for others, of any base. Plans move them beside steps."""
+    are `evictable`: they make room for others, of any base.
+
+    Plans move them beside steps, and write no more at a time than `staged` pages, or one copy: no step waits
+    for a copy to be written. A sequence with more than `most` pages has several copies. Pages of which no
+    copy has been begun yet, the `unwritten` ones, are held in the `pool`.
+    """
 
     def __init__(self, tier: SwapTier, pages: int, page_nbytes: int) -> None:
         self.pages, self.page_nbytes = pages, page_nbytes
+        self.staged = STAGED // page_nbytes
+        self.pool = PagePool(0, 1)
         self.moves = Moves()
         self.owners: dict[Name, Sequence] = {}  # by copy, until it is read or dropped
+        self.unwritten: dict[Name, tuple[int, ...]] = {}
         self.evictable: OrderedDict[Hashable, None] = OrderedDict()
         self._tier = tier
         self._sizes: dict[Name, int] = {}  # pages of each copy in the tier
+        self._dropped: dict[Name, int] = {}  # that have room there until their moves have ended
         self._writing: dict[Name, int] = {}  # pages of moves that no result has told of
         self._reading: dict[Name, int] = {}
+        self._planned = self._waited = 0.0  # when the last plan was made; seconds in steps since a move ended
         tier.add(self)
 
     @property
     def used(self) -> int:
         """Pages of all copies."""
         return sum(self._sizes.values())
+
+    @property
+    def most(self) -> int:
+        """Most pages of one copy."""
+        return max(self.staged // _PARTS, 1)
+
+    @property
+    def unneeded(self) -> int:
+        """Bytes of copies that can be evicted. What is being written has its room until that has ended."""
+        return (len(self.evictable) - len(self.evictable.keys() & self._writing.keys())) * self.page_nbytes
 
     @property
     def room(self) -> int:
@@ -146,16 +175,41 @@ class SwapCopies:
 
     def evict(self) -> None:
         """Drops the least recently used copy of a cached page."""
-        name, _ = self.evictable.popitem(last=False)
+        name = next(one for one in self.evictable if one not in self._writing)
         assert isinstance(name, int | bytes), "it has been added"
+        del self.evictable[name]
         self.remove(name)
 
     def may_write(self, pages: int, now: float) -> bool:
-        """Tells whether a copy of so many pages needs no others to be written first, so that no step waits,
-        and the tier works."""
+        """Tells whether copying so many pages can begin at once, and the tier works."""
+        is_free = not self.unwritten and self._can_stage(min(pages, self.most))
+        return is_free and self._tier.barred_until <= now
+
+    def _can_stage(self, pages: int) -> bool:
         waiting = sum(self._writing.values()) + sum(len(move.pages) for move in self.moves.out.values())
-        has_room = not waiting or (waiting + pages) * self.page_nbytes <= STAGED
-        return has_room and self._tier.barred_until <= now
+        return not waiting or waiting + pages <= self.staged
+
+    def write_on(self) -> None:
+        """Has the plan copy pages that were held until there is room for them."""
+        for name, pages in [*self.unwritten.items()]:
+            if not self._can_stage(len(pages)):
+                break
+            self.moves.out[name] = SwapOut(name, pages)
+            self._let_go(name)
+
+    def _let_go(self, name: Name) -> None:
+        if self.unwritten.pop(name, None) is not None:
+            self.pool.free(_Unwritten(name))
+
+    @property
+    def is_stuck(self) -> bool:
+        """Tells whether no move has ended for long although some are under way."""
+        return self._waited > STUCK
+
+    def is_unwritten(self, sequence: Sequence) -> bool:
+        """Tells whether some pages of a sequence's copy are held until they are written."""
+        copy = sequence.swapped
+        return copy is not None and copy.numbers[-1] in self.unwritten
 
     @property
     def are_moving(self) -> bool:
@@ -167,38 +221,54 @@ class SwapCopies:
         return name in self._writing or name in self._reading
 
     def add(self, name: Name, pages: tuple[int, ...]) -> None:
-        """Has the plan copy `pages`, for which there is room, under a name that has no moves."""
-        self.moves.out[name] = SwapOut(name, pages)
+        """Has plans copy `pages`, for which there is room, under a name that has no moves."""
         self._sizes[name] = len(pages)
         self._tier.used += len(pages) * self.page_nbytes
+        if not self.unwritten and self._can_stage(len(pages)):
+            self.moves.out[name] = SwapOut(name, pages)
+        else:
+            self.unwritten[name] = pages
+            self.pool.allocate(_Unwritten(name), 0, pages)
 
     def remove(self, name: Name) -> None:
         """Drops a copy that has not been read."""
-        self._forget(name)
-        if self.moves.out.pop(name, None) is None:
-            self.moves.dropped.append(name)
+        if self.moves.out.pop(name, None) is not None or name in self.unwritten:
+            self._let_go(name)
+            self._forget(name)
+            return
+        self.moves.dropped.append(name)
+        if self.is_moving(name):
+            self._dropped[name] = self._sizes.pop(name)
+        else:
+            self._forget(name)
 
     def _forget(self, name: Name) -> None:
         """Frees the pages of a copy that is read or dropped."""
         self._tier.used -= self._sizes.pop(name) * self.page_nbytes
 
     def take(self) -> Moves:
-        """The plan's moves: a copy that it reads is no longer its sequence's."""
+        """The plan's moves: a copy that it reads is no longer its sequence's, and parts of it that are not
+        read are dropped."""
+        self._planned = self._tier.now
+        for sequence in {self.owners[name].key: self.owners[name] for name in self.moves.back}.values():
+            copy, sequence.swapped = sequence.swapped, None
+            for number in () if copy is None else copy.numbers:
+                if number not in self.moves.back:
+                    del self.owners[number]
+                    self.remove(number)
         moves, self.moves = self.moves, Moves()
         self._writing |= {name: len(move.pages) for name, move in moves.out.items()}
         self._reading |= {name: len(move.pages) for name, move in moves.back.items()}
-        for name in moves.back:
-            sequence = self.owners[name]
-            if sequence.swapped is not None and sequence.swapped.number == name:
-                sequence.swapped = None
         return moves
 
-    def take_ended(self, moved: Moved) -> tuple[int, int]:
-        """Lets go of what has been moved. Returns the pages written and read."""
+    def take_ended(self, moved: Moved, now: float) -> tuple[int, int]:
+        """Lets go of what has been moved. Returns the pages written and read, without those of copies that
+        failed or were dropped."""
         written, read = (
             {name: pages.pop(name) for name in names}
             for names, pages in ((moved.out, self._writing), (moved.back, self._reading))
         )
+        lost = {*moved.failed, *self._dropped}
         for name in written:
             if name not in moved.failed:
                 continue
@@ -208,6 +278,9 @@ class SwapCopies:
                 self.remove(name)
             elif sequence is not None and not sequence.loading:  # else its `SwapIn` fails, too
                 self._tier.on_failure(sequence)
+        for name in self._dropped.keys() & (written.keys() | read.keys()):
+            if not self.is_moving(name):
+                self._tier.used -= self._dropped.pop(name) * self.page_nbytes
         for name in read:
             sequence = self.owners.pop(name, None)
             if sequence is None:  # it was dropped meanwhile
@@ -216,7 +289,13 @@ class SwapCopies:
             sequence.loading = tuple(other for other in sequence.loading if other != name)
             if name in moved.failed:
                 self._tier.on_failure(sequence)
+        has_waited = self.are_moving and not (written or read)
+        self._waited = self._waited + max(now - self._planned, 0.0) if has_waited else 0.0
+        if self.is_stuck:  # nobody waits for a disk that hangs
+            self._tier.barred_until = now + _BARRED
+            for sequence in {one.key: one for one in self.owners.values()}.values():
+                self._tier.on_failure(sequence)
         return (
-            sum(pages for name, pages in written.items() if name not in moved.failed),
-            sum(pages for name, pages in read.items() if name not in moved.failed),
+            sum(pages for name, pages in written.items() if name not in lost),
+            sum(pages for name, pages in read.items() if name not in lost),
         )

@@ -6,6 +6,7 @@ prefixes (`schedule.swapped_prefixes`) take the room that is left.
 """
 
 from collections.abc import Iterable
+from itertools import islice
 
 from coserve.core.plan import SwapIn
 from coserve.core.sequence import Sequence, SwapCopy
@@ -41,6 +42,8 @@ class Swapping:
         """Tells whether reading a sequence's copy takes less than computing its tokens from `start` on."""
         copy, adapter = sequence.swapped, sequence.request.adapter
         assert copy is not None, "it has been written"
+        if self.copies.is_stuck:
+            return False
         computing = added_seconds(self.cost, sequence.virtual + start, copy.tokens - start, adapter)
         return self.seconds(copy.pages, self.tier.now)[1] < computing
 
@@ -53,21 +56,28 @@ class Swapping:
 
     def write(self, sequence: Sequence, first: int, end: int) -> None:
         """Has the plan copy pages [first, end) of a sequence's block table, with all that it has computed."""
-        pages = tuple(sequence.pages[first:end])
-        has_room = self.copies.make_room(len(pages))
+        has_room, most = self.copies.make_room(end - first), self.copies.most
         assert has_room, "`is_worth` has found it"
-        number = next(self.tier.numbers)
-        self.copies.add(number, pages)
-        sequence.swapped = SwapCopy(number, first, len(pages), sequence.computed)
-        self.copies.owners[number] = sequence
+        starts = range(first, end, most)
+        numbers = tuple(islice(self.tier.numbers, len(starts)))
+        sequence.swapped = SwapCopy(numbers, most, first, end - first, sequence.computed)
+        for number, start in zip(numbers, starts, strict=True):
+            self.copies.add(number, tuple(sequence.pages[start : min(start + most, end)]))
+            self.copies.owners[number] = sequence
 
     def read(self, sequence: Sequence) -> None:
         """Has the plan fill the pages behind those that a sequence shares from its copy."""
         copy = sequence.swapped
         assert copy is not None, "what is read was written"
-        pages = tuple(sequence.pages[sequence.shared : sequence.shared + sequence.filled])
-        self.copies.moves.back[copy.number] = SwapIn(copy.number, pages, sequence.shared - copy.first)
-        sequence.loading = (copy.number,)
+        names = []
+        for place, number in enumerate(copy.numbers):
+            begin, end = copy.first + place * copy.each, copy.first + min((place + 1) * copy.each, copy.pages)
+            first = max(begin, sequence.shared)
+            if first < end:
+                pages = tuple(sequence.pages[first:end])
+                self.copies.moves.back[number] = SwapIn(number, pages, first - begin)
+                names.append(number)
+        sequence.loading = tuple(names)
 
     def read_single(self, sequence: Sequence, names: Iterable[bytes]) -> None:
         """Has the plan fill a sequence's pages behind the shared ones from copies of one page each."""
@@ -82,14 +92,14 @@ class Swapping:
         names, sequence.loading = sequence.loading, ()
         for name in names:
             self.copies.moves.back.pop(name, None)
-            if sequence.swapped is None or name != sequence.swapped.number:
+            if sequence.swapped is None or name not in sequence.swapped.numbers:
                 self._remove(name)
 
     def drop(self, sequence: Sequence) -> None:
         """Drops the copy of a sequence that needs it no longer, if there is one."""
         copy, sequence.swapped = sequence.swapped, None
-        if copy is not None:
-            self._remove(copy.number)
+        for number in () if copy is None else copy.numbers:
+            self._remove(number)
 
     def _remove(self, name: int | bytes) -> None:
         del self.copies.owners[name]

@@ -3,6 +3,7 @@ which they are computed with, and pages of preempted sequences."""
 
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_char
@@ -32,6 +33,7 @@ class ScratchFile:
     ) -> None:
         self._folder, self._holds = folder or _default_folder(), holds
         self._ranges = FreeRanges(most)
+        self._lock = threading.Lock()  # of the ranges and the size
         if is_in_memory(self._folder):
             raise ConfigError(f"engine.scratch: {self._folder} is in memory, not on a disk")
         try:
@@ -56,7 +58,8 @@ class ScratchFile:
     def take(self, nbytes: int) -> list[Range]:
         """Ranges of `nbytes` together, whole pages, whose space is allocated; one where `most` is None."""
         nbytes = -(-nbytes // PAGE) * PAGE
-        ranges = self._ranges.take(nbytes)
+        with self._lock:
+            ranges = self._ranges.take(nbytes)
         if ranges is None:
             most = show_size(self._ranges.most or 0)
             raise ConfigError(f"engine.scratch: {show_size(nbytes)} are more than is free of {most}")
@@ -67,8 +70,9 @@ class ScratchFile:
         except ConfigError:
             self.free(ranges)
             raise
-        self._size = max(self._size, *(end for _, end in ranges))
-        self.file.grow(self._size)
+        with self._lock:
+            self._size = max(self._size, *(end for _, end in ranges))
+            self.file.grow(self._size)
         return ranges
 
     def put(self, start: int, data: memoryview) -> None:
@@ -80,8 +84,9 @@ class ScratchFile:
 
     def free(self, ranges: Sequence[Range]) -> None:
         """Gives ranges back that `take` returned."""
-        for one in ranges:
-            self._ranges.give(one)
+        with self._lock:
+            for one in ranges:
+                self._ranges.give(one)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

@@ -25,13 +25,11 @@ Entry = TypeVar("Entry")
 
 class PageStore(ABC, Generic[Entry]):
     """Room for `nbytes` in slower memory, of which `used` are taken. A name has rows of bytes, all of one
-    width: pages, tokens of one layer, or a whole state as one row. Rows are moved `piece` bytes at a time.
+    width: pages, tokens of one layer, or a whole state as one row.
 
-    Threads may move rows of different names at once. All methods raise CoserveError or OSError, as disks
-    fail.
+    Threads may move rows of different names at once, and none waits for another's rows. All methods raise
+    CoserveError or OSError, as disks fail.
     """
-
-    piece: int
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.used = nbytes, 0
@@ -48,8 +46,14 @@ class PageStore(ABC, Generic[Entry]):
         with self._lock:
             if nbytes > self.nbytes - self.used:
                 raise ConfigError(f"{show_size(nbytes)} are more than is free of {show_size(self.nbytes)}")
-            self._entries[name] = self._allocate(rows, width), nbytes
             self.used += nbytes
+        try:
+            entry = self._allocate(rows, width)  # may take long, where a disk does
+        except BaseException:
+            with self._lock:
+                self.used -= nbytes
+            raise
+        self._entries[name] = entry, nbytes
 
     def put(self, name: Hashable, first: int, rows: Tensor) -> None:
         """Writes contiguous rows [n, width] of bytes from row `first` on."""
@@ -114,8 +118,6 @@ class ScratchStore(PageStore[_FileRows]):
     with a chance of all but 2**-63. 6.7 GiB/s on one core; zlib's CRC-32 takes 1.2.
     """
 
-    piece = PIECE
-
     def __init__(self, folder: str, nbytes: int) -> None:
         super().__init__(nbytes)
         self._file = ScratchFile(folder, "keys and values", nbytes)
@@ -138,7 +140,7 @@ class ScratchStore(PageStore[_FileRows]):
         whole = -(-(skipped + nbytes) // PAGE) * PAGE
         buffer: ReadBuffer | None = getattr(self._own, "buffer", None)
         if buffer is None or len(buffer.bytes) < whole:
-            buffer = self._own.buffer = ReadBuffer(max(whole, self.piece + 2 * PAGE))
+            buffer = self._own.buffer = ReadBuffer(max(whole, PIECE + 2 * PAGE))
         for place, begin, length in entry.pieces(start - skipped, whole):
             self._file.file.read(place, buffer.bytes[begin : begin + length])
         rows = buffer.tensor[skipped : skipped + nbytes].view(count, -1)
@@ -159,8 +161,6 @@ class ScratchStore(PageStore[_FileRows]):
 
 class HostStore(PageStore[Tensor]):
     """The host's memory, pinned beside a GPU for faster transfers."""
-
-    piece = 64 << 20  # on the way it passes through as much of a GPU's memory
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         super().__init__(nbytes)

@@ -192,8 +192,10 @@ class Worker:
         return nullcontext()
 
     def _moved(self, plan: BasePlan) -> Moved:
-        """Moves that have ended; a plan without rows waits a little for the next one."""
-        return Moved() if self._swap_space is None else self._swap_space.take(0.0 if plan.has_rows else _NAP)
+        """Moves that have ended; a step without rows waits a little for the next one."""
+        if self._swap_space is None:
+            return Moved()
+        return self._swap_space.take(0.0 if plan.has_rows or plan.others_wait else _NAP)
 
     def _threads_for(self, plan: BasePlan) -> AbstractContextManager[None]:
         """Context in which a step computes with the number of threads that suits the moment."""
@@ -224,8 +226,6 @@ class Worker:
         if self._offloaded is not None:
             for segment in plan.inference:
                 if segment.offloaded and segment.new_pages:
-                    if self._swap_space is not None:
-                        self._swap_space.settle()
                     self._offloaded.begin(segment.key, len(segment.new_pages))
         self._has_begun = True
 

@@ -73,6 +73,24 @@ def test_a_rate_is_a_running_mean_whose_excess_over_the_guess_is_forgotten_by_ha
             now += draw.uniform(0.0, 90.0)
 
 
+def test_a_copy_that_is_dropped_on_its_way_is_no_page_moved_and_has_its_room_until_that_has_ended() -> None:
+    tier = SwapTier(100)
+    copies = SwapCopies(tier, 100, 1)
+    for name in (1, 2):
+        copies.add(name, (0, 1, 2))
+    copies.take()
+    copies.remove(1)
+    assert (copies.used, tier.used) == (3, 6)
+    assert tier.apply([(copies, Moved(out=(1, 2), seconds=(1.0, 0.0)))], 0.0) == (3, 0) and tier.used == 3
+    copies.moves.back[2] = SwapIn(2, (4, 5, 6))
+    copies.owners[2] = Sequence(2, Request("r", (1,)), loading=(2,))
+    copies.take()
+    del copies.owners[2]
+    copies.remove(2)
+    assert (copies.used, tier.used, copies.take().dropped) == (0, 3, [2])
+    assert tier.apply([(copies, Moved(back=(2,)))], 0.0) == (0, 0) and tier.used == 0
+
+
 def test_moves_teach_each_way_its_seconds_and_one_that_fails_bars_the_tier_for_a_minute() -> None:
     """Pages of both bases count together, and those that were lost do not."""
     tier = SwapTier(10**6)

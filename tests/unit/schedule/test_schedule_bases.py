@@ -162,6 +162,22 @@ def test_preempted_sequences_of_both_go_to_one_tier_and_come_back() -> None:
     assert world.it.tier.used == 0 and not any(part._copies for part in world.executors.values())
 
 
+def test_steps_of_one_base_do_not_wait_for_pages_of_another() -> None:
+    """A base that has no rows while its pages move waits for them where no other has rows either."""
+    world = TwoBases(64, 10, swap=100)
+    world.executors[WIDE]._swap_seconds = (0.05, 0.05)
+    wide = [world.submit(request(WIDE, 12, 16, first)) for first in (100, 200)]
+    small = world.submit(request(SMALL, 6, 200))
+    took = dict[bool, list[float]]({True: [], False: []})  # by whether the other base has rows
+    while world.it.has_work:
+        world.step()
+        plan, result = world.plans[-1], world.results[-1]
+        if WIDE in plan.bases and not plan.bases[WIDE].has_rows:
+            took[small.finish_reason is None].append(result.bases[WIDE].seconds)
+    assert took[True] and max(took[True]) < 0.01, "tokens of the other base come no later"
+    assert all(map(answered, (small, *wide)))
+
+
 def test_prefixes_of_one_make_room_for_the_other_s_sequences() -> None:
     world = TwoBases(10, 10, swap=12, sharing=True)
     for number in range(1, 6):

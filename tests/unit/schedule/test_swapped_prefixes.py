@@ -92,19 +92,36 @@ def test_a_name_is_copied_again_once_its_last_move_has_been_told() -> None:
     prefixes = SwappedPrefixes(swapping, PagePool(9, SIZE))
     prefixes.keep(1, b"a")
     swapping.copies.take()
-    swapping.copies.evict()
+    del swapping.copies.evictable[b"a"]
+    swapping.copies.remove(b"a")
     prefixes.keep(2, b"a")
     assert b"a" not in prefixes and swapping.copies.take().dropped == [b"a"]
+    assert swapping.copies.used == 0 and swapping.tier.used == 1, "its room is free when its move has ended"
     swapping.tier.apply([(swapping.copies, Moved(out=(b"a",)))], 0.0)
+    assert swapping.tier.used == 0
     prefixes.keep(3, b"a")
     assert b"a" in prefixes
 
 
+def test_a_page_that_is_being_written_makes_no_room() -> None:
+    """Nobody could have its bytes before its write has ended."""
+    swapping = Swapping(CostModel(), 2)
+    copies, prefixes = swapping.copies, SwappedPrefixes(swapping, PagePool(9, SIZE))
+    prefixes.keep(1, b"a")
+    copies.take()
+    assert swapping.tier.room == 1 and not copies.make_room(2)
+    prefixes.keep(2, b"b")
+    assert swapping.tier.room == 1, "a copy that no plan has begun can be given up"
+    assert copies.make_room(1) and b"b" not in prefixes and b"a" in prefixes
+    swapping.tier.apply([(copies, Moved(out=(b"a",)))], 0.0)
+    assert copies.make_room(2) and b"a" not in prefixes and copies.take().dropped == [b"a"]
+
+
 def test_nothing_is_written_before_what_staging_memory_has_no_room_for() -> None:
-    swapping = Swapping(CostModel(), 100, page_nbytes=STAGED // 4)
+    swapping = Swapping(CostModel(), 100, page_nbytes=STAGED // 8)
     copies = swapping.copies
-    assert copies.may_write(50, 0.0), "alone"
-    copies.add(1, (0,) * 3)
+    assert copies.may_write(50, 0.0), "its first part"
+    copies.add(1, (0,) * 7)
     assert copies.may_write(1, 0.0) and not copies.may_write(2, 0.0)
     copies.take()
     assert copies.may_write(1, 0.0) and not copies.may_write(2, 0.0)
