@@ -190,6 +190,18 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class Passes:
+    """Which forward rows of a plan share a pass. `decodes_apart`: decode rows have one of their own, which a
+    graph may hold. `windows_apart`: windows do not share the pass of answers' other rows."""
+
+    decodes_apart: bool = False
+    windows_apart: bool = False
+
+
+SHARED: Final = Passes()
+
+
+@dataclass(frozen=True, slots=True)
 class BasePlan:
     """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the
     scheduler's objects.
@@ -202,13 +214,11 @@ class BasePlan:
     not wait for training beside its answers, which may go on through further steps with a share, without
     other training. `idle` is how long nothing runs although requests wait, seconds.
 
-    Decode rows of a plan that is `apart` have a pass of their own, whatever else it carries: a graph may hold
-    that pass. Otherwise windows that go forward share the pass of all answers' rows, unless the plan
-    `abandons`; all other training follows in slices of `slice_layers` layers (0: of all that a segment
-    spans). Where this is not 0, `Executor.pause_training` stops the plan's training between two slices, and
-    within the layer under way where it `abandons`. `pauses` counts the results with such a stop when this
-    plan was made: an executor skips the training of plans made before the last stop, as their positions are
-    not reached.
+    `passes` says which forward rows share a pass. Training that shares none with answers follows in slices of
+    `slice_layers` layers (0: of all that a segment spans). Where this is not 0, `Executor.pause_training`
+    stops the plan's training between two slices, and within the layer under way where it `abandons`. `pauses`
+    counts the results with such a stop when this plan was made: an executor skips the training of plans made
+    before the last stop, as their positions are not reached.
 
     Pages move to and from the second tier (host memory beside a GPU, a file beside a CPU) beside this step
     and later ones, in the order of the plans: the copies `swap_dropped` are dropped, `swap_out` is written,
@@ -225,7 +235,7 @@ class BasePlan:
     idle: float = 0.0
     slice_layers: int = 0
     abandons: bool = False
-    apart: bool = False
+    passes: Passes = SHARED
     pauses: int = 0
     micro_batches: tuple[MicroBatchStart, ...] = ()
     swap_out: tuple[SwapOut, ...] = ()
@@ -239,8 +249,10 @@ class BasePlan:
 
     @property
     def fused(self) -> tuple[TrainingSegment, ...]:
-        """Windows that share the pass of the answers' rows."""
-        if not self.inference or self.abandons or self.apart or self.share is not None:
+        """Windows that share a pass with answers' rows."""
+        if not self.inference or self.passes.windows_apart or self.share is not None:
+            return ()
+        if self.passes.decodes_apart and all(segment.length == 1 for segment in self.inference):
             return ()
         return tuple(s for s in self.training if s.direction is Direction.TRAIN_FORWARD)
 

@@ -42,6 +42,7 @@ _CERTAIN = 0.8  # share of the steps whose runs are alike
 _ROUNDS = 6  # at most: on a machine that stays busy more of them tell nothing new
 _DECODE = ((1, 32), (4, 256), (16, 64), (16, 256))  # (sequences, cached tokens of each)
 _PREFILL = ((1, 32), (1, 128), (1, 256), (8, 32))  # (sequences, prompt tokens of each)
+_MIXED = ((1, 32), (4, 128))  # (decoding sequences, tokens of a prompt beside them)
 _WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
 _LEAN_ROWS = 128  # of a window where memory is short
 _BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window beside them
@@ -81,8 +82,8 @@ def measure(
     runs: dict[tuple[float, ...], list[Sample]] = {}
     with _without_reads(executor):
         for rounds in range(1, _ROUNDS + 1):
-            for sample in chain(_inference(probe, limit), _training(probe, limit)):
-                runs.setdefault(tuple(sample[0].values), []).append(sample)
+            for sample in chain(_inference(probe, limit), _mixed(probe, limit), _training(probe, limit)):
+                runs.setdefault(tuple(sample[0].counted()), []).append(sample)
             is_certain = certain([sorted(taken for _, taken in same) for same in runs.values()])
             if is_certain or (time.monotonic() - began) * (rounds + 1) > seconds * rounds:
                 break
@@ -217,6 +218,18 @@ def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
         start, rows = (context - 1, 1) if is_decoded else (0, context)
         yield probe.timed(inference_plan((answer, start, rows) for answer in answers))
         probe.run(BasePlan(released=tuple(a.key for a in answers)))
+
+
+def _mixed(probe: _Probe, limit: int) -> Iterator[Sample]:
+    """A prompt in one pass with decode rows."""
+    pages = -(-65 // probe.page_size)
+    for batch, rows in probe.some(_MIXED):
+        if batch * pages * probe.page_size + rows > limit or batch >= probe.executor.spec.sequences:
+            continue
+        decoding = [(probe.sequence(64, 1, i * pages), 63, 1) for i in range(batch)]
+        mixed = [*decoding, (probe.sequence(rows, 0, batch * pages), 0, rows)]
+        yield probe.timed(inference_plan(mixed))
+        probe.run(BasePlan(released=tuple(answer.key for answer, _, _ in mixed)))
 
 
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 from typing import Final
 
-from coserve.core.plan import BasePlan, OffloadReads, WeightReads
+from coserve.core.plan import BasePlan, OffloadReads, Passes, WeightReads
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.features import DEFAULT_WEIGHTS, NAMES, Features
 from coserve.schedule.interference import Interference
@@ -77,7 +77,7 @@ class CostModel:
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.is_measured = False  # else weights are assumed
-        self.graphs = False  # whether decode rows pass apart from others, by graph
+        self.graphs = False  # whether decode rows that have a pass of their own are replayed
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
         self.interference = Interference()
         self.reads = ReadCosts()
@@ -94,18 +94,28 @@ class CostModel:
         return self.predict_features(Features.of(plan))
 
     def predict_features(self, features: Features) -> float:
-        """Seconds of a part of these features.
+        """Seconds of a part of these features, whose forward rows share passes as `passes` says."""
+        return min(self._seconds(features, way) for way in features.ways(self.graphs))
+
+    def passes(self, features: Features) -> Passes:
+        """The passes in which a part of these features takes the least time, and the fewest of them."""
+        return min(features.ways(self.graphs), key=lambda way: self._seconds(features, way))
+
+    def _seconds(self, features: Features, passes: Passes) -> float:
+        """Seconds of a part whose forward rows have these passes.
 
         Forward and backward are passes of their own. Where weights are read, each takes the longer of reading
         and computing: while one waits for weights, the other does not compute. Losses and updates come
         between passes.
         """
-        computed = self._computed(features.counts(self.graphs)) + self.offload.seconds(features.offloaded)
+        values = features.counted(passes, self.graphs)
+        computed = self._computed(values) + self.offload.seconds(features.offloaded)
         if not self.reads.layers:
             return computed
-        back = sum(self._effective[index] * features.values[index] for index in _BACK)
-        beside = sum(self._effective[index] * features.values[index] for index in _NO_PASS)
-        visits, visits_back = (count(self.reads.layers) for count in (features.visits, features.visits_back))
+        back = sum(self._effective[index] * values[index] for index in _BACK)
+        beside = sum(self._effective[index] * values[index] for index in _NO_PASS)
+        layers = self.reads.layers
+        visits, visits_back = features.visits(layers, passes), features.visits_back(layers)
         there = max(computed - back - beside, self.reads.seconds(visits - visits_back))
         return there + max(back, self.reads.seconds(visits_back)) + beside
 
@@ -137,7 +147,7 @@ class CostModel:
         `samples` are (plan not yet applied or features, seconds without waiting for weights). Features
         without a sample keep their weight.
         """
-        rows = [(_features(work).values, seconds) for work, seconds in samples if seconds > 0]
+        rows = [(self._values(_features(work)), seconds) for work, seconds in samples if seconds > 0]
         if not rows:
             return
         relative = [[value / seconds for value in values] for values, seconds in rows]
@@ -164,7 +174,7 @@ class CostModel:
         kind of step cannot distort the costs of others.
         """
         features = _features(work)
-        values = features.counts(self.graphs)
+        values = self._values(features)
         self.reads.observe(reads)
         self.offload.observe(features.offloaded, offload)
         if seconds <= 0:
@@ -200,6 +210,10 @@ class CostModel:
         self._apply_factors()
         self.error = costs.error
         self.interference.start(*costs.interference)
+
+    def _values(self, features: Features) -> list[float]:
+        """The counts of a part, by the passes that it has, or would be planned with."""
+        return features.counted(self.passes(features), self.graphs)
 
     def _computed(self, values: list[float]) -> float:
         """Seconds of arithmetic, without waiting for weights."""

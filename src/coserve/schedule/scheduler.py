@@ -262,7 +262,6 @@ class Scheduler:
         )
         builder.share = allowance.share if len(self.caches) == 1 else None  # bases take turns
         builder.abandons = allowance.abandons
-        builder.graphs = self.cost.first.graphs
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
             if job.is_due and job.update is not None:
@@ -318,7 +317,7 @@ class Scheduler:
             inference=announce(rows, self.requests.sequences),
             prefixes=cache.prefixes.take_unfilled(),
             training=in_order(segment for _, segment in trained),
-            apart=self.cost.bases[base].graphs,
+            passes=self.cost.bases[base].passes(builder.features[base]),
             updates=tuple(update for its, update in builder.updates if its == base),
             released=tuple(key for its, key in released if its == base),
             swap_out=tuple(moves.out.values()),

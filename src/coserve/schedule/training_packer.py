@@ -204,7 +204,8 @@ class TrainingPacker:
         """Seconds that a window of each micro-batch would add to the step."""
         features = self._builder.trained.copy()
         for batch in batches:
-            features[batch.base].add_training(self._segment(batch, rows, layers), self._builder.apart)
+            segment = self._segment(batch, rows, layers)
+            features[batch.base].add_training(segment, self._builder.abandons)
         return self._cost.predict_features(features) - self._before
 
     def _add(self, batch: MicroBatch, rows: int, layers: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, Passes, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.cost import CostModel, Costs, added_seconds
@@ -83,6 +83,7 @@ def test_features_of_decode_and_prefill() -> None:
         "forward_layers": 1,
         "forward_rows": 12,
         "prefill_layers": 1,
+        "mixed_layers": 1,
         "tail_rows": 2,  # the prompt goes on after its chunk
         "decode_context": 100 + 71,
         "forward_attention": 55,
@@ -105,17 +106,41 @@ def test_decode_rows_alone_are_no_prefill() -> None:
     assert empty.as_dict()["prefill_layers"] == 0
 
 
-def test_decode_rows_by_graph_pass_apart_from_prompts_and_windows() -> None:
+def test_rows_share_a_pass_where_that_is_cheaper() -> None:
+    """A replayed pass takes 1 second, one that is launched 5, and two windows' layers of eight 5/4."""
     model = CostModel(dict.fromkeys(NAMES, 0.0) | {"forward_layers": 1.0, "prefill_layers": 4.0})
-    decode, prompt, window = infer(99, 1), infer(0, 4), train(Direction.TRAIN_FORWARD, 16, 0, 2)
-    shared, apart = (BasePlan((decode, prompt), (window,), apart=apart) for apart in (False, True))
-    assert (model.predict(shared), model.predict(apart)) == (5.0, 5.0 + 5 * 2 / 8)
+    decode, prompt = infer(99, 1), infer(0, 4)
+    few, most = (train(Direction.TRAIN_FORWARD, 16, 0, layers) for layers in (2, 7))
+    shared, apart = Passes(), Passes(windows_apart=True)
+
+    def choice(*rows: InferenceSegment | TrainingSegment) -> tuple[Passes, float]:
+        answers = [one for one in rows if isinstance(one, InferenceSegment)]
+        features = Features.of_segments(answers, [one for one in rows if isinstance(one, TrainingSegment)])
+        return model.passes(features), model.predict_features(features)
+
+    # Without graphs decode rows beside a window are launched at its layers alone, as compiled calls.
+    assert choice(decode, few) == (shared, 1 + 4 * 2 / 8) and choice(decode, prompt) == (shared, 5.0)
     model.graphs = True
-    assert model.predict(apart) == 1.0 + 5.0 + 5 * 2 / 8
-    assert model.predict(BasePlan((decode,))) == 1.0 and model.predict(BasePlan((prompt,))) == 5.0
-    before = model.weights["forward_layers"]
-    model.observe(apart, 14.5)  # twice as long, of which the passes over the weights are 2.25 each second
-    assert model.weights["forward_layers"] > before
+    assert choice(decode, few) == (apart, 1 + 5 * 2 / 8), "else eight layers are launched for two"
+    assert choice(decode, most) == (shared, 5.0), "for 1 + 5 * 7 / 8"
+    assert choice(decode, prompt) == choice(decode, prompt, few) == (shared, 5.0), "reads the weights once"
+    assert choice(decode) == (shared, 1.0) and choice(prompt) == choice(prompt, most) == (shared, 5.0)
+    model = CostModel(model.weights | {"mixed_layers": 1.5})
+    assert choice(decode, few) == (apart, 1 + 5 * 2 / 8)
+    model.graphs = True
+    assert choice(decode, prompt) == choice(decode, prompt, few) == (Passes(decodes_apart=True), 6.0)
+
+
+def test_what_decode_rows_cost_in_a_pass_with_others_is_learned_from_steps() -> None:
+    """It is more than a pass of their own costs, and was measured as less."""
+    weights = dict.fromkeys(NAMES, 0.0) | {"forward_layers": 0.01, "prefill_layers": 0.02}
+    model, real = (CostModel(weights | {"mixed_layers": mixed}) for mixed in (0.008, 0.02))
+    mixed, window = (infer(99, 1), infer(0, 8)), train(Direction.TRAIN_FORWARD, 16, 0, DEPTH)
+    features = Features.of_segments(mixed[:1], [window])
+    assert model.passes(features) == Passes()
+    for plan in (BasePlan(mixed), BasePlan(mixed[:1]), BasePlan(mixed[1:])) * 200:
+        model.observe(plan, real.predict(plan))
+    assert model.passes(features) == Passes(windows_apart=True)
 
 
 def test_rows_add_no_negative_seconds() -> None:
