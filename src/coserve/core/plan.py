@@ -191,7 +191,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Which forward rows of a plan share a pass. `decodes_apart`: decode rows have one of their own, which a
+    """The passes of a plan's forward rows. `decodes_apart`: decode rows have one of their own, which a
     graph may hold. `windows_apart`: windows do not share the pass of answers' other rows."""
 
     decodes_apart: bool = False

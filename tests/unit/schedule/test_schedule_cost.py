@@ -203,6 +203,10 @@ def test_a_copy_is_apart() -> None:
     features.add(infer(0, 10, adapter="b@1"))
     features.add_update()
     assert features.as_dict() == twin.as_dict()
+    features.add_training(train(Direction.TRAIN_FORWARD, 16, 0, 4), abandons=True)
+    assert [*features.copy().ways(False)] == [*features.ways(False)] == [Passes(windows_apart=True)]
+    planned = Features.of(BasePlan((infer(99, 1),), passes=Passes(True, True)))
+    assert planned.copy().ways(True) == planned.ways(True) == (Passes(True, True),)
 
 
 def truth(seed: int) -> CostModel:
