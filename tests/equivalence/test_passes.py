@@ -47,7 +47,7 @@ def run(
     with Exact():
         config = EngineConfig(calibrate=False, cache_tokens=1024, page_size=4, scheduler=SCHEDULER)
         engine = Engine(tiny("llama", torch.float64), config)
-        engine.cost._start([*({**DEFAULT_WEIGHTS, "mixed_layers": mixed}).values()])
+        engine.cost._start({**DEFAULT_WEIGHTS, "mixed_layers": mixed})
         training = TrainingConfig(
             learning_rate=1e-2, batch_size=4, max_steps=4, epochs=4, rows=64, keep=SavePolicy.EVERYTHING
         )

@@ -198,9 +198,6 @@ class Passes:
     windows_apart: bool = False
 
 
-SHARED: Final = Passes()
-
-
 @dataclass(frozen=True, slots=True)
 class BasePlan:
     """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the
@@ -235,7 +232,7 @@ class BasePlan:
     idle: float = 0.0
     slice_layers: int = 0
     abandons: bool = False
-    passes: Passes = SHARED
+    passes: Passes = Passes()
     pauses: int = 0
     micro_batches: tuple[MicroBatchStart, ...] = ()
     swap_out: tuple[SwapOut, ...] = ()
@@ -250,9 +247,8 @@ class BasePlan:
     @property
     def fused(self) -> tuple[TrainingSegment, ...]:
         """Windows that share a pass with answers' rows."""
-        if not self.inference or self.passes.windows_apart or self.share is not None:
-            return ()
-        if self.passes.decodes_apart and all(segment.length == 1 for segment in self.inference):
+        shares = any(segment.length > 1 or not self.passes.decodes_apart for segment in self.inference)
+        if not shares or self.passes.windows_apart or self.share is not None:
             return ()
         return tuple(s for s in self.training if s.direction is Direction.TRAIN_FORWARD)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Final, Self
 
-from coserve.core.plan import SHARED, BasePlan, InferenceSegment, Passes, StepPlan, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, Passes, StepPlan, TrainingSegment
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import causal_pairs
 
@@ -30,53 +30,19 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "updates": 5e-3,  # an optimizer step
 }
 NAMES = tuple(DEFAULT_WEIGHTS)
-(
-    _STEP,
-    _FORWARD_LAYERS,
-    _FORWARD_ROWS,
-    _PREFILL_LAYERS,
-    _MIXED_LAYERS,
-    _TAIL_ROWS,
-    _DECODE_CONTEXT,
-    _FORWARD_ATTENTION,
-    _ADAPTERS,
-    _BACKWARD_LAYERS,
-    _BACKWARD_ROWS,
-    _BACKWARD_ATTENTION,
-    _LOSS_ROWS,
-    _UPDATES,
-) = range(len(NAMES))
 
-_ALONE: Final = (SHARED,)
+_EMPTY: Final = dict.fromkeys(NAMES, 0.0) | {"step": 1.0}
+_SHARED: Final = Passes()
 
 
 class Features:
     """Features of one base's part of a step, counted as its plan is built.
 
-    Which forward rows share a pass is as in the plan that was counted, or open: `ways` are the choices, and
-    `counted` has the features by one of them, in the order of `NAMES`.
+    Which forward rows share a pass is as in the plan that was counted, or open: `ways` are the choices.
     """
 
-    __slots__ = (
-        "_abandons",
-        "_adapters",
-        "_back",
-        "_decodes",
-        "_depth",
-        "_fills",
-        "_passes",
-        "_prompts",
-        "_returned",
-        "_values",
-        "_windows",
-        "answers",
-        "offloaded",
-        "trains",
-    )
-
     def __init__(self) -> None:
-        self._values = [0.0] * len(NAMES)  # without those of passes forward, which `counted` adds
-        self._values[_STEP] = 1.0
+        self._values = _EMPTY.copy()  # without those of passes forward, which `counted` adds
         self.trains = self.answers = self._decodes = self._prompts = False
         self.offloaded = 0  # cached tokens that are read from slower memory
         self._windows, self._depth = 0, 1  # a bit for each layer that windows going forward visit, of so many
@@ -113,15 +79,11 @@ class Features:
     def copy(self) -> "Features":
         """An independent copy of the counts."""
         twin = Features.__new__(Features)
-        twin._values = self._values.copy()
-        twin.trains, twin.answers = self.trains, self.answers
-        twin._decodes, twin._prompts = self._decodes, self._prompts
-        twin.offloaded = self.offloaded
-        twin._windows, twin._depth = self._windows, self._depth
+        twin.trains, twin.answers, twin.offloaded = self.trains, self.answers, self.offloaded
+        twin._decodes, twin._prompts, twin._fills = self._decodes, self._prompts, self._fills
+        twin._windows, twin._depth, twin._back = self._windows, self._depth, self._back
         twin._abandons, twin._passes = self._abandons, self._passes
-        twin._returned = self._returned.copy()
-        twin._back = self._back
-        twin._fills = self._fills
+        twin._values, twin._returned = self._values.copy(), self._returned.copy()
         twin._adapters = self._adapters.copy()
         return twin
 
@@ -132,24 +94,26 @@ class Features:
             return (self._passes,)
         beside = self.answers and self._windows > 0
         if not beside and not (graphs and self._decodes and self._prompts):
-            return _ALONE
+            return (_SHARED,)
         decodes = (False, True) if graphs and self._decodes and self._prompts else (False,)
         windows = (False,) if not beside else (True,) if self._abandons else (False, True)
         return [Passes(*apart) for apart in product(decodes, windows)]
 
-    def counted(self, passes: Passes = SHARED, graphs: bool = False) -> list[float]:
-        """The counts by one of the `ways`. With `graphs` decode rows that have a pass of their own are
-        replayed; beside windows through a few layers they are launched like these, at all layers."""
-        windows, is_shared = self._windows.bit_count() / self._depth, self._is_shared(passes)
+    def counted(self, passes: Passes | None = None, graphs: bool = False) -> dict[str, float]:
+        """The counts by one of the `ways`, in the order of `NAMES`; by default by the plan's, or by all rows
+        in one pass. With `graphs` decode rows that have a pass of their own are replayed; beside windows
+        through a few layers they are launched like these, at all layers."""
+        passes = passes or self._passes or _SHARED
+        windows = self._windows.bit_count() / self._depth
+        apart = 0.0 if self._is_shared(passes) else windows
         mixes = self._decodes and not passes.decodes_apart
-        more = 1.0 if self._prompts else windows * is_shared  # than decode rows alone, in answers' pass
+        more = 1.0 if self._prompts else windows - apart  # than decode rows alone, in answers' pass
         if graphs and mixes and more:
             more = 1.0
-        apart = windows * (not is_shared)
         values = self._values.copy()
-        values[_FORWARD_LAYERS] = self._passes_of_answers(passes) + apart
-        values[_PREFILL_LAYERS] = self._fills + more + apart
-        values[_MIXED_LAYERS] = more * mixes
+        values["forward_layers"] = self._passes_of_answers(passes) + apart
+        values["prefill_layers"] = self._fills + more + apart
+        values["mixed_layers"] = more * mixes
         return values
 
     def _passes_of_answers(self, passes: Passes) -> int:
@@ -161,21 +125,9 @@ class Features:
         others = self._prompts if passes.decodes_apart and self._decodes else self.answers
         return others and not passes.windows_apart
 
-    @property
-    def without_rows(self) -> "Features":
-        """The forward passes of these features, without their rows."""
-        empty = Features()
-        if self.answers or self._windows or self._fills:
-            empty.add_inference(0, 0, 0, None)
-        return empty
-
-    def as_dict(self) -> dict[str, float]:
-        """The counts by name, as the plan has its passes, or with all forward rows in one."""
-        return dict(zip(NAMES, self.counted(self._passes or SHARED), strict=True))
-
     def visits(self, layers: int, passes: Passes | None = None) -> int:
         """Number of visits to layers with a bit in `layers`, forward and back."""
-        passes = passes or self._passes or SHARED
+        passes = passes or self._passes or _SHARED
         apart = 0 if self._is_shared(passes) else (self._windows & layers).bit_count()
         return self._passes_of_answers(passes) * layers.bit_count() + apart + self.visits_back(layers)
 
@@ -196,14 +148,14 @@ class Features:
         `tail` of the rows go through the head."""
         self.answers = True
         values = self._values
-        values[_FORWARD_ROWS] += rows
-        values[_TAIL_ROWS] += tail
+        values["forward_rows"] += rows
+        values["tail_rows"] += tail
         self.offloaded += start * offloaded
         if rows == 1:
             self._decodes = True
-            values[_DECODE_CONTEXT] += start + 1
+            values["decode_context"] += start + 1
         elif rows:
-            values[_FORWARD_ATTENTION] += causal_pairs(start, rows)
+            values["forward_attention"] += causal_pairs(start, rows)
             self._prompts = True
         if adapter is not None:
             self._add_adapter(adapter, 1.0)
@@ -212,8 +164,8 @@ class Features:
         """Adds a pass of `rows` virtual tokens, behind `given` ones whose keys and values are given."""
         if rows:
             self._fills += 1
-            self._values[_FORWARD_ROWS] += rows
-            self._values[_FORWARD_ATTENTION] += causal_pairs(given, rows)
+            self._values["forward_rows"] += rows
+            self._values["forward_attention"] += causal_pairs(given, rows)
 
     def add_training(self, segment: TrainingSegment, abandons: bool = False) -> None:
         """Adds a window of a micro-batch. Where the step `abandons` windows they go forward apart from
@@ -221,18 +173,18 @@ class Features:
         self.trains = True
         values, rows, span, depth = self._values, segment.length, segment.span, segment.layers
         if segment.direction.is_tail:
-            values[_LOSS_ROWS] += rows
+            values["loss_rows"] += rows
             return
         part = len(span) / depth
         if segment.direction is Direction.TRAIN_FORWARD:
             self._windows |= (1 << span.last) - (1 << span.first)
             self._depth, self._abandons = depth, self._abandons or abandons
-            values[_FORWARD_ROWS] += rows * part
-            values[_FORWARD_ATTENTION] += segment.pairs * part
+            values["forward_rows"] += rows * part
+            values["forward_attention"] += segment.pairs * part
         else:
-            values[_BACKWARD_LAYERS] += self._read_again(segment.job, span) / depth
-            values[_BACKWARD_ROWS] += rows * part
-            values[_BACKWARD_ATTENTION] += segment.pairs * part
+            values["backward_layers"] += self._read_again(segment.job, span) / depth
+            values["backward_rows"] += rows * part
+            values["backward_attention"] += segment.pairs * part
         self._add_adapter(segment.adapter, part)
 
     def _read_again(self, job: str, span: Span) -> int:
@@ -250,7 +202,7 @@ class Features:
     def add_update(self) -> None:
         """Adds an optimizer step."""
         self.trains = True
-        self._values[_UPDATES] += 1.0
+        self._values["updates"] += 1.0
 
     def _add_adapter(self, key: str, part: float) -> None:
         """Adds an adapter that rows pass for `part` of the depth; counted once for all rows of the same
@@ -258,7 +210,7 @@ class Features:
         known = self._adapters.get(key, 0.0)
         if part > known:
             self._adapters[key] = part
-            self._values[_ADAPTERS] += part - known
+            self._values["adapters"] += part - known
 
 
 class StepFeatures(dict[str, Features]):
@@ -296,6 +248,9 @@ class StepFeatures(dict[str, Features]):
 
     @property
     def without_rows(self) -> "StepFeatures":
-        """The forward passes of these features, without their rows."""
-        parts = ((base, part.without_rows) for base, part in self.items())
-        return StepFeatures((base, part) for base, part in parts if part.answers)
+        """The forward passes of answers, without their rows."""
+        empty = StepFeatures()
+        for base, part in self.items():
+            if part.answers:
+                empty[base].add_inference(0, 0, 0, None)
+        return empty

@@ -105,8 +105,13 @@ class PlanCounter:
             if prefix.rows:
                 pairs = causal_pairs(prefix.tokens - prefix.rows, prefix.rows)
                 yield self._forward(len(self.layers), prefix.rows, pairs, prefix.tokens + prefix.rows, [])
-        for answers, windows in _forward_passes(plan):
-            yield from self._through_layers(answers, windows)
+        fused = plan.fused
+        decodes = [one for one in plan.inference if plan.passes.decodes_apart and one.length == 1]
+        others = [one for one in plan.inference if one not in decodes]
+        forward = [one for one in plan.training if one.direction is Direction.TRAIN_FORWARD]
+        alone = [one for one in forward if one not in fused]
+        for answers, windows in ((decodes, ()), (others, fused), ((), alone)):
+            yield from self._forward_pass(answers, windows)
         tail = sum(segment.tail_rows for segment in plan.inference)
         if tail and self._has_head:
             yield self._head(tail)
@@ -124,7 +129,7 @@ class PlanCounter:
 
     # Forward
 
-    def _through_layers(
+    def _forward_pass(
         self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment]
     ) -> Iterator[PassWork]:
         """A pass, cut into runs of layers that the same rows visit."""
@@ -228,18 +233,6 @@ class PlanCounter:
             "reductions": calls,
             "reduced_bytes": calls * rows * self.shape.hidden * self.shape.item_bytes,
         }
-
-
-def _forward_passes(
-    plan: BasePlan,
-) -> Iterator[tuple[Sequence[InferenceSegment], Sequence[TrainingSegment]]]:
-    """Segments and windows of each forward pass, in order; some may be empty."""
-    apart = [one for one in plan.inference if plan.passes.decodes_apart and one.length == 1]
-    fused = plan.fused
-    yield apart, ()
-    yield [one for one in plan.inference if one not in apart], fused
-    forward = [one for one in plan.training if one.direction is Direction.TRAIN_FORWARD]
-    yield (), [one for one in forward if one not in fused]
 
 
 def _rows_by_adapter(segments: Iterable[InferenceSegment]) -> list[int]:

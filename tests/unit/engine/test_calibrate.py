@@ -126,6 +126,6 @@ def test_what_is_measured_tells_what_a_pass_costs(graphs: bool, monkeypatch: pyt
     cost.graphs = graphs
     cost.fit(found.samples)
     assert {name: cost.weights[name] for name in passes} == pytest.approx(passes, rel=0.02)
-    kinds = [features.as_dict() for features, _ in found.samples]
+    kinds = [features.counted() for features, _ in found.samples]
     prompts = [kind for kind in kinds if kind["mixed_layers"] and not kind["adapters"]]
     assert len(prompts) == 2, "prompts beside decode rows, also where no adapter can train"

@@ -60,7 +60,7 @@ def counted(
     graphs: bool,
 ) -> dict[str, float]:
     """The features by visiting: passes over each layer, rows at it, adapters that they pass there."""
-    found = dict.fromkeys(Features().as_dict(), 0.0) | {"step": 1.0}
+    found = dict.fromkeys(Features().counted(), 0.0) | {"step": 1.0}
     adapters: dict[str, dict[str, int]] = {}  # by adapter and pass, its layers
     for given, rows in fills:
         if rows:
@@ -141,7 +141,7 @@ def test_features_are_what_rows_meet_at_each_layer() -> None:
                 continue
             want = counted(inference, training, fills, passes, graphs)
             found = features.counted(chosen[way], graphs)
-            assert dict(zip(NAMES, found, strict=True)) == pytest.approx(want), (inference, training, way)
+            assert found == pytest.approx(want), (inference, training, way)
             visits = [features.visits(layers, chosen[way]) for layers in (some, every - some, every)]
             there = features.visits(every, chosen[way]) - features.visits_back(every)
             assert visits[0] + visits[1] == visits[2] and there == round(want["forward_layers"] * DEPTH)

@@ -77,7 +77,7 @@ def test_causal_pairs() -> None:
 
 def test_features_of_decode_and_prefill() -> None:
     plan = BasePlan((infer(99, 1, adapter="a@1"), infer(70, 1, adapter="a@1"), infer(0, 10)))
-    found = Features.of(plan).as_dict()
+    found = Features.of(plan).counted()
     assert found == dict.fromkeys(NAMES, 0.0) | {
         "step": 1,
         "forward_layers": 1,
@@ -94,16 +94,16 @@ def test_features_of_decode_and_prefill() -> None:
 def test_decode_rows_alone_are_no_prefill() -> None:
     decode = [infer(99, 1), infer(70, 1)]
     back = train(Direction.BACKWARD, 32, 0, 8)
-    assert Features.of_segments(decode, [back]).as_dict()["prefill_layers"] == 0
+    assert Features.of_segments(decode, [back]).counted()["prefill_layers"] == 0
     kept = [train(Direction.TRAIN_FORWARD, 16, first, first + 2) for first in (0, 4)]
-    assert Features.of_segments(decode, kept).as_dict()["prefill_layers"] == 4 / 8
-    assert Features.of_segments([*decode, infer(0, 4)], kept).as_dict()["prefill_layers"] == 1
+    assert Features.of_segments(decode, kept).counted()["prefill_layers"] == 4 / 8
+    assert Features.of_segments([*decode, infer(0, 4)], kept).counted()["prefill_layers"] == 1
     copied = Features.of_segments(decode, kept[:1]).copy()
     copied.add_training(kept[1])
-    assert copied.as_dict()["prefill_layers"] == 4 / 8
+    assert copied.counted()["prefill_layers"] == 4 / 8
     empty = Features()
     empty.add_inference(0, 0, 0, None)  # as estimates of later steps begin
-    assert empty.as_dict()["prefill_layers"] == 0
+    assert empty.counted()["prefill_layers"] == 0
 
 
 def test_rows_share_a_pass_where_that_is_cheaper() -> None:
@@ -150,16 +150,16 @@ def test_rows_add_no_negative_seconds() -> None:
 
 
 def test_scored_prompt_rows_pay_for_the_head() -> None:
-    assert Features.of(BasePlan((infer(0, 10, scored=True),))).as_dict()["tail_rows"] == 10
+    assert Features.of(BasePlan((infer(0, 10, scored=True),))).counted()["tail_rows"] == 10
     assert (
-        Features.of(BasePlan((infer(0, 64, scored=True),))).as_dict()["tail_rows"] == 64
+        Features.of(BasePlan((infer(0, 64, scored=True),))).counted()["tail_rows"] == 64
     )  # 63 and the sampled
 
 
 def test_features_of_training() -> None:
     keep, back = train(Direction.TRAIN_FORWARD, 16, 0, 4), train(Direction.BACKWARD, 32, 6, 8)
     loss = train(Direction.LOSS, 24, DEPTH, DEPTH + 1)
-    found = Features.of(BasePlan(training=(keep, loss, back), updates=(OptimStep("job"),))).as_dict()
+    found = Features.of(BasePlan(training=(keep, loss, back), updates=(OptimStep("job"),))).counted()
     assert found == dict.fromkeys(NAMES, 0.0) | {
         "step": 1,
         "forward_layers": 0.5,
@@ -176,22 +176,22 @@ def test_features_of_training() -> None:
 
 
 def test_only_losses_have_loss_rows() -> None:
-    loss = Features.of_segments((), [train(Direction.LOSS, 24, DEPTH, DEPTH + 1)]).as_dict()
+    loss = Features.of_segments((), [train(Direction.LOSS, 24, DEPTH, DEPTH + 1)]).counted()
     assert loss == dict.fromkeys(NAMES, 0.0) | {"step": 1, "loss_rows": 24}
     for way in (Direction.TRAIN_FORWARD, Direction.BACKWARD):
         for first in (0, DEPTH - 1):
-            assert Features.of_segments((), [train(way, 24, first, DEPTH)]).as_dict()["loss_rows"] == 0
+            assert Features.of_segments((), [train(way, 24, first, DEPTH)]).counted()["loss_rows"] == 0
 
 
 def test_forward_weights_are_read_once_and_backward_ones_by_each_segment() -> None:
     spans = [train(Direction.TRAIN_FORWARD, 16, 0, 4), train(Direction.TRAIN_FORWARD, 16, 2, 6)]
-    assert Features.of_segments((), spans).as_dict()["forward_layers"] == 6 / 8
-    assert Features.of_segments([infer(0, 4)], spans).as_dict()["forward_layers"] == 1
+    assert Features.of_segments((), spans).counted()["forward_layers"] == 6 / 8
+    assert Features.of_segments([infer(0, 4)], spans).counted()["forward_layers"] == 1
     after = Features.of_segments((), spans)
     after.add(infer(0, 4))
-    assert after.as_dict() == Features.of_segments([infer(0, 4)], spans).as_dict()
+    assert after.counted() == Features.of_segments([infer(0, 4)], spans).counted()
     twice = [train(Direction.BACKWARD, 16, 0, 4), train(Direction.BACKWARD, 16, 0, 4)]
-    assert Features.of_segments((), twice).as_dict()["backward_layers"] == 1
+    assert Features.of_segments((), twice).counted()["backward_layers"] == 1
 
 
 def test_a_copy_is_apart() -> None:
@@ -199,10 +199,10 @@ def test_a_copy_is_apart() -> None:
     twin = features.copy()
     twin.add(infer(0, 10, adapter="b@1"))
     twin.add_update()
-    assert features.as_dict() == Features.of_segments([infer(99, 1)]).as_dict()
+    assert features.counted() == Features.of_segments([infer(99, 1)]).counted()
     features.add(infer(0, 10, adapter="b@1"))
     features.add_update()
-    assert features.as_dict() == twin.as_dict()
+    assert features.counted() == twin.counted()
     features.add_training(train(Direction.TRAIN_FORWARD, 16, 0, 4), abandons=True)
     assert [*features.copy().ways(False)] == [*features.ways(False)] == [Passes(windows_apart=True)]
     planned = Features.of(BasePlan((infer(99, 1),), passes=Passes(True, True)))

@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 
 from coserve.core.plan import (
-    SHARED,
     BasePlan,
     InferenceSegment,
     OptimStep,
@@ -108,7 +107,7 @@ def test_passes_of_their_own_read_the_weights_again() -> None:
     for passes in (Passes(*each) for each in product((False, True), repeat=2)):
         plan = BasePlan((decode, prompt), (apart,), passes=passes)
         counted = total(PlanCounter(SHAPE, ADAPTER).count(plan), PassKind.FORWARD)
-        shared = total(PlanCounter(SHAPE, ADAPTER).count(replace(plan, passes=SHARED)), PassKind.FORWARD)
+        shared = total(PlanCounter(SHAPE, ADAPTER).count(replace(plan, passes=Passes())), PassKind.FORWARD)
         visits = Features.of(plan).visits((1 << SHAPE.layers) - 1)
         assert counted["weight_bytes"] == size * visits
         assert visits == SHAPE.layers * (1 + passes.decodes_apart) + (SHAPE.layers - 1) * passes.windows_apart
