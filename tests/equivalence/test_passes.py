@@ -13,6 +13,7 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.core.plan import BasePlan
 from coserve.core.sequence import Direction
+from coserve.executors.local import LocalExecutor
 from coserve.schedule.cost import CostModel
 from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.train.example import Example
@@ -62,7 +63,8 @@ def run(
                 )
                 engine.step()
             engine.run()
-    assert job.status == "succeeded"
+    assert job.status == "succeeded" and isinstance(engine.executor, LocalExecutor)
+    assert not engine.executor.worker._pauses, "what has passed is told of, and does not pass again"
     weights = {name: x.clone() for name, x in engine.adapters.weights("trained").parameters().items()}
     return [handle.tokens for handle in handles], [update.loss for update in job.history], weights
 
