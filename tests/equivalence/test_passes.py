@@ -1,4 +1,4 @@
-"""A step whose decode rows pass apart, by graph, computes what the shared pass does: tokens, losses, weights.
+"""Whichever forward rows of a step share a pass, it computes the same: tokens, losses, weights.
 
 Graphs are their plain twin, which computes anew from what a graph reads. Float64 throughout, in which two
 ways to the same result differ by rounding only.
@@ -13,6 +13,9 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.core.plan import BasePlan
 from coserve.core.sequence import Direction
+from coserve.executors.local import LocalExecutor
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.train.example import Example
 from coserve.worker import cuda_graphs
 from coserve.worker.cuda_graphs import Record, Run
@@ -27,21 +30,25 @@ SCHEDULER = {
 }  # fmt: skip
 
 
-def run(record: Record | None, monkeypatch: pytest.MonkeyPatch, carried: Counter[str]) -> Ran:
-    """An engine answers and trains; its prompts come in chunks while others decode. `carried` counts the
-    steps with decode rows by what else they carry."""
+def run(
+    record: Record | None, mixed: float, monkeypatch: pytest.MonkeyPatch, carried: Counter[tuple[bool, ...]]
+) -> Ran:
+    """An engine answers and trains; its prompts come in chunks while others decode, which it takes for
+    `mixed` seconds in a pass with others. `carried` counts the steps with decode rows: whether they carry a
+    prompt, a window, and one that shares a pass with answers, and have decode rows apart from the prompt."""
     monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # it knows no better
 
     def look(plan: BasePlan) -> None:
         if any(segment.length == 1 for segment in plan.inference):
             prompt = any(segment.length > 1 for segment in plan.inference)
             window = any(segment.direction is Direction.TRAIN_FORWARD for segment in plan.training)
-            carried["prompt and window" if prompt and window else "prompt" if prompt else "no prompt"] += 1
-            assert plan.apart is (record is not None) and bool(plan.fused) <= (record is None)
+            carried[prompt, window, bool(plan.fused), plan.passes.decodes_apart] += 1
 
     with Exact():
         config = EngineConfig(calibrate=False, cache_tokens=1024, page_size=4, scheduler=SCHEDULER)
         engine = Engine(tiny("llama", torch.float64), config)
+        engine.cost._start({**DEFAULT_WEIGHTS, "mixed_layers": mixed})
         training = TrainingConfig(
             learning_rate=1e-2, batch_size=4, max_steps=4, epochs=4, rows=64, keep=SavePolicy.EVERYTHING
         )
@@ -56,15 +63,16 @@ def run(record: Record | None, monkeypatch: pytest.MonkeyPatch, carried: Counter
                 )
                 engine.step()
             engine.run()
-    assert job.status == "succeeded"
+    assert job.status == "succeeded" and isinstance(engine.executor, LocalExecutor)
+    assert not engine.executor.worker._pauses, "what has passed is told of, and does not pass again"
     weights = {name: x.clone() for name, x in engine.adapters.weights("trained").parameters().items()}
     return [handle.tokens for handle in handles], [update.loss for update in job.history], weights
 
 
 @pytest.mark.local
-def test_decode_rows_pass_by_graph_beside_a_prompt_and_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_may_share_any_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "_WORTH", 1)
-    carried, replayed = Counter[str](), Counter[str]()
+    replayed = Counter[str]()
 
     def record(work: Run) -> Run:
         def replay() -> Tensor:
@@ -73,10 +81,22 @@ def test_decode_rows_pass_by_graph_beside_a_prompt_and_a_window(monkeypatch: pyt
 
         return replay
 
-    answers, losses, weights = run(record, monkeypatch, carried)
-    assert replayed["rows"] == carried.total() and carried["prompt and window"] >= 3
-    shared_answers, shared_losses, shared_weights = run(None, monkeypatch, Counter())
-    assert answers == shared_answers and len({*map(tuple, answers)}) > 3
-    assert losses == pytest.approx(shared_losses, rel=1e-10)
-    for name, wanted in shared_weights.items():
-        assert float((weights[name] - wanted).norm() / wanted.norm()) <= 1e-9
+    shared, parted, graphs = (Counter[tuple[bool, ...]]() for _ in range(3))
+    answers, losses, weights = run(None, 0.0, monkeypatch, shared)
+    assert len({*map(tuple, answers)}) > 3
+    # A base without graphs: windows share the pass of answers, or of those that have prompts.
+    assert all(fused is window and not apart for _, window, fused, apart in shared)
+    assert {carried[:2] for carried in shared} >= {(False, True), (True, True)}
+    found = [run(None, 0.02, monkeypatch, parted)]
+    assert all(fused == (prompt and window) and not apart for prompt, window, fused, apart in parted)
+    assert {carried[:2] for carried in parted} >= {(False, True), (True, True)}
+    assert not replayed
+    # With graphs decode rows are apart from prompts, too.
+    found.append(run(record, 0.02, monkeypatch, graphs))
+    assert replayed["rows"] == graphs.total() and graphs[True, True, True, True] >= 3
+    assert all(fused == (prompt and window) for prompt, window, fused, _ in graphs)
+    assert all(decodes_apart is prompt for prompt, _, _, decodes_apart in graphs)
+    for found_answers, found_losses, found_weights in found:
+        assert found_answers == answers and found_losses == pytest.approx(losses, rel=1e-10)
+        for name, wanted in weights.items():
+            assert float((found_weights[name] - wanted).norm() / wanted.norm()) <= 1e-9

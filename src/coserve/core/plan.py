@@ -200,6 +200,15 @@ class PassesAlone(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Passes:
+    """The passes of a plan's forward rows. `decodes_apart`: decode rows have one of their own, which a
+    graph may hold. `windows_apart`: windows do not share the pass of answers' other rows."""
+
+    decodes_apart: bool = False
+    windows_apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class BasePlan:
     """One base's work in a step: ids, token ids, pages and spans, immutable and independent of the
     scheduler's objects.
@@ -212,13 +221,11 @@ class BasePlan:
     not wait for training beside its answers, which may go on through further steps with a share, without
     other training. `idle` is how long nothing runs although requests wait, seconds.
 
-    Decode rows of a plan that is `apart` have a pass of their own, whatever else it carries: a graph may hold
-    that pass. Otherwise windows that go forward share the pass of all answers' rows, unless the plan
-    `abandons`; all other training follows in slices of `slice_layers` layers (0: of all that a segment
-    spans). Where this is not 0, `Executor.pause_training` stops the plan's training between two slices, and
-    within the layer under way where it `abandons`. `pauses` counts the results with such a stop when this
-    plan was made: an executor skips the training of plans made before the last stop, as their positions are
-    not reached.
+    `passes` says which forward rows share a pass. Training that shares none with answers follows in slices of
+    `slice_layers` layers (0: of all that a segment spans). Where this is not 0, `Executor.pause_training`
+    stops the plan's training between two slices, and within the layer under way where it `abandons`. `pauses`
+    counts the results with such a stop when this plan was made: an executor skips the training of plans made
+    before the last stop, as their positions are not reached.
 
     Whoever passes `alone` shares no pass. A plan with a pass that fails for those who share it
     (TogetherFailed) runs again as its `narrower` one.
@@ -239,7 +246,7 @@ class BasePlan:
     idle: float = 0.0
     slice_layers: int = 0
     abandons: bool = False
-    apart: bool = False
+    passes: Passes = Passes()
     alone: PassesAlone = PassesAlone.NOBODY
     pauses: int = 0
     micro_batches: tuple[MicroBatchStart, ...] = ()
@@ -255,8 +262,9 @@ class BasePlan:
 
     @property
     def fused(self) -> tuple[TrainingSegment, ...]:
-        """Windows that share the pass of the answers' rows."""
-        if not self.inference or self.abandons or self.apart or self.alone or self.share is not None:
+        """Windows that share a pass with answers' rows."""
+        shares = any(segment.length > 1 or not self.passes.decodes_apart for segment in self.inference)
+        if not shares or self.passes.windows_apart or self.alone or self.share is not None:
             return ()
         return tuple(s for s in self.training if s.direction is Direction.TRAIN_FORWARD)
 

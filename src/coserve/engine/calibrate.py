@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from statistics import median
+from typing import TypeVar
 
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.plan import BasePlan, BaseResult, OptimStep, TrainingSegment
@@ -34,14 +35,18 @@ from coserve.train.packing import Packing
 from coserve.train.supervised import SupervisedSteps
 
 Sample = tuple[Features, float]
+T = TypeVar("T")
 
 _JOB = "calibration"
 _SECONDS = 5.0  # for all rounds; each kind of step runs once in any case
 _ALIKE = 1.25  # ratio of a step's two quickest runs from which on other load is the reason
 _CERTAIN = 0.8  # share of the steps whose runs are alike
 _ROUNDS = 6  # at most: on a machine that stays busy more of them tell nothing new
-_DECODE = ((1, 32), (4, 256), (16, 64), (16, 256))  # (sequences, cached tokens of each)
-_PREFILL = ((1, 32), (1, 128), (1, 256), (8, 32))  # (sequences, prompt tokens of each)
+_INFERENCE = (  # (decoding sequences, cached tokens of each, prompts, tokens of each)
+    ((1, 32, 0, 0), (4, 256, 0, 0), (16, 64, 0, 0), (16, 256, 0, 0)),
+    ((0, 0, 1, 32), (0, 0, 1, 128), (0, 0, 1, 256), (0, 0, 8, 32)),
+    ((1, 64, 1, 32), (4, 64, 1, 128)),
+)
 _WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
 _LEAN_ROWS = 128  # of a window where memory is short
 _BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window beside them
@@ -82,7 +87,7 @@ def measure(
     with _without_reads(executor):
         for rounds in range(1, _ROUNDS + 1):
             for sample in chain(_inference(probe, limit), _training(probe, limit)):
-                runs.setdefault(tuple(sample[0].values), []).append(sample)
+                runs.setdefault(tuple(sample[0].counted().values()), []).append(sample)
             is_certain = certain([sorted(taken for _, taken in same) for same in runs.values()])
             if is_certain or (time.monotonic() - began) * (rounds + 1) > seconds * rounds:
                 break
@@ -149,7 +154,7 @@ class _Probe:
         self.executor, self.base, self.page_size, self.lean = executor, base, page_size, lean
         self._ends = ends
 
-    def some(self, sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:
+    def some(self, sizes: tuple[T, ...]) -> Iterator[T]:
         """The sizes of steps, the smallest first, until the time is over; always the first."""
         yield from (size for size in sizes if size == sizes[0] or time.monotonic() < self._ends)
 
@@ -208,15 +213,15 @@ def _next_tokens(answers: list[Sequence]) -> BasePlan:
 
 
 def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
-    decoded = ((True, size) for size in probe.some(_DECODE))
-    for is_decoded, (batch, context) in chain(decoded, ((False, size) for size in probe.some(_PREFILL))):
-        pages = -(-(context + 1) // probe.page_size)
+    for decoding, context, prompts, tokens in chain.from_iterable(map(probe.some, _INFERENCE)):
+        pages = -(-(max(context, tokens) + 1) // probe.page_size)
+        batch = decoding + prompts
         if batch * pages * probe.page_size > limit or batch > probe.executor.spec.sequences:
             continue
-        answers = [probe.sequence(context, int(is_decoded), i * pages) for i in range(batch)]
-        start, rows = (context - 1, 1) if is_decoded else (0, context)
-        yield probe.timed(inference_plan((answer, start, rows) for answer in answers))
-        probe.run(BasePlan(released=tuple(a.key for a in answers)))
+        rows = [(probe.sequence(context, 1, i * pages), context - 1, 1) for i in range(decoding)]
+        rows += [(probe.sequence(tokens, 0, i * pages), 0, tokens) for i in range(decoding, batch)]
+        yield probe.timed(inference_plan(rows))
+        probe.run(BasePlan(released=tuple(answer.key for answer, _, _ in rows)))
 
 
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:

@@ -11,21 +11,20 @@ from dataclasses import dataclass, replace
 from operator import mul
 from typing import Final
 
-from coserve.core.plan import BasePlan, OffloadReads, WeightReads
+from coserve.core.plan import BasePlan, OffloadReads, Passes, WeightReads
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.features import DEFAULT_WEIGHTS, NAMES, Features
 from coserve.schedule.interference import Interference
 from coserve.schedule.reads import OffloadCosts, ReadCosts
 from coserve.schedule.segments import training_segment
 
+_NO_PASS = ("loss_rows", "updates")  # beside no reads of weights
+_BACK = ("backward_layers", "backward_rows", "backward_attention")
 # Steps of one kind share a factor of slowness relative to their measurement.
-_KIND_OF = tuple(
-    "backward" if name.startswith("backward") else name if name in ("loss_rows", "updates") else "forward"
+_KIND_OF = {
+    name: "backward" if name.startswith("backward") else name if name in _NO_PASS else "forward"
     for name in NAMES
-)
-
-_BACK = tuple(map(NAMES.index, ("backward_layers", "backward_rows", "backward_attention")))
-_NO_PASS = tuple(map(NAMES.index, ("loss_rows", "updates")))  # beside no reads of weights
+}
 
 _RIDGE = 1e-6  # per sample; keeps features that always occur together at small, equal weights
 _RATE = 0.02  # share of an error that one observation corrects in the weights
@@ -56,7 +55,7 @@ class Costs:
     def is_sound(self) -> bool:
         """Tells whether names are complete and all numbers are valid costs."""
         named = (self.measured.keys(), set(NAMES)), (self.weights.keys(), set(NAMES))
-        if any(found != wanted for found, wanted in (*named, (self.factors.keys(), set(_KIND_OF)))):
+        if any(found != wanted for found, wanted in (*named, (self.factors.keys(), set(_KIND_OF.values())))):
             return False
         costs = (*self.measured.values(), *self.weights.values(), self.error)
         return (
@@ -73,39 +72,52 @@ class CostModel:
     times its kind's factor, or the time in which weights are read (`reads`), whichever is longer. The time in
     which offloaded keys and values are read (`offload`) adds to that of computing."""
 
-    _effective: list[float]  # weight times factor, by feature
+    _effective: dict[str, float]  # weight times factor, by feature
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.is_measured = False  # else weights are assumed
-        self.graphs = False  # whether decode rows pass apart from others, by graph
+        self.graphs = False  # whether decode rows that have a pass of their own are replayed
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
         self.interference = Interference()
         self.reads = ReadCosts()
         self.offload = OffloadCosts()
-        self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
+        self._start({name: float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES})
 
     @property
     def weights(self) -> dict[str, float]:
         """Seconds per unit of each feature, the factor of its kind included."""
-        return dict(zip(NAMES, self._effective, strict=True))
+        return self._effective.copy()
 
     def predict(self, plan: BasePlan) -> float:
         """Seconds that `plan` will take."""
         return self.predict_features(Features.of(plan))
 
     def predict_features(self, features: Features) -> float:
-        """Seconds of a part of these features.
+        """Seconds of a part of these features, whose forward rows share passes as `passes` says."""
+        ways = features.ways(self.graphs)
+        if len(ways) == 1:  # of most steps, and many of them are weighed in each
+            return self._seconds(features, ways[0])
+        return min(self._seconds(features, way) for way in ways)
+
+    def passes(self, features: Features) -> Passes:
+        """The passes in which a part of these features takes the least time, and the fewest of them."""
+        return min(features.ways(self.graphs), key=lambda way: self._seconds(features, way))
+
+    def _seconds(self, features: Features, passes: Passes) -> float:
+        """Seconds of a part whose forward rows have these passes.
 
         Forward and backward are passes of their own. Where weights are read, each takes the longer of reading
         and computing: while one waits for weights, the other does not compute. Losses and updates come
         between passes.
         """
-        computed = self._computed(features.counts(self.graphs)) + self.offload.seconds(features.offloaded)
+        values = features.counted(passes, self.graphs)
+        computed = self._computed(values) + self.offload.seconds(features.offloaded)
         if not self.reads.layers:
             return computed
-        back = sum(self._effective[index] * features.values[index] for index in _BACK)
-        beside = sum(self._effective[index] * features.values[index] for index in _NO_PASS)
-        visits, visits_back = (count(self.reads.layers) for count in (features.visits, features.visits_back))
+        back = sum(self._effective[name] * values[name] for name in _BACK)
+        beside = sum(self._effective[name] * values[name] for name in _NO_PASS)
+        layers = self.reads.layers
+        visits, visits_back = features.visits(layers, passes), features.visits_back(layers)
         there = max(computed - back - beside, self.reads.seconds(visits - visits_back))
         return there + max(back, self.reads.seconds(visits_back)) + beside
 
@@ -137,14 +149,14 @@ class CostModel:
         `samples` are (plan not yet applied or features, seconds without waiting for weights). Features
         without a sample keep their weight.
         """
-        rows = [(_features(work).values, seconds) for work, seconds in samples if seconds > 0]
+        rows = [(self._values(_features(work)), seconds) for work, seconds in samples if seconds > 0]
         if not rows:
             return
-        relative = [[value / seconds for value in values] for values, seconds in rows]
+        relative = [[value / seconds for value in values.values()] for values, seconds in rows]
         found = _solve(relative)
-        self._start([found.get(index, weight) for index, weight in enumerate(self._effective)])
+        self._start({name: found.get(place, self._effective[name]) for place, name in enumerate(NAMES)})
         self.is_measured = True
-        misses = [abs(self._computed(row) - 1.0) for row in relative]
+        misses = [abs(self._computed(values) / seconds - 1.0) for values, seconds in rows]
         self.error = sum(misses) / len(misses)
 
     def observe(
@@ -164,7 +176,7 @@ class CostModel:
         kind of step cannot distort the costs of others.
         """
         features = _features(work)
-        values = features.counts(self.graphs)
+        values = self._values(features)
         self.reads.observe(reads)
         self.offload.observe(features.offloaded, offload)
         if seconds <= 0:
@@ -183,9 +195,9 @@ class CostModel:
     def learned(self) -> Costs:
         """Parameters learned about the machine, without the recent prediction errors (`misses`)."""
         return Costs(
-            dict(zip(NAMES, self._measured, strict=True)),
-            dict(zip(NAMES, self._weights, strict=True)),
-            dict(self._factors),
+            self._measured.copy(),
+            self._weights.copy(),
+            self._factors.copy(),
             self.error,
             (self.interference.inference, self.interference.training),
         )
@@ -193,46 +205,47 @@ class CostModel:
     def recall(self, costs: Costs) -> None:
         """Restores parameters that another model has learned; they must be sound."""
         assert costs.is_sound, "no model has learned this"
-        self._start([costs.measured[name] for name in NAMES])
+        self._start({name: costs.measured[name] for name in NAMES})
         self.is_measured = True
-        self._weights = [costs.weights[name] for name in NAMES]
+        self._weights = {name: costs.weights[name] for name in NAMES}
         self._factors.update(costs.factors)
         self._apply_factors()
         self.error = costs.error
         self.interference.start(*costs.interference)
 
-    def _computed(self, values: list[float]) -> float:
-        """Seconds of arithmetic, without waiting for weights."""
-        seconds: float = sum(map(mul, self._effective, values))
+    def _values(self, features: Features) -> dict[str, float]:
+        """The counts of a part, by the passes that it has, or would be planned with."""
+        return features.counted(self.passes(features), self.graphs)
+
+    def _computed(self, values: Mapping[str, float]) -> float:
+        """Seconds of arithmetic, without waiting for weights; both mappings have the order of `NAMES`."""
+        seconds: float = sum(map(mul, self._effective.values(), values.values()))
         return seconds
 
-    def _start(self, weights: list[float]) -> None:
+    def _start(self, weights: dict[str, float]) -> None:
         self._measured = weights
         self._weights = weights.copy()
-        self._factors = dict.fromkeys(_KIND_OF, 1.0)
+        self._factors = dict.fromkeys(_KIND_OF.values(), 1.0)
         self._effective = weights.copy()
 
     def _apply_factors(self) -> None:
-        self._effective = [w * self._factors[kind] for w, kind in zip(self._weights, _KIND_OF, strict=True)]
+        self._effective = {name: w * self._factors[_KIND_OF[name]] for name, w in self._weights.items()}
 
-    def _correct_weights(self, values: list[float], taken: float, predicted: float) -> None:
+    def _correct_weights(self, values: dict[str, float], taken: float, predicted: float) -> None:
         # A weight of zero could never grow by its contribution. So each present feature is taken to
         # contribute at least a hundredth.
-        parts = [max(w * v, 0.01 * taken) if v else 0.0 for w, v in zip(self._effective, values, strict=True)]
-        gain = _RATE * (taken - predicted) / sum(part * part for part in parts)
-        for index, (part, value) in enumerate(zip(parts, values, strict=True)):
-            if value:
-                moved = self._weights[index] + gain * part * part / value / self._factors[_KIND_OF[index]]
-                least, most = (
-                    self._measured[index] / _RANGE,
-                    max(self._measured[index] * _RANGE, part / value),
-                )
-                self._weights[index] = min(max(moved, least), most)
+        present = {name: value for name, value in values.items() if value}
+        parts = {name: max(self._effective[name] * value, 0.01 * taken) for name, value in present.items()}
+        gain = _RATE * (taken - predicted) / sum(part * part for part in parts.values())
+        for name, part in parts.items():
+            moved = self._weights[name] + gain * part * part / values[name] / self._factors[_KIND_OF[name]]
+            most = max(self._measured[name] * _RANGE, part / values[name])
+            self._weights[name] = min(max(moved, self._measured[name] / _RANGE), most)
 
-    def _correct_factors(self, values: list[float], taken: float, predicted: float) -> None:
+    def _correct_factors(self, values: dict[str, float], taken: float, predicted: float) -> None:
         shares = dict.fromkeys(self._factors, 0.0)
-        for weight, value, kind in zip(self._effective, values, _KIND_OF, strict=True):
-            shares[kind] += weight * value / predicted
+        for name, value in values.items():
+            shares[_KIND_OF[name]] += self._effective[name] * value / predicted
         norm = sum(share * share for share in shares.values()) or 1.0
         for kind, share in shares.items():
             moved = self._factors[kind] * (taken / predicted) ** (_DRIFT * share / norm)

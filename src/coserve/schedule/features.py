@@ -1,9 +1,10 @@
 """The contents of a step, counted for the cost model: FlexLLM's c and s (section 6.2), in more detail."""
 
-from collections.abc import Iterable, Mapping
-from typing import Self
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Final, Self
 
-from coserve.core.plan import BasePlan, InferenceSegment, StepPlan, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, Passes, StepPlan, TrainingSegment
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import causal_pairs
 
@@ -14,8 +15,10 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "forward_layers": 1e-2,  # a forward pass over the whole depth: weights are read once for all rows
     "forward_rows": 1e-4,  # a row through the whole depth
     # A pass over the whole depth that carries prompts or windows, beside `forward_layers`: decode rows alone
-    # take a compiled call (`model/native_layer.py`). 7 ms of 19M parameters, of which 8 decode rows take 4.
+    # take a compiled call (`model/native_layer.py`), or a graph (`worker/cuda_graphs.py`). 7 ms of 19M
+    # parameters, of which 8 decode rows take 4.
     "prefill_layers": 0.0,
+    "mixed_layers": 0.0,  # the same where decode rows are among them, beside `prefill_layers`
     "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
     "decode_context": 1e-7,  # a cached token read by a decode row
     "forward_attention": 1e-8,  # a (row, earlier row) pair of a prefill or a kept window, whole depth
@@ -27,51 +30,24 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "updates": 5e-3,  # an optimizer step
 }
 NAMES = tuple(DEFAULT_WEIGHTS)
-(
-    _STEP,
-    _FORWARD_LAYERS,
-    _FORWARD_ROWS,
-    _PREFILL_LAYERS,
-    _TAIL_ROWS,
-    _DECODE_CONTEXT,
-    _FORWARD_ATTENTION,
-    _ADAPTERS,
-    _BACKWARD_LAYERS,
-    _BACKWARD_ROWS,
-    _BACKWARD_ATTENTION,
-    _LOSS_ROWS,
-    _UPDATES,
-) = range(len(NAMES))
 
-_ALL = -1  # all bits set: every layer
+_EMPTY: Final = dict.fromkeys(NAMES, 0.0) | {"step": 1.0}
+_SHARED: Final = Passes()
 
 
 class Features:
-    """Features of one base's part of a step, counted as its plan is built. `values` follows `NAMES`."""
+    """Features of one base's part of a step, counted as its plan is built.
 
-    __slots__ = (
-        "_adapters",
-        "_apart",
-        "_back",
-        "_covered",
-        "_fills",
-        "_prefilled",
-        "_returned",
-        "answers",
-        "decodes",
-        "offloaded",
-        "trains",
-        "values",
-    )
+    Which forward rows share a pass is as in the plan that was counted, or open: `ways` are the choices.
+    """
 
     def __init__(self) -> None:
-        self.values = [0.0] * len(NAMES)
-        self.values[_STEP] = 1.0
-        self.trains = self.answers = self.decodes = False
+        self._values = _EMPTY.copy()  # without those of passes forward, which `counted` adds
+        self.trains = self.answers = self._decodes = self._prompts = False
         self.offloaded = 0  # cached tokens that are read from slower memory
-        self._covered = 0  # a bit for each layer that some forward row visits; all bits are of every depth
-        self._prefilled = 0  # the same of rows that are not decode rows
-        self._apart = 0  # the same of windows that go forward beside answers, in slices of their own
+        self._windows, self._depth = 0, 1  # a bit for each layer that windows going forward visit, of so many
+        self._abandons = False  # whether windows that go forward may be abandoned, and so pass apart
+        self._passes: Passes | None = None  # those of a plan
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._back: tuple[int, ...] = ()  # bits of layers visited on each way back
         self._fills = 0  # passes over the whole depth that precede the step's own
@@ -80,9 +56,8 @@ class Features:
     @classmethod
     def of(cls, plan: BasePlan) -> Self:
         """The features of a plan that has not been applied yet (only then its sampled rows are known)."""
-        features = cls.of_segments(
-            plan.inference, plan.training, plan.abandons or plan.apart or bool(plan.alone)
-        )
+        features = cls.of_segments(plan.inference, plan.training)
+        features._passes = plan.passes
         for prefix in plan.prefixes:
             features.add_fill(prefix.tokens - prefix.rows, prefix.rows)
         for _ in plan.updates:
@@ -91,57 +66,70 @@ class Features:
 
     @classmethod
     def of_segments(
-        cls,
-        inference: Iterable[InferenceSegment],
-        training: Iterable[TrainingSegment] = (),
-        apart: bool = False,
+        cls, inference: Iterable[InferenceSegment], training: Iterable[TrainingSegment] = ()
     ) -> Self:
-        """The features of a step of these segments; `apart` is that of `add_training`."""
+        """The features of a step of these segments."""
         features = cls()
         for segment in inference:
             features.add(segment)
         for window in training:
-            features.add_training(window, apart)
+            features.add_training(window)
         return features
 
     def copy(self) -> "Features":
         """An independent copy of the counts."""
         twin = Features.__new__(Features)
-        twin.values = self.values.copy()
-        twin.trains, twin.answers, twin.decodes = self.trains, self.answers, self.decodes
-        twin.offloaded = self.offloaded
-        twin._covered, twin._prefilled, twin._apart = self._covered, self._prefilled, self._apart
-        twin._returned = self._returned.copy()
-        twin._back = self._back
-        twin._fills = self._fills
+        twin.trains, twin.answers, twin.offloaded = self.trains, self.answers, self.offloaded
+        twin._decodes, twin._prompts, twin._fills = self._decodes, self._prompts, self._fills
+        twin._windows, twin._depth, twin._back = self._windows, self._depth, self._back
+        twin._abandons, twin._passes = self._abandons, self._passes
+        twin._values, twin._returned = self._values.copy(), self._returned.copy()
         twin._adapters = self._adapters.copy()
         return twin
 
-    def counts(self, graphs: bool) -> list[float]:
-        """The counts; by `graphs` decode rows pass apart from other answers' rows."""
-        if not (graphs and self.decodes and self._prefilled):
-            return self.values
-        values = self.values.copy()
-        values[_FORWARD_LAYERS] += 1.0
+    def ways(self, graphs: bool) -> Sequence[Passes]:
+        """The choices which forward rows share a pass, the fewest passes first. Decode rows are apart from
+        prompts with `graphs` alone: what launches them kernel by kernel is not faster without prompts."""
+        if self._passes is not None:
+            return (self._passes,)
+        beside = self.answers and self._windows > 0
+        if not beside and not (graphs and self._decodes and self._prompts):
+            return (_SHARED,)
+        decodes = (False, True) if graphs and self._decodes and self._prompts else (False,)
+        windows = (False,) if not beside else (True,) if self._abandons else (False, True)
+        return [Passes(*apart) for apart in product(decodes, windows)]
+
+    def counted(self, passes: Passes | None = None, graphs: bool = False) -> dict[str, float]:
+        """The counts by one of the `ways`, in the order of `NAMES`; by default by the plan's, or by all rows
+        in one pass. With `graphs` decode rows that have a pass of their own are replayed; beside windows
+        through a few layers they are launched like these, at all layers."""
+        passes = passes or self._passes or _SHARED
+        windows = self._windows.bit_count() / self._depth
+        apart = 0.0 if self._is_shared(passes) else windows
+        mixes = self._decodes and not passes.decodes_apart
+        more = 1.0 if self._prompts else windows - apart  # than decode rows alone, in answers' pass
+        if graphs and mixes and more:
+            more = 1.0
+        values = self._values.copy()
+        values["forward_layers"] = self._passes_of_answers(passes) + apart
+        values["prefill_layers"] = self._fills + more + apart
+        values["mixed_layers"] = more * mixes
         return values
 
-    @property
-    def without_rows(self) -> "Features":
-        """The forward passes of these features, without their rows."""
-        empty = Features()
-        if self.values[_FORWARD_LAYERS]:
-            empty.add_inference(0, 0, 0, None)
-        return empty
+    def _passes_of_answers(self, passes: Passes) -> int:
+        """Number of passes of answers' rows, and of virtual tokens, through all layers."""
+        return self._fills + self.answers + (passes.decodes_apart and self._decodes and self._prompts)
 
-    def as_dict(self) -> dict[str, float]:
-        """The counts by name."""
-        return dict(zip(NAMES, self.values, strict=True))
+    def _is_shared(self, passes: Passes) -> bool:
+        """Tells whether windows that go forward share a pass with rows of answers."""
+        others = self._prompts if passes.decodes_apart and self._decodes else self.answers
+        return others and not passes.windows_apart
 
-    def visits(self, layers: int) -> int:
+    def visits(self, layers: int, passes: Passes | None = None) -> int:
         """Number of visits to layers with a bit in `layers`, forward and back."""
-        there = self._fills * layers.bit_count()
-        there += (self._covered & layers).bit_count() + (self._apart & layers).bit_count()
-        return there + self.visits_back(layers)
+        passes = passes or self._passes or _SHARED
+        apart = 0 if self._is_shared(passes) else (self._windows & layers).bit_count()
+        return self._passes_of_answers(passes) * layers.bit_count() + apart + self.visits_back(layers)
 
     def visits_back(self, layers: int) -> int:
         """Number of visits to layers with a bit in `layers` on a way back."""
@@ -159,19 +147,16 @@ class Features:
         """Adds `rows` rows after `start` cached ones, which are read from slower memory if `offloaded`;
         `tail` of the rows go through the head."""
         self.answers = True
-        values = self.values
-        values[_FORWARD_LAYERS] = 1.0 + self._fills
-        self._covered = _ALL
-        values[_FORWARD_ROWS] += rows
-        values[_TAIL_ROWS] += tail
+        values = self._values
+        values["forward_rows"] += rows
+        values["tail_rows"] += tail
         self.offloaded += start * offloaded
         if rows == 1:
-            self.decodes = True
-            values[_DECODE_CONTEXT] += start + 1
+            self._decodes = True
+            values["decode_context"] += start + 1
         elif rows:
-            values[_FORWARD_ATTENTION] += causal_pairs(start, rows)
-            values[_PREFILL_LAYERS] = 1.0 + self._fills
-            self._prefilled = _ALL
+            values["forward_attention"] += causal_pairs(start, rows)
+            self._prompts = True
         if adapter is not None:
             self._add_adapter(adapter, 1.0)
 
@@ -179,36 +164,27 @@ class Features:
         """Adds a pass of `rows` virtual tokens, behind `given` ones whose keys and values are given."""
         if rows:
             self._fills += 1
-            self.values[_FORWARD_LAYERS] += 1.0
-            self.values[_PREFILL_LAYERS] += 1.0
-            self.values[_FORWARD_ROWS] += rows
-            self.values[_FORWARD_ATTENTION] += causal_pairs(given, rows)
+            self._values["forward_rows"] += rows
+            self._values["forward_attention"] += causal_pairs(given, rows)
 
-    def add_training(self, segment: TrainingSegment, apart: bool = False) -> None:
-        """Adds a window of a micro-batch; beside answers one that goes forward does so `apart` from them, or
-        in their pass."""
+    def add_training(self, segment: TrainingSegment, abandons: bool = False) -> None:
+        """Adds a window of a micro-batch. Where the step `abandons` windows they go forward apart from
+        answers."""
         self.trains = True
-        values, rows, span, depth = self.values, segment.length, segment.span, segment.layers
+        values, rows, span, depth = self._values, segment.length, segment.span, segment.layers
         if segment.direction.is_tail:
-            values[_LOSS_ROWS] += rows
+            values["loss_rows"] += rows
             return
         part = len(span) / depth
         if segment.direction is Direction.TRAIN_FORWARD:
-            visited, whole = (1 << span.last) - (1 << span.first), (1 << depth) - 1
-            if apart and self.answers:
-                self._apart |= visited
-            else:
-                self._covered |= visited
-                self._prefilled |= visited
-            beside = self._fills + self._apart.bit_count() / depth
-            values[_FORWARD_LAYERS] = (self._covered & whole).bit_count() / depth + beside
-            values[_PREFILL_LAYERS] = (self._prefilled & whole).bit_count() / depth + beside
-            values[_FORWARD_ROWS] += rows * part
-            values[_FORWARD_ATTENTION] += segment.pairs * part
+            self._windows |= (1 << span.last) - (1 << span.first)
+            self._depth, self._abandons = depth, self._abandons or abandons
+            values["forward_rows"] += rows * part
+            values["forward_attention"] += segment.pairs * part
         else:
-            values[_BACKWARD_LAYERS] += self._read_again(segment.job, span) / depth
-            values[_BACKWARD_ROWS] += rows * part
-            values[_BACKWARD_ATTENTION] += segment.pairs * part
+            values["backward_layers"] += self._read_again(segment.job, span) / depth
+            values["backward_rows"] += rows * part
+            values["backward_attention"] += segment.pairs * part
         self._add_adapter(segment.adapter, part)
 
     def _read_again(self, job: str, span: Span) -> int:
@@ -226,7 +202,7 @@ class Features:
     def add_update(self) -> None:
         """Adds an optimizer step."""
         self.trains = True
-        self.values[_UPDATES] += 1.0
+        self._values["updates"] += 1.0
 
     def _add_adapter(self, key: str, part: float) -> None:
         """Adds an adapter that rows pass for `part` of the depth; counted once for all rows of the same
@@ -234,7 +210,7 @@ class Features:
         known = self._adapters.get(key, 0.0)
         if part > known:
             self._adapters[key] = part
-            self.values[_ADAPTERS] += part - known
+            self._values["adapters"] += part - known
 
 
 class StepFeatures(dict[str, Features]):
@@ -272,6 +248,9 @@ class StepFeatures(dict[str, Features]):
 
     @property
     def without_rows(self) -> "StepFeatures":
-        """The forward passes of these features, without their rows."""
-        parts = ((base, part.without_rows) for base, part in self.items())
-        return StepFeatures((base, part) for base, part in parts if part.answers)
+        """The forward passes of answers, without their rows."""
+        empty = StepFeatures()
+        for base, part in self.items():
+            if part.answers:
+                empty[base].add_inference(0, 0, 0, None)
+        return empty

@@ -14,7 +14,7 @@ class PlanBuilder:
     """The segments chosen so far, and their features. `now` is the time at which their rows begin.
 
     `share` is that of the plan: with one, training has its features in `beside`. `abandons` is that of the
-    plan; windows go forward `apart` from answers' rows there, and where these pass by graph.
+    plan; windows of such a plan pass apart from answers, and so they do `alone`, where memory was short.
     """
 
     now: float
@@ -26,18 +26,18 @@ class PlanBuilder:
     updates: list[tuple[str, OptimStep]] = field(default_factory=list)  # each with the id of its base
     share: float | None = None
     abandons: bool = False
-    graphs: bool = False  # whether decode rows pass by graph
+    alone: bool = False
     beside: StepFeatures = field(default_factory=StepFeatures)
-
-    @property
-    def apart(self) -> bool:
-        """Tells whether windows that go forward do so apart from answers."""
-        return self.abandons or self.graphs
 
     @property
     def trained(self) -> StepFeatures:
         """Features that training is added to."""
         return self.features if self.share is None else self.beside
+
+    @property
+    def parts_windows(self) -> bool:
+        """Tells whether windows share no pass with answers, whatever that costs."""
+        return self.abandons or self.alone
 
     @property
     def rows(self) -> int:
@@ -96,7 +96,7 @@ class PlanBuilder:
         """Adds a window of a micro-batch."""
         self.batches.append(batch)
         self.training.append(segment)
-        self.trained[batch.base].add_training(segment, self.apart)
+        self.trained[batch.base].add_training(segment, self.parts_windows)
 
     def add_update(self, base: str, update: OptimStep) -> None:
         """Adds an optimizer step of a job on a base."""

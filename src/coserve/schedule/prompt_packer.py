@@ -1,5 +1,6 @@
 """Packs prompts into a step, the most urgent first."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -83,10 +84,8 @@ class PromptPacker:
 
     def _largest_chunk(self, sequence: Sequence, filled: int, least: int, most: int, limit: float) -> int:
         """The most rows, between `least` and `most`, that are predicted to keep the step within `limit`."""
-        while least < most:
-            rows = (least + most + 1) // 2
-            if self.cost.predict_features(self.builder.with_rows(sequence, rows, filled)) <= limit:
-                least = rows
-            else:
-                most = rows - 1
-        return least
+
+        def seconds(rows: int) -> float:
+            return self.cost.predict_features(self.builder.with_rows(sequence, rows, filled))
+
+        return least + bisect_right(range(least + 1, most + 1), limit, key=seconds)

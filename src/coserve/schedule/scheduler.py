@@ -268,7 +268,7 @@ class Scheduler:
         )
         builder.share = allowance.share if len(self.caches) == 1 else None  # bases take turns
         builder.abandons = allowance.abandons
-        builder.graphs = self.cost.first.graphs or self._alone.total() > 0  # windows have passes of their own
+        builder.alone = self._alone.total() > 0
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
             if job.is_due and job.update is not None:
@@ -331,7 +331,7 @@ class Scheduler:
             inference=announce(rows, self.requests.sequences),
             prefixes=cache.prefixes.take_unfilled(),
             training=in_order(segment for _, segment in trained),
-            apart=self.cost.bases[base].graphs,
+            passes=self.cost.bases[base].passes(builder.features[base]),
             alone=PassesAlone.WINDOWS if is_alone else PassesAlone.NOBODY,
             updates=tuple(update for its, update in builder.updates if its == base),
             released=tuple(key for its, key in released if its == base),

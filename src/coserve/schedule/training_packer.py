@@ -1,5 +1,6 @@
 """Packs training into a step within its budget, by rows and layers (FlexLLM, 6.2)."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -191,20 +192,15 @@ class TrainingPacker:
 
     def _layers(self, batches: Sequence[MicroBatch], rows: int, budget: float) -> int:
         """Most layers of windows of at most `rows` rows, all at one layer, that fit into `budget`."""
-        low, high = 0, len(batches[0].next_span(batches[0].layers))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._seconds(batches, rows, middle) <= budget:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        layers = range(1, len(batches[0].next_span(batches[0].layers)) + 1)
+        return bisect_right(layers, budget, key=partial(self._seconds, batches, rows))
 
     def _seconds(self, batches: Iterable[MicroBatch], rows: int, layers: int) -> float:
         """Seconds that a window of each micro-batch would add to the step."""
         features = self._builder.trained.copy()
         for batch in batches:
-            features[batch.base].add_training(self._segment(batch, rows, layers), self._builder.apart)
+            segment = self._segment(batch, rows, layers)
+            features[batch.base].add_training(segment, self._builder.parts_windows)
         return self._cost.predict_features(features) - self._before
 
     def _add(self, batch: MicroBatch, rows: int, layers: int) -> None:

@@ -105,8 +105,13 @@ class PlanCounter:
             if prefix.rows:
                 pairs = causal_pairs(prefix.tokens - prefix.rows, prefix.rows)
                 yield self._forward(len(self.layers), prefix.rows, pairs, prefix.tokens + prefix.rows, [])
+        fused = plan.fused
+        decodes = [one for one in plan.inference if plan.passes.decodes_apart and one.length == 1]
+        others = [one for one in plan.inference if one not in decodes]
         forward = [one for one in plan.training if one.direction is Direction.TRAIN_FORWARD]
-        yield from self._forward_passes(plan.inference, forward)
+        alone = [one for one in forward if one not in fused]
+        for answers, windows in ((decodes, ()), (others, fused), ((), alone)):
+            yield from self._forward_pass(answers, windows)
         tail = sum(segment.tail_rows for segment in plan.inference)
         if tail and self._has_head:
             yield self._head(tail)
@@ -124,10 +129,10 @@ class PlanCounter:
 
     # Forward
 
-    def _forward_passes(
+    def _forward_pass(
         self, inference: Sequence[InferenceSegment], training: Sequence[TrainingSegment]
     ) -> Iterator[PassWork]:
-        """One pass for each run of layers that the same rows visit."""
+        """A pass, cut into runs of layers that the same rows visit."""
         adapted = _rows_by_adapter(inference)
         rows = sum(segment.length for segment in inference)
         pairs = sum(causal_pairs(segment.context, segment.length) for segment in inference)

@@ -1,5 +1,6 @@
 """Settings with which a job that does not fit would fit, each one computed."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -124,10 +125,5 @@ def _largest(change: _Change, fits: Callable[[JobSize], bool]) -> int | None:
     least, most = change.least, change.most
     if least > most or not fits(change.to(least)):
         return None
-    while least < most:
-        middle = (least + most + 1) // 2
-        if fits(change.to(middle)):
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    further = range(least + 1, most + 1)
+    return least + bisect_left(further, True, key=lambda value: not fits(change.to(value)))

@@ -71,9 +71,9 @@ class FusedPass:
 
     @torch.no_grad()  # a setting of the thread, and streams have their own
     def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Runs rows of sequences and windows that go forward in one pass; returns the tokens, and the windows
-        with the layers that they have passed. Decode rows pass before, by graph, where they are alone or the
-        plan has them apart. Windows leave the pass at a pause, between two slices.
+        """Runs rows of sequences, and windows that share their pass; returns the tokens, and the windows with
+        the layers that they have passed. Decode rows pass before, by graph, where they are alone or the plan
+        has them apart. Windows leave the pass at a pause, between two slices.
 
         Raises TogetherFailed where memory runs out and several share a pass. Nothing is sampled then: all of
         it may pass again, and overwrite its results.
@@ -84,11 +84,11 @@ class FusedPass:
         if plan.alone is PassesAlone.ALL:
             return self._one_by_one(inference), []
         decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
-        is_alone = plan.apart or (len(decodes) == len(inference) and not training)
+        is_alone = plan.passes.decodes_apart or (len(decodes) == len(inference) and not training)
         if is_alone and (decoded := self._replayed(decodes)) is not None:
             others = tuple(one for one in inference if not self._decodes(one))
-            sampled, _ = self.run(replace(plan, inference=others))
-            return sampled | self.sampler.sample(decoded), []
+            sampled, passed = self.run(replace(plan, inference=others))
+            return sampled | self.sampler.sample(decoded), passed
         windows, reached = self._training.forward_slices(training, self.forward), 0
         batch = self._inference_rows(inference)
         try:

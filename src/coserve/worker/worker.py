@@ -18,6 +18,7 @@ from coserve.core.plan import (
     BaseResult,
     Moved,
     OffloadReads,
+    Passes,
     TrainingSegment,
     WeightReads,
 )
@@ -129,7 +130,8 @@ class Worker:
     def run(self, plan: BasePlan) -> BaseResult:
         """See `DeviceWorker`."""
         share = plan.share if self._may_share else None
-        plan = replace(plan, share=share, apart=plan.apart or self.is_deterministic)
+        passes = Passes(windows_apart=True) if self.is_deterministic else plan.passes
+        plan = replace(plan, share=share, passes=passes)
         if plan.share is None:
             self._streams.settle()
         with self._streams.step(plan.share), self.computing():

@@ -2,13 +2,16 @@
 
 import random
 from collections.abc import Iterator
+from itertools import product
 from math import exp
 
 import pytest
+from msgspec import structs
 
-from coserve.core.plan import InferenceSegment, TrainingSegment
+from coserve.core.plan import BasePlan, InferenceSegment, Passes, TrainingSegment
 from coserve.core.sequence import Direction, Span
-from coserve.schedule.features import Features
+from coserve.schedule.cost import CostModel
+from coserve.schedule.features import NAMES, Features
 from coserve.schedule.margin import Margin
 from coserve.schedule.places import TAKEN, Places
 
@@ -34,15 +37,30 @@ def windows(draw: random.Random) -> Iterator[TrainingSegment]:
         yield TrainingSegment(key, job, f"{job}@0", 0, rows, draw.randint(1, 500), way, span, DEPTH)
 
 
+Pass = tuple[list[InferenceSegment], list[TrainingSegment]]  # its segments, and its windows
+
+
+def partitions(
+    inference: list[InferenceSegment], training: list[TrainingSegment]
+) -> Iterator[tuple[str, list[Pass]]]:
+    """All ways to pass decode rows (d), prompts (p) and windows that go forward (w), with their passes."""
+    rows = {kind: [one for one in inference if (one.length == 1) is (kind == "d")] for kind in "dp"}
+    there = [w for w in training if w.direction is Direction.TRAIN_FORWARD]
+    for way in ("dpw", "dp w", "d pw", "d p w", "dw p"):
+        passes = way.split()
+        of = [[one for kind in "dp" if kind in each for one in rows[kind]] for each in passes]
+        yield way, [(one, there if "w" in each else []) for one, each in zip(of, passes, strict=True)]
+
+
 def counted(
     inference: list[InferenceSegment],
     training: list[TrainingSegment],
     fills: list[tuple[int, int]],
-    apart: bool,
+    passes: list[Pass],
+    graphs: bool,
 ) -> dict[str, float]:
     """The features by visiting: passes over each layer, rows at it, adapters that they pass there."""
-    found = dict.fromkeys(Features().as_dict(), 0.0) | {"step": 1.0}
-    there = [w for w in training if w.direction is Direction.TRAIN_FORWARD]
+    found = dict.fromkeys(Features().counted(), 0.0) | {"step": 1.0}
     adapters: dict[str, dict[str, int]] = {}  # by adapter and pass, its layers
     for given, rows in fills:
         if rows:
@@ -59,17 +77,19 @@ def counted(
             found["forward_attention"] += sum(one.context + row + 1 for row in range(one.length))
         if one.adapter is not None:
             adapters.setdefault(one.adapter, {})["answers"] = DEPTH
-    beside = apart and bool(inference)
+    for rows, windows in passes:
+        decodes, prompts = (any((one.length == 1) is is_one for one in rows) for is_one in (True, False))
+        for layer in range(DEPTH):
+            here = [w for w in windows if w.span.first <= layer < w.span.last]
+            # A graph holds decode rows alone, through all layers.
+            launched = prompts or bool(here) or (graphs and decodes and bool(windows))
+            found["forward_layers"] += bool(rows or here) / DEPTH
+            found["prefill_layers"] += launched / DEPTH
+            found["mixed_layers"] += (launched and decodes) / DEPTH
+            for window in here:
+                found["forward_rows"] += window.length / DEPTH
+                found["forward_attention"] += window.pairs / DEPTH
     for layer in range(DEPTH):
-        passes = [w for w in there if w.span.first <= layer < w.span.last]
-        shares = bool(inference) or (bool(passes) and not beside)
-        found["forward_layers"] += (shares + (beside and bool(passes))) / DEPTH
-        prompts = any(one.length > 1 for one in inference)
-        prefills = prompts or (bool(passes) and not beside)
-        found["prefill_layers"] += (prefills + (beside and bool(passes))) / DEPTH
-        for window in passes:
-            found["forward_rows"] += window.length / DEPTH
-            found["forward_attention"] += window.pairs / DEPTH
         back = [
             w for w in training if w.direction is Direction.BACKWARD and w.span.first <= layer < w.span.last
         ]
@@ -89,27 +109,102 @@ def counted(
     return found
 
 
+def features_of(
+    inference: list[InferenceSegment],
+    training: list[TrainingSegment],
+    fills: list[tuple[int, int]],
+    abandons: bool = False,
+) -> Features:
+    """As the builder counts them: virtual tokens before rows that need them, then training."""
+    features = Features()
+    for given, rows in fills:
+        features.add_fill(given, rows)
+    for one in inference:
+        features.add(one)
+    for window in training:
+        features.add_training(window, abandons)
+    return features
+
+
 def test_features_are_what_rows_meet_at_each_layer() -> None:
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     draw = random.Random(seed)
+    chosen = {"dpw": Passes(), "dp w": Passes(False, True), "d pw": Passes(True), "d p w": Passes(True, True)}
     for _ in range(500):
         inference, training = [*answers(draw)], [*windows(draw)]
         fills = [(draw.randint(0, 9), draw.randint(0, 9)) for _ in range(draw.randint(0, 2))]
-        apart = draw.random() < 0.5
-        features = Features()
-        for given, rows in fills:  # as the builder counts them, before rows that need them
-            features.add_fill(given, rows)
-        for one in inference:
-            features.add(one)
-        for window in training:
-            features.add_training(window, apart)
-        want = counted(inference, training, fills, apart)
-        assert features.as_dict() == pytest.approx(want), (inference, training, fills, apart)
+        features, graphs = features_of(inference, training, fills), draw.random() < 0.5
+        some, every = draw.randrange(1 << DEPTH), (1 << DEPTH) - 1
+        for way, passes in partitions(inference, training):
+            if way not in chosen:
+                continue
+            want = counted(inference, training, fills, passes, graphs)
+            found = features.counted(chosen[way], graphs)
+            assert found == pytest.approx(want), (inference, training, way)
+            visits = [features.visits(layers, chosen[way]) for layers in (some, every - some, every)]
+            there = features.visits(every, chosen[way]) - features.visits_back(every)
+            assert visits[0] + visits[1] == visits[2] and there == round(want["forward_layers"] * DEPTH)
         assert features.offloaded == sum(one.context for one in inference if one.offloaded)
-        some = draw.randrange(1 << DEPTH)
-        every = features.visits((1 << DEPTH) - 1)
-        assert features.visits(some) + features.visits((1 << DEPTH) - 1 - some) == every
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_share_the_passes_that_are_cheapest(graphs: bool, streamed: bool) -> None:
+    """The choice beside all ways, each priced by visiting. Without graphs the rows of answers stay together;
+    windows that arrivals abandon are apart."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw, taken = random.Random(seed), set[Passes]()
+    for _ in range(600):
+        inference, training = [*answers(draw)], [*windows(draw)]
+        inference = [structs.replace(one, offloaded=False) for one in inference]
+        fills = [(0, 3)] * draw.randint(0, 1)
+        abandons = draw.random() < 0.2
+        weights = {name: draw.choice([0.0, draw.random()]) for name in NAMES}
+        weights |= {"forward_rows": weights["forward_rows"] / 50, "forward_attention": 0.0}
+        model = CostModel(weights)
+        model.graphs, layers = graphs, sorted(draw.sample(range(DEPTH), 3)) if streamed else []
+        model.reads.start(layers, 3000, draw.uniform(1000.0, 9000.0))
+        prices = {}
+        for way, passes in partitions(inference, training):
+            is_windows_own = way.endswith(" w") or not inference
+            if (graphs or "dp" in way) and (is_windows_own or not abandons):
+                found = counted(inference, training, fills, passes, graphs)
+                prices[way] = priced(model, found, passes, training)
+        features = features_of(inference, training, fills, abandons)
+        chosen = model.passes(features)
+        plan = BasePlan(tuple(inference), tuple(training), passes=chosen)
+        assert model.predict_features(features) == pytest.approx(min(prices.values())), (plan, prices)
+        if not fills:
+            assert model.predict(plan) == pytest.approx(min(prices.values())), (plan, prices)
+        taken.add(chosen)
+    assert taken == {Passes(*each) for each in product((False, True) if graphs else (False,), (False, True))}
+
+
+def priced(
+    model: CostModel, found: dict[str, float], passes: list[Pass], training: list[TrainingSegment]
+) -> float:
+    """Seconds of features: forward, and back, the longer of computing and of reading a streamed base."""
+    seconds = {name: model.weights[name] * number for name, number in found.items()}
+    back = sum(taken for name, taken in seconds.items() if name.startswith("backward"))
+    between = seconds["loss_rows"] + seconds["updates"]
+    there, read = sum(seconds.values()) - back - between, [0.0, 0.0]
+    fills = found["forward_layers"] * DEPTH
+    for layer in range(DEPTH):
+        is_read, layer_seconds = model.reads.layers >> layer & 1, model.reads.seconds(1)
+        visits = 0
+        for rows, windows in passes:
+            visits += bool(rows or any(w.span.first <= layer < w.span.last for w in windows))
+        fills -= visits
+        read[0] += is_read * visits * layer_seconds
+        seen = set[str]()
+        for window in training:
+            if window.direction is Direction.BACKWARD and window.span.first <= layer < window.span.last:
+                read[1] += is_read * layer_seconds * (not seen or window.job in seen)
+                seen.add(window.job)
+    read[0] += round(fills) / DEPTH * model.reads.pass_seconds
+    return max(there, read[0]) + max(back, read[1]) + between
 
 
 def test_margins_below_the_tail_are_plain_quantiles() -> None:

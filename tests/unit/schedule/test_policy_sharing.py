@@ -5,6 +5,7 @@ import pytest
 from coserve.core.request import SLO
 from coserve.core.sequence import Direction
 from coserve.errors import ConfigError
+from coserve.schedule.cost import CostModel
 from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.policies import View, make_policy
 from coserve.schedule.policies.base import Allowance
@@ -71,19 +72,27 @@ def test_hybrid_fills_each_step_up_to_the_bound() -> None:
     assert it.lines[-1] == "12.375 end"
 
 
-def test_where_decode_rows_pass_by_graph_windows_pay_for_a_pass_of_their_own() -> None:
-    """Each takes as long as the cost model says of a pass for answers and one for the window."""
-    it = world("hybrid", PASSES, {"x": Ask(0, 6, SLO(between_tokens=2.0))}, quantum=3.0, slowdown=2.0)
-    it.it.cost.first.graphs = True
-    it.run(until=60)
-    answering = [
-        (plan, taken)
-        for plan, taken in zip(it.executor.plans, it.executor.results, strict=True)
-        if plan.inference
-    ]
-    assert any(plan.training for plan, _ in answering) and it.sequences["x"].slowest <= 2.0
-    for plan, result in answering:
-        assert plan.apart and not plan.fused and result.seconds == pytest.approx(plan.predicted)
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("seconds", "layers"), [(1.9, 1), (2.6, 2)])
+def test_windows_are_apart_where_that_is_cheaper_and_take_what_was_predicted(
+    seconds: float, layers: int, graphs: bool
+) -> None:
+    """A launched pass takes two seconds more than a replayed one. Apart a window through both layers takes 3
+    seconds, through one 3/2; in the pass of the answer's row, which is launched for it, either takes 2."""
+    costs = PASSES | {"prefill_layers": 2.0, "forward_rows": 1 / 64}
+    it = world("hybrid", costs, {"x": Ask(0, 12)}, quantum_with_inference=seconds, slowdown=8.0)
+    truth = CostModel(costs)
+    it.it.cost.first.graphs = truth.graphs = graphs
+    it.executor._seconds = truth.predict
+    it.run(until=200)
+    carried = []
+    for plan, result in zip(it.executor.plans, it.executor.results, strict=True):
+        assert result.seconds == pytest.approx(plan.predicted)
+        windows = [segment for segment in plan.training if segment.direction is KEEP]
+        if plan.inference and windows:
+            carried.append((windows[0].length, len(windows[0].span), bool(plan.fused)))
+    # Without graphs one layer of two is launched where the window passes it: 1 + 1/4.
+    assert carried == [(32, layers, not graphs or layers == 2)] * (2 // layers)
 
 
 def test_hybrid_obeys_the_smallest_bound_in_the_step() -> None:

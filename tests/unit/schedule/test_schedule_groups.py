@@ -73,7 +73,7 @@ def test_nobody_joins_where_one_trains_alone_or_rows_do_not_last(options: dict[s
 def test_jobs_at_a_layer_share_a_pass_back_over_its_weights() -> None:
     def of(*parts: tuple[str, int, int]) -> float:
         segments = [training_segment(batch(j), 0, 16, Direction.BACKWARD, Span(a, b)) for j, a, b in parts]
-        return Features.of_segments((), segments).as_dict()["backward_layers"] * DEPTH
+        return Features.of_segments((), segments).counted()["backward_layers"] * DEPTH
 
     assert of(("a", 0, 4)) == 4
     assert of(("a", 0, 4), ("b", 0, 4), ("c", 0, 4)) == 4

@@ -145,7 +145,7 @@ def test_growth_may_take_the_pages_of_somebody_else_s_virtual_tokens() -> None:
 
 def test_a_fill_counts_as_a_pass_of_its_own() -> None:
     plan = BasePlan(prefixes=(Prefix("a@1", (0, 1), 7, 5), Prefix("b@1", (2,), 4)))
-    found = Features.of(plan).as_dict()
+    found = Features.of(plan).counted()
     assert (found["forward_layers"], found["prefill_layers"], found["forward_rows"]) == (1.0, 1.0, 5.0)
     assert found["forward_attention"] == sum(range(3, 8))
 

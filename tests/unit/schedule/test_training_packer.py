@@ -93,10 +93,13 @@ def test_windows_that_arrivals_abandon_are_as_large_beside_answers_as_alone(dire
     for abandons, inference in product((False, True), repeat=2):
         it = builder(inference)
         it.abandons, before = abandons, it.predict(step_costs())
-        TrainingPacker(it, Allowance(60.0, 2048, abandons=abandons), step_costs(), CONFIG).window(batch)
+        packer = TrainingPacker(it, Allowance(60.0, 2048, abandons=abandons), step_costs(), CONFIG)
+        assert packer.window(batch)
         (window,) = it.training
         assert (window.length, len(window.span)) == (2048, DEPTH)
         seconds[abandons, inference] = it.predict(step_costs()) - before
+        if inference:  # else the step itself is paid for, too
+            assert packer.left == pytest.approx(60.0 - seconds[abandons, inference])
     shares = direction is Direction.TRAIN_FORWARD
     assert seconds[True, True] == pytest.approx(seconds[True, False])
     assert seconds[False, False] == pytest.approx(seconds[True, False])

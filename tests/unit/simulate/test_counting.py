@@ -2,11 +2,19 @@
 
 import random
 from collections import defaultdict
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 
-from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, Prefix, TrainingSegment
+from coserve.core.plan import (
+    BasePlan,
+    InferenceSegment,
+    OptimStep,
+    Passes,
+    Prefix,
+    TrainingSegment,
+)
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.features import Features
 from coserve.simulate.counting import PassKind, PassWork, PlanCounter
@@ -90,6 +98,20 @@ def test_forward_is_counted_as_row_by_row() -> None:
             "adapter_bytes",
         ):
             assert counted[name] == pytest.approx(expected[name]), name
+
+
+def test_passes_of_their_own_read_the_weights_again() -> None:
+    size = 2 * sum(a * b for a, b in linears(SHAPE))
+    decode, prompt = (InferenceSegment(n, 0, rows, 9, 1, "a@1") for n, rows in enumerate((1, 5)))
+    apart = window("j", Direction.TRAIN_FORWARD, 1, SHAPE.layers, 7, 3)
+    for passes in (Passes(*each) for each in product((False, True), repeat=2)):
+        plan = BasePlan((decode, prompt), (apart,), passes=passes)
+        counted = total(PlanCounter(SHAPE, ADAPTER).count(plan), PassKind.FORWARD)
+        shared = total(PlanCounter(SHAPE, ADAPTER).count(replace(plan, passes=Passes())), PassKind.FORWARD)
+        visits = Features.of(plan).visits((1 << SHAPE.layers) - 1)
+        assert counted["weight_bytes"] == size * visits
+        assert visits == SHAPE.layers * (1 + passes.decodes_apart) + (SHAPE.layers - 1) * passes.windows_apart
+        assert counted["flops"] == shared["flops"] and counted["cache_bytes"] == shared["cache_bytes"]
 
 
 def test_backward_reads_each_layer_as_often_as_the_scheduler_thinks() -> None:

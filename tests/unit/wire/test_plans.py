@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from coserve import errors
-from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Sampled, TokenLogprobs
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Passes, Sampled, TokenLogprobs
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
 
@@ -23,7 +23,7 @@ def test_a_plan_comes_back_as_it_was(sampling: SamplingParams) -> None:
         continued=(5,),
     )  # fmt: skip
     segment = InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4), request=request, filled=1, template=9)
-    plan = BasePlan((segment,), released=(1, 2), share=0.5, apart=True)
+    plan = BasePlan((segment,), released=(1, 2), share=0.5, passes=Passes(True))
     assert decode_plan(encode_plan(plan)) == plan
 
 
