@@ -55,6 +55,27 @@ def executor_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def proved_once() -> Iterator[None]:
+    """Has the base of an engine proved for training once for each content of a model: that is a third of the
+    time that an engine of a tiny model takes to open, and most engines of tests are of the same few models.
+    Tests of the proof call it themselves."""
+    from coserve.model.base import Base
+    from coserve.worker import opening
+
+    prove, proved = opening.prove_training, set[tuple[type, str, str]]()
+
+    def prove_once(base: Base) -> None:
+        key = type(base), base.fingerprint, str(base.dtype)
+        if key not in proved:
+            prove(base)
+            proved.add(key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "prove_training", prove_once)
+        yield
+
+
 @pytest.fixture(scope="module")
 def forks() -> Iterator[None]:
     """Has the Python processes that tests of a module start begin by a fork (`forking.py`)."""
