@@ -19,6 +19,7 @@ TOLERANCE = 1e-10
 LENGTHS = (9, 40, 1, 25, 12)  # packed end to end; some longer than the sliding windows
 ROWS = sum(LENGTHS)
 SHORT = (9, 14, 1, 5)
+BEYOND = (3, 24, 1)  # one longer than the sliding windows
 
 
 def travel(case: Case, keep: SavePolicy, there: int, back: int, draws: random.Random | None) -> float:
@@ -54,10 +55,11 @@ def test_windows_of_any_size_with_any_save_policy(name: str) -> None:
         case = make_case(name, LENGTHS)
         for keep, size, pieces in itertools.product(SavePolicy, (7, 64, ROWS), (None, draws)):
             errors[keep.value, size, pieces is not None] = travel(case, keep, size, size, pieces)
-        errors["inputs", 1, True] = travel(case, SavePolicy.INPUTS, 1, 1, draws)
-        errors["products", 1, False] = travel(case, SavePolicy.EVERYTHING, 1, 1, None)
         errors["products", "7 and 64", True] = travel(case, SavePolicy.EVERYTHING, 7, 64, draws)
         errors["inputs", "64 and 7", False] = travel(case, SavePolicy.INPUTS, 64, 7, None)
+        case = make_case(name, BEYOND)  # of single rows each is a window that takes as long as one of many
+        errors["inputs", 1, True] = travel(case, SavePolicy.INPUTS, 1, 1, draws)
+        errors["products", 1, False] = travel(case, SavePolicy.EVERYTHING, 1, 1, None)
     assert max(errors.values()) <= TOLERANCE, errors
 
 
