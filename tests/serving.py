@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -110,6 +110,36 @@ def play(tmp_path: Path) -> Play:
         asyncio.run(whole())
 
     return run
+
+
+@pytest.fixture(scope="module")
+def shared_play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    """Runs stories, one after the other, with one server for a module's tests: for those of requests that are
+    refused and leave nothing behind."""
+    with asyncio.Runner() as runner:
+        begun, ends = runner.get_loop().create_future(), asyncio.Event()
+
+        async def host() -> None:
+            async with world(tmp_path_factory.mktemp("shared"), {}, {}) as it:
+                begun.set_result(it)
+                await ends.wait()
+
+        async def begin() -> tuple[World, asyncio.Task[None]]:
+            hosting = asyncio.create_task(host())
+            await asyncio.wait({hosting, begun}, return_when=asyncio.FIRST_COMPLETED)
+            return begun.result() if begun.done() else await hosting, hosting
+
+        async def tell(story: Story) -> None:
+            async with asyncio.timeout(SECONDS):
+                await story(it)
+
+        async def end() -> None:
+            ends.set()
+            await hosting
+
+        it, hosting = runner.run(begin())
+        yield lambda story: runner.run(tell(story))
+        runner.run(end())
 
 
 @asynccontextmanager
