@@ -277,7 +277,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("param", "fields"), UNSUPPORTED)
-def test_what_is_not_supported_is_refused_by_name(shared_play: Play, param: str, fields: dict[str, Any]) -> None:
+def test_what_is_not_supported_is_refused_by_name(
+    shared_play: Play, param: str, fields: dict[str, Any]
+) -> None:
     async def story(world: World) -> None:
         with pytest.raises(openai.BadRequestError, match="not supported") as refused:
             await world.client().chat.completions.create(**{"model": "tiny", "messages": HELLO, **fields})

@@ -229,9 +229,7 @@ def trained(
 )
 def test_weights_alone_and_beside_traffic(dtype: torch.dtype, keep: SavePolicy) -> None:
     """Several micro-batches a step, examples that windows cut, dropout."""
-    training = TrainingConfig(
-        batch_size=5, rows=3 * WINDOW + 1, learning_rate=3e-3, keep=keep, max_steps=2
-    )
+    training = TrainingConfig(batch_size=5, rows=3 * WINDOW + 1, learning_rate=3e-3, keep=keep, max_steps=2)
     alone, weights, never = trained(train_quietly, dtype, training)
     beside, same, often = trained(train_beside_traffic, dtype, training)
     assert never == 0 and often > 5
