@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,28 @@ def executor_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COSERVE_ENGINE_EXECUTOR", "remote")
         compute_elsewhere(patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def proved_once() -> Iterator[None]:
+    """Has the base of an engine proved for training once for each content of a model: that is a third of the
+    time that an engine of a tiny model takes to open, and most engines of tests are of the same few models.
+    Tests of the proof call it themselves."""
+    opening = sys.modules.get("coserve.worker.opening")
+    if opening is None:  # no test that was collected opens an engine
+        yield
+        return
+    prove, proved = opening.prove_training, set[tuple[type, str, str]]()
+
+    def prove_once(base: Any) -> None:
+        key = type(base), base.fingerprint, str(base.dtype)
+        if key not in proved:
+            prove(base)
+            proved.add(key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "prove_training", prove_once)
         yield
 
 

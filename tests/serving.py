@@ -2,10 +2,12 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
@@ -20,6 +22,7 @@ from coserve.serve.http.listener import Listener
 from coserve.serve.processes.announce import url_of
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
+from coserve.serve.store.store import Store
 from fake_engine import FakeEngine
 from waiting import until
 
@@ -73,6 +76,8 @@ async def world(folder: Path, engine: dict[str, Any], fields: dict[str, Any]) ->
         **{"model": str(tiny.path()), "state": folder / "state", "name": "tiny", **fields}
     )
     settings.state.mkdir(exist_ok=True)
+    if not (database := settings.state / "coserve.db").exists():
+        database.write_bytes(_new_database())
     fake = FakeEngine(folder / "engine.sock", step_seconds=0.001)  # one that rests nowhere takes a processor
     for name, value in engine.items():
         assert hasattr(fake, name)
@@ -83,6 +88,14 @@ async def world(folder: Path, engine: dict[str, Any], fields: dict[str, Any]) ->
         transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield World(fake, state, app, http)
+
+
+@cache
+def _new_database() -> bytes:
+    """The file of a store that has nothing in it: its migrations take three quarters of a server's start."""
+    with TemporaryDirectory() as folder:
+        Store(Path(folder)).close()
+        return (Path(folder) / "coserve.db").read_bytes()
 
 
 @pytest.fixture
@@ -97,6 +110,36 @@ def play(tmp_path: Path) -> Play:
         asyncio.run(whole())
 
     return run
+
+
+@pytest.fixture(scope="module")
+def shared_play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    """Runs stories, one after the other, with one server for a module's tests: for those of requests that are
+    refused and leave nothing behind."""
+    with asyncio.Runner() as runner:
+        begun, ends = runner.get_loop().create_future(), asyncio.Event()
+
+        async def host() -> None:
+            async with world(tmp_path_factory.mktemp("shared"), {}, {}) as it:
+                begun.set_result(it)
+                await ends.wait()
+
+        async def begin() -> tuple[World, asyncio.Task[None]]:
+            hosting = asyncio.create_task(host())
+            await asyncio.wait({hosting, begun}, return_when=asyncio.FIRST_COMPLETED)
+            return begun.result() if begun.done() else await hosting, hosting
+
+        async def tell(story: Story) -> None:
+            async with asyncio.timeout(SECONDS):
+                await story(it)
+
+        async def end() -> None:
+            ends.set()
+            await hosting
+
+        it, hosting = runner.run(begin())
+        yield lambda story: runner.run(tell(story))
+        runner.run(end())
 
 
 @asynccontextmanager

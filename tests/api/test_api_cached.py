@@ -75,13 +75,13 @@ def test_tenants_and_salts_share_nothing(play: Play) -> None:
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 257, 7])
-def test_salts_that_are_none(play: Play, salt: Any) -> None:
+def test_salts_that_are_none(shared_play: Play, salt: Any) -> None:
     async def story(world: World) -> None:
         body = {"model": "tiny", "messages": CHAT, "cache_salt": salt}
         answer = await world.http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_salt"
 
-    play(story)
+    shared_play(story)
 
 
 def test_metrics_count_tokens_that_were_asked_for_and_found(play: Play) -> None:

@@ -277,14 +277,16 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("param", "fields"), UNSUPPORTED)
-def test_what_is_not_supported_is_refused_by_name(play: Play, param: str, fields: dict[str, Any]) -> None:
+def test_what_is_not_supported_is_refused_by_name(
+    shared_play: Play, param: str, fields: dict[str, Any]
+) -> None:
     async def story(world: World) -> None:
         with pytest.raises(openai.BadRequestError, match="not supported") as refused:
             await world.client().chat.completions.create(**{"model": "tiny", "messages": HELLO, **fields})
         assert refused.value.param == param and refused.value.code == "unsupported_parameter"
         assert not world.submits()
 
-    play(story)
+    shared_play(story)
 
 
 def test_what_changes_nothing_is_accepted(play: Play) -> None:
@@ -340,7 +342,7 @@ INVALID: list[tuple[str | None, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("param", "fields"), INVALID)
-def test_what_is_wrong_is_named(play: Play, param: str | None, fields: dict[str, Any]) -> None:
+def test_what_is_wrong_is_named(shared_play: Play, param: str | None, fields: dict[str, Any]) -> None:
     async def story(world: World) -> None:
         body = {"model": "tiny", "messages": HELLO, **fields}
         answer = await world.http.post("/v1/chat/completions", json=body)
@@ -351,7 +353,7 @@ def test_what_is_wrong_is_named(play: Play, param: str | None, fields: dict[str,
             assert error["param"] is not None
         assert answer.headers["x-request-id"] and not world.submits()
 
-    play(story)
+    shared_play(story)
 
 
 def test_an_unknown_model_is_not_found(play: Play) -> None:

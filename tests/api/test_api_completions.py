@@ -143,13 +143,13 @@ INVALID: list[tuple[str | None, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("param", "fields"), INVALID)
-def test_what_is_wrong_is_named(play: Play, param: str | None, fields: dict[str, Any]) -> None:
+def test_what_is_wrong_is_named(shared_play: Play, param: str | None, fields: dict[str, Any]) -> None:
     async def story(world: World) -> None:
         answer = await world.http.post("/v1/completions", json={"model": "tiny", "prompt": "x", **fields})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
         assert not world.submits()
 
-    play(story)
+    shared_play(story)
 
 
 def test_best_of_what_n_is_asks_for_nothing(play: Play) -> None:

@@ -87,7 +87,7 @@ def test_keys_that_are_not_read_are_named_at_the_upload(play: Play) -> None:
         ("bad.csv", b"text\na\nb,c\n", "bad.csv, line 3: expected 1 fields, as in the header; found 2"),
     ],
 )
-def test_bad_lines_are_named(play: Play, name: str, data: bytes, said: str) -> None:
+def test_bad_lines_are_named(shared_play: Play, name: str, data: bytes, said: str) -> None:
     async def story(world: World) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await put(world, name, data)
@@ -96,7 +96,7 @@ def test_bad_lines_are_named(play: Play, name: str, data: bytes, said: str) -> N
         assert not list(world.state.settings.files.iterdir())
         assert not (await world.client().files.list()).data
 
-    play(story)
+    shared_play(story)
 
 
 def test_what_is_no_upload_is_refused(play: Play) -> None:
@@ -272,11 +272,11 @@ def test_expired_files_vanish_once_no_job_reads_them(play: Play, monkeypatch: py
         ({"anchor": "created_at", "seconds": 3600, "x": 1}, "expires_after[x]"),
     ],
 )
-def test_wrong_lives_of_files_are_refused(play: Play, after: dict[str, Any], param: str) -> None:
+def test_wrong_lives_of_files_are_refused(shared_play: Play, after: dict[str, Any], param: str) -> None:
     async def story(world: World) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await put(world, "a.jsonl", jsonl(CHAT), expires_after=after)
         assert caught.value.param == param and len(caught.value.message) < 1200
         assert not list(world.state.settings.files.iterdir())
 
-    play(story)
+    shared_play(story)

@@ -382,14 +382,14 @@ def test_rewards_of_a_validation_are_shown_and_remembered(play: Play) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(play: Play, fields: dict[str, Any], said: str) -> None:
+def test_what_makes_no_sense_is_refused(shared_play: Play, fields: dict[str, Any], said: str) -> None:
     async def story(world: World) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await create(world, **fields)
         assert said in str(caught.value.message)
         assert not (await world.client().fine_tuning.jobs.list()).data
 
-    play(story)
+    shared_play(story)
 
 
 @pytest.mark.parametrize(

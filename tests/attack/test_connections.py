@@ -92,7 +92,7 @@ def test_silent_connections_are_closed_and_others_served(play: Play) -> None:
         (get() + b"G", b"E"),
     ],
 )
-def test_bytes_that_trickle_end(play: Play, begins: bytes, goes_on: bytes) -> None:
+def test_bytes_that_trickle_end(shared_play: Play, begins: bytes, goes_on: bytes) -> None:
     async def story(world: World) -> None:
         async with listening(world) as address:
             reader, writer = await asyncio.open_connection(*address)
@@ -107,7 +107,7 @@ def test_bytes_that_trickle_end(play: Play, begins: bytes, goes_on: bytes) -> No
             assert b" 408 " in await reading and await is_served(address)
             writer.close()
 
-    play(story)
+    shared_play(story)
 
 
 def test_a_body_that_comes_steadily_may_take_long(play: Play) -> None:
@@ -257,7 +257,7 @@ CHUNKS = [
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_no_http_is_refused_and_the_connection_closed(play: Play, seed: int) -> None:
+def test_what_is_no_http_is_refused_and_the_connection_closed(shared_play: Play, seed: int) -> None:
     draw = random.Random(seed)
     requests = [malformed(draw) for _ in range(40)]
 
@@ -274,12 +274,12 @@ def test_what_is_no_http_is_refused_and_the_connection_closed(play: Play, seed: 
                 assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
             assert await is_served(address)
 
-    play(story)
+    shared_play(story)
 
 
 @pytest.mark.parametrize("length", [70, 256, 257, 5000])
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/adapters"])
-def test_long_boundaries_are_refused(play: Play, path: str, length: int) -> None:
+def test_long_boundaries_are_refused(shared_play: Play, path: str, length: int) -> None:
     edge = "b" * length
     body = f'--{edge}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--{edge}--\r\n'
 
@@ -288,7 +288,7 @@ def test_long_boundaries_are_refused(play: Play, path: str, length: int) -> None
         answer = await world.http.post(path, content=body.encode(), headers=headers)
         assert answer.status_code == 400 and answer.json()["error"]["message"]
 
-    play(story)
+    shared_play(story)
 
 
 def test_a_client_that_has_gone_is_no_line_in_the_log_for_each_write(

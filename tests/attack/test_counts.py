@@ -54,7 +54,7 @@ def test_every_value_of_every_body_is_bounded(play: Play) -> None:
 
 
 @pytest.mark.parametrize("samples", [257, 4096, 8_000_000, 2**62])
-def test_samples_are_counted_before_anything_is_made_of_them(play: Play, samples: int) -> None:
+def test_samples_are_counted_before_anything_is_made_of_them(shared_play: Play, samples: int) -> None:
     async def story(world: World) -> None:
         body = {
             "sampling_session_id": "s", "seq_id": 1, "num_samples": samples,
@@ -64,7 +64,7 @@ def test_samples_are_counted_before_anything_is_made_of_them(play: Play, samples
         assert answer.status_code == 400 and len(answer.content) < 1000
         assert answer.json()["error"]["param"] == "num_samples"
 
-    play(story)
+    shared_play(story)
 
 
 NUMBERS = [b"1e308", b"9" * 4300]

@@ -36,23 +36,21 @@ def engine(model: PreTrainedModel) -> Engine:
     return Engine(model, config)
 
 
-def answers_alike(name: str) -> bool:
+def answers_alike(name: str, served: Engine) -> bool:
     """Three prompts at once, in chunks, beyond sliding windows."""
     asked = prompts(random.Random(name), ROWS)
     own = shrunk.build(name)
     wanted = [greedy(own, prompt, ANSWER) for prompt in asked]
-    served = engine(shrunk.build(name))
     sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
     given = [served.generate(prompt, sampling=sampling) for prompt in asked]
     served.run()
     return [answer.tokens for answer in given] == wanted
 
 
-def gradient_error(name: str) -> float:
+def gradient_error(name: str, served: Engine) -> float:
     """Of windows and put-downs, with the default save policy of a job over HTTP, against autograd."""
     draws = random.Random(f"train/{name}")
     tokens, labels = examples(draws, ROWS)
-    served = engine(shrunk.build(name))
     sites = {
         p: s for p, s in served.base.sites.items() if s.kind is Kind.LINEAR and s.stage < served.base.depth
     }
@@ -102,11 +100,11 @@ def outcome(name: str) -> str:
         except Exception as error:  # of transformers' own: there is no model to try
             return f"not built: {type(error).__name__}"
         try:
-            engine(model)
+            served = engine(model)
         except UnsupportedModel as refused:
             return f"refused: {refused}"
-        assert answers_alike(name), f"{name} answers otherwise"
-        error = gradient_error(name)
+        assert answers_alike(name, served), f"{name} answers otherwise"
+        error = gradient_error(name, served)
         assert error <= TOLERANCE, f"{name}: its gradients are {error:.1e} apart"
         return "ok"
 

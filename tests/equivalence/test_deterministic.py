@@ -91,7 +91,7 @@ def crowd(seed: str, count: int, names: Sequence[str | None] = NAMES) -> list[As
     found = []
     for i, prompt in enumerate(prompts(draws, lengths)):
         sampling = SamplingParams(
-            max_tokens=draws.randint(2, 40),
+            max_tokens=draws.randint(2, 20),
             ignore_eos=True,
             seed=i,
             logprobs=3,
@@ -229,7 +229,7 @@ def trained(
 )
 def test_weights_alone_and_beside_traffic(dtype: torch.dtype, keep: SavePolicy) -> None:
     """Several micro-batches a step, examples that windows cut, dropout."""
-    training = TrainingConfig(batch_size=5, rows=3 * WINDOW + 1, learning_rate=3e-3, keep=keep)
+    training = TrainingConfig(batch_size=5, rows=3 * WINDOW + 1, learning_rate=3e-3, keep=keep, max_steps=2)
     alone, weights, never = trained(train_quietly, dtype, training)
     beside, same, often = trained(train_beside_traffic, dtype, training)
     assert never == 0 and often > 5

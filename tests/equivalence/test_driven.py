@@ -102,7 +102,7 @@ def refused(name: str, **changes: object) -> str:
 def test_recurrent_models_are_refused() -> None:
     sentence = refused("mamba", hidden_size=64, num_hidden_layers=2, state_size=8)
     assert "mamba" in sentence and "recurrent" in sentence
-    sentence = refused("qwen3_next")
+    sentence = refused("qwen3_next", num_experts=4)
     assert "qwen3_next" in sentence and "recurrent" in sentence
 
 

@@ -26,7 +26,7 @@ def test_answers_of_paged_adapters_are_those_of_adapters_in_memory(tmp_path: Pat
         paged.adapters.register(name, tmp_path / name)
     draws = random.Random(1)
     asked = []
-    for turn in range(60):
+    for turn in range(36):
         prompt = [draws.randrange(1, 96) for _ in range(draws.choice((3, 17, 30)))]
         name = draws.choice((*NAMES, None))
         sampling = SamplingParams(max_tokens=draws.randint(2, 9), ignore_eos=True, temperature=1.0, seed=turn)

@@ -25,7 +25,8 @@ class PagePool:
         assert pages >= 0 and page_size >= 1, "a pool holds whole pages of at least one token"
         self.pages = pages
         self.page_size = page_size
-        self._blank = list(range(pages))  # free, with nothing in them that could be found; a heap
+        self._fresh = 0  # this page and all behind it were never handed out
+        self._blank: list[int] = []  # free again, with nothing in them that could be found; a heap
         self._idle: OrderedDict[int, None] = OrderedDict()  # free and findable, least recently used first
         self._readers = [0] * pages
         self._owned: dict[Hashable, list[int]] = {}
@@ -36,7 +37,7 @@ class PagePool:
     @property
     def free_count(self) -> int:
         """Number of pages without readers, findable or not."""
-        return len(self._blank) + len(self._idle)
+        return self.pages - self._fresh + len(self._blank) + len(self._idle)
 
     @property
     def cached_count(self) -> int:
@@ -118,6 +119,8 @@ class PagePool:
     def _take(self) -> int:
         if self._blank:
             page = heappop(self._blank)
+        elif self._fresh < self.pages:
+            page, self._fresh = self._fresh, self._fresh + 1
         else:
             page, _ = self._idle.popitem(last=False)
             name = self._names.pop(page)
