@@ -25,7 +25,7 @@ CAPACITY: Final = 4217.0  # output tokens/s: `coserving.capacity` of docs/result
 ROWS: Final = 32  # of the steps whose host time is measured
 _FIRST: Final = 2.0  # seconds: the bound on a first token
 _PATIENCE: Final = 5.0  # seconds after the load, for answers that are late
-_JITTER: Final = Jitter(deviation=0.02, share=0.0)  # of the device: long steps are the host's, which is real
+_JITTER: Final = Jitter(deviation=0.01, share=0.0)  # of the device: long steps are the host's, which is real
 _SIZES: Final = GpuSizes()
 _VOCABULARY: Final = 1000
 _SETTLED: Final = 20  # steps until all rows decode, of the host's time
@@ -100,7 +100,7 @@ def _job() -> TimedJob:
 def _machine(policy: str, seed: int, plans_ahead: int = 1) -> MeteredMachine:
     room = 2 * _SIZES.together * (_SIZES.prompt + _SIZES.answer)
     scheduler = {"interruptible": True, "max_running": 2 * _SIZES.together, **_SIZES.scheduler}
-    settings = MachineSettings(room, jitter=_JITTER, scheduler=scheduler)
+    settings = MachineSettings(room, jitter=_JITTER, known=0, scheduler=scheduler)
     return MeteredMachine(policy, GpuTimes(), settings, seed, plans_ahead)
 
 

@@ -12,7 +12,10 @@ from coserve.schedule.segments import causal_pairs
 DEFAULT_WEIGHTS: Mapping[str, float] = {
     "step": 1e-3,  # every step once
     "forward_layers": 1e-2,  # a forward pass over the whole depth: weights are read once for all rows
-    "forward_rows": 1e-4,  # a row through the whole depth
+    "forward_rows": 1e-4,  # an answer's row through the whole depth
+    # A row of a window on its way forward, whole depth. Windows have many rows, whose products are bound by
+    # arithmetic; on a GPU an answer's rows pass while weights are read, at half of the seconds.
+    "window_rows": 1e-4,
     # A pass over the whole depth that carries prompts or windows, beside `forward_layers`: decode rows alone
     # take a compiled call (`model/native_layer.py`). 7 ms of 19M parameters, of which 8 decode rows take 4.
     "prefill_layers": 0.0,
@@ -31,6 +34,7 @@ NAMES = tuple(DEFAULT_WEIGHTS)
     _STEP,
     _FORWARD_LAYERS,
     _FORWARD_ROWS,
+    _WINDOW_ROWS,
     _PREFILL_LAYERS,
     _TAIL_ROWS,
     _DECODE_CONTEXT,
@@ -201,7 +205,7 @@ class Features:
             beside = self._fills + self._apart.bit_count() / depth
             values[_FORWARD_LAYERS] = (self._covered & whole).bit_count() / depth + beside
             values[_PREFILL_LAYERS] = (self._prefilled & whole).bit_count() / depth + beside
-            values[_FORWARD_ROWS] += rows * part
+            values[_WINDOW_ROWS] += rows * part
             values[_FORWARD_ATTENTION] += segment.pairs * part
         else:
             values[_BACKWARD_LAYERS] += self._read_again(segment.job, span) / depth

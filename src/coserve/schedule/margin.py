@@ -4,13 +4,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import expm1, log
+from math import log
 from typing import Final, Self
 
 WINDOW: Final = 256  # recent steps: some seconds, so that a machine that becomes busy is noticed at once
 HISTORY: Final = 1024  # recent steps of a kind of which the longest is kept
 _BODY: Final = 0.9  # share of steps below the threshold of the tail; the excess of the rest gives its slope
-_LIGHTEST: Final = -0.5  # shape of a tail: a triangle's, where few samples suggest a lighter one
 _FEWEST: Final = 16  # steps before a quantile means anything
 _UNKNOWN: Final = 0.5  # margin until then
 LONGEST: Final = 256  # tokens of an answer that count; the chance of a single one would become too small
@@ -70,31 +69,22 @@ def share_of_steps(reliability: float, tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """The upper end of a distribution: a share `beyond` exceeds `threshold`, by `excess` on average; `shape`
-    is that of a generalized Pareto distribution, 0 for an exponential one, less where the excess is
-    bounded."""
+    """The upper end of a distribution: a share `beyond` exceeds `threshold`, by `excess` on average."""
 
     threshold: float
     excess: float
     beyond: float
-    shape: float
 
     @classmethod
     def of(cls, values: Sequence[float], body: float) -> Self:
         ordered = sorted(values)
         usual = min(int(len(ordered) * body), len(ordered) - 1)
         threshold, beyond = ordered[max(usual - 1, 0)], ordered[usual:]
-        excess = sum(beyond) / len(beyond) - threshold
-        variance = sum((one - threshold - excess) ** 2 for one in beyond) / len(beyond)
-        shape = (1.0 - excess**2 / variance) / 2 if variance > 0 else _LIGHTEST
-        return cls(threshold, excess, len(beyond) / len(ordered), min(max(shape, _LIGHTEST), 0.0))
+        return cls(threshold, sum(beyond) / len(beyond) - threshold, len(beyond) / len(ordered))
 
     def quantile(self, share: float) -> float:
         """Quantile at `share` of the distribution, at least the threshold."""
-        rarer = max(log(self.beyond / max(1.0 - share, 1e-9)), 0.0)
-        if self.shape:  # scale * (exp(shape * rarer) - 1) / shape, with a mean of scale / (1 - shape)
-            rarer = (1.0 - self.shape) * expm1(self.shape * rarer) / self.shape
-        return self.threshold + self.excess * rarer
+        return self.threshold + self.excess * max(log(self.beyond / max(1.0 - share, 1e-9)), 0.0)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -68,7 +68,7 @@ def counted(
         prefills = prompts or (bool(passes) and not beside)
         found["prefill_layers"] += (prefills + (beside and bool(passes))) / DEPTH
         for window in passes:
-            found["forward_rows"] += window.length / DEPTH
+            found["window_rows"] += window.length / DEPTH
             found["forward_attention"] += window.pairs / DEPTH
         back = [
             w for w in training if w.direction is Direction.BACKWARD and w.span.first <= layer < w.span.last

@@ -138,7 +138,7 @@ def test_features_of_training() -> None:
     assert found == dict.fromkeys(NAMES, 0.0) | {
         "step": 1,
         "forward_layers": 0.5,
-        "forward_rows": 8,
+        "window_rows": 8,
         "prefill_layers": 0.5,
         "forward_attention": causal_pairs(0, 16) / 2,
         "adapters": 0.5,  # both windows are the same adapter's; the one through more layers counts
