@@ -150,6 +150,22 @@ def test_features_of_training() -> None:
     }
 
 
+def test_rows_of_windows_cost_what_they_take() -> None:
+    """256 rows of a prompt and as many of a window's, counted over the depth: 4,096 through few layers. On a
+    GPU the first pass while weights are read, at half of the seconds of the others, which are arithmetic."""
+    model, window = CostModel(), train(Direction.TRAIN_FORWARD, 2048, 0, 1)
+    prompt, decode = infer(0, 256), [infer(99, 1)] * 32
+    taken = [
+        (Features.of_segments([prompt, *decode]), 0.0105),
+        (Features.of_segments([infer(0, 128), *decode]), 0.009),
+        (Features.of_segments(decode), 0.0075),
+        (Features.of_segments(decode, [window]), 0.0075 + 2048 / DEPTH * 24e-6),
+    ]
+    model.fit(taken)
+    for features, seconds in taken:
+        assert model.predict_features(features) == pytest.approx(seconds, rel=0.02)
+
+
 def test_only_losses_have_loss_rows() -> None:
     loss = Features.of_segments((), [train(Direction.LOSS, 24, DEPTH, DEPTH + 1)]).as_dict()
     assert loss == dict.fromkeys(NAMES, 0.0) | {"step": 1, "loss_rows": 24}
