@@ -61,8 +61,8 @@ def measure(
             left_over = unspent(sequence, now, seconds, own_slowdown(slowdown, utilization))
             left.append((left_over, left_over))
         coming = min(coming, _coming(sequence, ahead.decode, margin))
-        training = min(training, *(share for share, _ in left), INFINITE)
-        whole = min(whole, *(together for _, together in left), INFINITE)
+        for shared, together in left:
+            training, whole = min(training, shared), min(whole, together)
         if sequence.request.slo.deferral is not None:
             deferral = min(deferral, _deferral(sequence, margin()))
     return Slack(ahead.step, max(training, 0.0), max(whole, 0.0), max(coming, 0.0), max(deferral, 0.0))

@@ -153,11 +153,12 @@ def test_features_of_training() -> None:
 def test_rows_of_windows_cost_what_they_take() -> None:
     """256 rows of a prompt and as many of a window's, counted over the depth: 4,096 through few layers. On a
     GPU the first pass while weights are read, at half of the seconds of the others, which are arithmetic."""
-    model, window = CostModel(), train(Direction.TRAIN_FORWARD, 2048, 0, 1)
-    prompt, decode = infer(0, 256), [infer(99, 1)] * 32
+    model, window = CostModel(), replace(train(Direction.TRAIN_FORWARD, 2048, 0, 1), pairs=0)
+    prompts = [infer(0, rows, prompt=rows, adapter="t@0") for rows in (128, 256)]
+    decode = [infer(99, 1, adapter="t@0")] * 32
     taken = [
-        (Features.of_segments([prompt, *decode]), 0.0105),
-        (Features.of_segments([infer(0, 128), *decode]), 0.009),
+        (Features.of_segments([prompts[0], *decode]), 0.009),
+        (Features.of_segments([prompts[1], *decode]), 0.0105),
         (Features.of_segments(decode), 0.0075),
         (Features.of_segments(decode, [window]), 0.0075 + 2048 / DEPTH * 24e-6),
     ]
