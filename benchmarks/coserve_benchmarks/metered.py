@@ -25,7 +25,7 @@ CAPACITY: Final = 4217.0  # output tokens/s: `coserving.capacity` of docs/result
 ROWS: Final = 32  # of the steps whose host time is measured
 _FIRST: Final = 2.0  # seconds: the bound on a first token
 _PATIENCE: Final = 5.0  # seconds after the load, for answers that are late
-_JITTER: Final = Jitter(deviation=0.01, share=0.0)  # of the device: long steps are the host's, which is real
+_JITTER: Final = Jitter(0.01, share=0.0)  # of the device: long steps are the host's, which is real
 _SIZES: Final = GpuSizes()
 _VOCABULARY: Final = 1000
 # Rows of a window. A layer back takes 3 ms, which fits into what a bound of 20 ms leaves; of 4,096 rows, whose
