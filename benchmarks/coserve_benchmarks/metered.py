@@ -28,8 +28,8 @@ _PATIENCE: Final = 5.0  # seconds after the load, for answers that are late
 _JITTER: Final = Jitter(0.01, share=0.0)  # of the device: long steps are the host's, which is real
 _SIZES: Final = GpuSizes()
 _VOCABULARY: Final = 1000
-# Rows of a window. A layer back takes 3 ms, which fits into what a bound of 20 ms leaves; of 4,096 rows, whose
-# rate is 3 % higher, it takes 6.
+# Rows of a window. A layer back takes 3 ms, which fits into what a bound of 20 ms leaves. Of 4,096 rows,
+# whose rate is 3 % higher, it takes 6.
 _WINDOW: Final = 2048
 _SETTLED: Final = 20  # steps until all rows decode, of the host's time
 _STEPS: Final = 100  # that are timed then
