@@ -25,6 +25,6 @@ def test_it_has_a_bar_for_each_case() -> None:
 
 
 def test_a_bound_that_no_step_can_keep_is_not_kept() -> None:
-    """What is counted are the answers' own times."""
+    """Attainment counts the answers' own times."""
     load = metered.serve("hybrid", 0, 1.0, SLO(first_token=2.0, between_tokens=0.004), 0.5)
     assert load.answers and load.attainment(SLO(between_tokens=0.004)) == 0.0
