@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from coserve.errors import ConfigError
-from coserve_benchmarks import blocking, coserving, finetune, inference, remote, stepping
+from coserve_benchmarks import blocking, coserving, finetune, inference, metered, remote, stepping
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.results import BARS, REMOTE_BARS
 
-GROUPS = ("inference", "finetune", "blocking", "coserve", "step")
+GROUPS = ("inference", "finetune", "blocking", "coserve", "step", "metered")
 REMOTE = "remote"  # the group of `--executor remote`
 
 
@@ -47,6 +47,7 @@ def run_engine(
         "blocking": partial(blocking.run, bench),
         "coserve": partial(coserving.run, bench, plans),
         "step": partial(stepping.run, bench),
+        "metered": partial(metered.run, bench),
         REMOTE: partial(remote.run, bench),
     }
     run_groups(bench, groups, runs)

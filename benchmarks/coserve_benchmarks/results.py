@@ -46,6 +46,13 @@ BARS: Mapping[str, Bar | None] = {
     "slowdown.first": None,
     "slowdown.between": None,
     "step.overhead": Bar(1.5, at_most=True),
+    "metered.50ms.attainment": Bar(0.99),
+    "metered.50ms.training": Bar(0.55),
+    "metered.20ms.attainment": Bar(0.99),
+    "metered.20ms.training": Bar(0.30),
+    "metered.fifth.attainment": Bar(0.99),
+    "metered.fifth.training": Bar(0.80),
+    "metered.host": Bar(0.6, at_most=True),
 }
 
 # Of an executor in a process of its own: a step's seconds over those of one in the engine's process.

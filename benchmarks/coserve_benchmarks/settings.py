@@ -49,6 +49,7 @@ class Settings:
     curve_steps: int = 120  # optimizer steps of each method that learns
 
     seconds: float = 60.0  # of the co-serving run
+    metered_seconds: float = 10.0  # of each load on the metered device
     slowdown_rounds: int = 5
     slowdown_seconds: float = 20.0  # of either half of a round
     jobs: int = 2
@@ -66,6 +67,7 @@ QUICK = Settings(
     restarts=1,
     curve_steps=40,
     seconds=15.0,
+    metered_seconds=5.0,
     slowdown_rounds=2,
     slowdown_seconds=10.0,
 )
@@ -99,6 +101,7 @@ TINY = Settings(
     held_length=64,
     curve_steps=6,
     seconds=1.0,
+    metered_seconds=1.0,
     slowdown_rounds=1,
     slowdown_seconds=1.0,
 )

@@ -66,8 +66,10 @@ RESULTS: Final[Mapping[str, Presented]] = {
         (
             *_FINETUNE,
             *_LOADS,
-            *_bench("blocking.py", "coserving.py", "inference.py", "outside", "remote.py", "slowdown.py"),
-            *_bench("stepping.py"),
+            *_bench("blocking.py", "coserving.py", "inference.py", "metered.py", "outside", "remote.py"),
+            *_bench("slowdown.py", "stepping.py", "gpu/sizes.py"),
+            "src/coserve/simulate/gpu_times.py",
+            "src/coserve/simulate/metered.py",
         ),
     ),
     "gpu.json": Presented("docs/results/gpu.md", (*_ENGINE, *_MEASURING, *_bench("gpu"))),

@@ -28,7 +28,9 @@ class Machine:
     """A scheduler on predicted seconds, with jobs of endless optimizer steps of so many rows."""
 
     def __init__(self, policy: str = "hybrid", rows: int = ROWS, jobs: int = 1) -> None:
-        cost = CostModel({"forward_rows": 0.005, "backward_rows": BACK, "backward_layers": 0.1})
+        cost = CostModel(
+            {"forward_rows": 0.005, "window_rows": 0.005, "backward_rows": BACK, "backward_layers": 0.1}
+        )
         cost.reads.start(range(DEPTH), 100 << 20, (100 << 20) / PASS)
         config = SchedulerConfig(
             layers=DEPTH, max_positions=1024, interruptible=True, max_training_rows=ROWS, prefix_sharing=False

@@ -21,14 +21,16 @@ DEPTH, ROWS = 16, 512
 # Seconds per unit. The processor is 255M parameters on two cores, rounded from a calibration: 32 rows through
 # a layer and back take 8 ms, 512 rows 36 ms.
 PROCESSOR = {
-    "step": 1.3e-3, "forward_layers": 2.1e-2, "forward_rows": 4.6e-4, "tail_rows": 8e-5,
+    "step": 1.3e-3, "forward_layers": 2.1e-2, "forward_rows": 4.6e-4,
+    "window_rows": 4.6e-4, "tail_rows": 8e-5,
     "decode_context": 2.7e-6, "forward_attention": 2.6e-7, "adapters": 1e-2,
     "backward_layers": 6e-2, "backward_rows": 9.2e-4, "backward_attention": 1.1e-6,
     "loss_rows": 2e-4, "updates": 2e-2,
 }  # fmt: skip
 # Reading weights takes ten times as long, as from a slow link, and rows a tenth of the time.
 STREAMED = PROCESSOR | {
-    "forward_layers": 2.1e-1, "forward_rows": 4.6e-5, "adapters": 1e-3, "backward_layers": 2.1e-1,
+    "forward_layers": 2.1e-1, "forward_rows": 4.6e-5,
+    "window_rows": 4.6e-5, "adapters": 1e-3, "backward_layers": 2.1e-1,
     "backward_rows": 9.2e-5, "backward_attention": 1.1e-7, "loss_rows": 2e-5,
 }  # fmt: skip
 # No window costs anything but its rows.

@@ -86,6 +86,7 @@ def _arithmetic(
         "step": 2e-3,
         "forward_layers": unpacking,
         "forward_rows": forward_row,
+        "window_rows": forward_row,
         "tail_rows": forward_row / 40,
         "decode_context": forward_row / 1e4,
         "forward_attention": forward_row / 1e5,

@@ -141,7 +141,7 @@ class CostModel:
         """Rows that are computed while a pass reads the weights of a streamed base, to break even; 0 where it
         reads none."""
         left = self.reads.pass_seconds - self.weights["forward_layers"]
-        return int(max(left, 0.0) / max(self.weights["forward_rows"], 1e-9))
+        return int(max(left, 0.0) / max(self.weights["window_rows"], 1e-9))
 
     def fit(self, samples: Iterable[tuple[BasePlan | Features, float]]) -> None:
         """Refits the weights by non-negative least squares on the relative error.

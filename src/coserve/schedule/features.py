@@ -13,7 +13,10 @@ from coserve.schedule.segments import causal_pairs
 DEFAULT_WEIGHTS: Mapping[str, float] = {
     "step": 1e-3,  # every step once
     "forward_layers": 1e-2,  # a forward pass over the whole depth: weights are read once for all rows
-    "forward_rows": 1e-4,  # a row through the whole depth
+    "forward_rows": 1e-4,  # an answer's row through the whole depth
+    # A row of a window on its way forward, whole depth. Windows have many rows, whose products are bound by
+    # arithmetic; on a GPU an answer's rows pass while weights are read, at half of the seconds.
+    "window_rows": 1e-4,
     # A pass over the whole depth that carries prompts or windows, beside `forward_layers`: decode rows alone
     # take a compiled call (`model/native_layer.py`), or a graph (`worker/cuda_graphs.py`). 7 ms of 19M
     # parameters, of which 8 decode rows take 4.
@@ -179,7 +182,7 @@ class Features:
         if segment.direction is Direction.TRAIN_FORWARD:
             self._windows |= (1 << span.last) - (1 << span.first)
             self._depth, self._abandons = depth, self._abandons or abandons
-            values["forward_rows"] += rows * part
+            values["window_rows"] += rows * part
             values["forward_attention"] += segment.pairs * part
         else:
             values["backward_layers"] += self._read_again(segment.job, span) / depth

@@ -4,9 +4,9 @@ All bounds become one number, the seconds by which a request may be delayed; a s
 its requests'.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from coserve.core.request import BASE
 from coserve.core.sequence import Sequence
@@ -51,19 +51,20 @@ def measure(
     training = whole = longest - ahead.step
     coming = _SURE * (longest - ahead.decode)
     deferral = INFINITE
+    margin = cache(partial(cost.margin, config, True))  # by an answer's tokens: each is asked for its own
     for sequence, seconds, steps in ahead:
         now = ahead.begins(sequence)
-        left = _limits(sequence, now, seconds, steps, ahead.step, cost, config)
+        left = _limits(sequence, now, seconds, steps, ahead.step, margin)
         # With no other bound in force, the default one.
         slowdown = sequence.request.slo.slowdown or (None if left else config.slowdown)
         if slowdown is not None and slowdown < INFINITE:
             left_over = unspent(sequence, now, seconds, own_slowdown(slowdown, utilization))
             left.append((left_over, left_over))
-        coming = min(coming, _coming(sequence, ahead.decode, cost, config))
-        training = min(training, *(share for share, _ in left), INFINITE)
-        whole = min(whole, *(together for _, together in left), INFINITE)
+        coming = min(coming, _coming(sequence, ahead.decode, margin))
+        for shared, together in left:
+            training, whole = min(training, shared), min(whole, together)
         if sequence.request.slo.deferral is not None:
-            deferral = min(deferral, _deferral(sequence, cost.margin(config, trains=True)))
+            deferral = min(deferral, _deferral(sequence, margin()))
     return Slack(ahead.step, max(training, 0.0), max(whole, 0.0), max(coming, 0.0), max(deferral, 0.0))
 
 
@@ -87,35 +88,33 @@ def _limits(
     ahead: float,
     steps: int,
     step: float,
-    cost: StepCosts,
-    config: SchedulerConfig,
+    margin: Callable[..., float],
 ) -> list[tuple[float, float]]:
     """(Seconds for training in this step, seconds in all) that each bound in force leaves. The next token is
-    `ahead` seconds away; `steps` of the steps before it are waits for a place."""
+    `ahead` seconds away; `steps` of the steps before it are waits for a place. `margin` is that of
+    predictions, by the tokens that an answer has."""
     slo, arrival = sequence.request.slo, sequence.request.arrival
-    margin = cost.margin(config, trains=True)
     found: list[float] = []
     shared: list[tuple[float, float]] = []
     if slo.first_token is not None and sequence.newest_at is None:
-        first = (arrival + slo.first_token - now) / (1 + margin) - ahead
+        first = (arrival + slo.first_token - now) / (1 + margin()) - ahead
         shared.append((first / (steps + 1), first))
     if slo.between_tokens is not None and sequence.newest_at is not None:
-        each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
+        each = margin(sequence.request.sampling.max_tokens)
         found.append((sequence.newest_at + slo.between_tokens - now) / (1 + each) - ahead)
     if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # a missed one cannot be met
         # Shared evenly among the steps left: later arrivals may make these longer.
         # Errors of steps partly cancel: relative to the sum, that of n steps is n ** 0.5 times smaller.
         tokens = sequence.steps_left
-        whole = (arrival + slo.end_to_end - now) / (1 + margin / tokens**0.5) - ahead - (tokens - 1) * step
+        whole = (arrival + slo.end_to_end - now) / (1 + margin() / tokens**0.5) - ahead - (tokens - 1) * step
         shared.append((whole / tokens, whole))
     if slo.deferral is not None:
         # A single step may exceed the bound, and no later one can make up for it: the margin is that of one.
-        each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
-        found.append(_deferral(sequence, each))
+        found.append(_deferral(sequence, margin(sequence.request.sampling.max_tokens)))
     return [*shared, *zip(found, found, strict=True)]
 
 
-def _coming(sequence: Sequence, step: float, cost: StepCosts, config: SchedulerConfig) -> float:
+def _coming(sequence: Sequence, step: float, margin: Callable[..., float]) -> float:
     """Seconds that a step of `step` seconds could have for training, once enough others had none.
 
     Unused time adds up under a slowdown and a bound on the whole answer; a bound on each token, or on all
@@ -123,9 +122,9 @@ def _coming(sequence: Sequence, step: float, cost: StepCosts, config: SchedulerC
     """
     slo, left = sequence.request.slo, INFINITE
     if slo.between_tokens is not None:
-        each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
+        each = margin(sequence.request.sampling.max_tokens)
         left = _SURE * (slo.between_tokens / (1 + each) - step)
-    return left if slo.deferral is None else min(left, _deferral(sequence, cost.margin(config, trains=True)))
+    return left if slo.deferral is None else min(left, _deferral(sequence, margin()))
 
 
 def unspent(sequence: Sequence, now: float, ahead: float, slowdown: float) -> float:

@@ -105,11 +105,9 @@ class SimulatedMachine:
     def step(self, arrival: float = float("inf")) -> list[Event]:
         """One step, during which the next request that stops training arrives if it takes until then."""
         interruptible = self.scheduler.config.interruptible
-        events = self._launch(arrival) if interruptible else self.executor.step(self.scheduler)
-        for event in events:
-            if isinstance(event, StepDone) and event.job in self._steps:
-                self._go_on(event.job)
-        return events
+        return self._go_on_with(
+            self._launch(arrival) if interruptible else self.executor.step(self.scheduler)
+        )
 
     def _executor(self, stages: int, interference: tuple[float, float]) -> SimulatedExecutor:
         if stages == 1:
@@ -153,6 +151,13 @@ class SimulatedMachine:
         assert result is not None, "the step was launched"
         executor.resume_training()
         return executor.apply(scheduler, result)
+
+    def _go_on_with(self, events: list[Event]) -> list[Event]:
+        """Gives jobs that have stepped their next work; returns the events."""
+        for event in events:
+            if isinstance(event, StepDone) and event.job in self._steps:
+                self._go_on(event.job)
+        return events
 
     def _go_on(self, name: str) -> None:
         """Gives a job its next optimizer step, if one is left."""

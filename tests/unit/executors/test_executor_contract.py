@@ -52,6 +52,7 @@ from coserve.memory.ledger import Account
 from coserve.model.load import load_base
 from coserve.schedule.cost import CostModel
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
+from coserve.simulate.metered import MeteredExecutor
 from coserve.simulate.pipelined import PipelinedExecutor, StageSeconds
 from coserve.simulate.simulated import SimulatedExecutor
 from coserve.streamed.load import load_streamed
@@ -132,6 +133,10 @@ def simulated() -> Executor:
     return SimulatedExecutor(CostModel().predict, swap_pages=40, swap_seconds=(1e-4, 1e-4))  # type: ignore[return-value]
 
 
+def metered() -> Executor:
+    return MeteredExecutor(lambda plan: 1e-3 * plan.has_rows, swap_pages=40, swap_seconds=(1e-4, 1e-4))  # type: ignore[return-value]
+
+
 def pipelined() -> Executor:
     return PipelinedExecutor(2, lambda plan: StageSeconds((0.01, 0.01), (0.0, 0.0)))  # type: ignore[return-value]
 
@@ -139,6 +144,7 @@ def pipelined() -> Executor:
 WITHOUT_MODEL: dict[str, Callable[[], Executor]] = {
     "scripted": lambda: ScriptedExecutor(PAGE, swap_pages=40),
     "simulated": simulated,
+    "metered": metered,
     "pipelined": pipelined,
 }
 

@@ -87,7 +87,7 @@ def counted(
             found["prefill_layers"] += launched / DEPTH
             found["mixed_layers"] += (launched and decodes) / DEPTH
             for window in here:
-                found["forward_rows"] += window.length / DEPTH
+                found["window_rows"] += window.length / DEPTH
                 found["forward_attention"] += window.pairs / DEPTH
     for layer in range(DEPTH):
         back = [

@@ -15,7 +15,12 @@ from coserve.schedule.step_costs import StepCosts
 from steps import step_costs, step_plan, step_result
 
 # A row there takes a second on the whole machine, a row back two, an optimizer step one.
-COSTS = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_rows": 1.0, "backward_rows": 2.0, "updates": 1.0}
+COSTS = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {
+    "forward_rows": 1.0,
+    "window_rows": 1.0,
+    "backward_rows": 2.0,
+    "updates": 1.0,
+}
 SEQUENCE = Sequence(1, Request("r", (1,) * 4))
 ANSWER = inference_segment(SEQUENCE, 0, 4)
 BATCH = MicroBatch(2, "a", "a@0", (3,), 2, direction=Direction.BACKWARD, frontier=3)

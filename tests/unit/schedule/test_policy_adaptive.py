@@ -341,7 +341,7 @@ def test_beside_who_has_waited_training_rides_where_that_saves_something(
 ) -> None:
     policy = seen(*[patience] * 16)
     policy.allow(view())  # it has the machine now
-    costs = known_exactly(step_costs(COSTS | {"forward_rows": row, "backward_rows": row}))
+    costs = known_exactly(step_costs(COSTS | {"forward_rows": row, "window_rows": row, "backward_rows": row}))
     state = view(now=alone, cost=costs, inference_seconds=1.0, slack=4.0)
     assert (policy.allow(state).seconds > 0.0) is rides
 
@@ -397,7 +397,9 @@ def test_there_is_no_share_beside_prompts_nor_where_riding_saves_more() -> None:
     cost, busy = interfering(1.5, 1.5), {"inference_seconds": 1.0, "slack": 9.0}
     prompt = Sequence(2, Request("2", (1, 1), SamplingParams(max_tokens=4)))
     assert make_policy("adaptive").allow(view(running=(asked(1), prompt), cost=cost, **busy)).share is None
-    cheap = step_costs(COSTS | {"forward_rows": 0.05, "backward_rows": 0.05})  # a pass is 1 of 13 seconds
+    cheap = step_costs(
+        COSTS | {"forward_rows": 0.05, "window_rows": 0.05, "backward_rows": 0.05}
+    )  # a pass is 1 of 13 seconds
     cheap.first.interference.inference = cheap.first.interference.training = 1.5
     assert make_policy("adaptive").allow(view(running=(asked(1),), cost=cheap, **busy)).share is None
 

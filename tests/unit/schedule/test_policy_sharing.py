@@ -16,6 +16,7 @@ KEEP, LOSS, BACK = Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD
 PASSES = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {
     "forward_layers": 1.0,
     "forward_rows": 1 / 16,
+    "window_rows": 1 / 16,
     "backward_rows": 1 / 8,
 }
 # The same, but what takes a second is a token, and a row's loss takes 1/64.

@@ -53,7 +53,7 @@ def test_a_visit_reads_each_layer_that_does_not_stay_once_for_all_rows() -> None
 
 
 def test_rows_are_free_while_weights_are_read() -> None:
-    cost = streamed(forward_rows=0.01, forward_layers=0.2)
+    cost = streamed(forward_rows=0.01, window_rows=0.01, forward_layers=0.2)
     seconds = []
     for rows in (1, 50, 100, 101, 200):
         features = Features()
@@ -61,6 +61,8 @@ def test_rows_are_free_while_weights_are_read() -> None:
         seconds.append(cost.predict_features(features))
     assert seconds[:3] == pytest.approx([1.2] * 3) and seconds[3:] == pytest.approx([1.21, 2.2])
     assert cost.free_rows == 100 and cost.pass_seconds == cost.reads.pass_seconds == pytest.approx(1.2)
+    cost = streamed(forward_rows=0.01, window_rows=0.02, forward_layers=0.2)
+    assert cost.free_rows == 50, "rows of windows, which ride"
     resident = CostModel()
     assert resident.free_rows == 0 == resident.reads.pass_seconds
     assert resident.pass_seconds == resident.weights["forward_layers"]

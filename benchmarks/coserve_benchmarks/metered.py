@@ -1,0 +1,123 @@
+"""Group `metered`: answers and training on a device of an H200's seconds, with the real scheduler and host.
+
+There is no model: an executor sleeps for as long as the device would take (`coserve.simulate.metered`). What
+is measured is whether plans keep bounds on real time, how much training is left, and how much of the host's
+time the device waits for.
+"""
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from coserve.core.request import SLO
+from coserve.simulate.gpu_times import GpuTimes
+from coserve.simulate.intervals import percentile
+from coserve.simulate.jitter import Jitter
+from coserve.simulate.machine import MachineSettings
+from coserve.simulate.metered import MeteredMachine
+from coserve.simulate.replay import LoadResult, replay
+from coserve.workload.mixes import ENDLESS
+from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, poisson_requests
+from coserve_benchmarks.gpu.sizes import GpuSizes
+from coserve_benchmarks.ours import Bench
+
+CAPACITY: Final = 4217.0  # output tokens/s: `coserving.capacity` of docs/results/gpu.md
+ROWS: Final = 32  # of the steps whose host time is measured
+_FIRST: Final = 2.0  # seconds: the bound on a first token
+_PATIENCE: Final = 5.0  # seconds after the load, for answers that are late
+_JITTER: Final = Jitter(0.01, share=0.0)  # of the device: long steps are the host's, which is real
+_SIZES: Final = GpuSizes()
+_VOCABULARY: Final = 1000
+# Rows of a window. A layer back takes 3 ms, which fits into what a bound of 20 ms leaves. Of 4,096 rows,
+# whose rate is 3 % higher, it takes 6.
+_WINDOW: Final = 2048
+_SETTLED: Final = 20  # steps until all rows decode, of the host's time
+_STEPS: Final = 100  # that are timed then
+_SPREAD: Final = "least and greatest of the seeds"
+POLICY: Final = "hybrid"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A share of the capacity, and the bound between two tokens in seconds."""
+
+    name: str
+    load: float
+    bound: float
+
+
+CASES: Final = (Case("50ms", 0.5, 0.05), Case("20ms", 0.5, 0.02), Case("fifth", 0.2, 0.05))
+
+
+def run(bench: Bench, policy: str = POLICY) -> None:
+    """Each case from several seeds: the least attainment and the median of training, as a share of what the
+    job trains alone. Then the seconds for which the device waits in steps of 32 rows beside training."""
+    results, settings = bench.results, bench.settings
+    alone = serve(policy, 0, settings.metered_seconds, SLO(), 0.0).training_rate()
+    results.figure("metered.alone", alone, "trained tokens/s")
+    for case in CASES:
+        slo = SLO(first_token=_FIRST, between_tokens=case.bound)
+        loads = [
+            serve(policy, seed, settings.metered_seconds, slo, case.load) for seed in range(settings.rounds)
+        ]
+        kept = [load.attainment(slo) for load in loads]
+        shares = [load.training_rate() / alone for load in loads]
+        name = f"metered.{case.name}"
+        results.row(f"{name}.attainment", min(kept), (min(kept), max(kept)), _note(case), _SPREAD)
+        results.row(f"{name}.training", median(shares), (min(shares), max(shares)), spread_is=_SPREAD)
+        gaps = [gap for load in loads for gap in load.gaps]
+        for share in (0.5, 0.99):
+            figure = f"{name}.between_p{100 * share:.0f}"
+            results.figure(figure, 1e3 * percentile(gaps, share), "ms")
+        results.figure(f"{name}.output", median(load.output_rate() for load in loads), "tokens/s")
+    waits = {ahead: [_host(policy, seed, ahead) for seed in range(settings.rounds)] for ahead in (1, 0)}
+    note = f"ms for which the device waits for the host, a step of {ROWS} rows beside training"
+    results.row("metered.host", median(waits[1]), (min(waits[1]), max(waits[1])), note, _SPREAD)
+    results.figure(
+        "metered.host.one_at_a_time", median(waits[0]), "ms a step", (min(waits[0]), max(waits[0]))
+    )
+
+
+def _note(case: Case) -> str:
+    """A sentence on a case."""
+    return (
+        f"share of answers with every token within {1e3 * case.bound:.0f} ms at {case.load:g} of the capacity"
+    )
+
+
+def serve(policy: str, seed: int, seconds: float, slo: SLO, share: float) -> LoadResult:
+    """A load at a share of the capacity, beside a job without end."""
+    requests: list[TimedRequest] = []
+    if share:
+        rate = share * CAPACITY / _SIZES.answer
+        requests = poisson_requests(rate, seconds, _SIZES.prompt, _SIZES.answer, _VOCABULARY, seed, slo)
+    workload = Workload("metered", "", seconds, tuple(requests), (_job(),))
+    return replay(_machine(policy, seed), workload, _PATIENCE)
+
+
+def _job() -> TimedJob:
+    example = (0,) * _SIZES.length
+    return TimedJob(0.0, "job", (example,) * _SIZES.batch, _SIZES.batch, epochs=ENDLESS, rows=_WINDOW)
+
+
+def _machine(policy: str, seed: int, plans_ahead: int = 1) -> MeteredMachine:
+    room = 2 * _SIZES.together * (_SIZES.prompt + _SIZES.answer)
+    scheduler = {"interruptible": True, "max_running": 2 * _SIZES.together, **_SIZES.scheduler}
+    scheduler["max_training_rows"] = _WINDOW
+    settings = MachineSettings(room, jitter=_JITTER, known=0, scheduler=scheduler)
+    return MeteredMachine(policy, GpuTimes(), settings, seed, plans_ahead)
+
+
+def _host(policy: str, seed: int, plans_ahead: int) -> float:
+    """Milliseconds of a step for which the device waits, while `ROWS` answers have a row in each."""
+    machine = _machine(policy, seed, plans_ahead)
+    machine.start(_job())
+    slo = SLO(first_token=_FIRST, between_tokens=CASES[0].bound)
+    for prompt in fixed_prompts(ROWS, _SIZES.prompt, _VOCABULARY, seed):
+        machine.ask(TimedRequest(0.0, prompt, 2 * (_STEPS + _SETTLED), slo=slo), machine.clock())
+    for _ in range(_SETTLED):
+        machine.step()
+    before = machine.executor.idle
+    for _ in range(_STEPS):
+        machine.step()
+    return 1e3 * (machine.executor.idle - before) / _STEPS

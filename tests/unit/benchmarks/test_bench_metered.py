@@ -1,0 +1,30 @@
+"""Group `metered`, briefly: that its figures are there, and what they are counted from."""
+
+import math
+
+import pytest
+
+from coserve.core.request import SLO
+from coserve_benchmarks import metered
+from coserve_benchmarks.engine import run_engine
+from coserve_benchmarks.results import BARS
+
+KEYS = [key for key in BARS if key.startswith("metered.")]
+
+
+def test_it_has_a_bar_for_each_case() -> None:
+    results = run_engine("tiny", quick=True, only=["metered"])
+    assert [key for key in KEYS if key in results] == KEYS
+    assert all(math.isfinite(results[key]) and results[key] >= 0 for key in KEYS)
+    assert results["metered.fifth.training"] > 0
+    figures = results["figures"]
+    assert figures["metered.alone"]["value"] == pytest.approx(13_267, rel=0.15), (
+        "the table's, and a busy host"
+    )
+    assert figures["metered.host.one_at_a_time"]["value"] > 0
+
+
+def test_a_bound_that_no_step_can_keep_is_not_kept() -> None:
+    """Attainment counts the answers' own times."""
+    load = metered.serve("hybrid", 0, 1.0, SLO(first_token=2.0, between_tokens=0.004), 0.5)
+    assert load.answers and load.attainment(SLO(between_tokens=0.004)) == 0.0
