@@ -397,21 +397,9 @@ class Scheduler:
         if is_beside:
             self.cost.observe_beside(plan, result, host)
         elif not any(part.together_failed for part in result.bases.values()):  # else more ran than planned
-            is_hopeless = self._is_hopeless(plan, answering, result.seconds + host - predicted)
-            self.cost.observe(StepFeatures.of(plan), result, host, is_hopeless)
+            self.cost.observe(StepFeatures.of(plan), result, host)
         self.stats.steps += 1
         self.stats.fused_steps += any(part.is_fused for part in plan.bases.values())
-
-    def _is_hopeless(self, plan: StepPlan, answering: StepFeatures, late: float) -> bool:
-        """Tells whether a step that took so many seconds more than was predicted would have made a token late
-        without its training, too. Another process had the processor then; less training prevents none of
-        these delays, and one of them would keep training out for a thousand steps (`Margin`)."""
-        if not (plan.training or plan.updates):
-            return False
-        sequences = (self.requests.sequences.get(segment.key) for segment in plan.inference)
-        bounds = (one.request.slo.between_tokens for one in sequences if one is not None)
-        least = min((bound for bound in bounds if bound is not None), default=INFINITE)
-        return late > 0 and self.cost.predict_features(answering) + late > least
 
     def _training_seconds(
         self, plan: StepPlan, answering: StepFeatures, seconds: float, predicted: float

@@ -50,12 +50,9 @@ class StepCosts:
         share = share_of_steps(config.reliability, tokens)
         return min(self.misses.covering(share, trains), config.max_margin)
 
-    def observe(
-        self, features: StepFeatures, result: StepResult, host: float = 0.0, is_hopeless: bool = False
-    ) -> None:
+    def observe(self, features: StepFeatures, result: StepResult, host: float = 0.0) -> None:
         """Learns from the result of one step of these features, to which the host added `host` seconds. Each
-        base's model learns from its part's own seconds. A delay that `is_hopeless` is not part of the
-        margin: no margin prevents it."""
+        base's model learns from its part's own seconds."""
         seconds = result.seconds
         if seconds <= 0:
             return
@@ -65,8 +62,7 @@ class StepCosts:
             predicted = max(self._executed(features), 1e-9)
             taken, usual = within_outliers(seconds, predicted), predicted + self.host
             host = min(host, max(OUTLIER * usual - taken, 0.0))
-            if not is_hopeless:
-                self.misses.observe((taken + host) / usual, features.trains)
+            self.misses.observe((taken + host) / usual, features.trains)
             self._hosts += 1
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
         for base, part in features.items():

@@ -80,7 +80,7 @@ def test_windows_are_apart_where_that_is_cheaper_and_take_what_was_predicted(
 ) -> None:
     """A launched pass takes two seconds more than a replayed one. Apart a window through both layers takes 3
     seconds, through one 3/2; in the pass of the answer's row, which is launched for it, either takes 2."""
-    costs = PASSES | {"prefill_layers": 2.0, "forward_rows": 1 / 64}
+    costs = PASSES | {"prefill_layers": 2.0, "forward_rows": 1 / 64, "window_rows": 1 / 64}
     it = world("hybrid", costs, {"x": Ask(0, 12)}, quantum_with_inference=seconds, slowdown=8.0)
     truth = CostModel(costs)
     it.it.cost.first.graphs = truth.graphs = graphs

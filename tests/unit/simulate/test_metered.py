@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from coserve.core.plan import BasePlan
+from coserve.core.plan import BasePlan, Passes
 from coserve.core.request import SLO, Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
@@ -113,7 +113,7 @@ def test_rows_apart_take_passes_of_their_own() -> None:
     mixed = inference_plan(
         [(Sequence(1, Request("r", (0,) * 512)), 511, 1), (Sequence(2, Request("r", (0,) * 128)), 0, 128)]
     )
-    apart = BasePlan(inference=mixed.inference, apart=True)
+    apart = BasePlan(inference=mixed.inference, passes=Passes(decodes_apart=True))
     assert TIMES.predict(apart) == pytest.approx(6.56e-3 + 8.0e-3)
     assert TIMES.predict(mixed) < TIMES.predict(apart)
     whole, half = (TIMES.predict(forward(layers, 2048)) for layers in (LAYERS, LAYERS // 2))
