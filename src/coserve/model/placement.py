@@ -84,6 +84,13 @@ class Placement(ABC):
         """A dense weight [out, in], rounded as this kind of placement would store it."""
         return weight
 
+    def few(self, x: Tensor) -> Tensor | None:
+        """`forward` by a kernel that reads `native`; None where there is none, or torch's is as fast."""
+        own = self.native
+        if own is None or x.numel() > MOST_ROWS * x.shape[-1] or not native.takes(x):
+            return None
+        return native.linear(x, own.address, own.outputs, own.bias)
+
     def moved(self) -> None:  # noqa: B027
         """Follows its tensors, whose data are at other addresses now."""
 
@@ -103,9 +110,12 @@ class PlainPlacement(Placement):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self.bias = weight, bias
+        address = native.unpacked_address(weight, bias)
+        self.native = None if address is None else PackedLinear(address, len(weight), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self.bias)
+        y = self.few(x)
+        return F.linear(x, self._weight, self.bias) if y is None else y
 
     def backward(self, grad: Tensor) -> Tensor:
         return grad @ self._weight
@@ -118,6 +128,10 @@ class PlainPlacement(Placement):
 
     def tensors(self) -> Mapping[str, Tensor]:
         return present(weight=self._weight, bias=self.bias)
+
+    def moved(self) -> None:
+        if self.native is not None:
+            self.native = replace(self.native, address=self._weight.data_ptr())
 
 
 class PackedPlacement(Placement):
@@ -141,10 +155,9 @@ class PackedPlacement(Placement):
         self.backward_nbytes = weight.nbytes if self.native is None else native.unpacked_nbytes(*weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.native
-        if own is not None and x.numel() <= MOST_ROWS * x.shape[-1] and native.takes(x):
-            return native.linear(x, own.address, own.outputs, self.bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        y = self.few(x)
+        if y is None:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y
 
     def backward(self, grad: Tensor) -> Tensor:

@@ -71,9 +71,7 @@ class LayerLora:
 
 def computes(dtype: torch.dtype, device: torch.device) -> bool:
     """Tells whether there is a kernel for matrices of this type on this device."""
-    if dtype is not torch.bfloat16 or device.type != "cpu":
-        return False
-    found = library()
+    found = library(dtype) if device.type == "cpu" else None
     return found is not None and bool(found.panel_outputs())
 
 
@@ -89,7 +87,7 @@ def add_lora(x: Tensor, rows: LoraRows, y: Tensor) -> None:
     may be y. Where `takes` holds for both, and y is contiguous. A `BottleneckSegment` adds
     relu(x Aᵀ + a) Bᵀ + b."""
     work = len(x) * (x.shape[1] + y.shape[1])
-    ops.loaded().add_lora(
+    ops.loaded(y).add_lora(
         x.data_ptr(), x.stride(0), rows.address, rows.count, y.data_ptr(), x.shape[1], y.shape[1],
         ops.threads(work),
     )  # fmt: skip
