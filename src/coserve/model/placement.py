@@ -87,7 +87,9 @@ class Placement(ABC):
     def few(self, x: Tensor) -> Tensor | None:
         """`forward` by a kernel that reads `native`; None where there is none, or torch's is as fast."""
         own = self.native
-        if own is None or x.numel() > MOST_ROWS * x.shape[-1] or not native.takes(x):
+        if own is None or x.numel() > MOST_ROWS * own.inputs or x.shape[-1] != own.inputs:
+            return None
+        if x.dtype is not own.dtype or not native.takes(x):
             return None
         return native.linear(x, own.address, own.outputs, own.bias)
 
@@ -111,7 +113,7 @@ class PlainPlacement(Placement):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self.bias = weight, bias
         address = native.unpacked_address(weight, bias)
-        self.native = None if address is None else PackedLinear(address, len(weight), bias)
+        self.native = _native(address, weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.few(x)
@@ -150,8 +152,7 @@ class PackedPlacement(Placement):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.bias = bias
         address = native.packed_address(self._packed, weight)
-        self.native = None if address is None else PackedLinear(address, len(weight), bias)
-        self._inputs = weight.shape[1]
+        self.native = _native(address, weight, bias)
         self.backward_nbytes = weight.nbytes if self.native is None else native.unpacked_nbytes(*weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,8 +163,8 @@ class PackedPlacement(Placement):
 
     def backward(self, grad: Tensor) -> Tensor:
         own = self.native
-        if own is not None and native.takes(grad):
-            return native.times_packed(grad, own.address, self._inputs)
+        if own is not None and grad.dtype is own.dtype and native.takes(grad):
+            return native.times_packed(grad, own.address, own.inputs)
         return grad @ self.weight()
 
     def moved(self) -> None:
@@ -179,6 +180,10 @@ class PackedPlacement(Placement):
 
     def tensors(self) -> Mapping[str, Tensor]:
         return present(packed=self._packed, bias=self.bias)
+
+
+def _native(address: int | None, weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
+    return None if address is None else PackedLinear(address, *reversed(weight.shape), weight.dtype, bias)
 
 
 def present(**tensors: Tensor | None) -> dict[str, Tensor]:

@@ -88,11 +88,13 @@ class LayerPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A weight at `address`, with so many outputs, and its bias [out]: packed (`ops.packed_address`) in
-    bfloat16, as it was loaded in float32."""
+    """A weight of this type at `address`, with so many inputs and outputs, and its bias [out]: packed
+    (`ops.packed_address`) in bfloat16, as it was loaded in float32."""
 
     address: int
+    inputs: int
     outputs: int
+    dtype: torch.dtype
     bias: Tensor | None
 
 

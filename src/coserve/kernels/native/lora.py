@@ -45,11 +45,13 @@ class BottleneckSegment(LoraSegment):
 
 
 class LoraRows:
-    """Segments as the kernel reads them, at `address`, `count` of them. Keeps their matrices alive."""
+    """Segments as the kernel reads them, at `address`, `count` of them in matrices of `dtype`, None for none.
+    Keeps their matrices alive."""
 
     def __init__(self, segments: Sequence[LoraSegment]) -> None:
         described = [_described(one) for one in segments]
         self.count = len(segments)
+        self.dtype = segments[0].a.dtype if segments else None
         self._array = (_Segment * self.count)(*described)
         self._segments = segments
         self.address = addressof(self._array)
@@ -79,7 +81,9 @@ def readable(segments: Sequence[LoraSegment]) -> LoraRows | None:
     """The segments for the kernel; None where it does not read one of them."""
     if not segments or not computes(segments[0].a.dtype, segments[0].a.device):
         return None
-    return LoraRows(segments) if all(map(_is_readable, segments)) else None
+    if not ops.fit(*(one.a for one in segments)) or not all(map(_is_readable, segments)):
+        return None
+    return LoraRows(segments)
 
 
 def add_lora(x: Tensor, rows: LoraRows, y: Tensor) -> None:
@@ -94,7 +98,8 @@ def add_lora(x: Tensor, rows: LoraRows, y: Tensor) -> None:
 
 
 def _is_readable(one: LoraSegment) -> bool:
-    return len(one.b) % _WIDE == 0 and all(map(_is_dense, [one.a, one.b, *_biases(one)]))
+    matrices = [one.a, one.b, *_biases(one)]
+    return len(one.b) % _WIDE == 0 and ops.fit(*matrices) and all(each.is_contiguous() for each in matrices)
 
 
 def _described(one: LoraSegment) -> _Segment:
@@ -108,6 +113,3 @@ def _described(one: LoraSegment) -> _Segment:
 def _biases(one: LoraSegment) -> list[Tensor]:
     return [one.a_bias, one.b_bias] if isinstance(one, BottleneckSegment) else []
 
-
-def _is_dense(matrix: Tensor) -> bool:
-    return ops.fits(matrix) and matrix.is_contiguous()
