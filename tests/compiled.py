@@ -1,5 +1,5 @@
-"""Tests of compiled kernels in each type of numbers that they are compiled for: a module that imports the fixture
-`each_type` has its tests run once for each, in which `numbers` is of that type."""
+"""Tests of compiled kernels in each type of numbers that they are compiled for: a module that imports the
+fixture `each_type` has its tests run once for each, in which `numbers` is of that type."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

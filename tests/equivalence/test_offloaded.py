@@ -61,7 +61,8 @@ def expect_alike(found: Completion, wanted: Completion, dtype: str = "float32") 
 
 
 def expect_alike_top(found: dict[int, float], wanted: dict[int, float], dtype: str) -> None:
-    """Compares by rank, as two tokens that are closer than the tolerance may change places, in and out of the top."""
+    """Compares by rank: two tokens that are closer than the tolerance may change places, in and out of the
+    top."""
     assert sorted(found.values()) == pytest.approx(sorted(wanted.values()), **CLOSE[dtype])
     for token in found.keys() & wanted.keys():
         assert found[token] == pytest.approx(wanted[token], **CLOSE[dtype])

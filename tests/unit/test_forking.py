@@ -46,7 +46,7 @@ def run(code: str, *arguments: str, **options: Any) -> "subprocess.CompletedProc
 
 
 def is_running(pid: str) -> bool:
-    """Whether it has not ended. Where nothing waits for orphans, as in some containers, a zombie stays of it."""
+    """Tells whether it runs. Where nothing waits for orphans, as in some containers, a zombie stays of it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -21,8 +21,8 @@ AdapterRows = tuple[slice, Bypasses]  # the rows of one adapter
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPaths:
     """Paths of a layer's modules in the order of its kernel: its seven linears, of which rows may change the
-    input of those `entered`; its two norms; its two sublayers; and all `others` that adapters may change. Rows
-    are of `dtype`."""
+    input of those `entered`; its two norms; its two sublayers; and all `others` that adapters may change. The
+    rows are of `dtype`."""
 
     linears: tuple[str, ...]
     entered: tuple[str, ...]

@@ -183,7 +183,8 @@ class PackedPlacement(Placement):
 
 
 def _native(address: int | None, weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
-    return None if address is None else PackedLinear(address, *reversed(weight.shape), weight.dtype, bias)
+    outputs, inputs = weight.shape
+    return None if address is None else PackedLinear(address, inputs, outputs, weight.dtype, bias)
 
 
 def present(**tensors: Tensor | None) -> dict[str, Tensor]:

@@ -117,7 +117,9 @@ def test_passes_accumulate_as_one_however_they_are_cut_and_as_a_job() -> None:
     data = [Datum(d.tokens, d.targets, {"weights": (1 / labels,) * len(d.tokens)}) for d in data]
     found = []
     for rows, passes, most in ((64, [data], 512), (32, [data[:1], data[1:]], 7)):
-        engine = make_engine("float64", scheduler={"max_training_rows": most, "min_training_rows": min(most, 32)})
+        engine = make_engine(
+            "float64", scheduler={"max_training_rows": most, "min_training_rows": min(most, 32)}
+        )
         session = engine.open_training("mine", LORA, TrainingConfig(rows=rows, seed=3))
         found.append(trained(engine, session, *passes))
     engine = make_engine("float64")

@@ -11,19 +11,19 @@ from torch import Tensor
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from compiled import each_type, in_type, numbers  # noqa: F401  # a fixture
 from coserve.kernels import blocked, reference
 from coserve.kernels.attention import causal_mask
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.kernels.native import ops
 from coserve.kernels.native.build import library, torch_only
 from coserve.model.placement import PackedPlacement
-from compiled import each_type, in_type, numbers  # noqa: F401  # a fixture
 
 DRAWS = random.Random()
 TILED = 4  # rows from which on products of unpacked weights are by tiles, where a processor has these
 MANY_ROWS = 64, 640, 1200  # outputs, inputs, rows: more than pass a weight at once
-# Numbers that another order of a sum may round to a neighbour in bfloat16 (8 bits), twice at most; in float32 any may
-# be several away.
+# Numbers that another order of a sum may round to a neighbour in bfloat16 (8 bits), twice at most; in float32
+# any of them.
 NEIGHBOURS = {torch.bfloat16: (2 * 2**-7, 0.02), torch.float32: (1e-5, 1.0)}
 LEAST = 1e-30  # exp(x) below -87 is 0 here
 # Of sums in float32 of up to 768 products of size 1, in another order: some 1e-6 where they come to almost 0.
@@ -101,7 +101,9 @@ def test_the_first_of_the_largest_is_torchs() -> None:
         rows, count = DRAWS.randint(1, 40), DRAWS.choice([1, 2, 255, 256, 257, DRAWS.randint(3, 9000)])
         few = in_type(torch.randint(-2, 3, (rows, count))) * -0.5  # equal ones, and both zeros
         size, integer = (31, torch.int32) if numbers.is_wide else (15, torch.int16)
-        any_bits = torch.randint(-(2**size), 2**size, (rows, count)).to(integer).view(numbers.dtype)  # NaN too
+        any_bits = (
+            torch.randint(-(2**size), 2**size, (rows, count)).to(integer).view(numbers.dtype)
+        )  # NaN too
         none = in_type(torch.full((rows, count), DRAWS.choice([-torch.inf, torch.nan])))
         for x in (drawn(rows, count), few, any_bits, none, drawn(rows, count + 3)[:, :count]):
             assert torch.equal(ops.argmax(x), x.float().argmax(-1))
@@ -195,7 +197,12 @@ def test_decode_rows_attend_to_their_pages_alone(whole: bool) -> None:
         decoding = drawn_decoding(*drawn_shape(whole))
         got = decoding.attend()
         for row in range(len(got)):
-            torch.testing.assert_close(got[row].double(), decoding.exact(row), rtol=ATTENTION[numbers.dtype], atol=ATTENTION[numbers.dtype])
+            torch.testing.assert_close(
+                got[row].double(),
+                decoding.exact(row),
+                rtol=ATTENTION[numbers.dtype],
+                atol=ATTENTION[numbers.dtype],
+            )
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -226,7 +233,9 @@ def test_a_chunk_attends_to_what_came_before() -> None:
         want = reference.attention(
             q.double(), k.double(), v.double(), width**-0.5, causal_mask(t, before + t, None, q.device)
         )
-        torch.testing.assert_close(got.double(), want, rtol=ATTENTION[numbers.dtype], atol=ATTENTION[numbers.dtype])
+        torch.testing.assert_close(
+            got.double(), want, rtol=ATTENTION[numbers.dtype], atol=ATTENTION[numbers.dtype]
+        )
 
 
 @packed_alone
@@ -340,7 +349,12 @@ def test_only_what_kernels_can_read_is_taken() -> None:
     x = drawn(3, 4)
     assert ops.takes(x)
     other = x.to(torch.bfloat16 if numbers.is_wide else torch.float32)
-    assert not ops.takes(x, other) and not ops.takes(x.double()) and not ops.takes(x.t()) and not ops.takes(x.to("meta"))
+    assert (
+        not ops.takes(x, other)
+        and not ops.takes(x.double())
+        and not ops.takes(x.t())
+        and not ops.takes(x.to("meta"))
+    )
     with torch.enable_grad():
         assert not ops.takes(x)
     with torch_only():

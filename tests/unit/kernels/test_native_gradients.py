@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from compiled import each_type, in_type, numbers  # noqa: F401  # a fixture
 from coserve.kernels import blocked, elementwise, reference
 from coserve.kernels.attention import causal_mask
 from coserve.kernels.loss import cross_entropy
 from coserve.kernels.native import gradients
 from coserve.kernels.native.build import torch_only
-from compiled import each_type, in_type, numbers  # noqa: F401  # a fixture
 
 DRAWS = random.Random()
 SLACK = 1.25  # of torch's own error
 LEAST = 2**-9  # half a rounding in bfloat16: of few numbers torch's may be exact by luck
-WIDE = 2**-20  # in float32, where an exponential is within two units in the last place, and torch's within one
+WIDE = (
+    2**-20
+)  # in float32, where an exponential is within two units in the last place, and torch's within one
 
 
 def drawn(*shape: int, scale: float = 1.0) -> Tensor:

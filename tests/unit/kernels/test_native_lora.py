@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled import each_type, in_type, numbers, with_products  # noqa: F401  # fixtures
 from coserve.kernels.lora.backend import LoraSegment
 from coserve.kernels.native.lora import BottleneckSegment, add_lora, computes, readable
-from compiled import each_type, in_type, numbers, with_products  # noqa: F401  # fixtures
 
 DRAWS = random.Random()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled import each_type, in_type, numbers, with_products  # noqa: F401  # fixtures
 from coserve.adapters.bypass import Bypasses, SequentialBypass
 from coserve.adapters.lora_batch import LoraBatch
 from coserve.adapters.lowrank import LoRABypass
@@ -33,7 +34,6 @@ from coserve.model.load import load_base
 from coserve.model.native_layer import find_native_layers
 from coserve.model.placement import place_locally
 from coserve.worker.inference import InferenceBatch
-from compiled import each_type, in_type, numbers, with_products  # noqa: F401  # fixtures
 from models import PANELS, tiny
 
 DRAWS = random.Random()
@@ -574,5 +574,7 @@ def test_other_rows_take_no_shortcut() -> None:
         assert shortcut(step.hidden, calls[0]) is None
     with torch.no_grad(), base.cell.set(FusedRows([step.part], [])):
         assert shortcut(step.hidden, calls[0]) is not None
-        assert shortcut(step.hidden.to(torch.bfloat16 if numbers.is_wide else torch.float32), calls[0]) is None
+        assert (
+            shortcut(step.hidden.to(torch.bfloat16 if numbers.is_wide else torch.float32), calls[0]) is None
+        )
         assert shortcut(step.hidden.repeat(1, 65, 1), calls[0]) is None

@@ -95,7 +95,11 @@ def torch_only() -> Iterator[None]:
 def library(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
     """The compiled kernels for numbers of this type; None without a compiler, on other systems than Linux,
     for other types, or where `COSERVE_NATIVE` is 0 in the environment."""
-    if dtype not in NUMBERS or not sys.platform.startswith("linux") or os.environ.get("COSERVE_NATIVE") == "0":
+    if (
+        dtype not in NUMBERS
+        or not sys.platform.startswith("linux")
+        or os.environ.get("COSERVE_NATIVE") == "0"
+    ):
         return None
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc"))), None)
     if compiler is None:
@@ -135,7 +139,9 @@ def _loaded(compiler: str, dtype: torch.dtype) -> ctypes.CDLL | None:
 def _compile(compiler: str, dtype: torch.dtype, path: Path) -> None:
     """Writes the library in one move, as several processes may compile it at once."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    sources = [str(one) for one in _SOURCES if one.suffix == ".c" and (one.name in _WIDE or not _is_wide(dtype))]
+    sources = [
+        str(one) for one in _SOURCES if one.suffix == ".c" and (one.name in _WIDE or not _is_wide(dtype))
+    ]
     defined = ["-DCOSERVE_FLOAT32"] if _is_wide(dtype) else []
     command = [compiler, *_FLAGS, *defined, "-o", str(draft), *sources, "-lm"]
     subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)

@@ -1,5 +1,5 @@
-"""The kernels of `training.c` on tensors in bfloat16 or float32 on a CPU that are no operations of a model: attention's
-softmax with what backward needs of it, and the loss.
+"""The kernels of `training.c` on tensors in bfloat16 or float32 on a CPU that are no operations of a model:
+attention's softmax with what backward needs of it, and the loss.
 
 The plain twins are the plain path of `blocked.py` and `reference.cross_entropy`.
 """

@@ -112,4 +112,3 @@ def _described(one: LoraSegment) -> _Segment:
 
 def _biases(one: LoraSegment) -> list[Tensor]:
     return [one.a_bias, one.b_bias] if isinstance(one, BottleneckSegment) else []
-

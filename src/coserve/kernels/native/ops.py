@@ -1,5 +1,5 @@
-"""The kernels of `kernels.c`, `attention.c` and `linear.c` on tensors in bfloat16 or float32 on a CPU, without
-a graph.
+"""The kernels of `kernels.c`, `attention.c` and `linear.c` on tensors in bfloat16 or float32 on a CPU,
+without a graph.
 
 Each has a plain twin in torch: the model's own norms, rotary embedding and activations, and `attend_decode`
 over gathered pages. Kernels do not round what torch writes to memory between two of its operations, such as
@@ -262,7 +262,11 @@ def attend_pages(
 
 def attends_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Tells whether `attend_chunks` takes these."""
-    return takes(q, k, v) and q.dtype is torch.bfloat16 and bool(loaded(q).attends_chunks(q.shape[-1], v.shape[-1]))
+    return (
+        takes(q, k, v)
+        and q.dtype is torch.bfloat16
+        and bool(loaded(q).attends_chunks(q.shape[-1], v.shape[-1]))
+    )
 
 
 def attend_chunks(
