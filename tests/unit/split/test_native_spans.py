@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compiled import each_type, in_type, numbers, with_products  # noqa: F401  # fixtures
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.bitfit import BitFitConfig
+from coserve.kernels.native.build import library
 from coserve.model.layer_experiment import LayerExperiment
 from coserve.model.load import load_base
 from coserve.split import native_spans
@@ -24,6 +24,11 @@ from coserve.split.spans import BaseSpan, compute
 from coserve.train.example import Example
 from models import PANELS, tiny
 from split_served import serving
+
+pytestmark = pytest.mark.skipif(
+    library() is None or not library().panel_outputs(),  # type: ignore[union-attr]
+    reason="there is no C compiler, or no kernel of products",
+)
 
 DRAWS = random.Random()
 CONFIG = EngineConfig(calibrate=False, cache_tokens=1024, page_size=4)
@@ -37,11 +42,11 @@ def between_attention(model: Any) -> list[BaseSpan]:
 
 
 def rows_for(span: BaseSpan, rows: int) -> list[Tensor]:
-    return [in_type(torch.randn(rows, width)) for width in span.shape.inputs]
+    return [torch.randn(rows, width).bfloat16() for width in span.shape.inputs]
 
 
 def model_of(kind: str = "llama", **changes: Any) -> Any:
-    return tiny(kind, numbers.dtype, **{**PANELS, **changes})
+    return tiny(kind, torch.bfloat16, **{**PANELS, **changes})
 
 
 @pytest.mark.parametrize(
