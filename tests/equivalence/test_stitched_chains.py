@@ -242,7 +242,7 @@ def test_prefixes_second_tier_and_long_sequences(tmp_path: Path, monkeypatch: py
             engine.loop.drive()
         assert again.finish_reason is not None, "an answer waits for its pages for ever"
     for prompt, answer in answers:
-        check(answer, prompt, logits, 1e-9)
+        check(answer, prompt, logits, 1e-5)
     assert again.tokens == answers[1][1].tokens != beside.tokens
     assert engine.stats().found_tokens > found
     for pick in (
