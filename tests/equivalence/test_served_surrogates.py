@@ -37,7 +37,8 @@ SHORT = DistillationSettings(epochs=1, batch_size=4, window=16, max_steps=1)
 BLOCKS = {"base.L2": ("base", "L2"), "base.F3": ("base", "F3"), "tuned.A1": ("tuned", "A1"),
           "tuned.L2-3": ("tuned", "L2-3")}  # fmt: skip
 SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True, prompt_logprobs=20)
-EXACT = {"float32": 1e-5, "float64": 1e-10}
+# In float32 kernels add up in another order than torch: 1.2e-5 was seen.
+EXACT = {"float32": 3e-5, "float64": 1e-10}
 
 
 @pytest.fixture(autouse=True)

@@ -215,9 +215,15 @@ def test_prefixes_second_tier_and_long_sequences(tmp_path: Path, monkeypatch: py
     whole."""
     monkeypatch.setattr(Rate, "observe", lambda *_: None)
     draws = random.Random("tiers of a chain")
-    folder, logits = stitched("llama to llama", tmp_path)
+    folder, logits = stitched("llama to llama", tmp_path, torch.float64)
     engines = three(
-        "llama to llama", folder, page_size=4, cache_tokens=72, max_running=12, swap_space="16MiB"
+        "llama to llama",
+        folder,
+        torch.float64,
+        page_size=4,
+        cache_tokens=72,
+        max_running=12,
+        swap_space="16MiB",
     )
     engine, chain = engines[SMALL], engines[CHAIN]
     long, *others = prompts(draws, [96, *[draws.randint(12, 24) for _ in range(5)]])

@@ -5,7 +5,7 @@ batch can mix methods.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, NamedTuple, TypeVar
@@ -50,6 +50,17 @@ class Dense:
     bias: Tensor | None
 
 
+class InTypes(dict[torch.dtype, Tensor]):
+    """A tensor in each type that was asked for, made once by `make`."""
+
+    def __init__(self, make: Callable[[torch.dtype], Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        return self.setdefault(dtype, self._make(dtype))
+
+
 class Bypass(ABC):
     """One adapter's bypass at one place, immutable; training makes new ones.
 
@@ -85,9 +96,9 @@ class Bypass(ABC):
         own = exact_type(dtype) if self.exact else dtype
         return self.with_parameters({n: p.to(own, copy=copy) for n, p in self.parameters().items()})
 
-    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
-        """The bypass of a range of rows at one side of a linear or norm, for the kernel of a whole layer;
-        None where it does not read it so."""
+    def own_weight(self, rows: slice, side: Side, dtype: torch.dtype) -> OwnWeight | None:
+        """The bypass of a range of rows of this type at one side of a linear or norm, for the kernel of a
+        whole layer; None where it does not read it so."""
         return None
 
     def segment(self, rows: slice) -> LoraSegment | None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses, Side
@@ -20,13 +21,15 @@ AdapterRows = tuple[slice, Bypasses]  # the rows of one adapter
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPaths:
     """Paths of a layer's modules in the order of its kernel: its seven linears, of which rows may change the
-    input of those `entered`; its two norms; its two sublayers; and all `others` that adapters may change."""
+    input of those `entered`; its two norms; its two sublayers; and all `others` that adapters may change. The
+    rows are of `dtype`."""
 
     linears: tuple[str, ...]
     entered: tuple[str, ...]
     norms: tuple[str, ...]
     sublayers: tuple[str, ...]
     others: tuple[str, ...]
+    dtype: torch.dtype
 
 
 class LayerAdapters(NamedTuple):
@@ -113,7 +116,9 @@ class LoraBatch:
             if not unread.isdisjoint(own.inputs) or any(path in own.outputs for path in paths.others):
                 return None
         lora = [*map(self._linear_rows, paths.linears), *map(self._sublayer_rows, paths.sublayers)]
-        weights = [self._own_weights(path) for path in (*paths.linears, *paths.norms)]
+        if any(rows is not None and rows.dtype not in (None, paths.dtype) for rows in lora):
+            return None
+        weights = [self._own_weights(path, paths.dtype) for path in (*paths.linears, *paths.norms)]
         read = [rows for rows in lora if rows is not None], [each for each in weights if each is not None]
         if self.slots or len(read[0]) < len(lora) or len(read[1]) < len(weights):
             return None
@@ -132,10 +137,10 @@ class LoraBatch:
             return NO_ROWS
         return readable(segments) if len(segments) == len(found) else None
 
-    def _own_weights(self, path: str) -> list[OwnWeight] | None:
+    def _own_weights(self, path: str, dtype: torch.dtype) -> list[OwnWeight] | None:
         """The weights of rows' own at a linear or norm; None where the kernel does not read one of them."""
         found = [
-            bypass.own_weight(rows, side)
+            bypass.own_weight(rows, side, dtype)
             for rows, own in self.rest
             for side, table in ((Side.INPUT, own.inputs), (Side.OUTPUT, own.outputs))
             if (bypass := table.get(path)) is not None

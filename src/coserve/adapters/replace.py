@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bypass import Bypass, Dense, Place, Side, exact_type
+from coserve.adapters.bypass import Bypass, Dense, InTypes, Place, Side, exact_type
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
@@ -54,8 +54,8 @@ class Replacement(Bypass):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return self.instead(x)
 
-    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
-        if not ops.reads(self.weight, self.bias):
+    def own_weight(self, rows: slice, side: Side, dtype: torch.dtype) -> OwnWeight | None:
+        if self.weight.dtype is not dtype or not ops.reads(self.weight, self.bias):
             return None
         return OwnWeight(rows, Use.REPLACES, self.weight, self.bias)
 
@@ -92,8 +92,8 @@ class PrunedReplacement(Replacement):
             return y
         return y.new_zeros(*y.shape[:-1], self.width).index_copy_(-1, self.rows, y)
 
-    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
-        found = super().own_weight(rows, side)
+    def own_weight(self, rows: slice, side: Side, dtype: torch.dtype) -> OwnWeight | None:
+        found = super().own_weight(rows, side, dtype)
         return None if found is None else found._replace(outputs=self.rows, inputs=self.columns)
 
     @property
@@ -134,14 +134,14 @@ class NormReplacement(Replacement):
     def replaces(self) -> bool:
         return False  # it is made of the base's output
 
-    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
+    def own_weight(self, rows: slice, side: Side, dtype: torch.dtype) -> OwnWeight | None:
         assert self.base is not None
         has_bias = self.bias is not None or self.base.bias is not None
-        return None if has_bias else OwnWeight(rows, Use.SCALES, self._native_factors)
+        return None if has_bias else OwnWeight(rows, Use.SCALES, self._kept_factors[dtype])
 
     @cached_property
-    def _native_factors(self) -> Tensor:
-        return self._factors(torch.bfloat16)
+    def _kept_factors(self) -> InTypes:
+        return InTypes(self._factors)
 
     def _factors(self, dtype: torch.dtype) -> Tensor:
         """Factor of the base's output, biases aside: [width], differentiable."""

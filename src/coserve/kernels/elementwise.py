@@ -36,7 +36,7 @@ def takes(*tensors: Tensor) -> bool:
     """Tells whether there are kernels that read all these tensors, whose last dimension must be dense, and
     which must have data and one type."""
     if tensors[0].is_cpu:
-        return all(map(ops.fits, tensors)) and kernels() is not None
+        return ops.fit(*tensors) and kernels(tensors[0].dtype) is not None
     return is_installed() and all(_is_on_gpu(x) and x.dtype is tensors[0].dtype for x in tensors)
 
 

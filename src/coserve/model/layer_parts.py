@@ -79,6 +79,8 @@ class LayerParts:
         weights = [_weight(norm) for norm in self.norms]
         if len(packed) < len(self.linears) or not ops.takes(*weights):
             return None
+        if any(own.dtype is not weights[0].dtype for own in packed):
+            return None
         before, after = map(Norm, weights, self.eps, centred)
         return Layer(packed, (before, after), width, scale, window)
 

@@ -36,7 +36,7 @@ from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
 from coserve.model.native_layer import find_native_layers
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
-from coserve.model.placement import Placement, place_locally
+from coserve.model.placement import Placed, Placement, place_locally
 from coserve.model.placing import Holds, place_linears
 from coserve.model.probe import Own, ProbeRows, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
@@ -124,7 +124,9 @@ def place_modules(base: Base, holds: Holds) -> None:
     """Puts frozen linears, native kernels and hooks of sites in place, for modules whose paths `holds`
     accepts."""
     place_linears(base.model, base.cell, lambda _, weight, bias: place_locally(weight, bias), holds)
-    use_native_kernels(base.model, holds)
+    placements = [module.placement for module in base.model.modules() if isinstance(module, Placed)]
+    # Beside linears computed elsewhere a float32 base keeps the modules that its calls stand in.
+    use_native_kernels(base.model, holds, wide=not any(own.is_elsewhere for own in placements))
     for path, site in base.sites.items():
         if site.kind is not Kind.LINEAR and holds(path):
             SiteHook(site, base.model.get_submodule(path), base.cell)

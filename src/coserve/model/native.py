@@ -29,12 +29,12 @@ _SCALES: Final = (1e-3, 1.0, 30.0)  # of a norm's input: in the first its epsilo
 
 
 @torch.no_grad()
-def use_native_kernels(model: PreTrainedModel, holds: Holds = lambda _: True) -> None:
+def use_native_kernels(model: PreTrainedModel, holds: Holds = lambda _: True, wide: bool = True) -> None:
     """Replaces the forward of norms, gated feed-forward layers and attention modules that are recognised, at
     paths that `holds` accepts; must come before sites are hooked. Does nothing for a base in a type that the
-    device's kernels do not read, or where there are none."""
+    device's kernels do not read, or where there are none; unless `wide` for one in float32."""
     like = next(filter(elementwise.takes, model.parameters()), None)
-    if like is None:
+    if like is None or (like.dtype is torch.float32 and not wide):
         return
     rotary: dict[Callable[..., Any], FunctionType | None] = {}  # attention's forward, with another function
     for path, module in model.named_modules():
@@ -200,7 +200,15 @@ def _rotates_halves(rotary: Callable[..., Any], like: Tensor) -> bool:
     except (TypeError, ValueError, RuntimeError):  # other arguments, or other shapes
         return False
     pairs = (found_q, q), (found_k, k)
-    return all(torch.equal(found, elementwise.rotate(x, cos, sin)) for found, x in pairs)
+    return all(_rotated_alike(found, elementwise.rotate(x, cos, sin)) for found, x in pairs)
+
+
+def _rotated_alike(own: Tensor, native: Tensor) -> bool:
+    """Tells whether results of random numbers are equal; in float32 a compiler joins a product and a sum into
+    one operation, which rounds once."""
+    if own.dtype is torch.float32:
+        return torch.allclose(own, native, rtol=0.0, atol=1e-6)
+    return torch.equal(own, native)
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:

@@ -48,6 +48,10 @@ class NativeLayer:
         self._parts, self._centred, self._paths = parts, centred, paths
         self._latest: tuple[PackedLinear, Layer] | None = None  # with the first of its linears
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._paths.dtype
+
     def __call__(self, hidden: Tensor, call: Call) -> Tensor | None:
         """The block's output for hidden [1, rows, width]; None where outputs are to be kept, or a row has
         something that kernels do not read."""
@@ -80,10 +84,12 @@ def through(layers: Sequence[NativeLayer], hidden: Tensor, call: Call) -> Tensor
     """The output of layers that follow each other, as `NativeLayer` gives one's."""
     first = layers[0]
     rows, count = first.cell.rows, hidden.shape[1]
-    if not isinstance(rows, FusedRows) or not all(layer.takes(count, rows.one_by_one) for layer in layers):
+    if not isinstance(rows, FusedRows) or hidden.dtype is not first.dtype:
+        return None
+    if not all(layer.takes(count, rows.one_by_one) for layer in layers):
         return None
     tables = rotary_tables(call, count, first.width)
-    if tables is None or not ops.takes(hidden) or not hidden.is_contiguous():
+    if tables is None or not ops.takes(hidden, *tables) or not hidden.is_contiguous():
         return None
     cos, sin = tables
     native = [found for layer in layers if (found := layer.native()) is not None]
@@ -159,4 +165,4 @@ def _paths(base: Base, block: Block) -> LayerPaths:
     )
     known = {*linears, *norms, *sublayers}
     others = tuple(path for path in base.sites if block.holds(path) and path not in known)
-    return LayerPaths(linears, entered, norms, sublayers, others)
+    return LayerPaths(linears, entered, norms, sublayers, others, base.dtype)

@@ -84,6 +84,15 @@ class Placement(ABC):
         """A dense weight [out, in], rounded as this kind of placement would store it."""
         return weight
 
+    def few(self, x: Tensor) -> Tensor | None:
+        """`forward` by a kernel that reads `native`; None where there is none, or torch's is as fast."""
+        own = self.native
+        if own is None or x.numel() > MOST_ROWS * own.inputs or x.shape[-1] != own.inputs:
+            return None
+        if x.dtype is not own.dtype or not native.takes(x):
+            return None
+        return native.linear(x, own.address, own.outputs, own.bias)
+
     def moved(self) -> None:  # noqa: B027
         """Follows its tensors, whose data are at other addresses now."""
 
@@ -101,11 +110,15 @@ class Placed(nn.Module):
 class PlainPlacement(Placement):
     """A dense weight [out, in], as loaded."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, wide: bool = False) -> None:
+        """`wide`: a weight in float32 may be read by a kernel, where there is one."""
         self._weight, self.bias = weight, bias
+        address = native.unpacked_address(weight, bias) if wide else None
+        self.native = _native(address, weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self.bias)
+        y = self.few(x)
+        return F.linear(x, self._weight, self.bias) if y is None else y
 
     def backward(self, grad: Tensor) -> Tensor:
         return grad @ self._weight
@@ -118,6 +131,10 @@ class PlainPlacement(Placement):
 
     def tensors(self) -> Mapping[str, Tensor]:
         return present(weight=self._weight, bias=self.bias)
+
+    def moved(self) -> None:
+        if self.native is not None:
+            self.native = replace(self.native, address=self._weight.data_ptr())
 
 
 class PackedPlacement(Placement):
@@ -136,21 +153,19 @@ class PackedPlacement(Placement):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.bias = bias
         address = native.packed_address(self._packed, weight)
-        self.native = None if address is None else PackedLinear(address, len(weight), bias)
-        self._inputs = weight.shape[1]
+        self.native = _native(address, weight, bias)
         self.backward_nbytes = weight.nbytes if self.native is None else native.unpacked_nbytes(*weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.native
-        if own is not None and x.numel() <= MOST_ROWS * x.shape[-1] and native.takes(x):
-            return native.linear(x, own.address, own.outputs, self.bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        y = self.few(x)
+        if y is None:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y
 
     def backward(self, grad: Tensor) -> Tensor:
         own = self.native
-        if own is not None and native.takes(grad):
-            return native.times_packed(grad, own.address, self._inputs)
+        if own is not None and grad.dtype is own.dtype and native.takes(grad):
+            return native.times_packed(grad, own.address, own.inputs)
         return grad @ self.weight()
 
     def moved(self) -> None:
@@ -168,6 +183,11 @@ class PackedPlacement(Placement):
         return present(packed=self._packed, bias=self.bias)
 
 
+def _native(address: int | None, weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
+    outputs, inputs = weight.shape
+    return None if address is None else PackedLinear(address, inputs, outputs, weight.dtype, bias)
+
+
 def present(**tensors: Tensor | None) -> dict[str, Tensor]:
     """The tensors that are not None, by name."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -179,8 +199,9 @@ def row_norms(weight: Tensor) -> Tensor:
     return norms
 
 
-def place_locally(weight: Tensor, bias: Tensor | None) -> Placement:
-    """The fastest local placement for this weight [out, in] on its device."""
+def place_locally(weight: Tensor, bias: Tensor | None, wide: bool = True) -> Placement:
+    """The fastest local placement for this weight [out, in] on its device. In float32 few rows are multiplied
+    by a kernel only where it may be `wide`."""
     if multiplies_bfloat16(weight):
         return PackedPlacement(weight, bias)
-    return PlainPlacement(weight, bias)
+    return PlainPlacement(weight, bias, wide)

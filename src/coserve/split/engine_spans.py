@@ -93,7 +93,7 @@ def put_attention_spans(base: Base, offered: Offers) -> None:
 @torch.no_grad()
 def _find_attention(base: Base, cut: Mapping[int, "CutLayer"]) -> None:
     """Has kernels attend in those layers whose attention they compute."""
-    if not any(ops.takes(parameter) for parameter in base.model.parameters()):
+    if base.dtype is torch.float32 or not any(map(ops.takes, base.model.parameters())):
         return
     experiment = LayerExperiment(base)
     for number, own in cut.items():

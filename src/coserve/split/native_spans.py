@@ -34,7 +34,8 @@ class NativeSpan:
 
     def __call__(self, hidden: Tensor, attended: Tensor) -> list[Tensor] | None:
         """As `BaseSpan.run`; None for rows that modules compute faster."""
-        if not are_few(len(hidden), self._parts) or not ops.takes(hidden, attended):
+        like = next(self._parts.norms[0].parameters())
+        if not are_few(len(hidden), self._parts) or not ops.takes(hidden, attended, like):
             return None
         return layer_slice(self._layer, self._following, hidden.contiguous(), attended.contiguous())
 
@@ -50,8 +51,9 @@ class NativeSpan:
         made = torch.Generator().manual_seed(0)
         last = parts.linear("self_attn.o_proj")
         widths = last.out_features, last.in_features
-        rows = [torch.randn(_TRIED, width, generator=made).bfloat16() for width in widths]
-        if not ops.takes(*rows):
+        like = next(parts.norms[0].parameters())
+        rows = [torch.randn(_TRIED, width, generator=made).to(like) for width in widths]
+        if like.dtype is torch.float32 or not ops.takes(*rows):  # an executor computes as torch does there
             return None
         wanted = own(*rows)
         for layer, after in product(_layers(parts), [None] if following is None else _layers(following)):
@@ -112,7 +114,7 @@ class NativeAttention:
         if query % groups or others != [groups, groups]:  # the kernel would read beyond them
             return None
         products = {
-            linear.path: experiment.drawn(1, experiment.rows, linear.out_features).bfloat16()
+            linear.path: experiment.drawn(1, experiment.rows, linear.out_features).to(base.dtype)
             for linear in linears
         }
         if not ops.takes(*products.values()):

@@ -6,33 +6,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled import each_type, in_type, numbers, with_products  # noqa: F401  # fixtures
 from coserve.kernels.lora.backend import LoraSegment
-from coserve.kernels.native.build import library
 from coserve.kernels.native.lora import BottleneckSegment, add_lora, computes, readable
 
-pytestmark = pytest.mark.skipif(
-    library() is None or not library().panel_outputs(),  # type: ignore[union-attr]
-    reason="there is no C compiler, or no kernel of products",
-)
-
 DRAWS = random.Random()
-ULP = 2.0**-8  # of a number in bfloat16, relative
 
 
 def segment(start: int, stop: int, rank: int, inputs: int, outputs: int) -> LoraSegment:
     a, b = torch.randn(rank, inputs) / inputs**0.5, torch.randn(outputs, rank)
-    return LoraSegment(start, stop, a.bfloat16(), b.bfloat16(), DRAWS.uniform(-2.0, 2.0))
+    return LoraSegment(start, stop, in_type(a), in_type(b), DRAWS.uniform(-2.0, 2.0))
 
 
 def bottleneck(start: int, stop: int, rank: int, inputs: int, outputs: int) -> LoraSegment:
     one = segment(start, stop, rank, inputs, outputs)
-    biases = torch.randn(rank).bfloat16(), torch.randn(outputs).bfloat16()
+    biases = in_type(torch.randn(rank)), in_type(torch.randn(outputs))
     return BottleneckSegment(start, stop, one.a, one.b, one.scale, a_bias=biases[0], b_bias=biases[1])
 
 
 def added(x: Tensor, y: Tensor, one: LoraSegment) -> tuple[Tensor, Tensor]:
     """The segment's rows of y with its bypass, in float64, and a bound on the error of each number."""
-    own = slice(one.start, one.stop)
+    own, ulp = slice(one.start, one.stop), 2.0**-23 if numbers.is_wide else 2.0**-8
     a, b = one.a.double(), one.b.double()
     h, bias = x[own].double() @ a.t(), torch.zeros(len(b)).double()
     rough = 1e-6 * x[own].double().abs() @ a.abs().t()
@@ -40,8 +34,8 @@ def added(x: Tensor, y: Tensor, one: LoraSegment) -> tuple[Tensor, Tensor]:
         h, bias = (h + one.a_bias.double()).relu(), one.b_bias.double()
         rough += 1e-6 * one.a_bias.double().abs()
     want = y[own].double() + one.scale * h @ b.t()
-    lost = abs(one.scale) * ((ULP * h.abs() + rough) @ b.abs().t())
-    return want + bias, 1.01 * lost + ULP * (want.abs() + (want + bias).abs()) + 1e-6
+    lost = abs(one.scale) * ((ulp * h.abs() + rough) @ b.abs().t())
+    return want + bias, 1.01 * lost + ulp * (want.abs() + (want + bias).abs()) + 1e-6
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 8, 13, 16, 45, 64])
@@ -54,8 +48,8 @@ def test_rows_get_their_own_bypass(rank: int, threads: int) -> None:
         DRAWS.choice([segment, bottleneck])(start, stop, DRAWS.randint(1, 9) if i else rank, inputs, outputs)
         for i, (start, stop) in enumerate(zip(cuts[::2], cuts[1::2], strict=True))
     ]
-    wide = torch.randn(rows, inputs + 5).bfloat16()
-    x, y = wide[:, :inputs], torch.randn(rows, outputs).bfloat16()
+    wide = in_type(torch.randn(rows, inputs + 5))
+    x, y = wide[:, :inputs], in_type(torch.randn(rows, outputs))
     before, bypasses = y.clone(), readable(found)
     assert bypasses is not None
     kept = torch.get_num_threads()
@@ -77,7 +71,7 @@ def test_rows_get_their_own_bypass(rank: int, threads: int) -> None:
 def test_rows_get_a_bypass_of_themselves(threads: int) -> None:
     """As a bottleneck's: the output is its input."""
     found = [bottleneck(0, 37, 20, 128, 128), bottleneck(40, 41, 7, 128, 128)]
-    y, bypasses = torch.randn(45, 128).bfloat16(), readable(found)
+    y, bypasses = in_type(torch.randn(45, 128)), readable(found)
     before, kept = y.clone(), torch.get_num_threads()
     assert bypasses is not None
     torch.set_num_threads(threads)
@@ -96,7 +90,7 @@ def test_what_is_not_a_number_stays_with_its_adapter() -> None:
     found = [segment(0, 3, 8, 64, 64), segment(3, 9, 8, 64, 64)]
     found[0].a.fill_(float("nan"))
     found[0].b.fill_(float("inf"))
-    x, y = torch.randn(9, 64).bfloat16(), torch.randn(9, 64).bfloat16()
+    x, y = in_type(torch.randn(9, 64)), in_type(torch.randn(9, 64))
     bypasses = readable(found)
     assert bypasses is not None
     add_lora(x, bypasses, y)
@@ -107,6 +101,8 @@ def test_other_matrices_are_not_read() -> None:
     plain = segment(0, 3, 8, 64, 64)
     assert readable([plain]) is not None and readable([]) is None
     assert readable([segment(0, 3, 8, 64, 40)]) is None
-    assert readable([plain, LoraSegment(3, 4, plain.a.float(), plain.b.float(), 1.0)]) is None
-    assert readable([LoraSegment(0, 3, plain.a, torch.randn(8, 64).bfloat16().t(), 1.0)]) is None
-    assert computes(torch.bfloat16, torch.device("cpu")) and not computes(torch.float32, torch.device("cpu"))
+    assert readable([plain, LoraSegment(3, 4, plain.a.double(), plain.b.double(), 1.0)]) is None
+    assert readable([LoraSegment(0, 3, plain.a, in_type(torch.randn(8, 64)).t(), 1.0)]) is None
+    other = torch.bfloat16 if numbers.is_wide else torch.float32
+    assert readable([plain, LoraSegment(3, 4, plain.a.to(other), plain.b.to(other), 1.0)]) is None
+    assert computes(numbers.dtype, torch.device("cpu")) and not computes(torch.float64, torch.device("cpu"))

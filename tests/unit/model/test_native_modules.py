@@ -64,7 +64,7 @@ def test_a_base_gives_the_same_with_kernels_and_without(name: str, monkeypatch: 
 
 
 def test_other_types_are_left_alone() -> None:
-    model = tiny("llama", torch.float32)
+    model = tiny("llama", torch.float64)
     use_native_kernels(model)
     assert not replaced(model)
 

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Dense, Part, Place, Side, exact_type
+from coserve.adapters.bypass import Bypass, Dense, InTypes, Part, Place, Side, exact_type
 from coserve.adapters.method import Written, chosen
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
@@ -62,12 +62,12 @@ class BitFitBypass(Bypass):
     def add_(self, x: Tensor, y: Tensor) -> None:
         y.add_(self._change(y.dtype))
 
-    def own_weight(self, rows: slice, side: Side) -> OwnWeight | None:
-        return OwnWeight(rows, Use.ADDS, self._native_change) if side is Side.OUTPUT else None
+    def own_weight(self, rows: slice, side: Side, dtype: torch.dtype) -> OwnWeight | None:
+        return OwnWeight(rows, Use.ADDS, self._changes[dtype]) if side is Side.OUTPUT else None
 
     @cached_property
-    def _native_change(self) -> Tensor:
-        return self._change(torch.bfloat16)
+    def _changes(self) -> InTypes:
+        return InTypes(self._change)
 
     def merged(self, dense: Dense, side: Side) -> Dense:
         change = self._change(dense.weight.dtype)

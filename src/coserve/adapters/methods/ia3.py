@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Dense, Part, Place, Side
+from coserve.adapters.bypass import Bypass, Dense, InTypes, Part, Place, Side
 from coserve.adapters.method import Written, chosen, named
 from coserve.adapters.patterns import peft_matches
 from coserve.adapters.replace import fresh_replacements, take_replacements, written_replacements
@@ -69,12 +69,12 @@ class IA3Bypass(Bypass):
     def add_(self, x: Tensor, y: Tensor) -> None:
         y.addcmul_(y, self._change(y.dtype))
 
-    def own_weight(self, rows: slice, side: Side) -> OwnWeight:
-        return OwnWeight(rows, Use.ENTERS if side is Side.INPUT else Use.CHANGES, self._native_change)
+    def own_weight(self, rows: slice, side: Side, dtype: torch.dtype) -> OwnWeight:
+        return OwnWeight(rows, Use.ENTERS if side is Side.INPUT else Use.CHANGES, self._changes[dtype])
 
     @cached_property
-    def _native_change(self) -> Tensor:
-        return self._change(torch.bfloat16)
+    def _changes(self) -> InTypes:
+        return InTypes(self._change)
 
     def merged(self, dense: Dense, side: Side) -> Dense:
         if side is Side.INPUT:

@@ -66,7 +66,7 @@ class LoraSegments:
     def add_(self, x: Tensor, y: Tensor) -> None:
         """y [rows, out] += scale · x Aᵀ Bᵀ, in place, for segments not added yet; x [rows, in]."""
         rows = self.native if ops.takes(x, y) and y.is_contiguous() else None
-        if rows is not None:
+        if rows is not None and rows.dtype is y.dtype:
             add_lora(x, rows, y)
         elif self._is_whole:
             self._backend.expand_(self._backend.shrink(x, self.weights), self.weights, y)

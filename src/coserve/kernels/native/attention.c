@@ -1,4 +1,4 @@
-// Attention of one query per sequence over its pages, in bfloat16 with sums in float32.
+// Attention of one query per sequence over its pages, with sums in float32.
 //
 // Each query is computed alone and in one order, so that its bits do not depend on other rows or on the number
 // of threads. Strides and lengths are in elements. See ops.py for shapes.
@@ -6,59 +6,38 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "bfloat16.h"
+#include "number.h"
 #include "kernels.h"
 #include "vector.h"
 
-// As many numbers as a register of AVX2 or AVX-512 has.
-#ifdef __AVX512F__
-typedef float vector __attribute__((vector_size(64)));
-typedef uint32_t bits __attribute__((vector_size(64)));
-typedef bf16 narrows __attribute__((vector_size(32)));
-#else
-typedef float vector __attribute__((vector_size(32)));
-typedef uint32_t bits __attribute__((vector_size(32)));
-typedef bf16 narrows __attribute__((vector_size(16)));
-#endif
-typedef float four __attribute__((vector_size(16)));
-
 enum { LANES = sizeof(vector) / sizeof(float), PAIR = 2, BESIDE = 4 };  // of a vector, queries, keys
+enum { LINE = 64 / sizeof(number) };  // numbers that memory is fetched by
 
-#define INLINE static inline __attribute__((always_inline))
+#ifndef COSERVE_FLOAT32
+typedef uint32_t bits __attribute__((vector_size(sizeof(vector))));
+typedef bf16 narrows __attribute__((vector_size(sizeof(vector) / 2)));
+#endif
 
-INLINE vector widened(const bf16 *x) {
+INLINE vector widened(const number *x) {
+#ifdef COSERVE_FLOAT32
+    vector wide;
+    memcpy(&wide, x, sizeof wide);
+    return wide;
+#else
     narrows narrow;
     memcpy(&narrow, x, sizeof narrow);
     return (vector)(__builtin_convertvector(narrow, bits) << 16);
-}
-
-INLINE four quarter(vector x) {
-#ifdef __AVX512F__
-    typedef float half __attribute__((vector_size(32)));
-    half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-             __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-#else
-    vector h = x;
 #endif
-    return __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
-}
-
-// The sums of four vectors' numbers.
-INLINE four totals(const vector *x) {
-    four a = quarter(x[0]), b = quarter(x[1]), c = quarter(x[2]), d = quarter(x[3]);
-    four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-    four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
 // Queries [share, key_width] of one sequence and group over the positions from `first` to `end` in its pages. `k`
 // and `v` are the group's slots.
 typedef struct {
-    const bf16 *q, *k, *v;
+    const number *q, *k, *v;
     const i64 *table;
     i64 head_stride, page_size, first, end, share, key_width, value_width;
     float scale;
-    bf16 *out;
+    number *out;
 } Group;
 
 // The same row in the sequence's next page, or in this one where there is none: to be fetched ahead. Pages in
@@ -73,16 +52,16 @@ static inline i64 ahead(const Group *s, i64 page) {
 INLINE void score(const int height, const Group *s, const float *q, i64 width, float *scores, i64 room) {
     for (i64 t = s->first; t < s->end;) {
         i64 page = t / s->page_size, stop = (page + 1) * s->page_size;
-        const bf16 *keys = s->k + (s->table[page] - page) * s->page_size * width;
-        const bf16 *next = s->k + ahead(s, page) * width;
+        const number *keys = s->k + (s->table[page] - page) * s->page_size * width;
+        const number *next = s->k + ahead(s, page) * width;
         for (stop = stop < s->end ? stop : s->end; t < stop; t += BESIDE) {
-            const bf16 *key[BESIDE];
+            const number *key[BESIDE];
             vector sums[PAIR][BESIDE] = {0};
             i64 j = 0;
             for (int n = 0; n < BESIDE; n++) {
                 i64 at = t + n < stop ? t + n : stop - 1;
                 key[n] = keys + at * width;
-                for (i64 i = 0; i < width; i += 32) __builtin_prefetch(next + at * width + i);
+                for (i64 i = 0; i < width; i += LINE) __builtin_prefetch(next + at * width + i);
             }
             for (; j + LANES <= width; j += LANES) {
                 vector x[BESIDE];
@@ -108,18 +87,18 @@ INLINE void score(const int height, const Group *s, const float *q, i64 width, f
 
 // The sums of values times weights[first ... end] of `height` queries, `room` from one to the next; four vectors of
 // each value at a time.
-INLINE void weigh(const int height, const Group *s, const float *weights, i64 room, i64 width, bf16 *out) {
+INLINE void weigh(const int height, const Group *s, const float *weights, i64 room, i64 width, number *out) {
     enum { VECTORS = 4, NUMBERS = VECTORS * LANES };
     i64 j = 0;
     for (; j + NUMBERS <= width; j += NUMBERS) {
         vector sums[PAIR][VECTORS] = {0};
         for (i64 t = s->first; t < s->end;) {
             i64 page = t / s->page_size, stop = (page + 1) * s->page_size;
-            const bf16 *values = s->v + (s->table[page] - page) * s->page_size * width + j;
-            const bf16 *next = s->v + ahead(s, page) * width + j;
+            const number *values = s->v + (s->table[page] - page) * s->page_size * width + j;
+            const number *next = s->v + ahead(s, page) * width + j;
             for (stop = stop < s->end ? stop : s->end; t < stop; t++) {
                 vector x[VECTORS];
-                for (int n = 0; n < NUMBERS; n += 32) __builtin_prefetch(next + t * width + n);
+                for (int n = 0; n < NUMBERS; n += LINE) __builtin_prefetch(next + t * width + n);
                 for (int n = 0; n < VECTORS; n++) x[n] = widened(values + t * width + n * LANES);
                 for (int h = 0; h < height; h++)
                     for (int n = 0; n < VECTORS; n++) sums[h][n] += weights[h * room + t] * x[n];
@@ -172,7 +151,7 @@ static void attend_pairs(const Group *s, float *scores, i64 room) {
     if (h < s->share) attend_queries(1, s, h, scores, room);
 }
 
-#ifdef __AVX512BF16__
+#ifdef COSERVE_PAIRS
 #include <immintrin.h>
 
 // A group's queries together, in pages of whole blocks of 16 positions and widths of whole vectors of 32: keys and
@@ -197,7 +176,7 @@ static inline void fetch(const Group *s, const Blocks *b, i64 block) {
     for (i64 i = 0; i < KEYS * width * 2; i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
 }
 
-static inline __m512bh numbers(const bf16 *x) { return (__m512bh)_mm512_loadu_si512(x); }
+static inline __m512bh numbers(const number *x) { return (__m512bh)_mm512_loadu_si512(x); }
 
 // The sums of four vectors' quarters: lane 4 q + i is that of quarter q of x[i].
 static inline __m512 of_quarters(const __m512 *x) {
@@ -212,7 +191,7 @@ static inline __m512 of_pairs(__m512 a, __m512 b) {
 }
 
 // Inner products of a query with 16 keys that lie together.
-static inline __attribute__((always_inline)) __m512 products(const bf16 *q, const bf16 *keys, const i64 width) {
+static inline __attribute__((always_inline)) __m512 products(const number *q, const number *keys, const i64 width) {
     __m512 quarters[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -230,7 +209,7 @@ static inline __attribute__((always_inline)) __m512 products(const bf16 *q, cons
 
 // The scores of `height` queries in float32, `b->room` from one query to the next; returns each one's most.
 static inline __attribute__((always_inline)) void score_blocks(const int height, const i64 key_width, const Group *s,
-                                                               const Blocks *b, const bf16 *q, float *scores,
+                                                               const Blocks *b, const number *q, float *scores,
                                                                float *most) {
     __m512 highest[TOGETHER];
 #pragma GCC unroll 4
@@ -241,7 +220,7 @@ static inline __attribute__((always_inline)) void score_blocks(const int height,
         if (before > 0) seen &= (__mmask16)(0xffff << before);
         if (after < KEYS) seen &= (__mmask16)((1 << after) - 1);
         fetch(s, b, i + AHEAD);
-        const bf16 *keys = s->k + b->starts[i] * key_width;
+        const number *keys = s->k + b->starts[i] * key_width;
 #pragma GCC unroll 4
         for (int h = 0; h < height; h++) {
             __m512 found = products(q + h * s->head_stride, keys, key_width);
@@ -260,7 +239,7 @@ static float weights_of(float *x, i64 count, float most) { return 1.0f / exponen
 // odd numbers are added up apart.
 static inline __attribute__((always_inline)) void weigh_blocks(const int height, const int vectors, const Group *s,
                                                          const Blocks *b, i64 column, const float *weights,
-                                                         const float *shares, bf16 *out) {
+                                                         const float *shares, number *out) {
     __m512 sums[TOGETHER][2][2];
 #pragma GCC unroll 4
     for (int h = 0; h < height; h++)
@@ -271,7 +250,7 @@ static inline __attribute__((always_inline)) void weigh_blocks(const int height,
         i64 at = b->begin + i * KEYS, t = at < s->first ? s->first : at;
         i64 stop = at + KEYS < s->end ? at + KEYS : s->end;
         if (column == 0) fetch(s, b, b->count + i + AHEAD);
-        const bf16 *values = s->v + b->starts[i] * s->value_width + column;
+        const number *values = s->v + b->starts[i] * s->value_width + column;
         for (; t < stop; t++) {
             __m512 even[2], odd[2];
 #pragma GCC unroll 2
@@ -296,7 +275,7 @@ static inline __attribute__((always_inline)) void weigh_blocks(const int height,
 #pragma GCC unroll 2
         for (int n = 0; n < vectors; n++) {
             float even[16], odd[16];
-            bf16 *to = out + h * s->value_width + column + 32 * n;
+            number *to = out + h * s->value_width + column + 32 * n;
             _mm512_storeu_ps(even, sums[h][n][0]);
             _mm512_storeu_ps(odd, sums[h][n][1]);
             for (int i = 0; i < 16; i++) {
@@ -308,8 +287,8 @@ static inline __attribute__((always_inline)) void weigh_blocks(const int height,
 
 static inline __attribute__((always_inline)) void attend_blocks(const int height, const Group *s, const Blocks *b, i64 head,
                                                                 float *scores) {
-    const bf16 *q = s->q + head * s->head_stride;
-    bf16 *out = s->out + head * s->value_width;
+    const number *q = s->q + head * s->head_stride;
+    number *out = s->out + head * s->value_width;
     float most[TOGETHER], shares[TOGETHER];
     for (i64 i = 0; i < AHEAD; i++) fetch(s, b, i);
     if (s->key_width == 64)  // as a constant it is unrolled
@@ -346,9 +325,9 @@ static int attend_together(const Group *s, float *scores, i64 *starts, i64 room)
 
 // One query per sequence over its pages. q [batch, heads, key_width] with strides; keys and values
 // [groups, slots, width]; tables [batch, pages]; lengths [batch]; out [batch, heads, value_width].
-void attend_pages(const bf16 *q, i64 row_stride, i64 head_stride, const bf16 *keys, const bf16 *values,
+void attend_pages(const number *q, i64 row_stride, i64 head_stride, const number *keys, const number *values,
                   i64 slots, const i64 *tables, i64 pages, i64 page_size, const i64 *lengths, i64 window,
-                  i64 batch, i64 heads, i64 groups, i64 key_width, i64 value_width, float scale, bf16 *out,
+                  i64 batch, i64 heads, i64 groups, i64 key_width, i64 value_width, float scale, number *out,
                   int threads) {
     i64 share = heads / groups, positions = pages * page_size;
 #pragma omp parallel num_threads(threads) if (parallel : threads > 1)

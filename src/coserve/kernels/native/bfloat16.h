@@ -7,7 +7,7 @@
 typedef uint16_t bf16;
 typedef int64_t i64;
 
-static inline float widen(bf16 x) {
+static inline float widen_bf16(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
     float y;
     memcpy(&y, &bits, 4);
@@ -15,7 +15,7 @@ static inline float widen(bf16 x) {
 }
 
 // To the nearest, ties to even; any NaN becomes a quiet one.
-static inline bf16 narrow(float x) {
+static inline bf16 narrow_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

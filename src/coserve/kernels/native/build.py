@@ -1,6 +1,6 @@
-"""Compiles the kernels in C where there is a C compiler, once for a machine.
+"""Compiles the kernels in C where there is a C compiler, once for a machine and a type of numbers.
 
-It takes half a second. The library stays in the user's cache directory, under a name made of the sources, the
+It takes half a second. A library stays in the user's cache directory, under a name made of the sources, the
 compiler and the processor's capabilities. Without a compiler, or where anything fails, there is no library,
 and everything is computed by torch.
 """
@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Final
 
 import platformdirs
-import torch  # noqa: F401  # its OpenMP library must be there first: another one's threads would compete
+import torch  # its OpenMP library must be there first: another one's threads would compete
 
 _SOURCES: Final = sorted(Path(__file__).parent.glob("*.[ch]"))
+# What is compiled in float32: the others are for bfloat16 alone, or for both as they are.
+_WIDE: Final = ("attention.c", "kernels.c", "layer.c", "linear.c", "lora.c", "training.c")
+NUMBERS: Final = (torch.bfloat16, torch.float32)  # types that there are kernels for
 _FAST: Final = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS: Final = (*_FAST, "-fopenmp", "-shared", "-fPIC")
 _PATIENCE: Final = 60.0  # seconds
@@ -71,9 +74,9 @@ _state = _ThreadState()
 _log = logging.getLogger(__name__)
 
 
-def kernels() -> ctypes.CDLL | None:
+def kernels(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
     """The compiled kernels, as `library`; None inside `torch_only`."""
-    return None if _state.is_off else library()
+    return None if _state.is_off else library(dtype)
 
 
 @contextmanager
@@ -89,62 +92,69 @@ def torch_only() -> Iterator[None]:
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None without a compiler, on other systems than Linux, or where `COSERVE_NATIVE`
-    is 0 in the environment."""
-    if not sys.platform.startswith("linux") or os.environ.get("COSERVE_NATIVE") == "0":
+def library(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
+    """The compiled kernels for numbers of this type; None without a compiler, on other systems than Linux,
+    for other types, or where `COSERVE_NATIVE` is 0 in the environment."""
+    if (
+        dtype not in NUMBERS
+        or not sys.platform.startswith("linux")
+        or os.environ.get("COSERVE_NATIVE") == "0"
+    ):
         return None
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc"))), None)
     if compiler is None:
         return None
     try:
-        return _loaded(compiler)
+        return _loaded(compiler, dtype)
     except (OSError, subprocess.SubprocessError) as error:
         _log.info("kernels are not compiled: %s", error)
         return None
 
 
-def _loaded(compiler: str) -> ctypes.CDLL | None:
+def _loaded(compiler: str, dtype: torch.dtype) -> ctypes.CDLL | None:
     threads = _openmp_libraries()
     directory = platformdirs.user_cache_path("coserve") / "kernels"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = directory / f"{_name(compiler)}.so"
+        path = directory / f"{_name(compiler, dtype)}.so"
         if not path.exists():
-            _compile(compiler, path)
+            _compile(compiler, dtype, path)
         found = ctypes.CDLL(str(path))
     except OSError:  # a home that cannot be written, or a damaged file
         with tempfile.TemporaryDirectory() as temporary:
             path = Path(temporary) / "kernels.so"
-            _compile(compiler, path)
+            _compile(compiler, dtype, path)
             found = ctypes.CDLL(str(path))
     if _openmp_libraries() != threads:
         return None
     for name, kinds in _SIGNATURES.items():
-        function = getattr(found, name)
+        if (function := getattr(found, name, None)) is None:
+            assert dtype is torch.float32, f"no kernel {name}"
+            continue
         function.argtypes = [_KINDS[kind] for kind in kinds]
         function.restype = ctypes.c_int if name in _ANSWERS else None
     return found
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, dtype: torch.dtype, path: Path) -> None:
     """Writes the library in one move, as several processes may compile it at once."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    command = [
-        compiler,
-        *_FLAGS,
-        "-o",
-        str(draft),
-        *(str(path) for path in _SOURCES if path.suffix == ".c"),
-        "-lm",
+    sources = [
+        str(one) for one in _SOURCES if one.suffix == ".c" and (one.name in _WIDE or not _is_wide(dtype))
     ]
+    defined = ["-DCOSERVE_FLOAT32"] if _is_wide(dtype) else []
+    command = [compiler, *_FLAGS, *defined, "-o", str(draft), *sources, "-lm"]
     subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
     draft.replace(path)
 
 
-def _name(compiler: str) -> str:
+def _is_wide(dtype: torch.dtype) -> bool:
+    return dtype is torch.float32
+
+
+def _name(compiler: str, dtype: torch.dtype) -> str:
     described = [path.read_bytes() for path in _SOURCES]
-    described += [" ".join((compiler, *_FLAGS, platform.machine())).encode()]
+    described += [" ".join((compiler, *_FLAGS, platform.machine(), str(dtype))).encode()]
     capabilities = Path("/proc/cpuinfo").read_bytes().splitlines()
     described += {line for line in capabilities if line.startswith((b"flags", b"Features"))}
     return hashlib.sha256(b"\n".join(described)).hexdigest()[:32]

@@ -10,7 +10,6 @@
 #include <stdlib.h>
 
 #include "bfloat16.h"
-#include "kernels.h"
 #include "exponential.h"
 
 enum { BLOCK = 64, UNDECIDED = -1 };  // tokens that are passed over together
@@ -216,7 +215,7 @@ void draw(const void *logits, i64 stride, int is_wide, const Columns *of, const 
             } else {
                 const bf16 *from = (const bf16 *)logits + i * stride;
 #pragma omp simd
-                for (i64 j = 0; j < count; j++) x[j] = widen(from[j]);
+                for (i64 j = 0; j < count; j++) x[j] = widen_bf16(from[j]);
             }
             tokens[i] = draw_row(x, count, of, slots[i], positions[i]);
         }

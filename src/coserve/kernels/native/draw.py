@@ -48,8 +48,9 @@ def draw(logits: Tensor, slots: Tensor, positions: Tensor, columns: DrawColumns)
     [rows]: [rows]. `UNDECIDED` where the last bits of sums decide, or a logit is not finite."""
     rows, count = logits.shape
     slots, positions = slots.contiguous(), positions.contiguous()
-    tokens = torch.empty(rows, dtype=torch.long)
-    ops.loaded().draw(
+    tokens, found = torch.empty(rows, dtype=torch.long), kernels()
+    assert found is not None, "without a library nothing is taken"
+    found.draw(
         logits.data_ptr(), logits.stride(0), logits.dtype is torch.float32,
         byref(_DrawColumns(*_addresses(columns))), slots.data_ptr(), positions.data_ptr(), tokens.data_ptr(),
         rows, count, ops.threads(logits.numel()),

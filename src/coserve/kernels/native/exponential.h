@@ -5,8 +5,6 @@
 
 #include "bfloat16.h"
 
-static inline float rounded(float x) { return widen(narrow(x)); }
-
 // exp(x) within 2 units in the last place; 0 below -87, infinite above 88. Cephes' polynomial.
 static inline float exponential(float x) {
     float bounded = x < -87.0f ? -87.0f : x;

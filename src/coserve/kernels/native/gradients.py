@@ -1,5 +1,5 @@
-"""The kernels of `training.c` on tensors in bfloat16 on a CPU that are no operations of a model: attention's
-softmax with what backward needs of it, and the loss.
+"""The kernels of `training.c` on tensors in bfloat16 or float32 on a CPU that are no operations of a model:
+attention's softmax with what backward needs of it, and the loss.
 
 The plain twins are the plain path of `blocked.py` and `reference.cross_entropy`.
 """
@@ -17,7 +17,7 @@ def softmax_(scores: Tensor, rows: int, scale: float) -> Tensor:
     keys = scores.shape[-1]
     blocks = scores.numel() // (rows * keys)
     lse = torch.empty(blocks * rows, dtype=torch.float32)
-    ops.loaded().softmax_keeping(
+    ops.loaded(scores).softmax_keeping(
         scores.data_ptr(), lse.data_ptr(), blocks, rows, keys, scale, ops.threads(scores.numel())
     )
     return lse
@@ -28,21 +28,21 @@ def softmax_back_(scores: Tensor, gradients: Tensor, lse: Tensor, rows: int, sca
     those of the scores before `scale`, both in place; lse as `softmax_` returned it."""
     keys = scores.shape[-1]
     blocks, lse = scores.numel() // (rows * keys), lse.contiguous()
-    ops.loaded().softmax_back(
+    ops.loaded(scores).softmax_back(
         scores.data_ptr(), gradients.data_ptr(), lse.data_ptr(), blocks, rows, keys, scale,
         ops.threads(scores.numel()),
     )  # fmt: skip
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """`loss.cross_entropy` of logits [rows, vocabulary] in bfloat16. Raises IndexError for other labels than
+    """`loss.cross_entropy` of logits [rows, vocabulary]. Raises IndexError for other labels than
     [0, vocabulary)."""
     logits, labels = logits.contiguous(), labels.contiguous()
     rows, vocabulary = logits.shape
     if rows and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
         raise IndexError(f"a label is none of {vocabulary} tokens")
     losses, gradient = torch.empty(rows, dtype=torch.float32), torch.empty_like(logits)
-    ops.loaded().cross_entropy(
+    ops.loaded(logits).cross_entropy(
         logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), gradient.data_ptr(), rows, vocabulary,
         weight, ops.threads(logits.numel()),
     )  # fmt: skip

@@ -88,10 +88,13 @@ class LayerPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A packed weight at `address` (of `ops.packed_address`), with so many outputs, and its bias [out]."""
+    """A weight of this type at `address`, with so many inputs and outputs, and its bias [out]: packed
+    (`ops.packed_address`) in bfloat16, as it was loaded in float32."""
 
     address: int
+    inputs: int
     outputs: int
+    dtype: torch.dtype
     bias: Tensor | None
 
 
@@ -192,7 +195,7 @@ def decode_layers(
     y = torch.empty_like(x)
     cos, sin = cos.contiguous(), sin.contiguous()
     addresses = c_void_p * len(layers)
-    ops.loaded().decode_layers(
+    ops.loaded(x).decode_layers(
         addresses(*(layer.address for layer in layers)), addresses(*(added.address for added in lora)),
         addresses(*(weights.address for weights in own)), where.pages.address,
         addresses(*(keys.data_ptr() for keys in where.keys)),
@@ -212,7 +215,7 @@ def layer_begin(
     rows, cos, sin = x.shape[1], cos.contiguous(), sin.contiguous()
     own = layer.attention
     q, k, v = (x.new_empty(rows, heads, own.width) for heads in (own.heads, own.groups, own.groups))
-    ops.loaded().layer_begin(
+    ops.loaded(x).layer_begin(
         layer.address, lora.address, weights.address, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
         q.data_ptr(), k.data_ptr(), v.data_ptr(), rows, count, ops.GRAIN, torch.get_num_threads(),
     )  # fmt: skip
@@ -225,7 +228,7 @@ def layer_end(
     """The layer's output for x [1, rows, hidden], after `layer_begin`; `attended` [1, rows, heads, width] may
     be changed."""
     y, attended = torch.empty_like(x), attended.contiguous()
-    ops.loaded().layer_end(
+    ops.loaded(x).layer_end(
         layer.address, lora.address, own.address, x.data_ptr(), attended.data_ptr(), y.data_ptr(),
         x.shape[1], count, ops.GRAIN, torch.get_num_threads(),
     )  # fmt: skip
@@ -239,7 +242,7 @@ def layer_slice(layer: Layer, following: Layer | None, x: Tensor, attended: Tens
     y = torch.empty_like(x)
     products = [x.new_empty(len(x), outputs) for outputs in following.outputs[:3]] if following else []
     q, k, v = (tensor.data_ptr() for tensor in products) if following else (None, None, None)
-    ops.loaded().layer_slice(
+    ops.loaded(x).layer_slice(
         layer.address, following.address if following else None, x.data_ptr(), attended.data_ptr(),
         y.data_ptr(), q, k, v, len(x), ops.GRAIN, torch.get_num_threads(),
     )  # fmt: skip
@@ -255,7 +258,7 @@ def layer_attend(
     attended, described = torch.empty_like(q), _described_attention(shape)
     (keys,), (values,) = where.keys, where.values
     cos, sin = cos.contiguous(), sin.contiguous()
-    ops.loaded().layer_attend(
+    ops.loaded(q).layer_attend(
         addressof(described), where.pages.address, keys.data_ptr(), values.data_ptr(), keys.shape[1],
         q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(), attended.data_ptr(),
         q.shape[1], ops.GRAIN, torch.get_num_threads(),

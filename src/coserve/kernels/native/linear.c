@@ -7,10 +7,10 @@
 
 #include <stdlib.h>
 
-#include "bfloat16.h"
+#include "number.h"
 #include "kernels.h"
 
-#if defined(__AVX512BF16__)
+#ifdef COSERVE_PAIRS
 #include <immintrin.h>
 
 enum { PANEL = 64, TALL = 6, CHUNK = 128, BLOCK = 96 };  // outputs, rows, pairs of inputs, rows
@@ -19,15 +19,15 @@ enum { TILED = 4 };  // rows; fewer take 0.6 to 1.2 of the time by vectors, 8 tw
 
 int panel_outputs(void) { return has_tiles() ? TILE_PANEL : PANEL; }
 
-static inline __m512bh pair(const bf16 *x) {
+static inline __m512bh pair(const number *x) {
     int32_t both;
     memcpy(&both, x, 4);
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-static inline __attribute__((always_inline)) void tile(const int height, const bf16 *x, i64 stride, const bf16 *w,
+static inline __attribute__((always_inline)) void tile(const int height, const number *x, i64 stride, const number *w,
                                                        i64 pairs, float *sums, int is_first,
-                                                       const bf16 *next, int part, int parts) {
+                                                       const number *next, int part, int parts) {
     __m512 s[TALL][4];
 #pragma GCC unroll 6
     for (int m = 0; m < height; m++)
@@ -55,14 +55,14 @@ static inline __attribute__((always_inline)) void tile(const int height, const b
 }
 
 // `next` is the chunk that comes after this one, null if there is none; each of the first tiles fetches a part.
-static void tiles(const bf16 *x, i64 stride, i64 rows, const bf16 *w, i64 pairs, float *sums, int is_first,
-                  const bf16 *next) {
+static void tiles(const number *x, i64 stride, i64 rows, const number *w, i64 pairs, float *sums, int is_first,
+                  const number *next) {
     i64 groups = (rows + TALL - 1) / TALL;
     int parts = groups < 4 ? (int)groups : 4;
     for (i64 g = 0; g < groups; g++) {
         i64 begin = rows * g / groups, height = rows * (g + 1) / groups - begin;
-        const bf16 *from = x + begin * stride;
-        const bf16 *ahead = g < parts ? next : NULL;
+        const number *from = x + begin * stride;
+        const number *ahead = g < parts ? next : NULL;
         float *to = sums + begin * PANEL;
         switch (height) {
         case 1: tile(1, from, stride, w, pairs, to, is_first, ahead, (int)g, parts); break;
@@ -76,7 +76,7 @@ static void tiles(const bf16 *x, i64 stride, i64 rows, const bf16 *w, i64 pairs,
 }
 
 // y [rows, outs] = x [rows, ins] times the weight, plus bias [outs] if it is not null.
-void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
+void linear(const number *x, i64 stride, const number *packed, const number *bias, number *y, i64 rows, i64 ins, i64 outs,
             int threads) {
     if (has_tiles()) {
         linear_by_tiles(x, stride, packed, bias, y, rows, ins, outs, threads);
@@ -91,15 +91,15 @@ void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf1
 #pragma omp for nowait
             for (i64 panel = 0; panel < panels; panel++) {
                 for (i64 p = 0; p < pairs; p += CHUNK) {
-                    const bf16 *w = packed + (panel * ins + 2 * p) * PANEL;
+                    const number *w = packed + (panel * ins + 2 * p) * PANEL;
                     i64 count = pairs - p < CHUNK ? pairs - p : CHUNK;
                     int is_last = panel == panels - 1 && p + count == pairs;
                     tiles(x + top * stride + 2 * p, stride, height, w, count, sums, p == 0,
                           is_last ? NULL : w + count * 2 * PANEL);
                 }
                 for (i64 m = 0; m < height; m++) {
-                    bf16 *to = y + (top + m) * outs + panel * PANEL;
-                    const bf16 *added = bias == NULL ? NULL : bias + panel * PANEL;
+                    number *to = y + (top + m) * outs + panel * PANEL;
+                    const number *added = bias == NULL ? NULL : bias + panel * PANEL;
                     for (i64 n = 0; n < PANEL; n++)
                         to[n] = narrow(sums[m * PANEL + n] + (added == NULL ? 0.0f : widen(added[n])));
                 }
@@ -120,9 +120,9 @@ static inline __m128 across(__m512 a, __m512 b, __m512 c, __m512 d) {
 
 // Up to 6 rows by 4 outputs of a weight [outs, ins]: 24 sums over pairs of inputs, in 16 lanes each. The first of
 // a block's tiles fetches the next 4 outputs ahead.
-static inline __attribute__((always_inline)) void tall_tile(const int height, const bf16 *x, i64 stride,
-                                                            const bf16 *w, const bf16 *bias, bf16 *y, i64 ins,
-                                                            i64 outs, const bf16 *next) {
+static inline __attribute__((always_inline)) void tall_tile(const int height, const number *x, i64 stride,
+                                                            const number *w, const number *bias, number *y, i64 ins,
+                                                            i64 outs, const number *next) {
     __m512 s[TALL][WIDE];
 #pragma GCC unroll 6
     for (int m = 0; m < height; m++)
@@ -152,7 +152,7 @@ static inline __attribute__((always_inline)) void tall_tile(const int height, co
 }
 
 // As `linear`, with a weight [outs, ins] as models are loaded.
-void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
+void linear_unpacked(const number *x, i64 stride, const number *weight, const number *bias, number *y, i64 rows, i64 ins,
                      i64 outs, int threads) {
     if (rows >= TILED && outs % TILE_PANEL == 0 && has_tiles()) {
         linear_unpacked_by_tiles(x, stride, weight, bias, y, rows, ins, outs, threads);
@@ -161,12 +161,12 @@ void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *
     i64 groups = (rows + TALL - 1) / TALL;
 #pragma omp parallel for num_threads(threads) if (parallel : threads > 1)
     for (i64 n = 0; n < outs; n += WIDE) {
-        const bf16 *w = weight + n * ins, *added = bias == NULL ? NULL : bias + n;
+        const number *w = weight + n * ins, *added = bias == NULL ? NULL : bias + n;
         for (i64 g = 0; g < groups; g++) {
             i64 begin = rows * g / groups, height = rows * (g + 1) / groups - begin;
-            const bf16 *from = x + begin * stride;
-            const bf16 *next = g == 0 && n + WIDE < outs ? w + WIDE * ins : NULL;
-            bf16 *to = y + begin * outs + n;
+            const number *from = x + begin * stride;
+            const number *next = g == 0 && n + WIDE < outs ? w + WIDE * ins : NULL;
+            number *to = y + begin * outs + n;
             switch (height) {
             case 1: tall_tile(1, from, stride, w, added, to, ins, outs, next); break;
             case 2: tall_tile(2, from, stride, w, added, to, ins, outs, next); break;
@@ -178,12 +178,75 @@ void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *
         }
     }
 }
+#elif defined(COSERVE_FLOAT32) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+// Products with weights [outs, ins] as models are loaded. Three rows by four outputs are twelve sums, which with three
+// vectors of inputs and one of weights are the sixteen registers of AVX2.
+#include "vector.h"
+
+enum { TALL = 3, WIDE = 4, LANES = sizeof(vector) / sizeof(float) };
+
+int panel_outputs(void) { return WIDE; }
+
+// Up to TALL rows by WIDE outputs.
+static inline __attribute__((always_inline)) void tile(const int height, const float *x, i64 stride, const float *w,
+                                                       const float *bias, float *y, i64 ins, i64 outs,
+                                                       const float *next) {
+    vector s[TALL][WIDE];
+#pragma GCC unroll 3
+    for (int m = 0; m < height; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < WIDE; n++) s[m][n] = (vector){0};
+    for (i64 i = 0; i < ins; i += LANES) {
+        vector a[TALL];
+#pragma GCC unroll 3
+        for (int m = 0; m < height; m++) memcpy(&a[m], x + m * stride + i, sizeof(vector));
+#pragma GCC unroll 4
+        for (int n = 0; n < WIDE; n++) {
+            vector c;
+            if (next != NULL) __builtin_prefetch(next + n * ins + i);
+            memcpy(&c, w + n * ins + i, sizeof c);
+#pragma GCC unroll 3
+            for (int m = 0; m < height; m++) s[m][n] += c * a[m];
+        }
+    }
+    four added = {0};
+    if (bias != NULL) memcpy(&added, bias, sizeof added);
+#pragma GCC unroll 3
+    for (int m = 0; m < height; m++) {
+        four sums = totals(s[m]) + added;
+        memcpy(y + m * outs, &sums, sizeof sums);
+    }
+}
+
+// y [rows, outs] = x [rows, ins] times the weight, plus bias [outs] if it is not null. Four outputs' weights stay in the
+// first cache for all rows. `ins` is a multiple of 32, `outs` of WIDE.
+void linear_unpacked(const float *x, i64 stride, const float *weight, const float *bias, float *y, i64 rows, i64 ins,
+                     i64 outs, int threads) {
+#pragma omp parallel for num_threads(threads) if (parallel : threads > 1)
+    for (i64 n = 0; n < outs; n += WIDE) {
+        const float *w = weight + n * ins, *added = bias == NULL ? NULL : bias + n;
+        for (i64 m = 0; m < rows; m += TALL) {
+            const float *from = x + m * stride, *next = m == 0 && n + WIDE < outs ? w + WIDE * ins : NULL;
+            float *to = y + m * outs + n;
+            switch (rows - m) {
+            case 1: tile(1, from, stride, w, added, to, ins, outs, next); break;
+            case 2: tile(2, from, stride, w, added, to, ins, outs, next); break;
+            default: tile(TALL, from, stride, w, added, to, ins, outs, next); break;
+            }
+        }
+    }
+}
+
+void linear(const float *x, i64 stride, const float *weight, const float *bias, float *y, i64 rows, i64 ins, i64 outs,
+            int threads) {
+    linear_unpacked(x, stride, weight, bias, y, rows, ins, outs, threads);
+}
 #else
 int panel_outputs(void) { return 0; }
 
-void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
+void linear(const number *x, i64 stride, const number *packed, const number *bias, number *y, i64 rows, i64 ins, i64 outs,
             int threads) {}
 
-void linear_unpacked(const bf16 *x, i64 stride, const bf16 *weight, const bf16 *bias, bf16 *y, i64 rows, i64 ins,
+void linear_unpacked(const number *x, i64 stride, const number *weight, const number *bias, number *y, i64 rows, i64 ins,
                      i64 outs, int threads) {}
 #endif

@@ -45,11 +45,13 @@ class BottleneckSegment(LoraSegment):
 
 
 class LoraRows:
-    """Segments as the kernel reads them, at `address`, `count` of them. Keeps their matrices alive."""
+    """Segments as the kernel reads them, at `address`, `count` of them in matrices of `dtype`, None for none.
+    Keeps their matrices alive."""
 
     def __init__(self, segments: Sequence[LoraSegment]) -> None:
         described = [_described(one) for one in segments]
         self.count = len(segments)
+        self.dtype = segments[0].a.dtype if segments else None
         self._array = (_Segment * self.count)(*described)
         self._segments = segments
         self.address = addressof(self._array)
@@ -71,9 +73,7 @@ class LayerLora:
 
 def computes(dtype: torch.dtype, device: torch.device) -> bool:
     """Tells whether there is a kernel for matrices of this type on this device."""
-    if dtype is not torch.bfloat16 or device.type != "cpu":
-        return False
-    found = library()
+    found = library(dtype) if device.type == "cpu" else None
     return found is not None and bool(found.panel_outputs())
 
 
@@ -81,7 +81,9 @@ def readable(segments: Sequence[LoraSegment]) -> LoraRows | None:
     """The segments for the kernel; None where it does not read one of them."""
     if not segments or not computes(segments[0].a.dtype, segments[0].a.device):
         return None
-    return LoraRows(segments) if all(map(_is_readable, segments)) else None
+    if not ops.fit(*(one.a for one in segments)) or not all(map(_is_readable, segments)):
+        return None
+    return LoraRows(segments)
 
 
 def add_lora(x: Tensor, rows: LoraRows, y: Tensor) -> None:
@@ -89,14 +91,15 @@ def add_lora(x: Tensor, rows: LoraRows, y: Tensor) -> None:
     may be y. Where `takes` holds for both, and y is contiguous. A `BottleneckSegment` adds
     relu(x Aᵀ + a) Bᵀ + b."""
     work = len(x) * (x.shape[1] + y.shape[1])
-    ops.loaded().add_lora(
+    ops.loaded(y).add_lora(
         x.data_ptr(), x.stride(0), rows.address, rows.count, y.data_ptr(), x.shape[1], y.shape[1],
         ops.threads(work),
     )  # fmt: skip
 
 
 def _is_readable(one: LoraSegment) -> bool:
-    return len(one.b) % _WIDE == 0 and all(map(_is_dense, [one.a, one.b, *_biases(one)]))
+    matrices = [one.a, one.b, *_biases(one)]
+    return len(one.b) % _WIDE == 0 and ops.fit(*matrices) and all(each.is_contiguous() for each in matrices)
 
 
 def _described(one: LoraSegment) -> _Segment:
@@ -109,7 +112,3 @@ def _described(one: LoraSegment) -> _Segment:
 
 def _biases(one: LoraSegment) -> list[Tensor]:
     return [one.a_bias, one.b_bias] if isinstance(one, BottleneckSegment) else []
-
-
-def _is_dense(matrix: Tensor) -> bool:
-    return ops.fits(matrix) and matrix.is_contiguous()

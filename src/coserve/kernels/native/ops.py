@@ -1,4 +1,5 @@
-"""The kernels of `kernels.c`, `attention.c` and `linear.c` on tensors in bfloat16 on a CPU, without a graph.
+"""The kernels of `kernels.c`, `attention.c` and `linear.c` on tensors in bfloat16 or float32 on a CPU,
+without a graph.
 
 Each has a plain twin in torch: the model's own norms, rotary embedding and activations, and `attend_decode`
 over gathered pages. Kernels do not round what torch writes to memory between two of its operations, such as
@@ -12,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from coserve.kernels.native.build import kernels
+from coserve.kernels.native.build import NUMBERS, kernels
 
 GRAIN: Final = 32768  # numbers: fewer are not worth a second thread
 _WIDE: Final = 4  # outputs of another weight that are computed together
@@ -25,15 +26,21 @@ _SAME: Final = 1e-2  # relative difference of two products with the same weight;
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Tells whether there are kernels, and these tensors, whose last dimension must be dense, are of their
-    type, have data and need no graph."""
-    return not torch.is_grad_enabled() and kernels() is not None and all(map(fits, tensors))
+    """Tells whether there are kernels for these tensors of one type, whose last dimension must be dense, and
+    which have data and need no graph."""
+    return not torch.is_grad_enabled() and fit(*tensors) and kernels(tensors[0].dtype) is not None
+
+
+def fit(*tensors: Tensor) -> bool:
+    """Tells whether kernels can read all these tensors, which must be of one type."""
+    dtype = tensors[0].dtype
+    return all(x.dtype is dtype and fits(x) for x in tensors)
 
 
 def fits(x: Tensor) -> bool:
     """Tells whether kernels can read this tensor."""
     return (
-        x.dtype is torch.bfloat16
+        x.dtype in NUMBERS
         and (type(x) is Tensor or type(x) is nn.Parameter)
         and x.is_cpu  # makes no device, which would take three times as long
         and x.stride(-1) == 1
@@ -46,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     width = x.shape[-1]
-    loaded().rms_norm(
+    loaded(x).rms_norm(
         x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, eps, centred,
         threads(x.numel()),
     )  # fmt: skip
@@ -57,7 +64,7 @@ def rms_norm_back(grad: Tensor, x: Tensor, weight: Tensor, eps: float, centred: 
     """The gradient for x of `rms_norm`, of that for its result."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     found, width = torch.empty_like(x), x.shape[-1]
-    loaded().rms_norm_back(
+    loaded(x).rms_norm_back(
         grad.data_ptr(), x.data_ptr(), weight.data_ptr(), found.data_ptr(), x.numel() // width, width, eps,
         centred, threads(x.numel()),
     )  # fmt: skip
@@ -69,7 +76,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotates with the first (Llama's `apply_rotary_pos_emb`), bit for bit. Rows are outermost in memory."""
     _, heads, rows, width = x.shape
     y, cos, sin = x.new_empty(1, rows, heads, width), cos.contiguous(), sin.contiguous()
-    loaded().rotate(
+    loaded(x).rotate(
         x.data_ptr(), x.stride(2), x.stride(1), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), rows, heads,
         width, threads(x.numel()),
     )  # fmt: skip
@@ -81,7 +88,7 @@ def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     grad, cos, sin = grad if grad.stride(-1) == 1 else grad.contiguous(), cos.contiguous(), sin.contiguous()
     _, heads, rows, width = grad.shape
     found = grad.new_empty(1, rows, heads, width)
-    loaded().rotate_back(
+    loaded(grad).rotate_back(
         grad.data_ptr(), grad.stride(2), grad.stride(1), cos.data_ptr(), sin.data_ptr(), found.data_ptr(),
         rows, heads, width, threads(grad.numel()),
     )  # fmt: skip
@@ -92,7 +99,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both of one shape."""
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
-    loaded().silu_mul(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), threads(y.numel()))
+    loaded(gate).silu_mul(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), threads(y.numel()))
     return y
 
 
@@ -100,7 +107,7 @@ def silu_mul_back(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     """The gradients for both arguments of `silu_mul`, of that for its result."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-    loaded().silu_mul_back(
+    loaded(gate).silu_mul_back(
         grad.data_ptr(), gate.data_ptr(), up.data_ptr(), of_gate.data_ptr(), of_up.data_ptr(), gate.numel(),
         threads(gate.numel()),
     )  # fmt: skip
@@ -108,11 +115,11 @@ def silu_mul_back(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
 
 
 def linear(x: Tensor, address: int, outputs: int, bias: Tensor | None) -> Tensor:
-    """The product of x [..., in] with the packed weight at `address` (of `packed_address`), plus bias [out]:
-    [..., out]."""
+    """The product of x [..., in] with the weight at `address` (of `packed_address` or `unpacked_address`),
+    plus bias [out]: [..., out]."""
     rows = x.reshape(-1, x.shape[-1])
     y = x.new_empty(*x.shape[:-1], outputs)
-    loaded().linear(
+    loaded(x).linear(
         rows.data_ptr(), rows.stride(0), address, None if bias is None else bias.data_ptr(), y.data_ptr(),
         len(rows), rows.shape[1], outputs, torch.get_num_threads(),
     )  # fmt: skip
@@ -123,7 +130,7 @@ def linear_unpacked(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product of x [rows, in] with a weight [out, in] that `reads` accepts, plus bias [out]: [rows, out].
     In one pass over the weight: torch's packs it in every call."""
     y = x.new_empty(len(x), len(weight))
-    loaded().linear_unpacked(
+    loaded(x).linear_unpacked(
         x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
         len(x), *reversed(weight.shape), torch.get_num_threads(),
     )  # fmt: skip
@@ -140,7 +147,7 @@ def times_packed(x: Tensor, address: int, inputs: int) -> Tensor:
     for begin in range(0, inputs, step):
         count = min(step, inputs - begin)
         block = columns[: outputs * count].view(outputs, count)
-        unpack_columns(address, block, inputs, loaded().panel_outputs(), begin)
+        unpack_columns(address, block, inputs, loaded(x).panel_outputs(), begin)
         torch.mm(rows, block, out=y[:, begin : begin + count])
     return y.view(*x.shape[:-1], inputs)
 
@@ -159,7 +166,7 @@ def unpack_columns(address: int, block: Tensor, inputs: int, panel: int, begin: 
     """Fills block [out, count] with columns from `begin` on of a weight [out, in] that lies at `address` in
     panels of so many outputs; `begin` and `count` are even."""
     outputs, count = block.shape
-    loaded().unpack_columns(
+    loaded(block).unpack_columns(
         address, block.data_ptr(), outputs, inputs, panel, begin, count, threads(block.numel())
     )
 
@@ -169,7 +176,7 @@ def is_fast_unpacked(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
     than torch's product with so many rows."""
     if not reads(weight, bias):
         return False
-    panel = loaded().panel_outputs()
+    panel = loaded(weight).panel_outputs()
     return rows <= _FEW or (panel == _TILE_PANEL and len(weight) % panel == 0)
 
 
@@ -178,7 +185,7 @@ def reads(weight: Tensor, bias: Tensor | None) -> bool:
     outputs, inputs = weight.shape
     if outputs % _WIDE or inputs % _LANES or not fits(weight) or not weight.is_contiguous():
         return False
-    return bool(loaded().panel_outputs()) and (bias is None or (fits(bias) and bias.is_contiguous()))
+    return bool(loaded(weight).panel_outputs()) and (bias is None or (fits(bias) and bias.is_contiguous()))
 
 
 @torch.no_grad()
@@ -189,7 +196,7 @@ def packed_address(packed: Tensor, weight: Tensor) -> int | None:
     outputs, inputs = weight.shape
     found = kernels()
     panel = 0 if found is None else found.panel_outputs()
-    if not panel or not fits(weight):
+    if not panel or weight.dtype is not torch.bfloat16 or not fits(weight):
         return None
     # Inputs that do not fill a register are padded, which the bytes show.
     if outputs % panel or inputs % 2 or torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
@@ -201,11 +208,18 @@ def packed_address(packed: Tensor, weight: Tensor) -> int | None:
     return address if bool(difference.norm() <= _SAME * want.norm()) else None
 
 
+def unpacked_address(weight: Tensor, bias: Tensor | None) -> int | None:
+    """The address of a weight [out, in] as it was loaded, where `linear` reads it so: in float32."""
+    if weight.dtype is not torch.float32 or kernels(weight.dtype) is None or not reads(weight, bias):
+        return None
+    return weight.data_ptr()
+
+
 def write_slots(pool: Tensor, slots: Tensor, x: Tensor) -> None:
     """Writes x [groups, rows, width] into slots [rows] of pool [groups, places, width]."""
     groups, rows, width = x.shape
     slots = slots.contiguous()
-    loaded().write_slots(
+    loaded(x).write_slots(
         x.data_ptr(), x.stride(0), x.stride(1), slots.data_ptr(), pool.data_ptr(), pool.shape[1], groups,
         rows, width, threads(x.numel()),
     )  # fmt: skip
@@ -217,7 +231,7 @@ def argmax(x: Tensor) -> Tensor:
     x = x.contiguous()
     rows, count = x.shape
     found = torch.empty(rows, dtype=torch.long)
-    loaded().argmax(x.data_ptr(), found.data_ptr(), rows, count, threads(x.numel()))
+    loaded(x).argmax(x.data_ptr(), found.data_ptr(), rows, count, threads(x.numel()))
     return found
 
 
@@ -238,7 +252,7 @@ def attend_pages(
     groups, slots, width = values.shape
     out = q.new_empty(batch, heads, width)
     table, ends = block_table.contiguous(), lengths.contiguous()
-    loaded().attend_pages(
+    loaded(q).attend_pages(
         q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(), values.data_ptr(), slots, table.data_ptr(),
         table.shape[1], page_size, ends.data_ptr(), window or 0, batch, heads, groups, q.shape[2], width,
         scale, out.data_ptr(), threads(table.numel() * page_size * heads * width),
@@ -248,7 +262,11 @@ def attend_pages(
 
 def attends_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Tells whether `attend_chunks` takes these."""
-    return takes(q, k, v) and bool(loaded().attends_chunks(q.shape[-1], v.shape[-1]))
+    return (
+        takes(q, k, v)
+        and q.dtype is torch.bfloat16
+        and bool(loaded(q).attends_chunks(q.shape[-1], v.shape[-1]))
+    )
 
 
 def attend_chunks(
@@ -260,7 +278,7 @@ def attend_chunks(
     groups, length, width = v.shape[1:]
     out = q.new_empty(batch, rows, heads, width)
     lse = torch.empty(q.shape[:3] if with_lse else 0, dtype=torch.float32)
-    loaded().attend_chunks(
+    loaded(q).attend_chunks(
         *_placed(q, k, v), batch, heads, groups, rows, length, key_width, width, scale, window or 0,
         out.data_ptr(), lse.data_ptr() if with_lse else None, threads(batch * heads * rows * length),
     )  # fmt: skip
@@ -269,9 +287,9 @@ def attend_chunks(
 
 def goes_back_chunks(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
     """Tells whether `attend_chunks_back` takes these."""
-    if not takes(grad, q, k, v, out):
+    if q.dtype is not torch.bfloat16 or not takes(grad, q, k, v, out):
         return False
-    return bool(loaded().goes_back_chunks(q.shape[-1], v.shape[-1]))
+    return bool(loaded(q).goes_back_chunks(q.shape[-1], v.shape[-1]))
 
 
 def attend_chunks_back(
@@ -282,7 +300,7 @@ def attend_chunks_back(
     groups, length, width = v.shape[1:]
     dq, lse = q.new_empty(batch, rows, heads, key_width), lse.contiguous()
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    loaded().attend_chunks_back(
+    loaded(q).attend_chunks_back(
         *_placed(grad, q, k, v, out), lse.data_ptr(), batch, heads, groups, rows, length, key_width, width,
         scale, window or 0, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         threads(batch * heads * rows * length),
@@ -297,9 +315,9 @@ def _placed(*tensors: Tensor) -> Iterator[Any]:
         yield (c_int64 * 3)(*x.stride()[:3])
 
 
-def loaded() -> CDLL:
-    """The kernels, where `takes` holds."""
-    found = kernels()
+def loaded(like: Tensor) -> CDLL:
+    """The kernels for a tensor's type, where `takes` holds."""
+    found = kernels(like.dtype)
     assert found is not None, "without a library nothing is taken"
     return found
 

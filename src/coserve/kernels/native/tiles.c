@@ -7,7 +7,7 @@
 
 #include <stdlib.h>
 
-#include "bfloat16.h"
+#include "number.h"
 #include "kernels.h"
 #include "tiles.h"
 #include "transpose.h"

@@ -1,7 +1,7 @@
 #ifndef COSERVE_TILES_H
 #define COSERVE_TILES_H
 
-#include "bfloat16.h"
+#include "number.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
 #define COSERVE_TILES

@@ -1,4 +1,4 @@
-// Kernels of training on a CPU in bfloat16, with sums in float32: one pass over memory each.
+// Kernels of training on a CPU, with sums in float32: one pass over memory each.
 //
 // Each row is computed alone and in one order, so that its bits do not depend on other rows or on the number
 // of threads. Strides and lengths are in elements. See gradients.py for shapes.
@@ -7,18 +7,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bfloat16.h"
+#include "number.h"
 #include "vector.h"
 
 // Softmax in place of scores [blocks * rows, keys], row by row, and its log-sum-exp: row i of a block attends
 // to the first keys - rows + i + 1; later weights are 0.
-void softmax_keeping(bf16 *scores, float *lse, i64 blocks, i64 rows, i64 keys, float scale, int threads) {
+void softmax_keeping(number *scores, float *lse, i64 blocks, i64 rows, i64 keys, float scale, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *exact = malloc(sizeof(float) * (size_t)keys);
 #pragma omp for
         for (i64 i = 0; i < blocks * rows; i++) {
-            bf16 *row = scores + i * keys;
+            number *row = scores + i * keys;
             i64 seen = keys - rows + i % rows + 1;
             float most = -INFINITY;
 #pragma omp simd reduction(max : most)
@@ -30,7 +30,7 @@ void softmax_keeping(bf16 *scores, float *lse, i64 blocks, i64 rows, i64 keys, f
             float share = 1.0f / sum;
 #pragma omp simd
             for (i64 j = 0; j < seen; j++) row[j] = narrow(exact[j] * share);
-            memset(row + seen, 0, sizeof(bf16) * (size_t)(keys - seen));
+            memset(row + seen, 0, sizeof(number) * (size_t)(keys - seen));
             lse[i] = most + logf(sum);
         }
         free(exact);
@@ -39,14 +39,14 @@ void softmax_keeping(bf16 *scores, float *lse, i64 blocks, i64 rows, i64 keys, f
 
 // The way back through `softmax_keeping`: scores become weights, and the weights' gradients those of the
 // products that the scores were made of, both in place.
-void softmax_back(bf16 *scores, bf16 *gradients, const float *lse, i64 blocks, i64 rows, i64 keys, float scale,
+void softmax_back(number *scores, number *gradients, const float *lse, i64 blocks, i64 rows, i64 keys, float scale,
                   int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *exact = malloc(sizeof(float) * (size_t)keys);
 #pragma omp for
         for (i64 i = 0; i < blocks * rows; i++) {
-            bf16 *row = scores + i * keys, *of = gradients + i * keys;
+            number *row = scores + i * keys, *of = gradients + i * keys;
             i64 seen = keys - rows + i % rows + 1;
             float owed = 0.0f;
 #pragma omp simd
@@ -59,23 +59,23 @@ void softmax_back(bf16 *scores, bf16 *gradients, const float *lse, i64 blocks, i
             }
 #pragma omp simd
             for (i64 j = 0; j < seen; j++) of[j] = narrow((widen(of[j]) - owed) * exact[j] * scale);
-            memset(row + seen, 0, sizeof(bf16) * (size_t)(keys - seen));
-            memset(of + seen, 0, sizeof(bf16) * (size_t)(keys - seen));
+            memset(row + seen, 0, sizeof(number) * (size_t)(keys - seen));
+            memset(of + seen, 0, sizeof(number) * (size_t)(keys - seen));
         }
         free(exact);
     }
 }
 
 // The gradient of `rms_norm` for x, from that of its output. The weight is frozen.
-void rms_norm_back(const bf16 *grad, const bf16 *x, const bf16 *w, bf16 *dx, i64 rows, i64 width, float eps,
+void rms_norm_back(const number *grad, const number *x, const number *w, number *dx, i64 rows, i64 width, float eps,
                    int centred, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *exact = malloc(sizeof(float) * (size_t)width);
 #pragma omp for
         for (i64 i = 0; i < rows; i++) {
-            const bf16 *g = grad + i * width, *from = x + i * width;
-            bf16 *to = dx + i * width;
+            const number *g = grad + i * width, *from = x + i * width;
+            number *to = dx + i * width;
             float squares = 0.0f, products = 0.0f;
             if (centred) {
 #pragma omp simd
@@ -99,7 +99,7 @@ void rms_norm_back(const bf16 *grad, const bf16 *x, const bf16 *w, bf16 *dx, i64
 }
 
 // The gradients of `silu_mul` for gate and up, rounded as torch's own, operation by operation.
-void silu_mul_back(const bf16 *grad, const bf16 *gate, const bf16 *up, bf16 *dgate, bf16 *dup, i64 count,
+void silu_mul_back(const number *grad, const number *gate, const number *up, number *dgate, number *dup, i64 count,
                    int threads) {
     i64 vectors = 0, width = 1;
 #ifdef COSERVE_VECTORS
@@ -127,15 +127,15 @@ void silu_mul_back(const bf16 *grad, const bf16 *gate, const bf16 *up, bf16 *dga
 }
 
 // The gradient of `rotate` for x, from that of its output [rows, heads, width] with strides; dx is dense.
-void rotate_back(const bf16 *grad, i64 row_stride, i64 head_stride, const bf16 *cosine, const bf16 *sine,
-                 bf16 *dx, i64 rows, i64 heads, i64 width, int threads) {
+void rotate_back(const number *grad, i64 row_stride, i64 head_stride, const number *cosine, const number *sine,
+                 number *dx, i64 rows, i64 heads, i64 width, int threads) {
     i64 half = width / 2;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (i64 i = 0; i < rows; i++) {
-        const bf16 *c = cosine + i * width, *s = sine + i * width;
+        const number *c = cosine + i * width, *s = sine + i * width;
         for (i64 h = 0; h < heads; h++) {
-            const bf16 *from = grad + i * row_stride + h * head_stride;
-            bf16 *to = dx + (i * heads + h) * width;
+            const number *from = grad + i * row_stride + h * head_stride;
+            number *to = dx + (i * heads + h) * width;
 #pragma omp simd
             for (i64 j = 0; j < half; j++) {
                 float a = widen(from[j]), b = widen(from[half + j]);
@@ -147,15 +147,15 @@ void rotate_back(const bf16 *grad, i64 row_stride, i64 head_stride, const bf16 *
 }
 
 // The loss of each row of logits [rows, vocabulary], and `weight` times its gradient.
-void cross_entropy(const bf16 *logits, const i64 *labels, float *losses, bf16 *gradient, i64 rows, i64 vocabulary,
+void cross_entropy(const number *logits, const i64 *labels, float *losses, number *gradient, i64 rows, i64 vocabulary,
                    float weight, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *exact = malloc(sizeof(float) * (size_t)vocabulary);
 #pragma omp for
         for (i64 i = 0; i < rows; i++) {
-            const bf16 *row = logits + i * vocabulary;
-            bf16 *to = gradient + i * vocabulary;
+            const number *row = logits + i * vocabulary;
+            number *to = gradient + i * vocabulary;
             float most = -INFINITY;
 #pragma omp simd reduction(max : most)
             for (i64 j = 0; j < vocabulary; j++) {

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "bfloat16.h"
+#include "number.h"
 #include "kernels.h"
 #include "transpose.h"
 
