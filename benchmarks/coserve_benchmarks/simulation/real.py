@@ -131,9 +131,9 @@ class StepRecorder:
                 planned = None  # the next step begins when somebody comes
             return events
 
-        def watch_observe(features: StepFeatures, result: StepResult, *others: Any) -> None:
+        def watch_observe(features: StepFeatures, result: StepResult, host: float = 0.0) -> None:
             self.samples.append((features[BASE].copy(), result.seconds))
-            observe(features, result, *others)
+            observe(features, result, host)
 
         cost.observe, scheduler.plan, scheduler.apply = watch_observe, watch_plan, watch_apply  # type: ignore[method-assign]
         try:

@@ -45,12 +45,9 @@ class NativeLayer:
         spec: AttentionSpec,
     ) -> None:
         self.index, self.cell, self.width, self.spec = index, cell, width, spec
+        self.dtype = paths.dtype
         self._parts, self._centred, self._paths = parts, centred, paths
         self._latest: tuple[PackedLinear, Layer] | None = None  # with the first of its linears
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._paths.dtype
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor | None:
         """The block's output for hidden [1, rows, width]; None where outputs are to be kept, or a row has
