@@ -33,15 +33,13 @@ class Placement(ABC):
     operations if in `offers`; they raise NotOffered otherwise. `bias` is [out], None where the linear has
     none. An asynchronous placement belongs to a `group`, which rows call; its `forward` and `backward` block.
     `computes_rows` tells that some rows cost less than all; not where the products are there already.
-    `native` is the weight as the kernel of a whole layer reads it, None where it does not; another object
-    once it lies elsewhere.
     `backward_nbytes` are bytes of weights that each backward allocates and frees; nothing of it is kept."""
 
     bias: Tensor | None
     offers: frozenset[Offer] = frozenset(Offer)
     group: Group | None = None
     computes_rows: bool = True
-    native: PackedLinear | None = None
+    _native: PackedLinear | None = None
     backward_nbytes: int = 0
 
     @abstractmethod
@@ -84,6 +82,12 @@ class Placement(ABC):
         """A dense weight [out, in], rounded as this kind of placement would store it."""
         return weight
 
+    @property
+    def native(self) -> PackedLinear | None:
+        """The weight as the kernel of a whole layer reads it, None where it does not; another object once it
+        lies elsewhere."""
+        return self._native
+
     def few(self, x: Tensor) -> Tensor | None:
         """`forward` by a kernel that reads `native`; None where there is none, or torch's is as fast."""
         own = self.native
@@ -114,7 +118,7 @@ class PlainPlacement(Placement):
         """`wide`: a weight in float32 may be read by a kernel, where there is one."""
         self._weight, self.bias = weight, bias
         address = native.unpacked_address(weight, bias) if wide else None
-        self.native = _native(address, weight, bias)
+        self._native = _native(address, weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.few(x)
@@ -132,9 +136,15 @@ class PlainPlacement(Placement):
     def tensors(self) -> Mapping[str, Tensor]:
         return present(weight=self._weight, bias=self.bias)
 
+    @property
+    def native(self) -> PackedLinear | None:
+        if self._native is not None and self._native.address != self._weight.data_ptr():
+            self.moved()  # the weight's data may be replaced at any time
+        return self._native
+
     def moved(self) -> None:
-        if self.native is not None:
-            self.native = replace(self.native, address=self._weight.data_ptr())
+        if self._native is not None:
+            self._native = replace(self._native, address=self._weight.data_ptr())
 
 
 class PackedPlacement(Placement):
@@ -153,7 +163,7 @@ class PackedPlacement(Placement):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.bias = bias
         address = native.packed_address(self._packed, weight)
-        self.native = _native(address, weight, bias)
+        self._native = _native(address, weight, bias)
         self.backward_nbytes = weight.nbytes if self.native is None else native.unpacked_nbytes(*weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,8 +179,8 @@ class PackedPlacement(Placement):
         return grad @ self.weight()
 
     def moved(self) -> None:
-        if self.native is not None:
-            self.native = replace(self.native, address=torch.ops.mkldnn.data_ptr(self._packed))
+        if self._native is not None:
+            self._native = replace(self._native, address=torch.ops.mkldnn.data_ptr(self._packed))
 
     def weight(self) -> Tensor:
         dense: Tensor = self._packed.to_dense()

@@ -129,3 +129,17 @@ def test_a_bias_is_read_without_the_weight(monkeypatch: pytest.MonkeyPatch) -> N
     wanted = base.linears[path].placement.bias
     monkeypatch.setattr(type(base.linears[path].placement), "weight", dense)
     assert wanted is not None and base.frozen.bias(path) is wanted
+
+
+@torch.no_grad()
+def test_few_rows_read_a_weight_in_float32_where_it_lies_and_no_other_rows() -> None:
+    """A kernel is given addresses: data that are replaced, and rows of another width or type, are noticed."""
+    weight, x = torch.randn(64, 96), torch.randn(3, 96)
+    placement = place_locally(weight, None)
+    torch.testing.assert_close(placement.forward(x), F.linear(x, weight))
+    weight.data = 2 * weight.data
+    torch.testing.assert_close(placement.forward(x), F.linear(x, weight))
+    assert placement.native is None or placement.native.address == weight.data_ptr()
+    for other in (torch.randn(3, 64), x.bfloat16()):
+        with pytest.raises(RuntimeError):
+            placement.forward(other)
