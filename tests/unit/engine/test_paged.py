@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from coserve import Engine, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.files import read_adapter
 from coserve.engine.completion import Completion
 from coserve.errors import AdapterError, AdapterNotFound, ConfigError, OutOfMemory
+from coserve.kernels.native.lora import computes
 from coserve.memory.ledger import Account
 from coserve.train.example import Example
 from paged import Script, make_engine, scripted, stored
@@ -304,7 +306,8 @@ def test_bytes_are_reserved_before_anything_is_read(
     handles = [ask(engine, 1), ask(engine, 2)]
     finish(engine, script)
     assert engine.memory.audit()[Account.ADAPTERS] == before + 3 * cost
-    assert engine.executor.worker.slot_pools.nbytes > 0 and handles[0].tokens
+    has_slots = not computes(torch.float32, torch.device("cpu"))  # else a kernel reads adapters where they are
+    assert (engine.executor.worker.slot_pools.nbytes > 0) is has_slots and handles[0].tokens
 
 
 def test_what_could_never_fit_is_refused_at_once(
