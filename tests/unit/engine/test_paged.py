@@ -306,7 +306,7 @@ def test_bytes_are_reserved_before_anything_is_read(
     handles = [ask(engine, 1), ask(engine, 2)]
     finish(engine, script)
     assert engine.memory.audit()[Account.ADAPTERS] == before + 3 * cost
-    has_slots = not computes(torch.float32, torch.device("cpu"))  # else a kernel reads adapters where they are
+    has_slots = not computes(torch.float32, torch.device("cpu"))  # else kernels read adapters where they are
     assert (engine.executor.worker.slot_pools.nbytes > 0) is has_slots and handles[0].tokens
 
 

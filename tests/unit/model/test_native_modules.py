@@ -32,8 +32,8 @@ def replaced(model: Any) -> set[str]:
 def test_modules_that_kernels_compute_are_recognised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[set[str]] = []
 
-    def noted(model: Any, *part: Any) -> None:
-        use_native_kernels(model, *part)
+    def noted(model: Any, *part: Any, **more: Any) -> None:
+        use_native_kernels(model, *part, **more)
         found.append(replaced(model))
 
     monkeypatch.setattr("coserve.model.load.use_native_kernels", noted)

@@ -7,17 +7,13 @@ from dataclasses import replace
 import pytest
 
 from coserve.core.plan import BasePlan, BaseResult, OptimStep
-from coserve.core.request import SLO, Request
+from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.features import DEFAULT_WEIGHTS, StepFeatures
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.margin import HISTORY, WINDOW, Margin, quantile, share_of_steps
 from coserve.schedule.segments import inference_segment, training_segment
 from coserve.schedule.step_costs import StepCosts
-from coserve.simulate.jitter import Jitter
-from coserve.simulate.machine import MachineSettings, SimulatedMachine
-from coserve.simulate.times import WeightedTimes
-from coserve.workload.requests import TimedJob, TimedRequest
 from steps import step_costs, step_plan, step_result
 
 CONFIG = SchedulerConfig(layers=4, max_positions=512)
@@ -141,27 +137,3 @@ def test_what_the_host_takes_is_predicted_too_and_a_stall_counts_for_little() ->
     before = cost.host
     observe(cost, BasePlan(updates=(OptimStep("a"),)), 0.005, 1.0)  # nobody waits for its tokens
     assert cost.host == before
-
-
-@pytest.mark.parametrize(("pause", "is_allowed_for"), [(0.05, False), (0.004, True)])
-def test_a_delay_that_less_training_would_not_prevent_leaves_the_margin(
-    pause: float, is_allowed_for: bool
-) -> None:
-    """Beside 8 ms of answers within 20 ms another process has the processor once: for 50 ms, which no step
-    bears, or for 4."""
-    costs = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_layers": 8e-3, "backward_rows": 1e-4}
-    settings = MachineSettings(jitter=Jitter(0.0, 0.0), known=0, scheduler={"interruptible": True})
-    machine = SimulatedMachine("hybrid", WeightedTimes(costs, 8), settings)
-    slo = SLO(first_token=2.0, between_tokens=0.02)
-    machine.start(TimedJob(0.0, "job", ((0,) * 512,) * 64, 64, epochs=1000, rows=2048))
-    machine.ask(TimedRequest(0.0, (0,) * 8, 2000, slo=slo), 0.0)
-    for _ in range(WINDOW):
-        machine.step()
-    usual = machine.scheduler.cost.margin(machine.scheduler.config, trains=True, tokens=64)
-    plans: list[BasePlan] = []
-    machine.executor.observe = lambda plan, result, began: plans.append(plan)
-    machine.executor._host = lambda: pause
-    machine.step()
-    assert plans[0].training and plans[0].inference
-    after = machine.scheduler.cost.margin(machine.scheduler.config, trains=True, tokens=64)
-    assert (after > usual + 0.1) is is_allowed_for
