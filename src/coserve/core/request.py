@@ -56,15 +56,7 @@ class SLO:
         """Tells whether training may delay any single token, as long as all delays together keep a bound."""
         return self.deferral is not None and self == SLO(deferral=self.deferral)
 
-    @property
-    def bears_a_step(self) -> bool:
-        """Tells whether the request, when it arrives, may wait for the training of the step under way."""
-        has_time = self.first_token is not None and self.first_token >= _MUCH_LATER
-        return has_time or self.bounds_deferral_alone
 
-
-# Seconds: a bound on the first token of which the longest step, `SchedulerConfig.max_quantum`, is a quarter.
-_MUCH_LATER: Final = 2.0
 _UNBOUND: Final = SLO()
 
 

@@ -107,7 +107,7 @@ def _is_urgent(item: Item) -> bool:
 
 def _bears_a_step(command: Command) -> bool:
     if isinstance(command, Request):
-        return command.slo.bears_a_step
+        return command.slo.bounds_deferral_alone
     return isinstance(command, Acknowledge)
 
 

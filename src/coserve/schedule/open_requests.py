@@ -48,7 +48,7 @@ class OpenRequests:
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)
         self.sequences[sequence.key] = sequence
-        self.places.arrived(now, presses=not request.slo.bears_a_step)
+        self.places.arrived(now, presses=not request.slo.bounds_deferral_alone)
         if request.newcomer:
             self.newcomer_at = now
         if _is_bounded(request):

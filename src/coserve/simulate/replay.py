@@ -235,7 +235,7 @@ class _Replay:
 
 def next_pressing(coming: Iterable[TimedRequest]) -> float:
     """Arrival of the next request that stops training under way, among the next few; infinite for none."""
-    pressing = (one.at for one in islice(coming, _LOOKED_AT) if not one.slo.bears_a_step)
+    pressing = (one.at for one in islice(coming, _LOOKED_AT) if not one.slo.bounds_deferral_alone)
     return next(pressing, float("inf"))
 
 

@@ -429,7 +429,7 @@ def test_a_kernel_clock_counts_kernels_alone(bench: Bench, monkeypatch: pytest.M
             return kernel
 
     library = Library()
-    monkeypatch.setattr(stepping.ops, "loaded", lambda: library)
+    monkeypatch.setattr(stepping.ops, "loaded", lambda like: library)
     monkeypatch.setattr(stepping.time, "perf_counter", lambda: passed)
     clock = stepping.KernelClock()
     x, weight = torch.ones(2, 4).bfloat16(), torch.ones(4).bfloat16()

@@ -330,10 +330,9 @@ def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None
     inbox.put(Received(connection, (request,)))  # before the engine is there
     inbox.pauses(arrivals)
     patient = Request("b", (1, 2), slo=SLO(deferral=60.0))
-    bound = Request("c", (1, 2), slo=SLO(deferral=60.0, first_token=1.9))
-    late = Request("d", (1, 2), slo=SLO(first_token=2.0, between_tokens=0.02))  # it has time
+    bound = Request("c", (1, 2), slo=SLO(deferral=60.0, first_token=9.0))
     items = [
-        Received(connection, (patient, late, news)), Received(connection, (patient, bound)),
+        Received(connection, (patient, news)), Received(connection, (patient, bound)),
         Connected(connection), Received(connection, (news,)), Received(connection, (news, request, request)),
         Done(int), Closed(connection, ""), Drained(),
     ]  # fmt: skip

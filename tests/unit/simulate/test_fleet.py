@@ -156,7 +156,3 @@ def test_who_bears_a_step_does_not_stop_its_training() -> None:
     flex = SLO(deferral=60.0)
     asked = [TimedRequest(float(at), (1,), 4, slo=slo) for at, slo in enumerate([flex, flex, SLO(), flex])]
     assert next_pressing(asked) == 2.0 and next_pressing(asked[3:]) == float("inf")
-    patient, pressing = SLO(first_token=2.0, between_tokens=0.02), SLO(first_token=1.9)
-    asked = [TimedRequest(float(at), (1,), 4, slo=slo) for at, slo in enumerate([patient, flex, pressing])]
-    assert next_pressing(asked) == 2.0, "the first token is due four times the longest step later, or sooner"
-    assert next_pressing([TimedRequest(0.0, (1,), 4, slo=SLO(between_tokens=0.02))]) == 0.0
