@@ -100,7 +100,15 @@ static inline float exponentials(float *x, i64 count, float most) {
     }
     sum = _mm512_reduce_add_ps(sums);
 #endif
-    for (; i < count; i++) sum += x[i] = exponential(x[i] - most);
+    enum { BLOCK = 64 };  // numbers added up apart: of thousands in float32 a single sum loses four more bits
+    while (i < count) {
+        i64 stop = i + BLOCK < count ? i + BLOCK : count;
+        float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+        for (i64 j = i; j < stop; j++) part += x[j] = exponential(x[j] - most);
+        sum += part;
+        i = stop;
+    }
     return sum;
 }
 
