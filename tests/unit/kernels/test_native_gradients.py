@@ -26,9 +26,7 @@ from coserve.kernels.native.build import torch_only
 DRAWS = random.Random()
 SLACK = 1.25  # of torch's own error
 LEAST = 2**-9  # half a rounding in bfloat16: of few numbers torch's may be exact by luck
-WIDE = (
-    2**-20
-)  # in float32, where an exponential is within two units in the last place, and torch's within one
+WIDE = 2**-22  # two in float32, as an exponential is within two units in the last place
 
 
 def drawn(*shape: int, scale: float = 1.0) -> Tensor:
