@@ -20,8 +20,10 @@ def test_a_group_on_a_tiny_shape(group: str, tmp_path: Path) -> None:
     results = run_engine("tiny", quick=True, only=[group], plans=tmp_path / "plans.json")
     measured = [key for key in BARS if key in results]
     for key in measured:
-        # The overhead is a difference of two times, which may be negative on a busy machine.
-        assert math.isfinite(results[key]) and (results[key] > 0 or key == "step.overhead"), key
+        # On a busy machine the overhead, a difference of two times, may be negative, and on a metered device,
+        # whose time is real, no answer may be in time.
+        may_be_none = key == "step.overhead" or (key.startswith("metered.") and results[key] == 0)
+        assert math.isfinite(results[key]) and (results[key] > 0 or may_be_none), key
     assert set(results["spreads"]) <= set(results["spreads_are"])
     assert measured or group == "coserve"  # whose denominators the others measure
     assert any(name.startswith(f"{group}.") for name in results["figures"])
