@@ -88,15 +88,6 @@ class Placement(ABC):
         lies elsewhere."""
         return self._native
 
-    def few(self, x: Tensor) -> Tensor | None:
-        """`forward` by a kernel that reads `native`; None where there is none, or torch's is as fast."""
-        own = self.native
-        if own is None or x.numel() > MOST_ROWS * own.inputs or x.shape[-1] != own.inputs:
-            return None
-        if x.dtype is not own.dtype or not native.takes(x):
-            return None
-        return native.linear(x, own.address, own.outputs, own.bias)
-
     def moved(self) -> None:  # noqa: B027
         """Follows its tensors, whose data are at other addresses now."""
 
@@ -121,7 +112,7 @@ class PlainPlacement(Placement):
         self._native = _native(address, weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.few(x)
+        y = _few(self.native, x)
         return F.linear(x, self._weight, self.bias) if y is None else y
 
     def backward(self, grad: Tensor) -> Tensor:
@@ -167,7 +158,7 @@ class PackedPlacement(Placement):
         self.backward_nbytes = weight.nbytes if self.native is None else native.unpacked_nbytes(*weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.few(x)
+        y = _few(self.native, x)
         if y is None:
             y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y
@@ -191,6 +182,15 @@ class PackedPlacement(Placement):
 
     def tensors(self) -> Mapping[str, Tensor]:
         return present(packed=self._packed, bias=self.bias)
+
+
+def _few(own: PackedLinear | None, x: Tensor) -> Tensor | None:
+    """The product of x [..., in] by a kernel; None where it does not read x, or torch's is as fast."""
+    if own is None or x.numel() > MOST_ROWS * own.inputs or x.shape[-1] != own.inputs:
+        return None
+    if x.dtype is not own.dtype or not native.takes(x):
+        return None
+    return native.linear(x, own.address, own.outputs, own.bias)
 
 
 def _native(address: int | None, weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
