@@ -59,7 +59,11 @@ def main() -> None:
     launched: Counter[str] = Counter()
     if is_installed():
         stub_triton(launched)
-    for name in sys.argv[1:] or CASES:
+    names, wanted = sys.argv[1:] or [*CASES], {"_shrink", "_expand", "_outer", "_attend"}
+    # Windows of several jobs go back together where steps' seconds have it so: not in one run of six.
+    for turn, name in enumerate((*names, names[0], names[0])):
+        if turn >= len(names) and (wanted <= launched.keys() or not is_installed()):
+            break
         kind, config = CASES[name]
         started = time.process_time()
         with on_fake_cuda() as waits:
@@ -75,7 +79,7 @@ def main() -> None:
             assert beside > 5 or name != "spatial", "training goes on through steps that answer"
         print(f"{name} in {time.process_time() - started:.0f} s", flush=True)
     if is_installed():
-        missing = {"_shrink", "_expand", "_outer", "_attend"} - launched.keys()
+        missing = wanted - launched.keys()
         assert not missing, f"{missing} were not launched"
 
 
