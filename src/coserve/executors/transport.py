@@ -46,8 +46,9 @@ class WorkerTransport(Executor):
                 raise
             else:
                 self._launched.popleft()
-                failed, self._has_failed = self._has_failed or result.together_failed, False
-                self._results.append(replace(result, together_failed=failed))
+                if self._has_failed:
+                    result, self._has_failed = replace(result, together_failed=True), False
+                self._results.append(result)
         return self._results.popleft() if self._results else None
 
     def _repeat(self, narrower: bool) -> None:

@@ -126,7 +126,7 @@ def place_modules(base: Base, holds: Holds) -> None:
     place_linears(base.model, base.cell, lambda _, weight, bias: place_locally(weight, bias), holds)
     placements = [module.placement for module in base.model.modules() if isinstance(module, Placed)]
     # Beside linears computed elsewhere a float32 base keeps the modules that its calls stand in.
-    use_native_kernels(base.model, holds, wide=not any(own.is_elsewhere for own in placements))
+    use_native_kernels(base.model, holds, float32=not any(own.is_elsewhere for own in placements))
     for path, site in base.sites.items():
         if site.kind is not Kind.LINEAR and holds(path):
             SiteHook(site, base.model.get_submodule(path), base.cell)

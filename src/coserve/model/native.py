@@ -29,12 +29,12 @@ _SCALES: Final = (1e-3, 1.0, 30.0)  # of a norm's input: in the first its epsilo
 
 
 @torch.no_grad()
-def use_native_kernels(model: PreTrainedModel, holds: Holds = lambda _: True, wide: bool = True) -> None:
+def use_native_kernels(model: PreTrainedModel, holds: Holds = lambda _: True, float32: bool = True) -> None:
     """Replaces the forward of norms, gated feed-forward layers and attention modules that are recognised, at
     paths that `holds` accepts; must come before sites are hooked. Does nothing for a base in a type that the
-    device's kernels do not read, or where there are none; unless `wide` for one in float32."""
+    device's kernels do not read, or where there are none; or without `float32` for one in that type."""
     like = next(filter(elementwise.takes, model.parameters()), None)
-    if like is None or (like.dtype is torch.float32 and not wide):
+    if like is None or (like.dtype is torch.float32 and not float32):
         return
     rotary: dict[Callable[..., Any], FunctionType | None] = {}  # attention's forward, with another function
     for path, module in model.named_modules():

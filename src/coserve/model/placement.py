@@ -105,10 +105,10 @@ class Placed(nn.Module):
 class PlainPlacement(Placement):
     """A dense weight [out, in], as loaded."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, wide: bool = False) -> None:
-        """`wide`: a weight in float32 may be read by a kernel, where there is one."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, float32: bool = False) -> None:
+        """`float32`: a weight in that type may be read by a kernel, where there is one."""
         self._weight, self.bias = weight, bias
-        address = native.unpacked_address(weight, bias) if wide else None
+        address = native.unpacked_address(weight, bias) if float32 else None
         self._native = _native(address, weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,9 +209,9 @@ def row_norms(weight: Tensor) -> Tensor:
     return norms
 
 
-def place_locally(weight: Tensor, bias: Tensor | None, wide: bool = True) -> Placement:
+def place_locally(weight: Tensor, bias: Tensor | None, float32: bool = True) -> Placement:
     """The fastest local placement for this weight [out, in] on its device. In float32 few rows are multiplied
-    by a kernel only where it may be `wide`."""
+    by a kernel only with `float32`."""
     if multiplies_bfloat16(weight):
         return PackedPlacement(weight, bias)
-    return PlainPlacement(weight, bias, wide)
+    return PlainPlacement(weight, bias, float32)

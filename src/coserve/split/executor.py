@@ -100,14 +100,14 @@ class BaseLinears:
                 rows = shard.rows(len(weight))
                 weight, bias = weight[rows].clone(), None if bias is None else bias[rows].clone()
             bias = None if bias is None else bias.to(self.device)
-            self._placements[path] = place_locally(weight.to(self.device), bias, wide=False)
+            self._placements[path] = place_locally(weight.to(self.device), bias, float32=False)
             return self._placements[path]
 
         configuration = configuration_digest(model.config)
         place_linears(model, BatchCell(), place, chosen.__contains__)
         if shard is None:
             model.to(device=self.device)
-            use_native_kernels(model, wide=False)  # scripts in float32 get the bits that torch gives them
+            use_native_kernels(model, float32=False)  # scripts in float32 get the bits that torch gives them
             like = torch.empty(0, dtype=DTYPES[self.hello.dtype], device=self.device)
             finders = (module_spans, attention_spans, layer_spans)  # the last one replaces forwards
             self._spans = {span.shape.path: span for find in finders for span in find(model, chosen, like)}

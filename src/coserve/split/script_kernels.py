@@ -44,7 +44,7 @@ def _use_kernels(model: PreTrainedModel, _: Any) -> None:
         if not keys:  # another thread's pass came first
             return
         with _without_spans(model), _training(model):
-            use_native_kernels(model, wide=False)
+            use_native_kernels(model, float32=False)
             _keep_less(model)
         if model.config._attn_implementation == "sdpa" and any(map(_is_multiplied, model.parameters())):
             model.set_attn_implementation(_ATTENTION)

@@ -36,7 +36,7 @@ def forward(layers: int, rows: int = 64, slice_layers: int = 1) -> BasePlan:
 
 
 def test_plans_begin_when_those_before_them_end() -> None:
-    """Those that are launched in time follow each other without a break; for a late one the device waits."""
+    """Plans that are launched in time follow each other without a break; for a late one the device waits."""
     executor = MeteredExecutor(lambda plan: 0.03)
     began = time.perf_counter()
     executor.run(forward(1))
