@@ -46,9 +46,8 @@ class WorkerTransport(Executor):
                 raise
             else:
                 self._launched.popleft()
-                if self._has_failed:
-                    result, self._has_failed = replace(result, together_failed=True), False
-                self._results.append(result)
+                self._results.append(replace(result, together_failed=True) if self._has_failed else result)
+                self._has_failed = False
         return self._results.popleft() if self._results else None
 
     def _repeat(self, narrower: bool) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ OPENS: dict[str, Callable[..., Opened]] = {
     "remote": open_remote,
 }
 IDENTITY = Identity("digest", 0, 1, 1)
-PAUSES: Counter[int] = Counter()  # of each executor
+PAUSES: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()  # of each executor; ids are used again
 KEYS, PAGES = itertools.count(1), itertools.count()
 
 
@@ -306,8 +307,8 @@ def steps(batch: MicroBatch, cut: int, slice_layers: int) -> Iterator[BasePlan]:
 
 def run(executor: Executor, plan: BasePlan) -> BaseResult:
     """Runs a plan that knows of all pauses before it."""
-    result = executor.run(replace(plan, pauses=PAUSES[id(executor)]))
-    PAUSES[id(executor)] += result.paused
+    result = executor.run(replace(plan, pauses=PAUSES.get(executor, 0)))
+    PAUSES[executor] = PAUSES.get(executor, 0) + result.paused
     return result
 
 
@@ -364,9 +365,9 @@ def test_what_was_planned_before_a_pause_was_known_trains_nothing(executor: Exec
     tail = training_segment(batch, 0, 12, Direction.LOSS, Span(batch.layers, batch.layers + 1))
     ahead = replace(inference_plan([(one, 0, one.length)]), training=(tail,), updates=(OptimStep(batch.job),))
     for plan in (first, ahead):
-        executor.launch(replace(plan, pauses=PAUSES[id(executor)]))
+        executor.launch(replace(plan, pauses=PAUSES.get(executor, 0)))
     stopped, empty = executor.collect(), executor.collect()
-    PAUSES[id(executor)] += 1
+    PAUSES[executor] = PAUSES.get(executor, 0) + 1
     executor.resume_training()
     assert stopped is not None and stopped.paused and len(stopped.trained[0].span) == 1
     assert empty is not None and not (empty.trained or empty.updated or empty.paused)
@@ -543,7 +544,7 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
 def test_commands_take_effect_after_the_plans_before_them(opened: Opened, draws: Random) -> None:
     executor, job = opened.executor, begin(opened.executor)
     travel(executor, micro_batch(executor, draws, job), cut=12)
-    executor.launch(BasePlan(updates=(OptimStep(job, 1e-2),), pauses=PAUSES[id(executor)]))
+    executor.launch(BasePlan(updates=(OptimStep(job, 1e-2),), pauses=PAUSES.get(executor, 0)))
     assert executor.call(FetchAdapter(f"{job}@1")).version == 1
     result = executor.collect()
     assert result is not None and result.updated[job].step == 1 and executor.collect() is None
