@@ -38,7 +38,7 @@ def test_answers_of_paged_adapters_are_those_of_adapters_in_memory(tmp_path: Pat
         for _ in range(number % 5):
             paged.step()
             assert paged.adapters.cache.nbytes().paged <= limit
-        if number % 12 == 11:  # what is asked next needs adapters again, in whichever order these were answered
+        if number % 12 == 11:  # those that are asked next find others in memory
             for handle in handles:
                 handle.result()
     assert [handle.result().tokens for handle in handles] == expected

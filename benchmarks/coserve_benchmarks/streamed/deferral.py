@@ -91,6 +91,7 @@ def _arithmetic(
         "decode_context": forward_row / 1e4,
         "forward_attention": forward_row / 1e5,
         "adapters": 1e-3,
+        "windows": 1e-3,
         "backward_layers": backward_unpacking,
         "backward_rows": backward_row,
         "backward_attention": forward_row / 4e4,

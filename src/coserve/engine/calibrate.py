@@ -35,6 +35,7 @@ from coserve.train.packing import Packing
 from coserve.train.supervised import SupervisedSteps
 
 Sample = tuple[Features, float]
+_Rows = tuple[int, int, int, int]  # decoding sequences, cached tokens of each, prompts, tokens of each
 T = TypeVar("T")
 
 _JOB = "calibration"
@@ -42,11 +43,12 @@ _SECONDS = 5.0  # for all rounds; each kind of step runs once in any case
 _ALIKE = 1.25  # ratio of a step's two quickest runs from which on other load is the reason
 _CERTAIN = 0.8  # share of the steps whose runs are alike
 _ROUNDS = 6  # at most: on a machine that stays busy more of them tell nothing new
-_INFERENCE = (  # (decoding sequences, cached tokens of each, prompts, tokens of each)
+_INFERENCE: tuple[tuple[_Rows, ...], ...] = (
     ((1, 32, 0, 0), (4, 256, 0, 0), (16, 64, 0, 0), (16, 256, 0, 0)),
     ((0, 0, 1, 32), (0, 0, 1, 128), (0, 0, 1, 256), (0, 0, 8, 32)),
     ((1, 64, 1, 32), (4, 64, 1, 128)),
 )
+_ADAPTED = (((4, 64, 0, 0), (16, 64, 0, 0)), ((0, 0, 1, 32), (0, 0, 1, 128)))  # the same with an adapter
 _WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
 _LEAN_ROWS = 128  # of a window where memory is short
 _BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window beside them
@@ -165,9 +167,11 @@ class _Probe:
         features, result = Features.of(plan), self.run(plan)
         return features, result.seconds - result.reads.waited
 
-    def sequence(self, tokens: int, answered: int, first_page: int, room: int = 1) -> Sequence:
+    def sequence(
+        self, tokens: int, answered: int, first_page: int, room: int = 1, adapter: str | None = None
+    ) -> Sequence:
         """A sequence whose first tokens count as computed; pages from `first_page` on, for `room` more."""
-        request = Request("calibration", (0,) * (tokens - answered), SamplingParams(seed=0))
+        request = Request("calibration", (0,) * (tokens - answered), SamplingParams(seed=0), adapter)
         sequence = Sequence(next(_KEYS), request, output=[0] * answered)
         needed = -(-(tokens + room) // self.page_size)
         sequence.pages = list(range(first_page, first_page + needed))
@@ -212,14 +216,17 @@ def _next_tokens(answers: list[Sequence]) -> BasePlan:
     return plan
 
 
-def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
-    for decoding, context, prompts, tokens in chain.from_iterable(map(probe.some, _INFERENCE)):
+def _inference(
+    probe: _Probe, limit: int, steps: tuple[tuple[_Rows, ...], ...] = _INFERENCE, adapter: str | None = None
+) -> Iterator[Sample]:
+    for decoding, context, prompts, tokens in chain.from_iterable(map(probe.some, steps)):
         pages = -(-(max(context, tokens) + 1) // probe.page_size)
         batch = decoding + prompts
         if batch * pages * probe.page_size > limit or batch > probe.executor.spec.sequences:
             continue
-        rows = [(probe.sequence(context, 1, i * pages), context - 1, 1) for i in range(decoding)]
-        rows += [(probe.sequence(tokens, 0, i * pages), 0, tokens) for i in range(decoding, batch)]
+        sizes = [(context, 1)] * decoding + [(tokens, 0)] * prompts
+        asked = [probe.sequence(*size, i * pages, adapter=adapter) for i, size in enumerate(sizes)]
+        rows = [(one, one.length - 1, 1) if one.output else (one, 0, tokens) for one in asked]
         yield probe.timed(inference_plan(rows))
         probe.run(BasePlan(released=tuple(answer.key for answer, _, _ in rows)))
 
@@ -232,6 +239,8 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
         if rows > limit or (probe.lean and batch * rows > _LEAN_ROWS):
             continue
         with _micro_batch(probe, batch, rows) as micro_batch:
+            if (batch, rows) == _WINDOWS[0]:
+                yield from _inference(probe, limit, _ADAPTED, micro_batch.adapter)
             yield from _there_and_back(probe, micro_batch, batch * rows, half)
             yield probe.timed(BasePlan(updates=(OptimStep(_JOB, learning_rate=1e-30),)))
 

@@ -25,7 +25,10 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
     "decode_context": 1e-7,  # a cached token read by a decode row
     "forward_attention": 1e-8,  # a (row, earlier row) pair of a prefill or a kept window, whole depth
-    "adapters": 2e-4,  # a distinct adapter through the whole depth
+    "adapters": 2e-4,  # a distinct adapter of answers' rows through the whole depth
+    # A window through the whole depth, either way, beside its rows: what is kept of each layer, and the
+    # gradients of its bypasses.
+    "windows": 1e-3,
     "backward_layers": 2e-2,  # a way back over the whole depth: jobs at the same layer share it
     "backward_rows": 3e-4,  # a row back through the whole depth
     "backward_attention": 4e-8,  # a (row, earlier row) pair on the way back, whole depth
@@ -54,7 +57,7 @@ class Features:
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._back: tuple[int, ...] = ()  # bits of layers visited on each way back
         self._fills = 0  # passes over the whole depth that precede the step's own
-        self._adapters: dict[str, float] = {}  # the share of the depth that rows of each pass
+        self._adapters: set[str] = set()  # of answers
 
     @classmethod
     def of(cls, plan: BasePlan) -> Self:
@@ -160,8 +163,9 @@ class Features:
         elif rows:
             values["forward_attention"] += causal_pairs(start, rows)
             self._prompts = True
-        if adapter is not None:
-            self._add_adapter(adapter, 1.0)
+        if adapter is not None and adapter not in self._adapters:
+            self._adapters.add(adapter)
+            values["adapters"] += 1.0
 
     def add_fill(self, given: int, rows: int) -> None:
         """Adds a pass of `rows` virtual tokens, behind `given` ones whose keys and values are given."""
@@ -188,7 +192,7 @@ class Features:
             values["backward_layers"] += self._read_again(segment.job, span) / depth
             values["backward_rows"] += rows * part
             values["backward_attention"] += segment.pairs * part
-        self._add_adapter(segment.adapter, part)
+        values["windows"] += part
 
     def _read_again(self, job: str, span: Span) -> int:
         """Number of layers whose weights a further backward window of a job reads again: those that no window
@@ -206,14 +210,6 @@ class Features:
         """Adds an optimizer step."""
         self.trains = True
         self._values["updates"] += 1.0
-
-    def _add_adapter(self, key: str, part: float) -> None:
-        """Adds an adapter that rows pass for `part` of the depth; counted once for all rows of the same
-        one."""
-        known = self._adapters.get(key, 0.0)
-        if part > known:
-            self._adapters[key] = part
-            self._values["adapters"] += part - known
 
 
 class StepFeatures(dict[str, Features]):

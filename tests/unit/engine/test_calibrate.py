@@ -104,6 +104,19 @@ def test_without_time_the_smallest_steps_are_run_once(monkeypatch: pytest.Monkey
     assert all(features.counted() in kinds for features, _ in found.samples)
 
 
+def test_what_windows_cost_is_not_taken_for_what_adapters_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window takes 12 ms beside its rows, and an adapter of answers a tenth of a millisecond: planned with
+    more, answers would leave no time to training."""
+    engine = make_engine()
+    config, run = engine.config, engine.executor.run
+    parts = {"forward_layers": 2e-3, "adapters": 1e-4, "windows": 12e-3}
+    truth = CostModel(dict.fromkeys(NAMES, 1e-6) | parts)
+    monkeypatch.setattr(engine.executor, "run", lambda plan: replace(run(plan), seconds=truth.predict(plan)))
+    cost = CostModel()
+    cost.fit(measure(engine.executor, engine.base, config.page_size, config.pages, seconds=PATIENCE).samples)
+    assert {name: cost.weights[name] for name in parts} == pytest.approx(parts, rel=0.05)
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_what_is_measured_tells_what_a_pass_costs(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are those of a machine on which a pass takes 7 ms, 37 more where it is launched kernel by
@@ -127,5 +140,5 @@ def test_what_is_measured_tells_what_a_pass_costs(graphs: bool, monkeypatch: pyt
     cost.fit(found.samples)
     assert {name: cost.weights[name] for name in passes} == pytest.approx(passes, rel=0.02)
     kinds = [features.counted() for features, _ in found.samples]
-    prompts = [kind for kind in kinds if kind["mixed_layers"] and not kind["adapters"]]
+    prompts = [kind for kind in kinds if kind["mixed_layers"] and not kind["windows"]]
     assert len(prompts) == 2, "prompts beside decode rows, also where no adapter can train"

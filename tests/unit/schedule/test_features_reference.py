@@ -59,9 +59,8 @@ def counted(
     passes: list[Pass],
     graphs: bool,
 ) -> dict[str, float]:
-    """The features by visiting: passes over each layer, rows at it, adapters that they pass there."""
+    """The features by visiting: passes over each layer, and rows and windows at it."""
     found = dict.fromkeys(Features().counted(), 0.0) | {"step": 1.0}
-    adapters: dict[str, dict[str, int]] = {}  # by adapter and pass, its layers
     for given, rows in fills:
         if rows:
             for name in ("forward_layers", "prefill_layers"):
@@ -75,8 +74,6 @@ def counted(
             found["decode_context"] += one.context + 1
         else:
             found["forward_attention"] += sum(one.context + row + 1 for row in range(one.length))
-        if one.adapter is not None:
-            adapters.setdefault(one.adapter, {})["answers"] = DEPTH
     for rows, windows in passes:
         decodes, prompts = (any((one.length == 1) is is_one for one in rows) for is_one in (True, False))
         for layer in range(DEPTH):
@@ -103,9 +100,8 @@ def counted(
         if window.direction.is_tail:
             found["loss_rows"] += window.length
         else:
-            ways = adapters.setdefault(window.adapter, {})
-            ways[str(window.key)] = window.span.last - window.span.first
-    found["adapters"] = sum(max(ways.values()) / DEPTH for ways in adapters.values())
+            found["windows"] += (window.span.last - window.span.first) / DEPTH
+    found["adapters"] = len({one.adapter for one in inference if one.adapter is not None})
     return found
 
 

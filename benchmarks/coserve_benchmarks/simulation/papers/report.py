@@ -66,8 +66,8 @@ def times() -> WeightedTimes:
     weights = {
         "step": 0.0, "forward_layers": step, "forward_rows": row / 3, "window_rows": row / 3,
         "prefill_layers": 0.0, "tail_rows": 0.0, "decode_context": 0.0, "forward_attention": 0.0,
-        "adapters": 0.0, "backward_layers": 0.0, "backward_rows": 2 * row / 3, "backward_attention": 0.0,
-        "loss_rows": 0.0, "updates": 0.0,
+        "adapters": 0.0, "windows": 0.0, "backward_layers": 0.0, "backward_rows": 2 * row / 3,
+        "backward_attention": 0.0, "loss_rows": 0.0, "updates": 0.0,
     }  # fmt: skip
     return WeightedTimes(weights, _LAYERS)
 
