@@ -96,6 +96,19 @@ def test_windows_are_apart_where_that_is_cheaper_and_take_what_was_predicted(
     assert carried == [(32, layers, not graphs or layers == 2)] * (2 // layers)
 
 
+def test_hybrid_learns_that_pieces_are_cheaper_than_it_believed() -> None:
+    """The smallest piece takes an eighth of a second and is believed to take two, twice the quantum, beside
+    answers without bounds, of which there are always some."""
+    overrated = PASSES | {"window_rows": 1.0, "backward_rows": 2.0}
+    asks = {str(number): Ask(30 * number, 60) for number in range(12)}
+    it = world("hybrid", overrated, asks, quantum_with_inference=1.0, slowdown=None)
+    it.executor._seconds = CostModel(PASSES).predict
+    it.run(until=400)
+    trained = [place for place, plan in enumerate(it.executor.plans) if plan.training]
+    assert trained[0] == 64, "slack may add up meanwhile"
+    assert len(trained) > 3 and it.it.cost.first.weights["window_rows"] < 0.9
+
+
 def test_hybrid_obeys_the_smallest_bound_in_the_step() -> None:
     """A second request that bears no training at all: there is none until it has its answer."""
     asks = {"x": Ask(0, 4, SLO(between_tokens=9.0)), "y": Ask(0, 3, SLO(between_tokens=1.0))}

@@ -50,7 +50,7 @@ class Hybrid(Policy):
         """argmax f(c, s) <= SLO, and at most a quantum."""
         if not view.inference_seconds:
             return replace(self._undisturbed(view), minimum=INFINITE)
-        minimum = view.deferral if view.starving else 0.0
+        minimum = view.deferral if view.starving else self._least(view)
         if view.interruptible and view.is_patient and not view.cost.first.reads.layers:
             allowance = self._undisturbed(view)
             return replace(allowance, seconds=min(allowance.seconds, view.slack), minimum=minimum)
@@ -59,8 +59,12 @@ class Hybrid(Policy):
         if view.starving:
             return Allowance(seconds, rows, minimum)
         if self._windows == "interleaved":
-            return Allowance(seconds, rows, cut=False)
-        return Allowance(seconds, rows, coming=self._coming(view))
+            return Allowance(seconds, rows, minimum, cut=False)
+        return Allowance(seconds, rows, minimum, coming=self._coming(view))
+
+    def _least(self, view: View) -> float:
+        """Seconds that the smallest piece may take whatever the quantum."""
+        return view.slack if view.jobs[0].passed >= _STEPS else 0.0
 
     def _undisturbed(self, view: View) -> Allowance:
         """A quantum, where nobody minds how long the step takes but who arrives during it."""
