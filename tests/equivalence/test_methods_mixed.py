@@ -83,7 +83,11 @@ def test_gradients_of_parts_that_meet_at_the_same_linears(name: str, tmp_path: P
 def test_in_the_deterministic_mode_bits_are_the_same(tmp_path: Path) -> None:
     """Alone or among all others: log-probabilities, and trained weights. Qwen 3 has norms over heads."""
     config = EngineConfig(
-        deterministic=True, calibrate=False, cache_tokens=2048, page_size=4, scheduler={"slowdown": None, "quantum_with_inference": 9.0}
+        deterministic=True,
+        calibrate=False,
+        cache_tokens=2048,
+        page_size=4,
+        scheduler={"slowdown": None, "quantum_with_inference": 9.0},
     )
     oracles("qwen3", tmp_path)
     made = []
