@@ -1,10 +1,11 @@
 """All fine-tuning jobs of one engine, from admission to their end."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from coserve.adapters.bank import check_name
 from coserve.adapters.paging.stored import KnownVersion
@@ -12,27 +13,37 @@ from coserve.adapters.settings import left_untrained
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.job_status import JobStatus
-from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, StateSnapshot, reserved_positions
-from coserve.engine.job_steps import make_steps
+from coserve.engine.finetuning import FineTuning, Keeping, StateSnapshot
 from coserve.engine.rollouts import Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.engine.training_host import TrainingHost
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
-from coserve.executors.executor import (
-    FreshAdapter,
-    MarkState,
-    OpenSession,
-    ReadState,
-    RestartStep,
-)
+from coserve.executors.executor import MarkState, OpenSession, ReadState, RestartStep
+from coserve.model.base import Base
+from coserve.train.distilled import DistilledSteps
 from coserve.train.example import check_room
-from coserve.train.fitting import JobSize, rank_of
+from coserve.train.job import PreparedJob
 from coserve.train.needs import JobNeeds
-from coserve.train.objectives import Reinforcement
+from coserve.train.objectives import KTO, Distillation, Objective, Reinforcement, Supervised
+from coserve.train.preferences import LabelledSteps, PreferenceSteps
 from coserve.train.reinforced import ReinforcedSteps
 from coserve.train.save_policy import SavePolicy
 from coserve.train.state import TrainingState
 from coserve.train.steps import JobSteps, StepWork, count_steps
+from coserve.train.supervised import SupervisedSteps
+
+_STEPS: Final[Mapping[type[Objective], type[JobSteps]]] = {
+    Supervised: SupervisedSteps,
+    Reinforcement: ReinforcedSteps,
+    Distillation: DistilledSteps,
+    KTO: LabelledSteps,
+}
+
+
+def make_steps(prepared: PreparedJob, adapter: str, base: Base) -> JobSteps:
+    """Steps of a job, by its objective, that trains from the version `adapter`. Raises JobError where the
+    job's saved state is of another job."""
+    return _STEPS.get(type(prepared.objective), PreferenceSteps)(prepared, adapter, base)
 
 
 class Training:
@@ -54,15 +65,13 @@ class Training:
         self._sessions, self._rollouts = sessions, rollouts
         self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
-    def check(self, prepared: PreparedJob) -> tuple[JobSize, JobNeeds]:
-        """Returns a job's size and its needs. Raises AdapterError, ConfigError, DataError, or OutOfMemory
-        where the job would not fit even alone."""
+    def check(self, prepared: PreparedJob) -> JobNeeds:
+        """Returns a job's needs. Raises AdapterError, ConfigError, DataError, or OutOfMemory where the job
+        would not fit even alone."""
         with self._host.lock:
             prepared.check_objective(self._host.base.vocabulary)
-            size = self._size(prepared)
-            reserved = reserved_positions(size.adapter, prepared.reference, prepared.objective)
-            check_room(prepared.data.examples, self._host.base.max_positions, reserved)
-            return size, self.admission.check(prepared.job, size)
+            check_room(prepared.data.examples, self._host.base.max_positions, prepared.reserved)
+            return self.admission.check(prepared)
 
     def start(
         self,
@@ -76,14 +85,13 @@ class Training:
             check_name(prepared.adapter)
             self.refuse_while_trained(prepared.adapter)
             self.refuse_taken(prepared.job)
-            size, needs = self.check(prepared)
+            needs = self.check(prepared)
             steps = count_steps(prepared.units, prepared.config)
             handle = self.jobs[prepared.job] = FineTuning(prepared, steps, self, keeping)
-            is_new = prepared.start is None and prepared.resume is None
-            if is_new and (note := left_untrained(self._host.base, prepared.methods)):
+            if prepared.is_fresh and (note := left_untrained(self._host.base, prepared.methods)):
                 handle.notes.append(note)
             start = partial(self._start, handle, begun)
-            if self.admission.enter(prepared.job, size, needs, start):
+            if self.admission.enter(prepared.job, needs, start):
                 start()
                 if handle.error is not None:
                     raise handle.error
@@ -175,15 +183,6 @@ class Training:
 
     # Inside
 
-    def _size(self, prepared: PreparedJob) -> JobSize:
-        """The job's size; a fresh adapter is counted by its shapes."""
-        is_fresh, seed = prepared.start is None, prepared.config.seed
-        rank = rank_of(self._host.base, prepared.adapter, prepared.methods, seed) if is_fresh else None
-        first, lengths = prepared.first(self._host.base), prepared.lengths
-        return JobSize(
-            first, lengths, prepared.config, rank, answers=prepared.answers, reference=prepared.reference
-        )
-
     def _start(self, handle: FineTuning, begun: Callable[[], None]) -> None:
         """Opens the session of a job whose bytes are reserved, and begins it; fails it where that raises."""
         prepared = handle.prepared
@@ -194,7 +193,7 @@ class Training:
                 if isinstance(outcome, CoserveError):
                     raise outcome
                 self._steps[prepared.job] = steps
-                self._begin(prepared)
+                self._begin(steps)
             except BaseException as error:
                 self._fail(prepared.job, contained(error, f"job {prepared.job}", JobError))
             begun()
@@ -210,31 +209,17 @@ class Training:
         """The steps of a job, and the command that opens its session."""
         version = self._host.bank.next_version(prepared.adapter, self._host.base_id)
         steps = make_steps(prepared, f"{prepared.adapter}@{version}", self._host.base)
-        start = prepared.start
-        if start is not None:
-            for _, bypass in start.placed():
+        if not prepared.is_fresh:
+            for _, bypass in prepared.first.placed():
                 if bypass.note:
-                    warnings.warn(f"{start.name}: {bypass.note}", stacklevel=5)
-        fresh = FreshAdapter.of(prepared.methods, prepared.config.seed) if start is None else None
-        command = OpenSession(
-            prepared.job,
-            prepared.adapter,
-            version,
-            steps.session,
-            start,
-            fresh,
-            steps.identity,
-            prepared.resume,
-            prepared.reference,
-        )
-        return steps, command
+                    warnings.warn(f"{prepared.first.name}: {bypass.note}", stacklevel=5)
+        return steps, OpenSession.of(prepared, version, steps.session, steps.identity)
 
-    def _begin(self, prepared: PreparedJob) -> None:
-        job, objective, steps = prepared.job, prepared.objective, self._steps[prepared.job]
+    def _begin(self, steps: JobSteps) -> None:
+        job = steps.prepared.job
         self.jobs[job].begin()
-        if isinstance(objective, Reinforcement) and isinstance(steps, ReinforcedSteps):
-            ready = partial(self._answered, job)
-            self._rollouts.start(steps, objective, prepared.data.references, ready)
+        if isinstance(steps, ReinforcedSteps):
+            self._rollouts.start(steps, partial(self._answered, job))
         self._feed(job)
 
     def _answered(self, job: str) -> None:
@@ -265,7 +250,7 @@ class Training:
             return False
         work = steps.smaller_work(iter(self._host.scheduler.new_key, None))
         self._host.executor.call(RestartStep(event.job, steps.session))
-        self.admission.shrink(event.job, steps.config)
+        self.admission.shrink(steps.prepared)
         handle.has_shrunk = True
         handle.notes.append(
             f"{event.error}; step {steps.step + 1} runs again, and the job goes on, with "

@@ -196,9 +196,11 @@ def test_a_job_that_goes_on_with_less_frees_the_rest_and_never_asks_for_more(
 ) -> None:
     engine = make_engine(fixed + needed + own * 2 // 5)
     first, second = start(engine, "one"), start(engine, "two")
-    engine.training.admission.shrink("one", replace(SETTINGS, batch_size=8))
+    job = engine.training._steps["one"].prepared
+    engine.training.admission.shrink(replace(job, config=replace(SETTINGS, batch_size=8)))
     assert engine.memory.ledger.used == fixed + needed and second.status == "queued"
-    engine.training.admission.shrink("one", replace(SETTINGS, keep=SavePolicy.INPUTS, rows=64))
+    leaner = replace(SETTINGS, keep=SavePolicy.INPUTS, rows=64)
+    engine.training.admission.shrink(replace(job, config=leaner))
     assert second.status == "running" and first.is_under_way
 
 
