@@ -47,7 +47,7 @@ class TrainingRun:
             start = replace(resume.adapter, name=start.name, version=start.version)
         data = Prepared(tuple(examples), digest=digest)
         prepared = PreparedJob(job, start.name, data, (), config, start, resume=resume)
-        self.supervised = SupervisedSteps(prepared, start.key, base)
+        self.supervised = SupervisedSteps(prepared, base)
         self.steps, identity = self.supervised.steps, self.supervised.identity
         self.session = TrainingSession(
             base, loaded, job, start, self.supervised.session, arena, identity, resume, make_offload

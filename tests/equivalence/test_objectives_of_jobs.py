@@ -284,7 +284,7 @@ def test_the_reference_of_a_fresh_prompt_is_the_base_without_it() -> None:
     engine, pairs, model = engine_of(), make_pairs(2), tiny("llama", torch.float64)
     with Exact(), torch.no_grad():
         job = engine.finetune(pairs, "mine", PromptTuningConfig(tokens=3), objective="dpo")
-        steps = engine.training._steps[job.job]
+        steps = job.work
         assert isinstance(steps, PreferenceSteps)
         while not steps._reference:
             engine.step()

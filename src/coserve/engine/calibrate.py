@@ -244,7 +244,7 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     training, method = TrainingConfig(batch_size=batch), LoRAConfig(rank=1) if probe.lean else LoRAConfig()
     first = sketch_adapter(probe.base, _JOB, method, training.seed)
     job = PreparedJob(_JOB, _JOB, Prepared(examples), (method,), training, first, is_fresh=True)
-    steps = SupervisedSteps(job, f"{_JOB}@0", probe.base)
+    steps = SupervisedSteps(job, probe.base)
     executor.call(OpenSession.of(job, 0, steps.session))
     (micro_batch,) = steps.next_step(_KEYS)
     probe.run(BasePlan(micro_batches=announce_batches([micro_batch])))

@@ -8,8 +8,8 @@ from typing import Protocol
 from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.errors import ConfigError, CoserveError, OutOfMemory
-from coserve.train.job import PreparedJob
 from coserve.train.state import TrainingState
+from coserve.train.steps import JobSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +67,14 @@ class FineTuning:
     taken to mean.
     """
 
-    def __init__(
-        self, prepared: PreparedJob, steps: int, trainer: Trainer, keeping: Keeping | None = None
-    ) -> None:
-        self.job, self.adapter, self.steps = prepared.job, prepared.adapter, steps
+    def __init__(self, work: JobSteps, trainer: Trainer, keeping: Keeping | None = None) -> None:
+        prepared = work.prepared
+        self.job, self.adapter, self.steps = prepared.job, prepared.adapter, work.steps
         counts = prepared.data.counts
         self.truncated, self.skipped, self.dropped = counts.truncated, counts.skipped, counts.dropped
         self.ignored = prepared.data.ignored
         self.weight = prepared.config.weight  # share among jobs that train at the same time
-        self.prepared: PreparedJob | None = prepared  # while it is queued
+        self.work: JobSteps | None = work  # until it ends
         self.status = JobStatus.QUEUED
         self.notes: list[str] = []
         self.has_shrunk = False  # to leaner settings than asked for
@@ -149,7 +148,7 @@ class FineTuning:
     def end(self, status: JobStatus) -> None:
         """Marks the job as ended with `status`; no more states are passed on."""
         self._move(status)
-        self._keeping = None
+        self.work = self._keeping = None
 
     def fail(self, error: CoserveError) -> None:
         """Marks the job as failed with `error`."""
@@ -158,7 +157,7 @@ class FineTuning:
 
     def _move(self, status: JobStatus) -> None:
         assert self.status.may_become(status), f"job {self.job} is {self.status}: not {status} now"
-        self.status, self.prepared = status, None
+        self.status = status
 
     def _raise(self) -> None:
         if self.error is not None:

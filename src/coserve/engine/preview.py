@@ -142,7 +142,7 @@ def _seconds(engine: Engine, prepared: PreparedJob, scale: float) -> float | Non
     seconds = []
     for seed in range(_DRAWN_STEPS):
         drawn = replace(sample, config=replace(config, seed=seed))
-        work = make_steps(drawn, "preview", engine.base).next_work(count())
+        work = make_steps(drawn, engine.base).next_work(count())
         assert work is not None, "a job with examples has a step"
         seconds.append(engine.cost.predict_iteration(work.micro_batches))
     return fmean(seconds) * count_steps(round(prepared.units * scale), config)

@@ -127,7 +127,7 @@ class EngineRun:
         methods, base = settings_of(self._program.parts), engine.base
         first = sketch_adapter(base, _JOB, methods, config.seed)
         job = PreparedJob(_JOB, _JOB, Prepared(tuple(examples)), methods, config, first, is_fresh=True)
-        steps = SupervisedSteps(job, f"{_JOB}@0", base)
+        steps = SupervisedSteps(job, base)
         engine.executor.call(OpenSession.of(job, 0, steps.session))
         return steps
 

@@ -40,8 +40,8 @@ class _Prediction:
 class DistilledSteps(JobSteps):
     """Steps over examples. The teacher is the job's reference."""
 
-    def __init__(self, job: PreparedJob, adapter: str, base: Base) -> None:
-        super().__init__(job, adapter, base)
+    def __init__(self, job: PreparedJob, base: Base) -> None:
+        super().__init__(job, base)
         assert isinstance(job.objective, Distillation), "the objective of these steps"
         self._objective = job.objective
         self._predicted: dict[int, _Prediction] = {}  # by the example's index

@@ -31,8 +31,8 @@ Logprobs = Sequence[float]
 class PreferenceSteps(JobSteps):
     """Steps over pairs: example 2k is preferred to 2k + 1."""
 
-    def __init__(self, job: PreparedJob, adapter: str, base: Base) -> None:
-        super().__init__(job, adapter, base)
+    def __init__(self, job: PreparedJob, base: Base) -> None:
+        super().__init__(job, base)
         assert isinstance(job.objective, Preferences | KTO), "the objective of these steps"
         self._objective: Preferences | KTO = job.objective
         self._reference: dict[int, array[float]] = {}  # log-probabilities of examples, by their index
@@ -145,8 +145,8 @@ class LabelledSteps(PreferenceSteps):
     """Steps of KTO over answers: example 2k is the answer to be learned, and 2k + 1 its prompt with another
     answer. The data tell of each answer whether it is desirable, and so to become likelier."""
 
-    def __init__(self, job: PreparedJob, adapter: str, base: Base) -> None:
-        super().__init__(job, adapter, base)
+    def __init__(self, job: PreparedJob, base: Base) -> None:
+        super().__init__(job, base)
         assert isinstance(job.objective, KTO), "the objective of these steps"
         self._kto, self._desirable = job.objective, job.data.desirable
         self._kl: float | None = None  # the step's estimate of the divergence from the reference

@@ -68,8 +68,8 @@ def advantages_of(groups: Sequence[AnswerGroup], scale: ScaleRewards = "group") 
 class ReinforcedSteps(JobSteps):
     """Steps over prompts, which are examples without labels."""
 
-    def __init__(self, job: PreparedJob, adapter: str, base: Base) -> None:
-        super().__init__(job, adapter, base)
+    def __init__(self, job: PreparedJob, base: Base) -> None:
+        super().__init__(job, base)
         assert isinstance(job.objective, Reinforcement), "the objective of these steps"
         self.objective = job.objective
         self.sampled = self.step  # number of steps whose prompts have been handed out

@@ -36,9 +36,9 @@ class JobSteps(ABC):
     job's saved state is of another job.
     """
 
-    def __init__(self, job: PreparedJob, adapter: str, base: Base) -> None:
+    def __init__(self, job: PreparedJob, base: Base) -> None:
         config, resume = job.config, job.resume
-        self.prepared, self.adapter = replace(job, resume=None), adapter  # the state is the session's
+        self.prepared, self.adapter = job, job.first.key
         self.examples = job.data.examples
         self.steps = count_steps(job.units, config)
         self.step = self._resumed_from = 0 if resume is None else resume.step  # number of ended steps
@@ -59,6 +59,10 @@ class JobSteps(ABC):
         )
         self._batches = self._order()
         self._under_way: tuple[int, ...] = ()  # units of the step under way
+
+    def opened(self, version: str) -> None:
+        """Notes that the job's session is open with `version` of its adapter, and has its saved state."""
+        self.prepared, self.adapter = replace(self.prepared, resume=None), version
 
     def next_work(self, keys: Iterator[int]) -> StepWork | None:
         """The next work, with micro-batches keyed from `keys`; None when training is over, or while the job
