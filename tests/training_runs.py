@@ -17,9 +17,9 @@ from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.schedule.segments import batch_start, training_segment
 from coserve.train.config import TrainingConfig
-from coserve.train.example import Example
+from coserve.train.example import Example, Prepared
+from coserve.train.job import PreparedJob
 from coserve.train.optimizer_offload import MakeOffload
-from coserve.train.packing import Packing
 from coserve.train.session import TrainingSession
 from coserve.train.state import TrainingState
 from coserve.train.supervised import SupervisedSteps
@@ -45,11 +45,10 @@ class TrainingRun:
     ) -> None:
         if resume is not None:
             start = replace(resume.adapter, name=start.name, version=start.version)
-        packing, done = Packing.of(job, base, start.virtual), 0 if resume is None else resume.step
-        self.supervised = SupervisedSteps(start.key, examples, config, packing, digest, done)
+        data = Prepared(tuple(examples), digest=digest)
+        prepared = PreparedJob(job, start.name, data, (), config, start, resume=resume)
+        self.supervised = SupervisedSteps(prepared, base)
         self.steps, identity = self.supervised.steps, self.supervised.identity
-        if resume is not None:
-            identity.expect(resume.identity)
         self.session = TrainingSession(
             base, loaded, job, start, self.supervised.session, arena, identity, resume, make_offload
         )

@@ -17,12 +17,12 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.plan import Updated
-from coserve.engine.finetuning import PreparedJob
 from coserve.errors import AdapterNotFound, ConfigError, DataError
 from coserve.train import distilled
 from coserve.train.example import Example, Prepared, epochs
 from coserve.train.fresh import fresh_adapter
 from coserve.train.grading.graders import PythonGrader
+from coserve.train.job import PreparedJob
 from coserve.train.labelled import TokenAnswer
 from coserve.train.objectives import DPO, KTO, ORPO, Distillation, Reinforcement
 from coserve.train.pairs import TokenPair
@@ -284,7 +284,7 @@ def test_the_reference_of_a_fresh_prompt_is_the_base_without_it() -> None:
     engine, pairs, model = engine_of(), make_pairs(2), tiny("llama", torch.float64)
     with Exact(), torch.no_grad():
         job = engine.finetune(pairs, "mine", PromptTuningConfig(tokens=3), objective="dpo")
-        steps = engine.training._steps[job.job]
+        steps = job.work
         assert isinstance(steps, PreferenceSteps)
         while not steps._reference:
             engine.step()
@@ -405,7 +405,8 @@ def test_who_cannot_teach() -> None:
     engine, examples = engine_of(), make_examples(2)
     with pytest.raises(AdapterNotFound, match="nobody"):
         engine.finetune(examples, "mine", objective=Distillation("nobody"))
-    prepared = PreparedJob("j", "mine", Prepared(()), (), TrainingConfig(), objective=Distillation(top_k=64))
+    first, aim = AdapterVersion("mine", 0, ()), Distillation(top_k=64)
+    prepared = PreparedJob("j", "mine", Prepared(()), (), TrainingConfig(), first, objective=aim)
     with pytest.raises(ConfigError, match="top_k is 64, and the model has 32 tokens"):
         prepared.check_objective(32)
     long = PromptTuningConfig(tokens=engine.base.max_positions - 4)

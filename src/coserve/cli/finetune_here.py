@@ -129,8 +129,8 @@ def _prepared(
 ) -> "tuple[Prepared, TrainingConfig]":
     """The data of a job for an adapter with so many virtual tokens, and its settings."""
     from coserve.adapters.settings import convert
-    from coserve.engine.finetuning import answer_tokens
     from coserve.train.config import TrainingConfig
+    from coserve.train.job import answer_tokens
 
     options = _options(engine, asked, 1)
     reading = _reading(virtual + answer_tokens(objective))

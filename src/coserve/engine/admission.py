@@ -6,7 +6,7 @@ start in order of arrival, so small jobs cannot starve a large one.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from coserve.adapters.replace import expect_exact
@@ -18,8 +18,8 @@ from coserve.memory.ledger import Account, Bytes
 from coserve.memory.malloc import return_freed_memory
 from coserve.model.base import Base
 from coserve.schedule.config import SchedulerConfig
-from coserve.train.config import TrainingConfig
-from coserve.train.fitting import JobSize, settings_that_fit
+from coserve.train.fitting import settings_that_fit
+from coserve.train.job import PreparedJob
 from coserve.train.needs import JobNeeds, Steps, backward_bytes, replayed_bytes
 
 _BACKWARD: Final = "backward"  # ledger owner of the bytes of one backward pass
@@ -40,7 +40,7 @@ class JobLine:
 
     def of(self, name: str) -> "Admission | None":
         """The admission that a job or session of this name has entered and not left."""
-        return next((one for one in self.admissions if name in one._sizes), None)
+        return next((one for one in self.admissions if name in one._needs), None)
 
 
 class Admission:
@@ -63,8 +63,8 @@ class Admission:
         self._row_nbytes = replayed_bytes(base, 1)  # computed once, as it looks at every linear
         self._ledger = memory.ledger
         self.line, self._waiting = line, line.waiting
-        self._sizes: dict[str, JobSize] = {}  # of all jobs that have entered
-        self._needs: dict[str, JobNeeds] = {}  # of these, computed once: it takes most of a millisecond
+        # Of all jobs that have entered, computed once: it takes most of a millisecond.
+        self._needs: dict[str, JobNeeds] = {}
         line.admissions.append(self)
         self._left = 0  # jobs that have left since freed memory was returned
         self._reserved_rows = config.reserved_rows
@@ -81,29 +81,29 @@ class Admission:
         """Tells whether a job or session of this name, on any base, has entered and not left."""
         return self.line.of(name) is not None
 
-    def check(self, name: str, size: JobSize) -> JobNeeds:
+    def check(self, job: PreparedJob) -> JobNeeds:
         """A job's needs, for `enter`. Raises OutOfMemory, with settings that would fit, for a job that would
         not fit even alone, and AdapterError for one on an approximation."""
-        for adapter in (size.adapter, size.reference):
+        for adapter in (job.first, job.reference):
             if adapter is not None:
                 expect_exact(adapter)
-        needs, room = size.needs(self._base, self.steps), self._memory.job_room()
+        needs, room = job.needs(self._base, self.steps), self._memory.job_room()
         if needs.total <= room:
             return needs
-        found = settings_that_fit(self._base, size, self.steps, room)
+        found = settings_that_fit(self._base, job, self.steps, room)
         advice = f"it would fit with {', or '.join(found)}" if found else "no smaller setting would do"
         missing, budget = needs.total - room, self._ledger.budget
         raise OutOfMemory(
-            f"job {name} needs {show_size(needs.total)} ({show_sizes(needs.parts)}), {show_size(missing)} "
+            f"job {job.job} needs {show_size(needs.total)} ({show_sizes(needs.parts)}), {show_size(missing)} "
             f"more than a job can have of the {show_size(budget)} there are, of which others have "
             f"{show_sizes(self._memory.beside_jobs())}: engine.memory of "
             f"{show_size(budget + missing, up=True)} is enough; {advice}"
         )
 
-    def enter(self, name: str, size: JobSize, needs: JobNeeds, start: Callable[[], None]) -> bool:
+    def enter(self, name: str, needs: JobNeeds, start: Callable[[], None]) -> bool:
         """Reserves a job's bytes if they are free, and returns True. Otherwise the job waits, and `start` is
         called once the bytes are free."""
-        self._sizes[name], self._needs[name] = size, needs
+        self._needs[name] = needs
         if not self._waiting and self._take(name):
             return True
         self._waiting[name] = start
@@ -122,16 +122,15 @@ class Admission:
         holders = f"job {', '.join(running)} ends" if running else "an adapter is unloaded"
         return f"waits for {needed} of memory, {show_size(missing)} more than are free, until {holders}"
 
-    def shrink(self, name: str, config: TrainingConfig) -> None:
+    def shrink(self, job: PreparedJob) -> None:
         """Shrinks a job's reservation to that of leaner settings. Smaller micro-batches can add up to a few
         more rows. Where the bytes for these are missing, the reservation stays."""
+        name = job.job
         self._ledger.charge(job_owner(name), Account.ACTIVATIONS, 0)
-        before = self._sizes[name], self._needs[name]
-        smaller = replace(self._sizes[name], config=config)
-        self._sizes[name], self._needs[name] = smaller, smaller.needs(self._base, self.steps)
+        before, self._needs[name] = self._needs[name], job.needs(self._base, self.steps)
         wanted = self._wanted(name)
         if self._ledger.missing(wanted):
-            self._sizes[name], self._needs[name] = before
+            self._needs[name] = before
         else:
             self._reserve(wanted)
             self.advance()
@@ -139,7 +138,6 @@ class Admission:
     def leave(self, name: str) -> None:
         """Frees the bytes of a job that has ended or was cancelled, and starts jobs that wait."""
         self._waiting.pop(name, None)
-        self._sizes.pop(name, None)
         self._needs.pop(name, None)
         self._ledger.release(job_owner(name))
         self._set_backward()

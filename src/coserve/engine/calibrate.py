@@ -22,7 +22,6 @@ from coserve.executors.executor import (
     CloseSession,
     DropAdapters,
     Executor,
-    FreshAdapter,
     OpenSession,
     SkipReads,
 )
@@ -30,8 +29,9 @@ from coserve.model.base import Base
 from coserve.schedule.features import Features
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 from coserve.train.config import TrainingConfig
-from coserve.train.example import Example
-from coserve.train.packing import Packing
+from coserve.train.example import Example, Prepared
+from coserve.train.fresh import sketch_adapter
+from coserve.train.job import PreparedJob
 from coserve.train.supervised import SupervisedSteps
 
 Sample = tuple[Features, float]
@@ -249,10 +249,12 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
 def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     """The only micro-batch of a job's only step: `batch` examples of `rows` tokens."""
     executor = probe.executor
-    examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
+    examples = (Example(tokens=(0,) * rows, labels=(0,) * rows),) * batch
     training, method = TrainingConfig(batch_size=batch), LoRAConfig(rank=1) if probe.lean else LoRAConfig()
-    steps = SupervisedSteps(f"{_JOB}@0", examples, training, Packing.of(_JOB, probe.base))
-    executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=FreshAdapter.of((method,), 0)))
+    first = sketch_adapter(probe.base, _JOB, method, training.seed)
+    job = PreparedJob(_JOB, _JOB, Prepared(examples), (method,), training, first, is_fresh=True)
+    steps = SupervisedSteps(job, probe.base)
+    executor.call(OpenSession.of(job, 0, steps.session))
     (micro_batch,) = steps.next_step(_KEYS)
     probe.run(BasePlan(micro_batches=announce_batches([micro_batch])))
     yield micro_batch

@@ -26,7 +26,7 @@ from coserve.engine.base_memory import base_memory, scheduler_config
 from coserve.engine.calibrate import measure, measure_interference
 from coserve.engine.chain_changes import ChainChanges
 from coserve.engine.completion import Completion
-from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, reserved_positions
+from coserve.engine.finetuning import FineTuning, Keeping
 from coserve.engine.loop import StepLoop
 from coserve.engine.memory import DeviceBudget, EngineMemory
 from coserve.engine.openings import Openings
@@ -56,6 +56,7 @@ from coserve.text import Text
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared, check_tokens
 from coserve.train.fresh import sketch_adapter
+from coserve.train.job import PreparedJob, reserved_positions
 from coserve.train.lengths import check_lengths_of, limit_of
 from coserve.train.needs import Steps
 from coserve.train.objectives import Distillation, Objective, Supervised, objective_of
@@ -387,16 +388,18 @@ class Engine:
             reference = start if aim.has_reference else None
             if isinstance(aim, Distillation) and aim.teacher is not None:
                 reference = self.adapters.weights(aim.teacher)
+        if resume is not None:
+            start = resume.adapter
+        first = start or sketch_adapter(self.base, adapter, methods, training.seed)
         if isinstance(data, Prepared):
             prepared = data
         else:
-            first = start or sketch_adapter(self.base, adapter, methods, training.seed)
-            reserved = reserved_positions(first, reference, aim)
-            prepared = self.prepare(data, training, aim, Reading(reserved=reserved))
+            reading = Reading(reserved=reserved_positions(first, reference, aim))
+            prepared = self.prepare(data, training, aim, reading)
         with self.loop.lock:
             asked = PreparedJob(
-                job or f"job-{self._started + 1}", adapter, prepared, methods, training,
-                start if resume is None else resume.adapter, resume, aim, reference,
+                job or f"job-{self._started + 1}", adapter, prepared, methods, training, first,
+                start is None, resume, aim, reference,
             )  # fmt: skip
             return self.training.start(asked, keeping)
 
@@ -407,7 +410,6 @@ class Engine:
         training: TrainingConfig = TrainingConfig(),
         from_adapter: str | AdapterVersion | None = None,
         session: str | None = None,
-        sketch: AdapterVersion | None = None,
     ) -> TrainingClient:
         """Opens a training session for `adapter`, which its client drives: passes with losses of
         `train.losses`, optimizer steps, states.
@@ -417,13 +419,21 @@ class Engine:
         which memory is reserved. `session` is the session's name. Where bytes are missing it opens later, and
         its operations wait. Raises AdapterError, JobError, and OutOfMemory where it would never fit.
         """
+        methods = tuple(method) if isinstance(method, Sequence) else (method,)
         with self.loop.lock:
             start = self.adapters.weights(from_adapter) if isinstance(from_adapter, str) else from_adapter
-            methods = tuple(method) if isinstance(method, Sequence) else (method,)
             name = session or f"session-{sum(one.sessions.opened for one in self.bases) + 1}"
-            self.training.refuse_while_trained(adapter)
-            self.training.refuse_taken(name)
-            return self.sessions.open(name, adapter, methods, training, start, sketch)
+            first = start or sketch_adapter(self.base, adapter, methods, training.seed)
+            return self.open_session(
+                PreparedJob(name, adapter, Prepared(()), methods, training, first, start is None)
+            )
+
+    def open_session(self, prepared: PreparedJob) -> TrainingClient:
+        """Opens a training session, as `open_training` does. Raises what that does."""
+        with self.loop.lock:
+            self.training.refuse_while_trained(prepared.adapter)
+            self.training.refuse_taken(prepared.job)
+            return self.sessions.open(prepared)
 
     def prepare(
         self,

@@ -1,22 +1,15 @@
-"""A fine-tuning job's prepared inputs, and its caller's handle."""
+"""A fine-tuning job's handle."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.paging.stored import StoredVersion
 from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.errors import ConfigError, CoserveError, OutOfMemory
-from coserve.model.base import Base
-from coserve.train.checkpoint import Checkpoint
-from coserve.train.config import TrainingConfig
-from coserve.train.example import Prepared
-from coserve.train.fresh import sketch_adapter
-from coserve.train.objectives import SUPERVISED, Distillation, Objective, Reinforcement
 from coserve.train.state import TrainingState
+from coserve.train.steps import JobSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,75 +35,6 @@ class Keeping:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ConfigError(f"keeping.every must be at least 1 step, not {self.every}")
-
-
-def answer_tokens(objective: Objective) -> int:
-    """Most tokens of an answer that is sampled for training; 0 for objectives without such answers."""
-    return objective.max_tokens if isinstance(objective, Reinforcement) else 0
-
-
-def reserved_positions(first: AdapterVersion, reference: AdapterVersion | None, objective: Objective) -> int:
-    """Positions of the model that examples leave to virtual tokens, those of the adapter in training or of
-    what it is compared with, and to answers."""
-    beside = 0 if reference is None else reference.virtual.count
-    return max(first.virtual.count + answer_tokens(objective), beside)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedJob:
-    """A fine-tuning job with its data read.
-
-    `methods` are the settings of its adapter's methods. `start` is the version that training begins with,
-    None for a fresh one; `resume` is the state to resume from. `reference` is the adapter that an objective
-    compares with, or that teaches; None is the base alone.
-
-    A server's job may have `validation` data, scored once under the adapter `validation_reference` where the
-    objective has a reference (None is the base), and the `checkpoint` on disk that it resumes from.
-    """
-
-    job: str
-    adapter: str
-    data: Prepared
-    methods: tuple[object, ...]
-    config: TrainingConfig
-    start: AdapterVersion | None = None
-    resume: TrainingState | None = None
-    objective: Objective = SUPERVISED
-    reference: AdapterVersion | None = None
-    validation: Prepared | None = None
-    validation_reference: StoredVersion | None = None
-    checkpoint: Checkpoint | None = None
-
-    @property
-    def units(self) -> int:
-        """Number of examples, pairs or prompts."""
-        return len(self.data.examples) // self.objective.group
-
-    @property
-    def answers(self) -> int:
-        """Answers to each prompt; each is an example of its own."""
-        return self.objective.group_size if isinstance(self.objective, Reinforcement) else 1
-
-    @property
-    def lengths(self) -> list[int]:
-        """Rows of each unit, or of each answer to one."""
-        group, rows = self.objective.group, [len(example) for example in self.data.examples]
-        sampled = answer_tokens(self.objective)
-        return [sum(rows[i : i + group]) + sampled for i in range(0, len(rows), group)]
-
-    def check_objective(self, vocabulary: int) -> None:
-        """Raises ConfigError where a setting of the objective is invalid for a model of `vocabulary`
-        tokens."""
-        if isinstance(self.objective, Distillation) and self.objective.top_k > vocabulary:
-            raise ConfigError(
-                f"distillation.top_k is {self.objective.top_k}, and the model has {vocabulary} tokens"
-            )
-
-    def first(self, base: Base) -> AdapterVersion:
-        """The adapter that training begins with; a fresh one without values."""
-        if self.start is not None:
-            return self.start
-        return sketch_adapter(base, self.adapter, self.methods, self.config.seed)
 
 
 class Trainer(Protocol):
@@ -143,15 +67,14 @@ class FineTuning:
     taken to mean.
     """
 
-    def __init__(
-        self, prepared: PreparedJob, steps: int, trainer: Trainer, keeping: Keeping | None = None
-    ) -> None:
-        self.job, self.adapter, self.steps = prepared.job, prepared.adapter, steps
+    def __init__(self, work: JobSteps, trainer: Trainer, keeping: Keeping | None = None) -> None:
+        prepared = work.prepared
+        self.job, self.adapter, self.steps = prepared.job, prepared.adapter, work.steps
         counts = prepared.data.counts
         self.truncated, self.skipped, self.dropped = counts.truncated, counts.skipped, counts.dropped
         self.ignored = prepared.data.ignored
         self.weight = prepared.config.weight  # share among jobs that train at the same time
-        self.prepared: PreparedJob | None = prepared  # while it is queued
+        self.work: JobSteps | None = work  # until it ends
         self.status = JobStatus.QUEUED
         self.notes: list[str] = []
         self.has_shrunk = False  # to leaner settings than asked for
@@ -225,7 +148,7 @@ class FineTuning:
     def end(self, status: JobStatus) -> None:
         """Marks the job as ended with `status`; no more states are passed on."""
         self._move(status)
-        self._keeping = None
+        self.work = self._keeping = None
 
     def fail(self, error: CoserveError) -> None:
         """Marks the job as failed with `error`."""
@@ -234,7 +157,7 @@ class FineTuning:
 
     def _move(self, status: JobStatus) -> None:
         assert self.status.may_become(status), f"job {self.job} is {self.status}: not {status} now"
-        self.status, self.prepared = status, None
+        self.status = status
 
     def _raise(self) -> None:
         if self.error is not None:

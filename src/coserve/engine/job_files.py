@@ -1,6 +1,6 @@
 """Reads what a server's job or session names: settings, data, start, checkpoint, validation file."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -9,7 +9,6 @@ from coserve.adapters.bypass import exact_type
 from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import PreparedJob, answer_tokens, reserved_positions
 from coserve.engine.reading import Reading
 from coserve.engine.scoring import check_lengths
 from coserve.errors import AdapterError, DataError, ValidationDataError
@@ -18,6 +17,7 @@ from coserve.train.checkpoint import newest_checkpoint, read_checkpoint
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
 from coserve.train.fresh import sketch_adapter
+from coserve.train.job import PreparedJob, answer_tokens, reserved_positions
 from coserve.train.lengths import Names
 from coserve.train.objectives import objective_of
 from coserve.train.pruning.plan import foresee
@@ -67,7 +67,7 @@ def read_validation(
     ValidationDataError for those that are of another kind than the job learns from, or too long."""
     if spec.validation is None:
         return None
-    objective, virtual = prepared.objective, prepared.first(engine.base).virtual.count
+    objective, virtual = prepared.objective, prepared.first.virtual.count
     sampled = answer_tokens(objective)
     reading = Reading(most, name=spec.validation_name, names=API_NAMES, reserved=virtual + sampled)
     try:
@@ -89,47 +89,39 @@ def prepare_job(
     AdapterError, ConfigError and DataError."""
     config, methods = convert(spec.options, TrainingConfig, "options"), settings_of(spec.method)
     objective = objective_of(spec.objective, engine.config.grader_hosts)
-    if resume is None:
-        first, start = _first(engine, adapter, methods, config, spec.start_from)
-    else:
-        first = start = resume.adapter
+    first = resume.adapter if resume else _first(engine, adapter, methods, config, spec.start_from)
     compared = spec.start_from if objective.has_reference else spec.teacher
     reference = None if compared is None else _read_adapter(engine, adapter, compared)
     reserved = reserved_positions(first, reference, objective)
     reading = replace(reading, name=spec.data_name, names=API_NAMES, reserved=reserved)
     data = engine.prepare(Path(spec.data), config, objective, reading)
-    _foresee(engine, first, config, methods if start is None else None)
-    return PreparedJob(spec.job, adapter, data, methods, config, start, resume, objective, reference)
+    is_fresh = resume is None and spec.start_from is None
+    prepared = PreparedJob(
+        spec.job, adapter, data, methods, config, first, is_fresh, resume, objective, reference
+    )
+    _foresee(engine, prepared)
+    return prepared
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedSession:
-    """A training session's settings, and the adapter it starts from; of a fresh one (`start` is None) the
-    shapes alone, `sketch`."""
-
-    methods: tuple[object, ...]
-    config: TrainingConfig
-    start: AdapterVersion | None
-    sketch: AdapterVersion | None
-
-
-def prepare_session(engine: Engine, command: OpenTraining) -> PreparedSession:
+def prepare_session(engine: Engine, command: OpenTraining) -> PreparedJob:
     """Reads a session's settings and its start. Takes no lock: steps go on meanwhile. Raises AdapterError and
     ConfigError."""
     config, methods = convert(command.options, TrainingConfig, "options"), settings_of(command.method)
-    first, start = _first(engine, command.adapter, methods, config, command.start_from)
-    _foresee(engine, first, config, methods if start is None else None)
-    return PreparedSession(methods, config, start, first if start is None else None)
+    first = _first(engine, command.adapter, methods, config, command.start_from)
+    prepared = PreparedJob(
+        command.session, command.adapter, Prepared(()), methods, config, first, command.start_from is None
+    )
+    _foresee(engine, prepared)
+    return prepared
 
 
 def _first(
     engine: Engine, adapter: str, methods: tuple[object, ...], config: TrainingConfig, folder: str | None
-) -> tuple[AdapterVersion, AdapterVersion | None]:
-    """The adapter to train from, and the same if it was read from `folder`; a fresh one is shapes alone."""
+) -> AdapterVersion:
+    """The adapter to train from, read from `folder`; a fresh one is shapes alone."""
     if folder is None:
-        return sketch_adapter(engine.base, adapter, methods, config.seed), None
-    start = _read_adapter(engine, adapter, folder)
-    return start, start
+        return sketch_adapter(engine.base, adapter, methods, config.seed)
+    return _read_adapter(engine, adapter, folder)
 
 
 def _read_adapter(engine: Engine, name: str, folder: str) -> AdapterVersion:
@@ -139,14 +131,13 @@ def _read_adapter(engine: Engine, name: str, folder: str) -> AdapterVersion:
     return read_adapter(path, name, base, exact_type(base.dtype), base.device)
 
 
-def _foresee(
-    engine: Engine, first: AdapterVersion, training: TrainingConfig, fresh: tuple[object, ...] | None
-) -> None:
+def _foresee(engine: Engine, prepared: PreparedJob) -> None:
     """Traces which activations of a job will be stored: most of a second, once for each shape of layers.
-    `first` is the adapter it starts from; for a fresh one only its shapes, and `fresh` its methods. Takes no
-    lock: steps go on meanwhile."""
-    foresee(engine.base, first, training.keep)  # for byte estimates in this process
-    if fresh is None:
-        engine.executor.call(TraceLayers(training.keep, start=first))
+    Takes no lock: steps go on meanwhile."""
+    config = prepared.config
+    foresee(engine.base, prepared.first, config.keep)  # for byte estimates in this process
+    if prepared.is_fresh:
+        fresh = FreshAdapter.of(prepared.methods, config.seed)
+        engine.executor.call(TraceLayers(config.keep, fresh=fresh))
     else:
-        engine.executor.call(TraceLayers(training.keep, fresh=FreshAdapter.of(fresh, training.seed)))
+        engine.executor.call(TraceLayers(config.keep, start=prepared.first))

@@ -21,7 +21,7 @@ from coserve.core.job_status import JobStatus
 from coserve.engine.background import Background, Outcome
 from coserve.engine.best_checkpoint import BestCheckpoint
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, StateSnapshot
+from coserve.engine.finetuning import FineTuning, Keeping, StateSnapshot
 from coserve.engine.job_files import adapter_of, read_job, reference_of
 from coserve.engine.scoring import Scoring
 from coserve.engine.served_job import PendingCheckpoint, ServedJob, leave_unscored
@@ -29,6 +29,7 @@ from coserve.engine.validation import start_scoring
 from coserve.errors import ConfigError, CoserveError, JobError
 from coserve.schedule.training_queue import starved
 from coserve.train.checkpoint import Checkpoint, write_checkpoint
+from coserve.train.job import PreparedJob
 from coserve.train.objectives import Reinforcement
 from coserve.wire.messages import (
     Fault,
@@ -219,8 +220,8 @@ class Jobs:
         except CoserveError as error:
             self._end(job, JobStatus.FAILED, error)
             return
-        # The handle keeps these as long as they are needed.
-        job.prepared = replace(prepared, start=None, resume=None)
+        # The handle keeps the state as long as it is needed.
+        job.prepared = replace(prepared, resume=None)
         if job.handle.status == JobStatus.QUEUED:
             job.waits = True
             if job.handle.reason:  # else its session is being opened

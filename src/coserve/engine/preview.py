@@ -11,13 +11,13 @@ from typing import Final
 from msgspec import structs
 
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import PreparedJob, reserved_positions
 from coserve.engine.job_files import API_NAMES, prepare_job, read_validation
-from coserve.engine.job_steps import make_steps
 from coserve.engine.reading import Reading
+from coserve.engine.training import make_steps
 from coserve.errors import AdapterError, ConfigError, CoserveError, DataError
 from coserve.text import Text
 from coserve.train.example import IGNORED, Example
+from coserve.train.job import PreparedJob
 from coserve.train.lengths import check_lengths_of, limit_of
 from coserve.train.objectives import ORPO, Supervised
 from coserve.train.steps import count_steps
@@ -43,8 +43,8 @@ def read_preview(
     except (DataError, AdapterError, ConfigError) as error:
         return JobPreview(fault=Fault.of(error)), None
     data, config, counts = prepared.data, prepared.config, prepared.data.counts
-    reserved = reserved_positions(prepared.first(engine.base), prepared.reference, prepared.objective)
-    limit = limit_of(config.max_length, config.too_long, engine.base.max_positions, reserved, API_NAMES)
+    positions = engine.base.max_positions
+    limit = limit_of(config.max_length, config.too_long, positions, prepared.reserved, API_NAMES)
     fault = None
     try:
         check_lengths_of(data, limit)
@@ -85,7 +85,7 @@ def judge(engine: Engine, preview: JobPreview, longest: PreparedJob | None) -> J
     if longest is None:
         return preview
     try:
-        _, needs = engine.training.check(longest)
+        needs = engine.training.check(longest)
     except CoserveError as error:
         return structs.replace(preview, fault=preview.fault or Fault.of(error))
     return structs.replace(preview, memory=needs.total, memory_room=engine.memory.job_room())
@@ -142,7 +142,7 @@ def _seconds(engine: Engine, prepared: PreparedJob, scale: float) -> float | Non
     seconds = []
     for seed in range(_DRAWN_STEPS):
         drawn = replace(sample, config=replace(config, seed=seed))
-        work = make_steps(drawn, "preview", engine.base).next_work(count())
+        work = make_steps(drawn, engine.base).next_work(count())
         assert work is not None, "a job with examples has a step"
         seconds.append(engine.cost.predict_iteration(work.micro_batches))
     return fmean(seconds) * count_steps(round(prepared.units * scale), config)

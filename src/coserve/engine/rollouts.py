@@ -22,7 +22,6 @@ from coserve.engine.completion import Completion
 from coserve.errors import CoserveError, JobError
 from coserve.text import Text
 from coserve.train.grading.graders import Grader
-from coserve.train.objectives import Reinforcement
 from coserve.train.reinforced import AnswerGroup, ReinforcedSteps, SampledAnswer
 
 FLEX: Final = SLO(deferral=60.0)  # seconds, as a server's tier has by default
@@ -60,9 +59,6 @@ class _Sampling:
 @dataclass(slots=True, eq=False)
 class _Job:
     steps: ReinforcedSteps
-    objective: Reinforcement
-    references: Sequence[Mapping[str, Any]]
-    adapter: str
     aside: Aside
     ready: Callable[[], None]
     sampling: _Sampling | None = None
@@ -84,18 +80,10 @@ class Rollouts:
         self._most = max(1, max_running // _SHARE)
         self._jobs: dict[str, _Job] = {}
 
-    def start(
-        self,
-        steps: ReinforcedSteps,
-        objective: Reinforcement,
-        references: Sequence[Mapping[str, Any]],
-        ready: Callable[[], None],
-    ) -> None:
+    def start(self, steps: ReinforcedSteps, ready: Callable[[], None]) -> None:
         """Samples for a job from now on. `ready` is called when a step's answers are offered to
         `steps`."""
-        adapter = steps.adapter.rpartition("@")[0]
-        job = _Job(steps, objective, references, adapter, self.asides(), ready)
-        self._jobs[steps.job] = job
+        job = self._jobs[steps.prepared.job] = _Job(steps, self.asides(), ready)
         self._sample(job)
 
     def drop(self, name: str) -> None:
@@ -127,7 +115,7 @@ class Rollouts:
         return [JobFailed(name, error) for name, error in failed.items()]
 
     def _advance(self, job: _Job) -> None:
-        sampling, size = job.sampling, job.objective.group_size
+        sampling, size = job.sampling, job.steps.objective.group_size
         if sampling is None:
             self._sample(job)
             return
@@ -145,20 +133,20 @@ class Rollouts:
 
     def _sample(self, job: _Job) -> None:
         """Begins to sample the job's next step: at most one ahead of the one that trains."""
-        steps = job.steps
+        steps, objective = job.steps, job.steps.objective
         if steps.sampled > steps.step + _AHEAD or not (indices := steps.sample_next()):
             return
         number = steps.sampled - 1
-        size, waiting = job.objective.group_size, deque[tuple[int, tuple[int, ...], SamplingParams]]()
+        size, waiting = objective.group_size, deque[tuple[int, tuple[int, ...], SamplingParams]]()
         for place, index in enumerate(indices):
             for member in range(size):
                 params = SamplingParams(
-                    max_tokens=job.objective.max_tokens,
-                    temperature=job.objective.temperature,
+                    max_tokens=objective.max_tokens,
+                    temperature=objective.temperature,
                     seed=_seed(steps.config.seed, number, place, member),
                     logprobs=0,
                 )
-                waiting.append((place * size + member, steps.prompts[index].tokens, params))
+                waiting.append((place * size + member, steps.examples[index].tokens, params))
         job.sampling = _Sampling(indices, waiting)
         self._ask(job, job.sampling)
 
@@ -169,9 +157,10 @@ class Rollouts:
             if sampling.under_way and self._waits():
                 return
             number, prompt, params = sampling.waiting.popleft()
-            scope = f"{SCOPE}{job.steps.job}"  # no prefix in common with tenants' requests
+            prepared = job.steps.prepared
+            scope = f"{SCOPE}{prepared.job}"  # no prefix in common with tenants' requests
             sampling.under_way[number] = self._generate(
-                prompt, job.adapter, params, FLEX, text=False, scope=scope
+                prompt, prepared.adapter, params, FLEX, text=False, scope=scope
             )
             under_way += 1
 
@@ -180,11 +169,11 @@ class Rollouts:
         prompt = answers[0].sequence.request.prompt
         tokens = [tuple(answer.tokens) for answer in answers]
         logprobs = [tuple(token.chosen for token in answer.logprobs) for answer in answers]
-        reference = job.references[sampling.indices[group]]
-        work = partial(rewards_of, job.objective.grader, self._text, tokens, reference)
+        reference = job.steps.prepared.data.references[sampling.indices[group]]
+        work = partial(rewards_of, job.steps.objective.grader, self._text, tokens, reference)
 
         def graded(outcome: list[float] | CoserveError) -> None:
-            if self._jobs.get(job.steps.job) is not job:  # it has ended
+            if self._jobs.get(job.steps.prepared.job) is not job:  # it has ended
                 return
             if isinstance(outcome, CoserveError):
                 job.error = outcome

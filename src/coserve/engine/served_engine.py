@@ -18,7 +18,6 @@ from coserve.engine.background import Background, Outcome
 from coserve.engine.compiling import Compiling
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import PreparedJob
 from coserve.engine.job_files import read_beginning
 from coserve.engine.jobs import Jobs
 from coserve.engine.preview import judge, read_preview
@@ -35,6 +34,7 @@ from coserve.errors import (
     JobError,
     OutOfMemory,
 )
+from coserve.train.job import PreparedJob
 from coserve.wire.messages import (
     Acknowledge,
     AddAdapter,

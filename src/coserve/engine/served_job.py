@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from coserve.core.job_status import JobStatus
 from coserve.engine.best_checkpoint import BestCheckpoint
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import FineTuning, PreparedJob
+from coserve.engine.finetuning import FineTuning
 from coserve.engine.scoring import Scoring
 from coserve.train.checkpoint import Checkpoint
+from coserve.train.job import PreparedJob
 from coserve.wire.messages import JobEnded, JobSpec
 
 

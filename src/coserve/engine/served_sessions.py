@@ -14,10 +14,11 @@ from coserve.core.plan import Updated
 from coserve.core.training import PassOutput
 from coserve.engine.background import Background, Outcome
 from coserve.engine.engine import Engine
-from coserve.engine.job_files import PreparedSession, prepare_session
+from coserve.engine.job_files import prepare_session
 from coserve.engine.training_client import Operation, TrainingClient
 from coserve.errors import CoserveError, EngineLost, JobError
 from coserve.train.client_pass import ClientPass
+from coserve.train.job import PreparedJob
 from coserve.wire.messages import (
     CloseTraining,
     Fault,
@@ -101,14 +102,14 @@ class ServedSessions:
         return client
 
     def _opened(
-        self, engine: Engine, command: OpenTraining, server: int, outcome: Outcome[PreparedSession]
+        self, engine: Engine, command: OpenTraining, server: int, outcome: Outcome[PreparedJob]
     ) -> None:
         # An earlier session of this name may have been closed while it was being opened.
         enter = partial(self._enter, engine, command, server, outcome)
         engine.openings.when_left(command.session, enter)
 
     def _enter(
-        self, engine: Engine, command: OpenTraining, server: int, outcome: Outcome[PreparedSession]
+        self, engine: Engine, command: OpenTraining, server: int, outcome: Outcome[PreparedJob]
     ) -> None:
         if server != self._servers:
             return
@@ -119,14 +120,7 @@ class ServedSessions:
             del self._opening[command.session]
             if isinstance(outcome, CoserveError):
                 raise outcome
-            client = engine.open_training(
-                command.adapter,
-                outcome.methods,
-                outcome.config,
-                outcome.start,
-                command.session,
-                outcome.sketch,
-            )
+            client = engine.open_session(outcome)
         except CoserveError as error:
             self._tell(Reply(command.ref, Fault.of(error)))
             return

@@ -28,7 +28,6 @@ from coserve.engine.training_host import TrainingHost
 from coserve.errors import AdapterMismatch, CoserveError, JobError, OutOfMemory, RequestError
 from coserve.executors.executor import (
     FetchAdapter,
-    FreshAdapter,
     MarkState,
     OpenSession,
     ReadState,
@@ -37,8 +36,8 @@ from coserve.executors.executor import (
 from coserve.train.checkpoint import read_checkpoint, write_checkpoint, write_weights
 from coserve.train.client_pass import ClientPass, DataLimits
 from coserve.train.config import TrainingConfig
-from coserve.train.fitting import JobSize, rank_of
-from coserve.train.fresh import sketch_adapter
+from coserve.train.example import Prepared
+from coserve.train.job import PreparedJob
 from coserve.train.packing import Packing
 from coserve.train.save_policy import SavePolicy
 from coserve.train.session import SessionConfig
@@ -49,15 +48,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """A session on the host. `shapes` are those of the adapter's parameters. `passes` is the number of passes
-    since it opened, of which `accumulated` have added gradients since the last optimizer step. `saving` is
-    the number of its states that are being written: the next optimizer step waits for them, so that a client
-    that saves faster than the disk writes keeps one state in memory, and no engine's step copies it."""
+    """A session on the host, `prepared` until it is being opened. `shapes` are those of the adapter's
+    parameters. `passes` is the number of passes since it opened, of which `accumulated` have added gradients
+    since the last optimizer step. `saving` is the number of its states that are being written: the next
+    optimizer step waits for them, so that a client that saves faster than the disk writes keeps one state in
+    memory, and no engine's step copies it."""
 
     client: TrainingClient
-    methods: tuple[object, ...]
+    prepared: PreparedJob | None
     config: TrainingConfig
-    start: AdapterVersion | None
     packing: Packing
     limits: DataLimits
     shapes: Mapping[str, tuple[int, ...]]
@@ -89,40 +88,27 @@ class Sessions:
         self._host = host
         self._sessions: dict[str, _Session] = {}
 
-    def open(
-        self,
-        job: str,
-        adapter: str,
-        methods: tuple[object, ...],
-        config: TrainingConfig,
-        start: AdapterVersion | None = None,
-        sketch: AdapterVersion | None = None,
-    ) -> TrainingClient:
-        """Opens a session, or queues it until its bytes are free. Of `config` the rows, the save policy, the
-        weight and the seed count. `sketch` are the shapes of a fresh adapter where they are known. Raises
-        AdapterError, and OutOfMemory where it would not fit even alone. The caller holds the lock."""
-        check_name(adapter)
-        base = self._host.base
-        first = start or sketch or sketch_adapter(base, adapter, methods, config.seed)
-        virtual = first.virtual
-        rank = None if start is not None else rank_of(base, adapter, methods, config.seed)
-        size = JobSize(first, (), config, rank, is_session=True)
-        needs = self._host.admission.check(job, size)
-        client = TrainingClient(job, adapter, self)
+    def open(self, prepared: PreparedJob) -> TrainingClient:
+        """Opens a session, or queues it until its bytes are free. Of its settings the rows, the save policy,
+        the weight and the seed count. Raises AdapterError, and OutOfMemory where it would not fit even alone.
+        The caller holds the lock."""
+        check_name(prepared.adapter)
+        base, job, config, virtual = self._host.base, prepared.job, prepared.config, prepared.first.virtual
+        needs = self._host.admission.check(prepared)
+        client = TrainingClient(job, prepared.adapter, self)
         session = _Session(
             client,
-            methods,
+            prepared,
             config,
-            start,
             Packing.of(job, base, virtual),
             DataLimits(
                 base.vocabulary, base.max_positions, virtual.count, config.rows - virtual.prompt_count
             ),
-            {name: tuple(tensor.shape) for name, tensor in first.parameters().items()},
+            {name: tuple(tensor.shape) for name, tensor in prepared.first.parameters().items()},
         )
         self.opened += 1
         self.clients[job], self._sessions[job] = client, session
-        if self._host.admission.enter(job, size, needs, partial(self._start, session)):
+        if self._host.admission.enter(job, needs, partial(self._start, session)):
             self._start(session)
             if client.opened.error is not None:
                 raise client.opened.error
@@ -207,23 +193,15 @@ class Sessions:
 
     def _start(self, session: _Session) -> None:
         """Opens a session whose bytes are reserved; ends it where that fails."""
-        start = session.start
-        fresh = None if start is not None else FreshAdapter.of(session.methods, session.config.seed)
-        self._open(session, start, fresh, None, partial(self._started, session))
+        prepared, session.prepared = session.prepared, None  # the device has it then
+        assert prepared is not None, "a session that has not begun"
+        self._open(session, prepared, partial(self._started, session))
 
     def _started(self, session: _Session) -> None:
-        session.start = None  # the device has it
         session.client.opened.succeed(session.client.version)
         self._advance(session)
 
-    def _open(
-        self,
-        session: _Session,
-        start: AdapterVersion | None,
-        fresh: FreshAdapter | None,
-        resume: TrainingState | None,
-        then: Callable[[], None],
-    ) -> None:
+    def _open(self, session: _Session, prepared: PreparedJob, then: Callable[[], None]) -> None:
         """Opens the session on the device, with the next version of its adapter, and then calls `then`; ends
         the session where that fails."""
 
@@ -241,10 +219,7 @@ class Sessions:
         try:
             version = self._host.bank.next_version(client.adapter, self._host.base_id)
             identity = Identity("", session.config.seed, 0, 0)  # a session has no order of examples
-            config = session.device_config
-            command = OpenSession(
-                session.job, client.adapter, version, config, start, fresh, identity, resume
-            )
+            command = OpenSession.of(prepared, version, session.device_config, identity)
             self._host.openings.open(command, opened)
         except BaseException as error:
             self._end(session, contained(error, f"session {session.job}", JobError))
@@ -377,7 +352,6 @@ class Sessions:
             if isinstance(outcome, CoserveError):
                 raise outcome
             resume = outcome if isinstance(outcome, TrainingState) else None
-            start = outcome if isinstance(outcome, AdapterVersion) else None
             first = outcome if isinstance(outcome, AdapterVersion) else outcome.adapter
             shapes = {name: tuple(tensor.shape) for name, tensor in first.parameters().items()}
             if shapes != session.shapes:
@@ -386,15 +360,11 @@ class Sessions:
             operation.fail(error)
             self._go_on(session, operation)
         else:
-            self._reopen(session, operation, start, resume)
+            name, config = session.client.adapter, session.config
+            prepared = PreparedJob(session.job, name, Prepared(()), (), config, first, resume=resume)
+            self._reopen(session, operation, prepared)
 
-    def _reopen(
-        self,
-        session: _Session,
-        operation: Operation[str],
-        start: AdapterVersion | None,
-        resume: TrainingState | None,
-    ) -> None:
+    def _reopen(self, session: _Session, operation: Operation[str], prepared: PreparedJob) -> None:
         """Puts other weights into the session; ends it where that fails."""
 
         def reopened() -> None:
@@ -403,7 +373,7 @@ class Sessions:
 
         self._host.openings.close(session.job, lambda: None)  # it is open, so nothing of it is left
         session.is_open = False
-        self._open(session, start, None, resume, reopened)
+        self._open(session, prepared, reopened)
 
     def _go_on(self, session: _Session, operation: Operation[Any]) -> None:
         """Begins the operations behind one that has ended."""

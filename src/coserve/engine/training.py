@@ -1,10 +1,11 @@
 """All fine-tuning jobs of one engine, from admission to their end."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from coserve.adapters.bank import check_name
 from coserve.adapters.paging.stored import KnownVersion
@@ -12,27 +13,36 @@ from coserve.adapters.settings import left_untrained
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, PassDone, StepDone
 from coserve.core.job_status import JobStatus
-from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob, StateSnapshot, reserved_positions
-from coserve.engine.job_steps import make_steps
+from coserve.engine.finetuning import FineTuning, Keeping, StateSnapshot
 from coserve.engine.rollouts import Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.engine.training_host import TrainingHost
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
-from coserve.executors.executor import (
-    FreshAdapter,
-    MarkState,
-    OpenSession,
-    ReadState,
-    RestartStep,
-)
+from coserve.executors.executor import MarkState, OpenSession, ReadState, RestartStep
+from coserve.model.base import Base
+from coserve.train.distilled import DistilledSteps
 from coserve.train.example import check_room
-from coserve.train.fitting import JobSize, rank_of
+from coserve.train.job import PreparedJob
 from coserve.train.needs import JobNeeds
-from coserve.train.objectives import Reinforcement
+from coserve.train.objectives import KTO, Distillation, Objective, Reinforcement, Supervised
+from coserve.train.preferences import LabelledSteps, PreferenceSteps
 from coserve.train.reinforced import ReinforcedSteps
 from coserve.train.save_policy import SavePolicy
 from coserve.train.state import TrainingState
-from coserve.train.steps import JobSteps, StepWork, count_steps
+from coserve.train.steps import JobSteps, StepWork
+from coserve.train.supervised import SupervisedSteps
+
+_STEPS: Final[Mapping[type[Objective], type[JobSteps]]] = {
+    Supervised: SupervisedSteps,
+    Reinforcement: ReinforcedSteps,
+    Distillation: DistilledSteps,
+    KTO: LabelledSteps,
+}
+
+
+def make_steps(prepared: PreparedJob, base: Base) -> JobSteps:
+    """Steps of a job, by its objective. Raises JobError where the job's saved state is of another job."""
+    return _STEPS.get(type(prepared.objective), PreferenceSteps)(prepared, base)
 
 
 class Training:
@@ -52,17 +62,14 @@ class Training:
         self.started = 0  # number of jobs started since the start
         self.admission, self._host, self._save = host.admission, host, save
         self._sessions, self._rollouts = sessions, rollouts
-        self._steps: dict[str, JobSteps] = {}  # of jobs that train
 
-    def check(self, prepared: PreparedJob) -> tuple[JobSize, JobNeeds]:
-        """Returns a job's size and its needs. Raises AdapterError, ConfigError, DataError, or OutOfMemory
-        where the job would not fit even alone."""
+    def check(self, prepared: PreparedJob) -> JobNeeds:
+        """Returns a job's needs. Raises AdapterError, ConfigError, DataError, or OutOfMemory where the job
+        would not fit even alone."""
         with self._host.lock:
             prepared.check_objective(self._host.base.vocabulary)
-            size = self._size(prepared)
-            reserved = reserved_positions(size.adapter, prepared.reference, prepared.objective)
-            check_room(prepared.data.examples, self._host.base.max_positions, reserved)
-            return size, self.admission.check(prepared.job, size)
+            check_room(prepared.data.examples, self._host.base.max_positions, prepared.reserved)
+            return self.admission.check(prepared)
 
     def start(
         self,
@@ -76,14 +83,13 @@ class Training:
             check_name(prepared.adapter)
             self.refuse_while_trained(prepared.adapter)
             self.refuse_taken(prepared.job)
-            size, needs = self.check(prepared)
-            steps = count_steps(prepared.units, prepared.config)
-            handle = self.jobs[prepared.job] = FineTuning(prepared, steps, self, keeping)
-            is_new = prepared.start is None and prepared.resume is None
-            if is_new and (note := left_untrained(self._host.base, prepared.methods)):
+            needs = self.check(prepared)
+            work = make_steps(prepared, self._host.base)
+            handle = self.jobs[prepared.job] = FineTuning(work, self, keeping)
+            if prepared.is_fresh and (note := left_untrained(self._host.base, prepared.methods)):
                 handle.notes.append(note)
-            start = partial(self._start, handle, begun)
-            if self.admission.enter(prepared.job, size, needs, start):
+            start = partial(self._start, work, begun)
+            if self.admission.enter(prepared.job, needs, start):
                 start()
                 if handle.error is not None:
                     raise handle.error
@@ -95,9 +101,10 @@ class Training:
         with self._host.lock:
             if not weight > 0:
                 raise ConfigError(f"a job's weight must be positive, not {weight}")
-            if job not in self._steps:
+            handle = self.jobs.get(job)
+            if handle is None or handle.status is not JobStatus.RUNNING:
                 raise JobError(f"no job {job!r} is running")
-            self.jobs[job].weight = weight
+            handle.weight = weight
             self._host.scheduler.training.set_weight(job, weight)
 
     def refuse_while_trained(self, adapter: str) -> None:
@@ -114,17 +121,17 @@ class Training:
 
     def deliver(self, event: PassDone | StepDone | JobFailed) -> None:
         """Handles a step's event for a job."""
-        if (handle := self.jobs.get(event.job)) is None:
+        if (handle := self.jobs.get(event.job)) is None or (work := handle.work) is None:
             return
         try:
             if isinstance(event, PassDone):
-                self._steps[event.job].passed(event.outputs)
-                self._feed(event.job)
+                work.passed(event.outputs)
+                self._feed(work)
             elif isinstance(event, StepDone):
-                handle.take(self._steps[event.job].ended(event.updated))
+                handle.take(work.ended(event.updated))
                 if handle.is_under_way:  # a listener to the step may have ended the job
-                    self._feed(event.job)
-            elif not self._goes_on_smaller(event):
+                    self._feed(work)
+            elif not self._goes_on_smaller(event, handle, work):
                 self._fail(event.job, event.error)
         except BaseException as error:
             self._fail(event.job, contained(error, f"job {event.job}", JobError))
@@ -159,9 +166,10 @@ class Training:
         """See `Trainer`."""
         with self._host.lock:
             handle = self.jobs.get(job)
-            resumed = None if handle is None or handle.prepared is None else handle.prepared.resume
-            if (steps := self._steps.get(job)) is not None:
-                executor, loss = self._host.executor, steps.loss
+            if handle is None or handle.work is None:
+                raise JobError(f"job {job!r} has ended")
+            if handle.status is JobStatus.RUNNING:
+                executor, loss = self._host.executor, handle.work.loss
                 mark = executor.call(MarkState(job))
 
                 def read() -> TrainingState:
@@ -169,109 +177,78 @@ class Training:
                     return state if loss is None else replace(state, loss=loss)
 
                 return StateSnapshot(mark.step, read)
-            if resumed is not None:
+            if (resumed := handle.work.prepared.resume) is not None:
                 return StateSnapshot(resumed.step, lambda: resumed)
-            raise JobError(f"job {job!r} has {'ended' if handle is None else 'not begun'}")
+            raise JobError(f"job {job!r} has not begun")
 
     # Inside
 
-    def _size(self, prepared: PreparedJob) -> JobSize:
-        """The job's size; a fresh adapter is counted by its shapes."""
-        is_fresh, seed = prepared.start is None, prepared.config.seed
-        rank = rank_of(self._host.base, prepared.adapter, prepared.methods, seed) if is_fresh else None
-        first, lengths = prepared.first(self._host.base), prepared.lengths
-        return JobSize(
-            first, lengths, prepared.config, rank, answers=prepared.answers, reference=prepared.reference
-        )
-
-    def _start(self, handle: FineTuning, begun: Callable[[], None]) -> None:
+    def _start(self, work: JobSteps, begun: Callable[[], None]) -> None:
         """Opens the session of a job whose bytes are reserved, and begins it; fails it where that raises."""
-        prepared = handle.prepared
-        assert prepared is not None, "a job that is queued"
+        prepared = work.prepared
 
         def opened(outcome: KnownVersion | CoserveError) -> None:
             try:
                 if isinstance(outcome, CoserveError):
                     raise outcome
-                self._steps[prepared.job] = steps
-                self._begin(prepared)
+                work.opened(outcome.key)
+                self._begin(work)
             except BaseException as error:
                 self._fail(prepared.job, contained(error, f"job {prepared.job}", JobError))
             begun()
 
         try:
-            steps, command = self._opening(prepared)
+            if not prepared.is_fresh:
+                for _, bypass in prepared.first.placed():
+                    if bypass.note:
+                        warnings.warn(f"{prepared.first.name}: {bypass.note}", stacklevel=4)
+            version = self._host.bank.next_version(prepared.adapter, self._host.base_id)
+            command = OpenSession.of(prepared, version, work.session, work.identity)
             self._host.openings.open(command, opened)
         except BaseException as error:
             self._fail(prepared.job, contained(error, f"job {prepared.job}", JobError))
             begun()
 
-    def _opening(self, prepared: PreparedJob) -> tuple[JobSteps, OpenSession]:
-        """The steps of a job, and the command that opens its session."""
-        version = self._host.bank.next_version(prepared.adapter, self._host.base_id)
-        steps = make_steps(prepared, f"{prepared.adapter}@{version}", self._host.base)
-        start = prepared.start
-        if start is not None:
-            for _, bypass in start.placed():
-                if bypass.note:
-                    warnings.warn(f"{start.name}: {bypass.note}", stacklevel=5)
-        fresh = FreshAdapter.of(prepared.methods, prepared.config.seed) if start is None else None
-        command = OpenSession(
-            prepared.job,
-            prepared.adapter,
-            version,
-            steps.session,
-            start,
-            fresh,
-            steps.identity,
-            prepared.resume,
-            prepared.reference,
-        )
-        return steps, command
-
-    def _begin(self, prepared: PreparedJob) -> None:
-        job, objective, steps = prepared.job, prepared.objective, self._steps[prepared.job]
+    def _begin(self, work: JobSteps) -> None:
+        job = work.prepared.job
         self.jobs[job].begin()
-        if isinstance(objective, Reinforcement) and isinstance(steps, ReinforcedSteps):
-            ready = partial(self._answered, job)
-            self._rollouts.start(steps, objective, prepared.data.references, ready)
-        self._feed(job)
+        if isinstance(work, ReinforcedSteps):
+            self._rollouts.start(work, partial(self._answered, job))
+        self._feed(work)
 
     def _answered(self, job: str) -> None:
         """Continues a job whose next answers have been sampled, unless it still trains on earlier ones."""
         with self._host.lock:
-            steps = self._steps.get(job)
-            if steps is not None and not steps.is_under_way:
-                self._feed(job)
+            handle = self.jobs.get(job)
+            if handle is not None and handle.work is not None and not handle.work.is_under_way:
+                self._feed(handle.work)
 
-    def _feed(self, job: str) -> None:
+    def _feed(self, work: JobSteps) -> None:
         """Gives the scheduler the job's next work, or ends the job."""
-        steps = self._steps[job]
-        if (work := steps.next_work(iter(self._host.scheduler.new_key, None))) is not None:
-            self._add(job, work)
-        elif steps.is_over:
-            self.end(job, JobStatus.SUCCEEDED)
+        if (made := work.next_work(iter(self._host.scheduler.new_key, None))) is not None:
+            self._add(work.prepared.job, made)
+        elif work.is_over:
+            self.end(work.prepared.job, JobStatus.SUCCEEDED)
 
-    def _add(self, job: str, work: StepWork) -> None:
-        weight, is_pass = self.jobs[job].weight, work.update is None
+    def _add(self, job: str, made: StepWork) -> None:
+        weight, is_pass = self.jobs[job].weight, made.update is None
         self._host.scheduler.training.add(
-            job, work.micro_batches, weight, work.update, is_pass, self._host.base_id
+            job, made.micro_batches, weight, made.update, is_pass, self._host.base_id
         )
 
-    def _goes_on_smaller(self, event: JobFailed) -> bool:
+    def _goes_on_smaller(self, event: JobFailed, handle: FineTuning, work: JobSteps) -> bool:
         """Repeats the step of a job that ran out of memory with leaner settings, once; True if it does."""
-        steps, handle = self._steps[event.job], self.jobs[event.job]
-        if not isinstance(event.error, OutOfMemory) or handle.has_shrunk or not steps.is_under_way:
+        if not isinstance(event.error, OutOfMemory) or handle.has_shrunk or not work.is_under_way:
             return False
-        work = steps.smaller_work(iter(self._host.scheduler.new_key, None))
-        self._host.executor.call(RestartStep(event.job, steps.session))
-        self.admission.shrink(event.job, steps.config)
+        made = work.smaller_work(iter(self._host.scheduler.new_key, None))
+        self._host.executor.call(RestartStep(event.job, work.session))
+        self.admission.shrink(work.prepared)
         handle.has_shrunk = True
         handle.notes.append(
-            f"{event.error}; step {steps.step + 1} runs again, and the job goes on, with "
-            f"rows={steps.config.rows}, keep={SavePolicy.INPUTS.value}"
+            f"{event.error}; step {work.step + 1} runs again, and the job goes on, with "
+            f"rows={work.config.rows}, keep={SavePolicy.INPUTS.value}"
         )
-        self._add(event.job, work)
+        self._add(event.job, made)
         return True
 
     def _fail(self, job: str, error: CoserveError) -> None:
@@ -287,5 +264,4 @@ class Training:
         """Drops a job's handle and what is planned for it; its published version stays."""
         self._rollouts.drop(job)
         self._host.scheduler.training.remove(job)
-        self._steps.pop(job, None)
         self.jobs.pop(job, None)

@@ -8,11 +8,11 @@ from typing import Any, Final
 from coserve.core.request import SamplingParams
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import PreparedJob
 from coserve.engine.rollouts import FLEX, rewards_of
 from coserve.engine.scoring import Asked, LossScoring, PairScoring, Requests, Scoring, Validation
 from coserve.engine.served_job import ServedJob
 from coserve.errors import CoserveError
+from coserve.train.job import PreparedJob
 from coserve.train.objectives import DPO, KTO, ORPO, Reinforcement
 
 _ANSWERS_UNDER_WAY: Final = 4

@@ -19,6 +19,7 @@ from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.row_buckets import RowBuckets
 from coserve.memory.ledger import Account
 from coserve.streamed.planner import Streaming
+from coserve.train.job import PreparedJob
 from coserve.train.save_policy import SavePolicySetting
 from coserve.train.session import SessionConfig
 from coserve.train.state import Identity, TrainingState
@@ -151,6 +152,15 @@ class OpenSession(Command[Outline]):
     reference: AdapterVersion | None = None
     reply = Outline
     beside = True
+
+    @classmethod
+    def of(
+        cls, job: PreparedJob, version: int, config: SessionConfig, identity: Identity | None = None
+    ) -> "OpenSession":
+        """Of a job or a session that begins as `version` of its adapter."""
+        start = None if job.is_fresh or job.resume is not None else job.first
+        fresh = FreshAdapter.of(job.methods, job.config.seed) if job.is_fresh else None
+        return cls(job.job, job.adapter, version, config, start, fresh, identity, job.resume, job.reference)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,16 @@ from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.engine import Engine
 from coserve.errors import ConfigError, CoserveError, OutOfMemory
-from coserve.executors.executor import FreshAdapter, OpenSession, ReadMemory
+from coserve.executors.executor import OpenSession, ReadMemory
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.ledger import Account
 from coserve.plan.stages import Program, ProgramSize, Stage, nobody
 from coserve.plan.subject import Subject
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 from coserve.train.config import TrainingConfig
-from coserve.train.example import Example
+from coserve.train.example import Example, Prepared
 from coserve.train.fresh import sketch_adapter
-from coserve.train.packing import Packing
+from coserve.train.job import PreparedJob
 from coserve.train.save_policy import save_policy
 from coserve.train.supervised import SupervisedSteps
 
@@ -125,10 +125,10 @@ class EngineRun:
     def _start(self, engine: Engine) -> SupervisedSteps:
         examples, config = self.job()
         methods, base = settings_of(self._program.parts), engine.base
-        virtual = sketch_adapter(base, _JOB, methods, 0).virtual
-        steps = SupervisedSteps(f"{_JOB}@0", examples, config, Packing.of(_JOB, base, virtual))
-        fresh = FreshAdapter.of(methods, 0)
-        engine.executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=fresh))
+        first = sketch_adapter(base, _JOB, methods, config.seed)
+        job = PreparedJob(_JOB, _JOB, Prepared(tuple(examples)), methods, config, first, is_fresh=True)
+        steps = SupervisedSteps(job, base)
+        engine.executor.call(OpenSession.of(job, 0, steps.session))
         return steps
 
     def _pass(self, engine: Engine, micro_batch: MicroBatch, direction: Direction) -> None:

@@ -15,11 +15,11 @@ from typing import Final
 
 from coserve.core.plan import MicroBatchOutput, Updated
 from coserve.core.sequence import MicroBatch
-from coserve.train.config import TrainingConfig
-from coserve.train.example import IGNORED, Example
+from coserve.model.base import Base
+from coserve.train.example import IGNORED
+from coserve.train.job import PreparedJob
 from coserve.train.losses import distillation_spec
 from coserve.train.objectives import Distillation
-from coserve.train.packing import Packing
 from coserve.train.steps import JobSteps, StepWork
 
 _MOST_KEPT: Final = 1 << 26  # bytes of what the teacher predicts: 350,000 labels with 16 tokens each
@@ -38,22 +38,12 @@ class _Prediction:
 
 
 class DistilledSteps(JobSteps):
-    """Steps over examples. `teacher` packs micro-batches for the teacher, which may have other virtual tokens
-    than the adapter in training."""
+    """Steps over examples. The teacher is the job's reference."""
 
-    def __init__(
-        self,
-        objective: Distillation,
-        adapter: str,
-        examples: Sequence[Example],
-        config: TrainingConfig,
-        packing: Packing,
-        teacher: Packing,
-        digest: str = "",
-        resumed_from: int = 0,
-    ) -> None:
-        super().__init__(adapter, [len(e) for e in examples], config, packing, digest, resumed_from)
-        self.examples, self._objective, self._teacher_packing = examples, objective, teacher
+    def __init__(self, job: PreparedJob, base: Base) -> None:
+        super().__init__(job, base)
+        assert isinstance(job.objective, Distillation), "the objective of these steps"
+        self._objective = job.objective
         self._predicted: dict[int, _Prediction] = {}  # by the example's index
         self._nbytes = 0  # of these
         self._teaching: dict[int, list[int]] = {}  # examples of each micro-batch of the teacher's, by its key
@@ -96,7 +86,7 @@ class DistilledSteps(JobSteps):
         return self._work(keys)
 
     def _teacher_pass(self, indices: Sequence[int], keys: Iterator[int]) -> list[MicroBatch]:
-        made, packing = [], self._teacher_packing
+        made, packing = [], self._reference_packing
         self._teaching = {}
         for places in packing.pack([len(self.examples[i]) for i in indices], self.config.rows):
             chosen = [indices[place] for place in places]
@@ -143,4 +133,4 @@ class DistilledSteps(JobSteps):
     def _most_rows(self) -> int:
         """See `JobSteps`; the teacher's prompts may have more rows."""
         own = super()._most_rows
-        return own + max(self._teacher_packing.prompt - self._packing.prompt, 0)
+        return own + max(self._reference_packing.prompt - self._packing.prompt, 0)

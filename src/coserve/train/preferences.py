@@ -16,11 +16,11 @@ from typing import Final
 
 from coserve.core.plan import MicroBatchOutput, Updated
 from coserve.core.training import Datum, PassOutput
+from coserve.model.base import Base
 from coserve.train.client_pass import ClientPass, DataLimits
-from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example
+from coserve.train.job import PreparedJob
 from coserve.train.objectives import KTO, ORPO, Preferences
-from coserve.train.packing import Packing
 from coserve.train.steps import JobSteps, StepWork
 
 # The job's data were checked when they were read.
@@ -29,23 +29,12 @@ Logprobs = Sequence[float]
 
 
 class PreferenceSteps(JobSteps):
-    """Steps over pairs: example 2k is preferred to 2k + 1. `reference` packs micro-batches for the reference,
-    which may have other virtual tokens than the adapter in training."""
+    """Steps over pairs: example 2k is preferred to 2k + 1."""
 
-    def __init__(
-        self,
-        objective: Preferences | KTO,
-        adapter: str,
-        examples: Sequence[Example],
-        config: TrainingConfig,
-        packing: Packing,
-        reference: Packing,
-        digest: str = "",
-        resumed_from: int = 0,
-    ) -> None:
-        lengths = [len(one) + len(other) for one, other in zip(examples[::2], examples[1::2], strict=True)]
-        super().__init__(adapter, lengths, config, packing, digest, resumed_from)
-        self.examples, self._objective, self._reference_packing = examples, objective, reference
+    def __init__(self, job: PreparedJob, base: Base) -> None:
+        super().__init__(job, base)
+        assert isinstance(job.objective, Preferences | KTO), "the objective of these steps"
+        self._objective: Preferences | KTO = job.objective
         self._reference: dict[int, array[float]] = {}  # log-probabilities of examples, by their index
         self._pass: ClientPass | None = None  # under way
         self._scores: tuple[Logprobs, ...] | None = None  # of the learned examples, once they have passed
@@ -154,22 +143,12 @@ class PreferenceSteps(JobSteps):
 
 class LabelledSteps(PreferenceSteps):
     """Steps of KTO over answers: example 2k is the answer to be learned, and 2k + 1 its prompt with another
-    answer. `desirable` tells of each answer whether it is to become likelier."""
+    answer. The data tell of each answer whether it is desirable, and so to become likelier."""
 
-    def __init__(
-        self,
-        objective: KTO,
-        adapter: str,
-        examples: Sequence[Example],
-        desirable: Sequence[bool],
-        config: TrainingConfig,
-        packing: Packing,
-        reference: Packing,
-        digest: str = "",
-        resumed_from: int = 0,
-    ) -> None:
-        super().__init__(objective, adapter, examples, config, packing, reference, digest, resumed_from)
-        self._kto, self._desirable = objective, desirable
+    def __init__(self, job: PreparedJob, base: Base) -> None:
+        super().__init__(job, base)
+        assert isinstance(job.objective, KTO), "the objective of these steps"
+        self._kto, self._desirable = job.objective, job.data.desirable
         self._kl: float | None = None  # the step's estimate of the divergence from the reference
 
     def ended(self, updated: Updated) -> Updated:

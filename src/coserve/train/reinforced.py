@@ -14,11 +14,11 @@ from typing import Final
 
 from coserve.core.plan import MicroBatchOutput, Updated
 from coserve.core.training import Datum
+from coserve.model.base import Base
 from coserve.train.client_pass import ClientPass, DataLimits
-from coserve.train.config import TrainingConfig
-from coserve.train.example import IGNORED, Example, epochs
+from coserve.train.example import IGNORED
+from coserve.train.job import PreparedJob
 from coserve.train.objectives import Reinforcement, ScaleRewards
-from coserve.train.packing import Packing
 from coserve.train.steps import JobSteps, StepWork
 
 _UNLIMITED: Final = DataLimits(sys.maxsize, sys.maxsize, 0, sys.maxsize)  # prompts were checked when read
@@ -68,24 +68,12 @@ def advantages_of(groups: Sequence[AnswerGroup], scale: ScaleRewards = "group") 
 class ReinforcedSteps(JobSteps):
     """Steps over prompts, which are examples without labels."""
 
-    def __init__(
-        self,
-        objective: Reinforcement,
-        adapter: str,
-        prompts: Sequence[Example],
-        config: TrainingConfig,
-        packing: Packing,
-        digest: str = "",
-        resumed_from: int = 0,
-    ) -> None:
-        lengths = [len(prompt) + objective.max_tokens for prompt in prompts]
-        super().__init__(adapter, lengths, config, packing, digest, resumed_from)
-        self.prompts = prompts
-        self.sampled = resumed_from  # number of steps whose prompts have been handed out
-        self._objective = objective
-        self._to_sample = epochs(
-            len(prompts), config.batch_size, config.epochs, config.seed, start=resumed_from
-        )
+    def __init__(self, job: PreparedJob, base: Base) -> None:
+        super().__init__(job, base)
+        assert isinstance(job.objective, Reinforcement), "the objective of these steps"
+        self.objective = job.objective
+        self.sampled = self.step  # number of steps whose prompts have been handed out
+        self._to_sample = self._order()
         self._offered: deque[list[AnswerGroup]] = deque()
         self._groups: list[AnswerGroup] = []  # of the step under way
         self._pass: ClientPass | None = None
@@ -127,7 +115,7 @@ class ReinforcedSteps(JobSteps):
         if self._loss is not None:
             return StepWork((), self.optim_step)
         self._passes += 1
-        (loss, settings), seed = self._objective.loss, self.config.seed
+        (loss, settings), seed = self.objective.loss, self.config.seed
         self._pass = ClientPass(self._data(), loss, settings, True, _UNLIMITED)
         made = self._pass.micro_batches(
             self._packing, self.adapter, self.config.rows, keys, self._passes, seed
@@ -148,14 +136,14 @@ class ReinforcedSteps(JobSteps):
         count = sum(len(group.answers) for group in self._groups)
         data = []
         for group, advantages in zip(
-            self._groups, advantages_of(self._groups, self._objective.scale_rewards), strict=True
+            self._groups, advantages_of(self._groups, self.objective.scale_rewards), strict=True
         ):
             for answer, advantage in zip(group.answers, advantages, strict=True):
-                match self._objective.loss_type:
+                match self.objective.loss_type:
                     case "grpo":
                         factor = self._tokens / (count * max(len(answer.tokens), 1))
                     case "dr_grpo":
-                        factor = self._tokens / (count * self._objective.max_tokens)
+                        factor = self._tokens / (count * self.objective.max_tokens)
                     case _:
                         factor = 1.0
                 if advantage:
@@ -181,7 +169,7 @@ class ReinforcedSteps(JobSteps):
     @property
     def _most_rows(self) -> int:
         config, prompt = self.config, self._packing.prompt
-        lengths, size = sorted(self._lengths, reverse=True), self._objective.group_size
+        lengths, size = sorted(self._lengths, reverse=True), self.objective.group_size
         step, longest = size * sum(lengths[: config.batch_size]), max(lengths, default=1)
         return self._packing.buckets.pad_rows(min(max(config.rows, longest + prompt), step + prompt))
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from coserve.core.plan import AdamW, MicroBatchOutput, OptimStep, Updated
 from coserve.core.sequence import MicroBatch
+from coserve.model.base import Base
 from coserve.train.config import TrainingConfig
 from coserve.train.example import epochs, steps_per_epoch
+from coserve.train.job import PreparedJob
 from coserve.train.packing import Packing
 from coserve.train.rates import LearningRate
 from coserve.train.save_policy import SavePolicy
@@ -28,26 +30,26 @@ class StepWork:
 class JobSteps(ABC):
     """Cuts a job's units (examples, pairs, prompts) into optimizer steps, and those into work.
 
-    The units of step n depend on `config` and n alone, so a job continues after `resumed_from` steps exactly
-    as an uninterrupted one. `adapter` is the version to train from. `digest` is that of the data, and may be
-    empty if the job is never resumed. `lengths` are the units' rows, with the answers that a unit may get.
+    The units of step n depend on the job and n alone, so a job that resumes goes on exactly as one that was
+    not interrupted. `adapter` is the version to train from. Micro-batches for reference are packed for the
+    reference, which may have other virtual tokens than the adapter in training. Raises JobError where the
+    job's saved state is of another job.
     """
 
-    def __init__(
-        self,
-        adapter: str,
-        lengths: Sequence[int],
-        config: TrainingConfig,
-        packing: Packing,
-        digest: str = "",
-        resumed_from: int = 0,
-    ) -> None:
-        self.job, self.adapter, self.config = packing.job, adapter, config
-        self.steps = count_steps(len(lengths), config)
-        self.step = resumed_from  # number of ended steps
+    def __init__(self, job: PreparedJob, base: Base) -> None:
+        config, resume = job.config, job.resume
+        self.prepared, self.adapter = job, job.first.key
+        self.examples = job.data.examples
+        self.steps = count_steps(job.units, config)
+        self.step = self._resumed_from = 0 if resume is None else resume.step  # number of ended steps
         self.loss: float | None = None  # of the last step, where it is not the session's mean over labels
-        self.identity = Identity(digest, config.seed, config.batch_size, config.epochs)
-        self._lengths, self._packing = lengths, packing
+        self.identity = Identity(job.data.digest, config.seed, config.batch_size, config.epochs)
+        if resume is not None:
+            self.identity.expect(resume.identity)
+        self._lengths = job.lengths  # rows of units, with the answers that each may get
+        self._packing = Packing.of(job.job, base, job.first.virtual)
+        reference = None if job.reference is None else job.reference.virtual
+        self._reference_packing = Packing.of(job.job, base, reference)
         self._rate = LearningRate(
             peak=config.learning_rate,
             schedule=config.schedule,
@@ -55,10 +57,12 @@ class JobSteps(ABC):
             warmup_ratio=0.0 if config.warmup_steps else config.warmup_ratio,
             total_steps=self.steps,
         )
-        self._batches = epochs(
-            len(lengths), config.batch_size, config.epochs, config.seed, start=resumed_from
-        )
+        self._batches = self._order()
         self._under_way: tuple[int, ...] = ()  # units of the step under way
+
+    def opened(self, version: str) -> None:
+        """Notes that the job's session is open with `version` of its adapter, and has its saved state."""
+        self.prepared, self.adapter = replace(self.prepared, resume=None), version
 
     def next_work(self, keys: Iterator[int]) -> StepWork | None:
         """The next work, with micro-batches keyed from `keys`; None when training is over, or while the job
@@ -73,7 +77,8 @@ class JobSteps(ABC):
         """Restarts the step under way with the same units. From now on micro-batches have half the rows, and
         keep layer inputs alone."""
         assert self._under_way, "no step is under way"
-        self.config = replace(self.config, rows=max(1, self.config.rows // 2), keep=SavePolicy.INPUTS)
+        config = replace(self.config, rows=max(1, self.config.rows // 2), keep=SavePolicy.INPUTS)
+        self.prepared = replace(self.prepared, config=config)
         return self._restarted(keys)
 
     def passed(self, outputs: Mapping[int, MicroBatchOutput]) -> None:
@@ -86,6 +91,11 @@ class JobSteps(ABC):
         self.adapter = updated.version
         self._under_way = ()
         return updated
+
+    @property
+    def config(self) -> TrainingConfig:
+        """The job's settings, at present."""
+        return self.prepared.config
 
     @property
     def is_over(self) -> bool:
@@ -102,7 +112,7 @@ class JobSteps(ABC):
         """The optimizer step that ends the step under way."""
         config = self.config
         optimizer = AdamW(config.betas, config.epsilon, config.weight_decay)
-        return OptimStep(self.job, self._rate.at(self.step), config.max_grad_norm, optimizer)
+        return OptimStep(self.prepared.job, self._rate.at(self.step), config.max_grad_norm, optimizer)
 
     @property
     def session(self) -> SessionConfig:
@@ -116,6 +126,13 @@ class JobSteps(ABC):
         lengths = sorted(self._lengths, reverse=True)
         step, longest = sum(lengths[: config.batch_size]), max(lengths, default=1)
         return self._packing.buckets.pad_rows(min(max(config.rows, longest + prompt), step + prompt))
+
+    def _order(self) -> Iterator[tuple[int, ...]]:
+        """Units of each step still to come."""
+        config = self.config
+        return epochs(
+            self.prepared.units, config.batch_size, config.epochs, config.seed, start=self._resumed_from
+        )
 
     @abstractmethod
     def _work(self, keys: Iterator[int]) -> StepWork | None:

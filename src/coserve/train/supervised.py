@@ -1,28 +1,13 @@
 """Supervised fine-tuning as a client of a training session: examples in optimizer steps. No tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from coserve.core.sequence import MicroBatch
-from coserve.train.config import TrainingConfig
-from coserve.train.example import Example
-from coserve.train.packing import Packing
 from coserve.train.steps import JobSteps, StepWork
 
 
 class SupervisedSteps(JobSteps):
-    """Steps of cross-entropy over the labels of `examples`: each is one work, with its optimizer step."""
-
-    def __init__(
-        self,
-        adapter: str,
-        examples: Sequence[Example],
-        config: TrainingConfig,
-        packing: Packing,
-        digest: str = "",
-        resumed_from: int = 0,
-    ) -> None:
-        super().__init__(adapter, [len(e) for e in examples], config, packing, digest, resumed_from)
-        self.examples = examples
+    """Steps of cross-entropy over the labels of examples: each is one work, with its optimizer step."""
 
     def next_step(self, keys: Iterator[int]) -> list[MicroBatch]:
         """The micro-batches of the next optimizer step, keyed from `keys`; none when training is over."""

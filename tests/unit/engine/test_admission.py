@@ -128,6 +128,20 @@ def test_a_job_that_waits_can_be_given_up(fixed: int, needed: int) -> None:
     assert "two" not in engine.adapters.bank.names and not engine.has_work
 
 
+def test_a_state_of_another_job_is_refused_at_once_where_it_would_wait(fixed: int, needed: int) -> None:
+    engine = make_engine(fixed + needed)
+    state = start(engine, "one").pause()
+    engine.adapters.unload("one")
+    first = start(engine, "first")
+    with pytest.raises(JobError, match="another seed: 0, not 1"):
+        engine.finetune(DATA, "one", LORA, replace(SETTINGS, seed=1), job="one", resume=state)
+    again = engine.finetune(DATA, "one", LORA, SETTINGS, job="one", resume=state)
+    assert (first.status, again.status) == ("running", "queued")
+    first.cancel()
+    engine.adapters.unload("first")
+    assert again.result().status == "succeeded"
+
+
 def test_what_nobody_will_free_is_not_waited_for(fixed: int, needed: int) -> None:
     """Loaded adapters stay until somebody unloads them."""
     engine = make_engine(fixed + needed)
@@ -196,9 +210,12 @@ def test_a_job_that_goes_on_with_less_frees_the_rest_and_never_asks_for_more(
 ) -> None:
     engine = make_engine(fixed + needed + own * 2 // 5)
     first, second = start(engine, "one"), start(engine, "two")
-    engine.training.admission.shrink("one", replace(SETTINGS, batch_size=8))
+    assert first.work is not None
+    job = first.work.prepared
+    engine.training.admission.shrink(replace(job, config=replace(SETTINGS, batch_size=8)))
     assert engine.memory.ledger.used == fixed + needed and second.status == "queued"
-    engine.training.admission.shrink("one", replace(SETTINGS, keep=SavePolicy.INPUTS, rows=64))
+    leaner = replace(SETTINGS, keep=SavePolicy.INPUTS, rows=64)
+    engine.training.admission.shrink(replace(job, config=leaner))
     assert second.status == "running" and first.is_under_way
 
 

@@ -14,7 +14,7 @@ from coserve.adapters.settings import settings_of
 from coserve.engine import preview as preview_module
 from coserve.engine.preview import judge, read_preview
 from coserve.train.config import TrainingConfig
-from coserve.train.fitting import JobSize
+from coserve.train.job import PreparedJob
 from coserve.train.needs import JobNeeds
 from coserve.wire.messages import JobPreview, JobSpec
 
@@ -147,13 +147,13 @@ def test_needs_are_computed_once_between_two_steps(
     preview, longest = read_preview(engine, asked(put(tmp_path, DATA["supervised"])))
     assert longest is not None
     computed: list[int] = []
-    real = JobSize.needs
+    real = PreparedJob.needs
 
-    def needs(self: JobSize, *args: Any) -> JobNeeds:
+    def needs(self: PreparedJob, *args: Any) -> JobNeeds:
         computed.append(len(self.lengths))
         return real(self, *args)
 
-    monkeypatch.setattr(JobSize, "needs", needs)
+    monkeypatch.setattr(PreparedJob, "needs", needs)
     assert judge(engine, preview, longest).memory
     assert len(computed) == 1
 

@@ -197,7 +197,7 @@ def test_a_step_without_differences_moves_nothing_and_counts() -> None:
 def test_a_step_that_lacks_memory_starts_again_with_the_same_answers() -> None:
     engine = engine_of()
     job = engine.finetune(PROMPTS, "mine", LORA, TrainingConfig(batch_size=2), objective=task(group_size=2))
-    steps = engine.training._steps[job.job]
+    steps = job.work
     assert isinstance(steps, ReinforcedSteps)
     while not steps.is_under_way:
         engine.step()
