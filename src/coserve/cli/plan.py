@@ -161,8 +161,8 @@ def _asked(
     """Checks the options of a plan. Raises ConfigError for one that is out of range."""
     import torch
 
-    from coserve.engine.memory import device_capacity
     from coserve.memory.budget import budget_of
+    from coserve.memory.measured import device_capacity
     from coserve.plan.rows import PlanRequest
     from coserve.plan.stages import PlainLoss
 

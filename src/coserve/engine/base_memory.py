@@ -162,7 +162,7 @@ def base_memory(
     """
     if config.base or config.base_memory != "auto" or isinstance(model, PreTrainedModel):
         return None
-    if config.device != "cpu" or config.memory == "auto":
+    if config.memory == "auto":
         return None
     found, free = read_config(model), ledger.free
     adapters = 0 if ledger.used else adapter_limit(config, ledger.budget) or 0  # of all bases together

@@ -3,9 +3,6 @@
 from collections.abc import Mapping
 from typing import Final
 
-from torch import Tensor
-
-from coserve.core.sequence import Direction
 from coserve.model.base import Base
 from coserve.model.block import Residence
 from coserve.model.parameters import held_bytes
@@ -18,16 +15,6 @@ ASSUMED_RATE: Final = 1e9  # bytes a second: disks gave 0.7 to 1.5 GB/s
 
 class Elsewhere(Residence):
     """`Residence` of a block whose parameters have no data, and count as if they were read for each visit."""
-
-    def enter(self, direction: Direction) -> None:
-        """Does nothing."""
-
-    def leave(self) -> None:
-        """Does nothing."""
-
-    def outside(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor itself."""
-        return tensor
 
 
 def stream_shapes(base: Base, budget: int, rate: float = ASSUMED_RATE) -> Streaming:
