@@ -64,6 +64,9 @@ class Event:
     def query(self) -> bool:
         return True
 
+    def elapsed_time(self, later: "Event") -> float:
+        return 1.0
+
 
 class Stream:
     """Stands in for `torch.cuda.Stream`: knows its own work, and that of others up to what it waited for."""
@@ -193,13 +196,13 @@ class HostThread:
     def __init__(self, *_: object) -> None:
         self._knows: Clock = {}
 
-    def submit(self, work: Callable[[], Any]) -> "HostFuture":
+    def submit(self, work: Callable[..., Any], *args: Any) -> "HostFuture":
         before = GPU.host
         _merge(self._knows, before)
         GPU.host = self._knows
         try:
             with GPU.on(GPU.streams[0]):
-                return HostFuture(work(), {**self._knows})
+                return HostFuture(work(*args), {**self._knows})
         finally:
             GPU.host = before
 
@@ -217,6 +220,26 @@ class HostFuture:
     def result(self) -> Any:
         _merge(GPU.host, self._clock)
         return self._value
+
+    def cancel(self) -> bool:
+        return False
+
+    cancelled = cancel
+
+    def exception(self) -> None:
+        return None
+
+    def add_done_callback(self, call: Callable[["HostFuture"], object]) -> None:
+        call(self)
+
+
+class Runtime:
+    """Stands in for `torch.cuda.cudart`: pins all memory that it is asked to."""
+
+    def cudaHostRegister(self, *_: int) -> int:
+        return 0
+
+    cudaHostUnregister = cudaHostRegister
 
 
 def install() -> None:
@@ -236,6 +259,7 @@ def install() -> None:
         "Stream": Stream,
         "Event": Event,
         "stream": GPU.on,
+        "cudart": Runtime,
         "get_device_name": lambda *_: "no GPU",
         "get_device_capability": lambda *_: (9, 0),
     }

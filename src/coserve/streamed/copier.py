@@ -31,7 +31,7 @@ class PinnedBuffer(ReadBuffer):
         if device.type != "cuda":
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if failed := int(runtime.cudaHostRegister(address, self.nbytes, 0)):
             raise ConfigError(
                 f"engine.host_memory: {show_size(self.nbytes)} of the host's memory cannot be pinned (CUDA "
@@ -49,6 +49,7 @@ class DeviceBuffer(BlockBuffer):
         self._filled: Any = None  # the event behind the last copy
         self._parted: dict[Any, Any] = {}  # the event behind the last use on each stream
         self._users: set[Any] = set()  # streams that the memory's own allocator knows of
+        self.part()  # what had the memory before may still be used on this stream
 
     def fill(self, block: StoredBlock) -> None:
         self.settle()

@@ -28,7 +28,15 @@ from coserve.model.quantized.quantize import quantize_ends, quantize_layers, say
 from coserve.model.refusal import refusing
 from coserve.streamed.copier import DeviceBuffer, PinnedBuffer, copier_for
 from coserve.streamed.model_files import ModelFiles
-from coserve.streamed.planner import RING, ResidencePlan, Streaming, plan_residence, refuse_too_little
+from coserve.streamed.planner import (
+    RING,
+    ResidencePlan,
+    Streaming,
+    held_in_host,
+    pass_rate,
+    plan_residence,
+    refuse_too_little,
+)
 from coserve.streamed.ring import Ring, Streamed
 from coserve.streamed.scratch import ScratchFile
 from coserve.streamed.stored import (
@@ -236,19 +244,16 @@ class _Loading:
     def _hold(self, blocks: dict[int, StoredBlock]) -> float:
         """Brings blocks into the host's memory, where a device copies them from there and they fit; returns
         the bytes a second at which a pass has all of them."""
-        places, held, link = [*blocks], frozenset[int](), float("inf")
+        stored, link, held = [*blocks.values()], float("inf"), frozenset[int]()
+        sizes = [one.nbytes for one in stored]
         if self._copier is not None:
-            link = self._copier.rate()
-            sizes = [blocks[place].nbytes for place in places]
-            held = plan_residence(sizes, self._host_memory, buffers=0).resident
+            link, held = self._copier.rate(), held_in_host(sizes, self._host_memory)
         for number in held:
-            one = blocks[places[number]]
-            host = PinnedBuffer(one.nbytes, self._device)
-            one.read(host)
-            one.held = host
-        disk = choose_modes([read for one in blocks.values() if one.held is None for read in one.reads])
-        seconds = sum(one.nbytes / (link if one.held else min(disk, link)) for one in blocks.values())
-        return sum(one.nbytes for one in blocks.values()) / seconds if seconds else 0.0
+            host = PinnedBuffer(sizes[number], self._device)
+            stored[number].read(host)
+            stored[number].held = host
+        disk = choose_modes([read for one in stored if one.held is None for read in one.reads])
+        return pass_rate(sizes, held, link, disk)
 
     def _keep(self, block: Block, stored: StoredBlock) -> None:
         """Has a block stay in memory."""

@@ -198,15 +198,24 @@ def base_room(config: EngineConfig) -> int | None:
     asked = read_memory(config.base_memory, "base_memory")
     if asked is None or isinstance(asked, int):
         return asked
-    return int(asked * budget_of(config.memory, device_capacity(usable_device(config.device))))
+    return int(asked * device_budget(config))
+
+
+def device_budget(config: EngineConfig) -> int:
+    """Bytes of the device that the engine may have. Raises ConfigError for a share of one that is not
+    there."""
+    if isinstance(nbytes := read_memory(config.memory), int):
+        return nbytes
+    return budget_of(config.memory, device_capacity(usable_device(config.device)))
 
 
 def host_room(config: EngineConfig) -> int:
     """Bytes of the host's memory, beside a GPU, for blocks of a base that do not stay on it."""
+    asked = read_memory(config.host_memory, "host_memory", may_be_none=True)
+    if isinstance(asked, int):
+        return asked
     capacity = process_capacity()
-    if read_memory(config.host_memory, "host_memory") is None:
-        return capacity.free // 2
-    return budget_of(config.host_memory, capacity)
+    return capacity.free // 2 if asked is None else int(asked * capacity.total)
 
 
 def _make(
@@ -249,5 +258,5 @@ def _elsewhere(
     swap_space = SwapSpace({CopyKind.PAGES: attention}, store, base.device)
     if config.deterministic:
         return swap_space, None, "the deterministic mode attends to pages alone"
-    offloaded = OffloadedCache(base.caches, attention.page_size, base.dtype, store)
+    offloaded = OffloadedCache(base.caches, attention.page_size, base.dtype, store, base.device)
     return swap_space, offloaded, "" if offloaded.pages else "engine.swap_space has no room for one page"
