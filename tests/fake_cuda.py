@@ -202,7 +202,7 @@ class HostThread:
         GPU.host = self._knows
         try:
             with GPU.on(GPU.streams[0]):
-                return HostFuture(work(*args), {**self._knows})
+                return HostFuture(work(*args), {**self._knows}, (work, args))
         finally:
             GPU.host = before
 
@@ -210,8 +210,9 @@ class HostThread:
 class HostFuture:
     """The result of a `HostThread`'s work, which is not done when it is first asked."""
 
-    def __init__(self, value: Any, clock: Clock) -> None:
+    def __init__(self, value: Any, clock: Clock, work: object) -> None:
         self._value, self._clock, self._asked = value, clock, 0
+        self._work = work  # what it has is freed on the thread, which knows what it has waited for
 
     def done(self) -> bool:
         self._asked += 1
@@ -219,6 +220,7 @@ class HostFuture:
 
     def result(self) -> Any:
         _merge(GPU.host, self._clock)
+        self._work = None
         return self._value
 
     def cancel(self) -> bool:
@@ -230,6 +232,7 @@ class HostFuture:
         return None
 
     def add_done_callback(self, call: Callable[["HostFuture"], object]) -> None:
+        self._asked = _BESIDE  # done by now, as who is told may take it to be
         call(self)
 
 

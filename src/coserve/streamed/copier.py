@@ -74,8 +74,10 @@ class DeviceBuffer(BlockBuffer):
 
     def empty(self) -> None:
         self.settle()
+        self.join()
         super().empty()
         self.filled(self._copier.current())
+        self.part()
 
     def settle(self) -> None:
         parted, self._parted = self._parted, {}
