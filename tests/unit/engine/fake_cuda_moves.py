@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, Final, cast
 from unittest import mock
@@ -12,19 +13,27 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+import fake_cuda
 from coserve.attention.backend import CacheShape
+from coserve.config import EngineConfig
 from coserve.core.plan import BasePlan, CopyKind, SwapIn, SwapOut
 from coserve.core.sequence import Direction
+from coserve.engine.base_memory import base_memory
+from coserve.errors import ConfigError
 from coserve.kernels.attention import AttentionSpec
+from coserve.memory.ledger import Ledger
 from coserve.model.block import Block
 from coserve.streamed.copier import Copier, DeviceBuffer, PinnedBuffer
 from coserve.streamed.files import PIECE, WeightFile
 from coserve.streamed.ring import Ring, Streamed
 from coserve.streamed.stored import Read, StoredBlock
+from coserve.worker.cuda_graphs import rerun
+from coserve.worker.fused_pass import FusedPass
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment
 from coserve.worker.page_store import HostStore
 from coserve.worker.swap_space import SwapSpace
 from fake_cuda import DEVICE, HostThread, Stream, install, on_fake_cuda
+from models import save, tiny
 
 GPU: Final = torch.device(DEVICE)
 WIDTH: Final = 1600  # of a block: three pieces of a file
@@ -171,8 +180,34 @@ def found(case: Callable[[], None]) -> str:
     return ""
 
 
+def rooms(folder: Path, device: str) -> list[int | str | None]:
+    """What a base may have of 8, 20 and 26 MiB, of which it takes 7 and a step 13."""
+    found = list[int | str | None]()
+    few = {"max_prefill_rows": 64, "max_training_rows": 64, "bounded_prefill_rows": 64}
+    for memory in (8 << 20, 20 << 20, 26 << 20):
+        config = EngineConfig(device=device, memory=memory, cache_tokens=256, scheduler=few)
+        try:
+            found.append(base_memory(folder, config, Ledger(memory), False))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
 def main() -> None:
-    install()
+    sizes = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 128}
+    with TemporaryDirectory() as folder:
+        model = save(tiny("llama", torch.bfloat16, **sizes), Path(folder))
+        wanted = rooms(model, "cpu")
+        assert "too few for this model" in str(wanted[0]) and isinstance(wanted[1], int) and wanted[2] is None
+        install()
+        fake_cuda.GPU.begin()
+        mock.patch.object(FusedPass, "_recorder", lambda _: rerun).start()  # there is nothing to capture
+        assert rooms(model, DEVICE) == wanted, "a GPU's memory is shared out as a processor's"
+    meet()
+
+
+def meet() -> None:
+    """Runs all moves, and those with a wait left out."""
     for module in ("streamed.ring", "worker.streams"):
         mock.patch(f"coserve.{module}.ThreadPoolExecutor", HostThread).start()
     mock.patch("coserve.streamed.ring.wait", lambda reads, _: SimpleNamespace(done=reads)).start()

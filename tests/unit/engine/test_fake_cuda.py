@@ -40,7 +40,8 @@ def test_a_missed_wait_between_streams_is_found_and_a_right_one_is_none() -> Non
 
 
 def test_moves_between_the_host_and_the_device_are_waited_for() -> None:
-    """Blocks of a streamed base, keys and values of long prompts, pages of preempted sequences."""
+    """Blocks of a streamed base, keys and values of long prompts, pages of preempted sequences. How much of a
+    base stays in a GPU's memory is found as on a processor."""
     run("moves", script="fake_cuda_moves.py")
 
 
@@ -52,8 +53,17 @@ def test_training_beside_answers_waits_where_memory_crosses() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["calibrated", "8bit", "int8 cache", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"]
-    + ["streamed", "streamed spatial"],
+    [
+        "calibrated",
+        "8bit",
+        "int8 cache",
+        "gemma2",
+        "gpt_oss",
+        "deepseek_v3",
+        "gpt2",
+        "streamed",
+        "streamed spatial",
+    ],
 )
 def test_other_models_and_settings_have_their_tensors_on_one_device(name: str) -> None:
     run(name)
