@@ -237,7 +237,7 @@ class _Loading:
         self._rate = self._hold(blocks)
         self._ring = Ring(blocks, RING, self._buffer)
         self._ring.expect(self._rate)
-        self._base.buffer_nbytes, self._base.reader = self._ring.nbytes, self._ring
+        self._base.buffer_nbytes, self._base.reader = self._ring.nbytes, self._ring if blocks else None
         for place in blocks:
             self._base.chain.blocks[place].stream(Streamed(self._ring, place))
 
@@ -246,7 +246,7 @@ class _Loading:
         the bytes a second at which a pass has all of them."""
         stored, link, held = [*blocks.values()], float("inf"), frozenset[int]()
         sizes = [one.nbytes for one in stored]
-        if self._copier is not None:
+        if self._copier is not None and stored:
             link, held = self._copier.rate(), held_in_host(sizes, self._host_memory)
         for number in held:
             host = PinnedBuffer(sizes[number], self._device)
