@@ -185,7 +185,7 @@ class Copier:
 
 
 def copier_for(device: torch.device) -> Copier | None:
-    """What brings blocks to a device; None for a processor, which computes where files are read to."""
+    """A copier for a device; None for a processor, which computes where files are read to."""
     return None if device.type == "cpu" else Copier(device)
 
 

@@ -108,8 +108,8 @@ def plan_residence(blocks: Sequence[int], budget: int, buffers: int = RING) -> R
 
 
 def held_in_host(blocks: Sequence[int], host_memory: int) -> frozenset[int]:
-    """Which of the blocks that do not stay on a GPU are in the host's memory; the others are read from files,
-    while those are copied."""
+    """Places, among blocks that do not stay on a GPU, of those in the host's memory; the others are read from
+    files, while these are copied."""
     return plan_residence(blocks, host_memory, buffers=0).resident
 
 

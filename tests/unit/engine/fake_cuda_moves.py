@@ -181,7 +181,7 @@ def found(case: Callable[[], None]) -> str:
 
 
 def rooms(folder: Path, device: str) -> list[int | str | None]:
-    """What a base may have of 8, 20 and 26 MiB, of which it takes 7 and a step 13."""
+    """Bytes that a base may have of 8, 20 and 26 MiB, of which it takes 7 and a step 13."""
     found = list[int | str | None]()
     few = {"max_prefill_rows": 64, "max_training_rows": 64, "bounded_prefill_rows": 64}
     for memory in (8 << 20, 20 << 20, 26 << 20):
