@@ -64,6 +64,9 @@ class Event:
     def query(self) -> bool:
         return True
 
+    def elapsed_time(self, later: "Event") -> float:
+        return 1.0
+
 
 class Stream:
     """Stands in for `torch.cuda.Stream`: knows its own work, and that of others up to what it waited for."""
@@ -193,13 +196,13 @@ class HostThread:
     def __init__(self, *_: object) -> None:
         self._knows: Clock = {}
 
-    def submit(self, work: Callable[[], Any]) -> "HostFuture":
+    def submit(self, work: Callable[..., Any], *args: Any) -> "HostFuture":
         before = GPU.host
         _merge(self._knows, before)
         GPU.host = self._knows
         try:
             with GPU.on(GPU.streams[0]):
-                return HostFuture(work(), {**self._knows})
+                return HostFuture(work(*args), {**self._knows}, (work, args))
         finally:
             GPU.host = before
 
@@ -207,8 +210,9 @@ class HostThread:
 class HostFuture:
     """The result of a `HostThread`'s work, which is not done when it is first asked."""
 
-    def __init__(self, value: Any, clock: Clock) -> None:
+    def __init__(self, value: Any, clock: Clock, work: object) -> None:
         self._value, self._clock, self._asked = value, clock, 0
+        self._work = work  # what it has is freed on the thread, which knows what it has waited for
 
     def done(self) -> bool:
         self._asked += 1
@@ -216,7 +220,29 @@ class HostFuture:
 
     def result(self) -> Any:
         _merge(GPU.host, self._clock)
+        self._work = None
         return self._value
+
+    def cancel(self) -> bool:
+        return False
+
+    cancelled = cancel
+
+    def exception(self) -> None:
+        return None
+
+    def add_done_callback(self, call: Callable[["HostFuture"], object]) -> None:
+        self._asked = _BESIDE  # done by now, as who is told may take it to be
+        call(self)
+
+
+class Runtime:
+    """Stands in for `torch.cuda.cudart`: pins all memory that it is asked to."""
+
+    def cudaHostRegister(self, *_: int) -> int:
+        return 0
+
+    cudaHostUnregister = cudaHostRegister
 
 
 def install() -> None:
@@ -236,6 +262,7 @@ def install() -> None:
         "Stream": Stream,
         "Event": Event,
         "stream": GPU.on,
+        "cudart": Runtime,
         "get_device_name": lambda *_: "no GPU",
         "get_device_capability": lambda *_: (9, 0),
     }

@@ -68,7 +68,12 @@ class EngineConfig:
     # larger than all of memory has half of it.
     base_memory: Annotated[
         str | int | float,
-        Flag("Of that, for the base's weights: what exceeds it is read from disk in each pass."),
+        Flag("Of that, for the base's weights: what exceeds it is read in each pass, as from disk."),
+    ] = "auto"
+    # auto: half of what is free. Nothing on a CPU, whose base is read from disk.
+    host_memory: Annotated[
+        str | int | float,
+        Flag("Beside a GPU, the host's memory for what exceeds it; the rest is read from disk. 0 for none."),
     ] = "auto"
     adapter_memory: Annotated[
         str | int | float,
@@ -126,6 +131,7 @@ class EngineConfig:
         read_memory(self.memory)
         read_memory(self.adapter_memory, "adapter_memory")
         read_memory(self.base_memory, "base_memory")
+        read_memory(self.host_memory, "host_memory", may_be_none=True)
         if self.quantize not in ("none", "8bit", "4bit"):
             raise ConfigError(f"engine.quantize must be none, 8bit or 4bit, not {self.quantize!r}")
         if self.dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):

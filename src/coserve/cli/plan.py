@@ -61,7 +61,9 @@ def plan(
     loss: Annotated[
         str, typer.Option(help="What plain torch goes back from: labels, or the sum of all logits.")
     ] = "labels",
-    device: Annotated[str, typer.Option(help="Where it is measured: cpu, or cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where the engine is, and where it is measured: cpu, or cuda, cuda:1, ...")
+    ] = "cpu",
     measure: Annotated[
         bool,
         typer.Option("--measure", help="Run it all in fresh processes, and compare; some 20 s for each row."),
@@ -161,16 +163,19 @@ def _asked(
     """Checks the options of a plan. Raises ConfigError for one that is out of range."""
     import torch
 
-    from coserve.engine.memory import device_capacity
+    from coserve.core.size import read_memory
     from coserve.memory.budget import budget_of
+    from coserve.memory.measured import device_capacity
     from coserve.plan.rows import PlanRequest
     from coserve.plan.stages import PlainLoss
 
     if loss not in set(PlainLoss):
         raise ConfigError(f"--loss must be {' or '.join(PlainLoss)}, not {loss!r}")
-    where = torch.device(device if measure else "cpu")
+    where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {device}: torch finds no such device")
+        if measure or not isinstance(read_memory(memory), int):
+            raise ConfigError(f"--device {device}: torch finds no such device; --memory in bytes plans one")
+        where = torch.device("cpu")
     return PlanRequest(
         recipes,
         tuple(batches or ((1,) if measure else (4,))),
@@ -182,6 +187,7 @@ def _asked(
         device if measure else None,
         memory,
         base_memory,
+        device,
     )
 
 
@@ -229,7 +235,14 @@ def _print(results: dict[str, Any]) -> None:
 
 
 def _print_streamed(
-    room: int, whole: int, least: int, blocks: int, read: int | None, rate_measured: bool, **found: Any
+    room: int,
+    whole: int,
+    least: int,
+    blocks: int,
+    read: int | None,
+    held: int | None,
+    rate_measured: bool,
+    **found: Any,
 ) -> None:
     """Prints how the engine streams the base."""
     from coserve.core.size import show_size
@@ -240,10 +253,12 @@ def _print_streamed(
             f"them, which takes {show_size(least)}"
         )
         return
-    how = "measured" if rate_measured else "assumed, as no file could be read"
+    missing = "no file could be read" if held is None else "no device or file could be tried"
+    how = "measured" if rate_measured else f"assumed, as {missing}"
+    beside = "" if held is None else f" ({show_size(held)} of it from the host's memory)"
     print(
         f"the engine streams the base ({show_size(whole)}): {show_size(found['resident'])} stay in memory, "
-        f"with {found['resident_blocks']} of {blocks} blocks, and a pass reads {show_size(read)}; at "
+        f"with {found['resident_blocks']} of {blocks} blocks, and a pass reads {show_size(read)}{beside}; at "
         f"{show_size(found['rate'])}/s ({how}) it takes {found['seconds']:.2g} s or more"
     )
 

@@ -23,9 +23,11 @@ def read_size(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** _POWERS.index(power.upper()))
 
 
-def read_memory(memory: str | int | float, name: str = "memory") -> int | float | None:
+def read_memory(
+    memory: str | int | float, name: str = "memory", may_be_none: bool = False
+) -> int | float | None:
     """`EngineConfig.memory`, or the field called `name`, as bytes (int) or a share of the device's memory
-    (float); None for "auto".
+    (float); None for "auto". No bytes are an error unless it `may_be_none`.
 
     Shares may be written as 0.5 or as "50%". Raises ConfigError for anything else.
     """
@@ -40,7 +42,7 @@ def read_memory(memory: str | int | float, name: str = "memory") -> int | float 
                 memory = read_size(memory)
             except ConfigError as error:
                 raise ConfigError(f"engine.{name}: {error}, a share such as 0.5, or auto") from error
-    if memory <= 0 or (isinstance(memory, float) and memory > 1):
+    if memory < 0 or (memory == 0 and not may_be_none) or (isinstance(memory, float) and memory > 1):
         raise ConfigError(f"engine.{name} must be positive, and a share at most 1, not {memory}")
     return memory
 

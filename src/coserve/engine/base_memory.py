@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import torch
 from transformers import PreTrainedModel
 
 from coserve.config import EngineConfig
@@ -162,7 +163,7 @@ def base_memory(
     """
     if config.base or config.base_memory != "auto" or isinstance(model, PreTrainedModel):
         return None
-    if config.device != "cpu" or config.memory == "auto":
+    if config.memory == "auto":
         return None
     found, free = read_config(model), ledger.free
     adapters = 0 if ledger.used else adapter_limit(config, ledger.budget) or 0  # of all bases together
@@ -173,7 +174,7 @@ def base_memory(
     if saved and widths and 1.1 * saved + 32 * config.cache_tokens * widths + adapters + _PLENTY <= free:
         return None  # keys and values of a token have at most two widths in each layer
     try:
-        with fake_tensors():
+        with fake_tensors(), torch.device(config.device):  # tensors without data cannot move to it
             shapes = model_of_shapes(model, found, dtype_of(config))
             needs = BaseNeeds.of(shapes, folder_of(model), config, adapters, libraries)
     except Exception as error:  # loading says what is wrong, or that nothing is

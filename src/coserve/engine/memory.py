@@ -7,8 +7,6 @@ stored adapters have a set limit, or the rest. Bases of one engine share the led
 from collections.abc import Callable, Iterable
 from typing import Final
 
-import torch
-
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.paging.cache import AdapterCache
 from coserve.config import EngineConfig
@@ -17,11 +15,11 @@ from coserve.core.size import show_size
 from coserve.engine.base_memory import Fixed, adapter_limit
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.executors.executor import DeviceMemory, Executor, ReadMemory
-from coserve.memory.budget import Capacity, budget_of, process_capacity
+from coserve.memory.budget import budget_of
 from coserve.memory.compiled import bound_compiled_shapes, built_bytes
 from coserve.memory.ledger import Account, Bytes, Ledger
 from coserve.memory.malloc import resident_bytes, return_freed_memory
-from coserve.memory.measured import make_meter
+from coserve.memory.measured import device_capacity, make_meter
 from coserve.model.base import Base
 from coserve.model.load import usable_device
 from coserve.schedule.config import SchedulerConfig
@@ -217,14 +215,6 @@ class EngineMemory:
             self._cache.shed(missing())
             self.count_adapters()
         return missing()
-
-
-def device_capacity(device: torch.device) -> Capacity:
-    """Total and free bytes of a device."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return Capacity(total, free)
-    return process_capacity()
 
 
 def base_owner(name: str, base_id: str) -> str:

@@ -1,4 +1,4 @@
-"""Peak memory as the device reports it, to check the ledger's figures."""
+"""Memory as the device reports it: its capacity, and peaks, to check the ledger's figures."""
 
 import threading
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Final, Protocol
 
 import torch
 
+from coserve.memory.budget import Capacity, process_capacity
 from coserve.memory.malloc import resident_bytes
 
 _STATUS: Final = Path("/proc/self/status")
@@ -117,3 +118,11 @@ def _can_clear() -> bool:
     except OSError:
         return False
     return True
+
+
+def device_capacity(device: torch.device) -> Capacity:
+    """Total and free bytes of a device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Capacity(total, free)
+    return process_capacity()

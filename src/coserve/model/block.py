@@ -21,17 +21,25 @@ from coserve.model.parameters import ModuleParameters, parameters_of
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Residence(Protocol):
-    """Location of a part's parameters between visits: memory (`Resident`), or elsewhere."""
+class Residence:
+    """Location of a part's parameters between visits: memory (`Resident`), or elsewhere. A part that several
+    visit at a time is entered by the first of them and left by the last one."""
 
     def enter(self, direction: Direction) -> None:
         """Makes the parameters available until `leave`; `direction` is that of the pass."""
+
+    def join(self) -> None:
+        """Has the stream of one visitor wait until the parameters are there."""
+
+    def part(self) -> None:
+        """Has what comes into the parameters' place wait for the stream of one visitor."""
 
     def leave(self) -> None:
         """Releases the parameters."""
 
     def outside(self, tensor: Tensor) -> Tensor:
         """A parameter read in a visit, for use after it: itself, or a copy."""
+        return tensor
 
 
 class WeightReader(Protocol):
@@ -47,18 +55,8 @@ class WeightReader(Protocol):
         """All reads so far."""
 
 
-class Resident:
+class Resident(Residence):
     """Parameters that are always in memory."""
-
-    def enter(self, direction: Direction) -> None:
-        """Does nothing."""
-
-    def leave(self) -> None:
-        """Does nothing."""
-
-    def outside(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor itself."""
-        return tensor
 
 
 class ModelPart(ABC):
@@ -89,9 +87,11 @@ class ModelPart(ABC):
                 self.residence.enter(direction)
             self._visits += 1
         try:
+            self.residence.join()
             yield
         finally:
             with self._visiting:
+                self.residence.part()
                 self._visits -= 1
                 if not self._visits:
                     self.residence.leave()

@@ -20,6 +20,7 @@ from coserve.plan.recipes import Fields
 from coserve.plan.stages import Peaks, PlainLoss, Program, ProgramSize, System
 from coserve.plan.streaming import StreamedBase, plan_streaming
 from coserve.plan.subject import Subject
+from coserve.streamed.trial import link_rate
 from coserve.train.save_policy import SavePolicy, SavePolicySetting
 
 Recipes = Mapping[str, Sequence[Fields]]
@@ -81,7 +82,7 @@ def make_programs(load: ProgramSize, recipes: Recipes, keep: str | int) -> Itera
 class PlanRequest:
     """Request for a plan. `keep` is coserve's save policy, `budget` the bytes available, `memory` and
     `base_memory` what the engine is told of them; programs are measured on `device`, their base in memory as
-    a whole, or with None only estimated."""
+    a whole, or with None only estimated. The engine is one on the device `where`."""
 
     recipes: Recipes
     batches: Sequence[int] = (4,)
@@ -93,6 +94,7 @@ class PlanRequest:
     device: str | None = None
     memory: str | int | float = "auto"
     base_memory: str | int | float = "auto"
+    where: str = "cpu"
 
     def programs(self) -> Iterator[Program]:
         """Programs of all batch sizes."""
@@ -111,7 +113,7 @@ def make_plan(
     fails."""
     imports = resident_bytes()  # so far they are all that there is
     tell("estimating the base")
-    streamed = None
+    streamed, link = None, link_rate(torch.device(request.where))
     programs = list(request.programs())
     with spread(processes) as run_all:
         found = estimates(subject, programs, run_all)
@@ -120,10 +122,16 @@ def make_plan(
             check_length(subject, base, request.length)
             if request.device is None:
                 config = EngineConfig(
-                    memory=request.memory, base_memory=request.base_memory, cache_tokens=request.cache_tokens
+                    device=request.where,
+                    memory=request.memory,
+                    base_memory=request.base_memory,
+                    cache_tokens=request.cache_tokens,
                 )
-                streamed = plan_streaming(subject, base, config)
-        rows = list(plan_rows(subject, programs, found, request.budget, request.device, tell, streamed))
+                streamed = plan_streaming(subject, base, config, link)
+        on_cpu = torch.device(request.where).type == "cpu"
+        rows = list(
+            plan_rows(subject, programs, found, request.budget, request.device, tell, streamed, on_cpu)
+        )
     return {
         "model": subject.name,
         "dtype": str(subject.dtype).removeprefix("torch."),
@@ -156,10 +164,11 @@ def plan_rows(
     device: str | None,
     tell: Tell = lambda _: None,
     streamed: StreamedBase | None = None,
+    on_cpu: bool = True,
 ) -> Iterator[Row]:
     """Rows one by one, of programs and what is `found` of each. With a `device` they are measured, too; None
-    only estimates. `streamed` is the engine's base where it is not in memory as a whole."""
-    on_cpu = device is None or torch.device(device).type == "cpu"
+    only estimates. `streamed` is the engine's base where it is not in memory as a whole; the engine is one
+    `on_cpu`, or on a GPU, where its process counts no libraries."""
     tell("asking the engine what fits")
     answers = iter(_ask_engine(subject, programs, budget, on_cpu, streamed))
     for number, program in enumerate(programs, 1):

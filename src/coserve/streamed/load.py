@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from coserve.core.sequence import Direction
-from coserve.errors import ConfigError
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.memory.malloc import return_freed_memory
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell
-from coserve.model.block import Block, Resident
+from coserve.model.block import Block, Residence, Resident
 from coserve.model.contents import ModelContents
 from coserve.model.load import adopt, complete, make_base, place_modules, usable_device
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
@@ -27,17 +26,34 @@ from coserve.model.parameters import held_bytes, parameters_of
 from coserve.model.probe import Own, own_forward
 from coserve.model.quantized.quantize import quantize_ends, quantize_layers, say_what_stays
 from coserve.model.refusal import refusing
+from coserve.streamed.copier import DeviceBuffer, PinnedBuffer, copier_for
 from coserve.streamed.model_files import ModelFiles
-from coserve.streamed.planner import RING, ResidencePlan, Streaming, plan_residence, refuse_too_little
+from coserve.streamed.planner import (
+    RING,
+    ResidencePlan,
+    Streaming,
+    held_in_host,
+    pass_rate,
+    plan_residence,
+    refuse_too_little,
+)
 from coserve.streamed.ring import Ring, Streamed
 from coserve.streamed.scratch import ScratchFile
-from coserve.streamed.stored import Read, ReadBuffer, StoredBlock, aligned_bytes, store
+from coserve.streamed.stored import (
+    BlockBuffer,
+    Read,
+    ReadBuffer,
+    StoredBlock,
+    aligned_bytes,
+    store,
+    tensors_of,
+)
 
 
 class Kept(Resident):
     """Parameters that stay in a buffer of their own."""
 
-    def __init__(self, buffer: ReadBuffer) -> None:
+    def __init__(self, buffer: BlockBuffer) -> None:
         self.buffer = buffer
 
 
@@ -61,7 +77,7 @@ class _OneByOne:
             self._put_away(there)
 
 
-class _Passing:
+class _Passing(Residence):
     """`Residence` of a block that is brought in one by one."""
 
     def __init__(self, blocks: _OneByOne, block: Block) -> None:
@@ -84,20 +100,21 @@ def load_streamed(
     device: str | torch.device = "cpu",
     quantize: str = "none",
     scratch: str = "",
+    host_memory: int = 0,
 ) -> tuple[Base, Streaming]:
-    """Loads a base as `load_base` does, within `budget` bytes of memory for its weights.
+    """Loads a base as `load_base` does, within `budget` bytes of the device's memory for its weights.
 
     `model` is a local folder or hub name with files of safetensors, `scratch` the folder of the scratch file.
+    Beside a GPU blocks that do not stay are in pinned memory of the host, as far as `host_memory` goes.
     Raises the errors of `load_base`; ConfigError where the budget or the scratch folder is too small;
     WeightsUnreadable.
     """
-    if usable_device(device).type != "cpu":
-        raise ConfigError("a base is streamed on a CPU only: engine.device must be cpu")
+    where = usable_device(device)
     contents = ModelContents(model)
     with refusing(repr(str(model)), "cannot be loaded"):
         files = ModelFiles(model, dtype)
     with refusing(files.model.config.model_type, "cannot be driven"):
-        return _Loading(files, budget, quantize, scratch, contents).run()
+        return _Loading(files, where, budget, host_memory, quantize, scratch, contents).run()
 
 
 class _Loading:
@@ -105,13 +122,24 @@ class _Loading:
     and the search for a place for linears read them; and once more where that changed them."""
 
     def __init__(
-        self, files: ModelFiles, budget: int, quantize: str, scratch: str, contents: ModelContents
+        self,
+        files: ModelFiles,
+        device: torch.device,
+        budget: int,
+        host_memory: int,
+        quantize: str,
+        scratch: str,
+        contents: ModelContents,
     ) -> None:
         self._files, self._budget, self._quantize = files, budget, quantize
+        self._device, self._host_memory, self._copier = device, host_memory, copier_for(device)
+        self._buffer: Callable[[int], BlockBuffer] = (
+            ReadBuffer if self._copier is None else self._copier.buffer
+        )
         self._scratch = ScratchFile(scratch)
         model = files.model
         layers, self._cell = adopt(model), BatchCell()
-        self._origin = Origin.of(model, layers, quantize, torch.device("cpu"), "")
+        self._origin = Origin.of(model, layers, quantize, device, "")
         self._linears = linear_paths(model)
         self._contents = contents
         there = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
@@ -121,6 +149,9 @@ class _Loading:
             quantize_ends(model, inside, self._origin, self._cell)
             say_what_stays(model, inside)
         self._base = make_base(model, layers, self._origin, self._cell)
+        for own in self._base.chain.ends.parameters().values():
+            for tensor in own.tensors.values():
+                tensor.data = tensor.data.to(device)
 
     def run(self) -> tuple[Base, Streaming]:
         base, blocks = self._base, self._base.chain.blocks
@@ -133,7 +164,7 @@ class _Loading:
         refuse_too_little(sizes, ends, self._budget)
         plan = plan_residence(sizes, self._budget - ends)
         for place in plan.resident:
-            _keep(blocks[place], stored.pop(place))  # nothing else may hold its buffer
+            self._keep(blocks[place], stored.pop(place))  # nothing else may hold its buffer
         self._contents.remember()
         base.fingerprint = fingerprint_of(base.model.config, self._found, self._linears, self._quantize)
         complete(base, own, lambda: self._placed(plan, stored))
@@ -147,23 +178,27 @@ class _Loading:
         """Loads and stores one block after the other, as the model's own forward comes to them. Blocks are
         by place."""
         blocks = self._base.chain.blocks
-        buffer = ReadBuffer(max(map(self._files.nbytes_of, blocks)))
+        given = ReadBuffer(max(map(self._files.nbytes_of, blocks)))
+        buffer = given if self._copier is None else self._copier.buffer(given.nbytes)
         stored: dict[str, StoredBlock] = {}
         reads: Sequence[Read] = ()
 
         def bring(block: Block) -> None:
             nonlocal reads
             if block.path in stored:  # a model may come back to it
-                stored[block.path].read(buffer)
+                buffer.fill(stored[block.path])
                 stored[block.path].bind(buffer)
                 return
-            reads = self._files.load(block, buffer)
+            reads = self._files.load(block, given)
             own = self._contents.of(block.module.state_dict(), f"{block.path}.")
             self._found |= {f"{block.path}.{name}": content for name, content in own.items()}
+            if isinstance(buffer, DeviceBuffer):
+                buffer.take_over(tensors_of(block), given)
             if self._quantize != "none":
                 quantize_layers(self._base.model, self._origin, self._cell, block.holds)
 
         def put_away(block: Block) -> None:
+            buffer.part()
             if block.path in stored:
                 stored[block.path].release()
             else:
@@ -199,12 +234,34 @@ class _Loading:
             block.residence = Resident()
 
     def _stream(self, blocks: dict[int, StoredBlock]) -> None:
-        self._rate = choose_modes([read for one in blocks.values() for read in one.reads])
-        self._ring = Ring(blocks, RING)
+        self._rate = self._hold(blocks)
+        self._ring = Ring(blocks, RING, self._buffer)
         self._ring.expect(self._rate)
-        self._base.buffer_nbytes, self._base.reader = self._ring.nbytes, self._ring
+        self._base.buffer_nbytes, self._base.reader = self._ring.nbytes, self._ring if blocks else None
         for place in blocks:
             self._base.chain.blocks[place].stream(Streamed(self._ring, place))
+
+    def _hold(self, blocks: dict[int, StoredBlock]) -> float:
+        """Brings blocks into the host's memory, where a device copies them from there and they fit; returns
+        the bytes a second at which a pass has all of them."""
+        stored, link, held = [*blocks.values()], float("inf"), frozenset[int]()
+        sizes = [one.nbytes for one in stored]
+        if self._copier is not None and stored:
+            link, held = self._copier.rate(), held_in_host(sizes, self._host_memory)
+        for number in held:
+            host = PinnedBuffer(sizes[number], self._device)
+            stored[number].read(host)
+            stored[number].held = host
+        disk = choose_modes([read for one in stored if one.held is None for read in one.reads])
+        return pass_rate(sizes, held, link, disk)
+
+    def _keep(self, block: Block, stored: StoredBlock) -> None:
+        """Has a block stay in memory."""
+        buffer = self._buffer(stored.nbytes)
+        buffer.fill(stored)
+        buffer.join()
+        stored.bind(buffer)
+        block.residence = Kept(buffer)
 
     @contextmanager
     def _placed(self, plan: ResidencePlan, streamed: dict[int, StoredBlock]) -> Iterator[None]:
@@ -216,18 +273,20 @@ class _Loading:
         for place in plan.resident:
             place_modules(base, blocks[place].holds)
             _release_unused(blocks[place])
-        buffer = ReadBuffer(max((one.nbytes for one in streamed.values()), default=0))
+        buffer = self._buffer(max((one.nbytes for one in streamed.values()), default=0))
         before = {one.block.path: one for one in streamed.values()}
         placed: dict[str, StoredBlock] = {}
 
         def bring(block: Block) -> None:
             one = placed.get(block.path, before[block.path])
-            one.read(buffer)
+            buffer.fill(one)
+            buffer.join()
             one.bind(buffer)
             if block.path not in placed:
                 place_modules(base, block.holds)
 
         def put_away(block: Block) -> None:
+            buffer.part()
             if block.path in placed:
                 placed[block.path].release()
                 return
@@ -268,21 +327,13 @@ def choose_modes(reads: Sequence[Read]) -> float:
     return min(rates, default=0.0)
 
 
-def _keep(block: Block, stored: StoredBlock) -> None:
-    """Has a block stay in memory."""
-    buffer = ReadBuffer(stored.nbytes)
-    stored.read(buffer)
-    stored.bind(buffer)
-    block.residence = Kept(buffer)
-
-
 def _release_unused(block: Block) -> None:
     """Frees the buffer of a block whose linears are elsewhere by now."""
     residence = block.residence
     assert isinstance(residence, Kept)
     tensors = [tensor for own in parameters_of(block.module).values() for tensor in own.tensors.values()]
     inside = [tensor for tensor in tensors if residence.buffer.offset_of(tensor) is not None]
-    if 2 * sum(tensor.nbytes for tensor in inside) < len(residence.buffer.bytes):
+    if 2 * sum(tensor.nbytes for tensor in inside) < residence.buffer.nbytes:
         for tensor in inside:
             tensor.data = tensor.data.clone()
         block.residence = Resident()

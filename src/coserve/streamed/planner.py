@@ -7,7 +7,7 @@ more than two saves a block's bytes only where a pass turns; a block that stays 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from typing import Final
@@ -105,6 +105,21 @@ def plan_residence(blocks: Sequence[int], budget: int, buffers: int = RING) -> R
             f"at least {show_size(least_bytes(blocks, buffers), up=True)} are needed"
         )
     return best
+
+
+def held_in_host(blocks: Sequence[int], host_memory: int) -> frozenset[int]:
+    """Places, among blocks that do not stay on a GPU, of those in the host's memory; the others are read from
+    files, while these are copied."""
+    return plan_residence(blocks, host_memory, buffers=0).resident
+
+
+def pass_rate(blocks: Sequence[int], held: Collection[int], link: float, disk: float) -> float:
+    """Bytes a second at which a pass has blocks of these bytes: from files at `disk` and over a GPU's `link`,
+    those in `held` over the link alone."""
+    if not held or not sum(blocks):
+        return min(link, disk)
+    rates = (link if number in held else min(link, disk) for number in range(len(blocks)))
+    return sum(blocks) / sum(nbytes / rate for nbytes, rate in zip(blocks, rates, strict=True))
 
 
 def _fill(counts: Counter[int], room: int) -> dict[int, int]:

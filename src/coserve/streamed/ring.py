@@ -11,7 +11,8 @@ from torch import Tensor
 from coserve.core.plan import WeightReads
 from coserve.core.sequence import Direction
 from coserve.errors import WeightsUnreadable
-from coserve.streamed.stored import ReadBuffer, StoredBlock
+from coserve.model.block import Residence
+from coserve.streamed.stored import BlockBuffer, ReadBuffer, StoredBlock
 
 _SILENT: Final = "weights are being read for {:.0f} s: the disk does not answer"
 PATIENCE: Final = 60.0  # seconds for bytes that are being read, at an unknown rate; then a visit fails
@@ -25,8 +26,8 @@ Visit = tuple[int, bool]  # a block's place in the chain, and whether on the way
 class _Slot:
     """A buffer, and the block whose parameters it has or gets."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = ReadBuffer(nbytes)
+    def __init__(self, buffer: BlockBuffer) -> None:
+        self.buffer = buffer
         self.place: int | None = None
         self.read: Future[None] | None = None  # None for a slot without a block
         self.visits = 0
@@ -48,11 +49,16 @@ class Ring:
     time.
     """
 
-    def __init__(self, blocks: Mapping[int, StoredBlock], buffers: int) -> None:
-        """`blocks` by their places in the chain."""
-        self._blocks = blocks
+    def __init__(
+        self,
+        blocks: Mapping[int, StoredBlock],
+        buffers: int,
+        make: Callable[[int], BlockBuffer] = ReadBuffer,
+    ) -> None:
+        """`blocks` by their places in the chain; `make` makes a buffer of so many bytes."""
+        self._blocks, self._make = blocks, make
         self._nbytes = max((block.nbytes for block in blocks.values()), default=0)
-        self._slots = [_Slot(self._nbytes) for _ in range(buffers if blocks else 0)]
+        self._slots = [_Slot(make(self._nbytes)) for _ in range(buffers if blocks else 0)]
         self._buffers = len(self._slots)
         self._lock = threading.RLock()  # cancelling a read notifies
         self._freed = threading.Condition(self._lock)
@@ -84,7 +90,7 @@ class Ring:
                 raise WeightsUnreadable(_SILENT.format(self.patience))
             for slot in self._slots:
                 slot.place = slot.read = None
-                slot.buffer.tensor.zero_()
+                slot.buffer.empty()
             self._dry = dry
 
     def expect(self, rate: float) -> None:
@@ -94,7 +100,7 @@ class Ring:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(len(slot.buffer.bytes) for slot in self._slots)
+        return sum(slot.buffer.nbytes for slot in self._slots)
 
     def enter(self, place: int, direction: Direction) -> None:
         """Brings a block's parameters in. Raises WeightsUnreadable."""
@@ -118,16 +124,26 @@ class Ring:
             self._leave(slot)
             raise
 
+    def visited(self, place: int) -> BlockBuffer:
+        """The buffer of a block that is visited."""
+        return self._visited(place).buffer
+
     def leave(self, place: int) -> None:
         """Takes a block's parameters away."""
         self._blocks[place].release()
-        self._leave(next(slot for slot in self._slots if slot.place == place))
+        self._leave(self._visited(place))
+
+    def _visited(self, place: int) -> _Slot:
+        with self._lock:
+            return next(slot for slot in self._slots if slot.place == place)
 
     def _leave(self, slot: _Slot) -> None:
         with self._lock:
             slot.visits -= 1
             if not slot.visits and len(self._slots) > self._buffers:
                 self._slots.remove(slot)
+                for block in self._blocks.values():
+                    block.forget(slot.buffer)
             self._freed.notify_all()
             if (last := self._last.get(threading.get_ident())) is not None:
                 self._read_ahead(last)
@@ -161,7 +177,7 @@ class Ring:
                 return slot
         if all(slot.visits for slot in self._slots):
             # The proof of training visits a layer of each kind at a time, and would wait for itself.
-            self._slots.append(_Slot(self._nbytes))
+            self._slots.append(_Slot(self._make(self._nbytes)))
         until = time.monotonic() + self._patience_now
         while (found := self._freed.wait_for(self._least_wanted, _BEAT)) is None:
             self.on_wait()
@@ -199,8 +215,9 @@ class Ring:
             slot.read.add_done_callback(self._notify)
 
     def _fill(self, slot: _Slot, place: int) -> None:
+        slot.buffer.settle()  # which is no time of reading
         began = time.perf_counter()
-        self._blocks[place].read(slot.buffer)
+        slot.buffer.fill(self._blocks[place])
         self._count(self._blocks[place].read_nbytes, time.perf_counter() - began)
 
     def _count(self, nbytes: int = 0, seconds: float = 0.0, waited: float = 0.0) -> None:
@@ -264,7 +281,7 @@ def _is_good(read: "Future[None]") -> bool:
     return not read.cancelled() and read.exception() is None
 
 
-class Streamed:
+class Streamed(Residence):
     """`Residence` of a block whose parameters pass through a ring."""
 
     def __init__(self, ring: Ring, place: int) -> None:
@@ -272,6 +289,12 @@ class Streamed:
 
     def enter(self, direction: Direction) -> None:
         self._ring.enter(self._place, direction)
+
+    def join(self) -> None:
+        self._ring.visited(self._place).join()
+
+    def part(self) -> None:
+        self._ring.visited(self._place).part()
 
     def leave(self) -> None:
         self._ring.leave(self._place)

@@ -50,7 +50,8 @@ class ScratchFile:
         ((start, end),) = self.take(nbytes)
         with self._refusing():
             for tensor, offset in tensors:
-                _write(self._descriptor, memory_of(tensor), start + offset)
+                there = tensor if tensor.is_cpu else tensor.cpu()
+                _write(self._descriptor, memory_of(there), start + offset)
             os.fdatasync(self._descriptor)  # only clean pages can be dropped
             os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
         return start

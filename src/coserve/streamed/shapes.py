@@ -3,36 +3,34 @@
 from collections.abc import Mapping
 from typing import Final
 
-from torch import Tensor
-
-from coserve.core.sequence import Direction
 from coserve.model.base import Base
 from coserve.model.block import Residence
 from coserve.model.parameters import held_bytes
 from coserve.streamed.files import PAGE
-from coserve.streamed.planner import RING, Streaming, least_bytes, plan_residence, refuse_too_little
+from coserve.streamed.planner import (
+    RING,
+    Streaming,
+    held_in_host,
+    least_bytes,
+    pass_rate,
+    plan_residence,
+    refuse_too_little,
+)
 from coserve.streamed.stored import ALIGNED
 
 ASSUMED_RATE: Final = 1e9  # bytes a second: disks gave 0.7 to 1.5 GB/s
+ASSUMED_LINK: Final = 25e9  # bytes a second from the host's memory to a GPU: 0.8 of PCIe 4.0 with 16 lanes
 
 
 class Elsewhere(Residence):
     """`Residence` of a block whose parameters have no data, and count as if they were read for each visit."""
 
-    def enter(self, direction: Direction) -> None:
-        """Does nothing."""
 
-    def leave(self) -> None:
-        """Does nothing."""
-
-    def outside(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor itself."""
-        return tensor
-
-
-def stream_shapes(base: Base, budget: int, rate: float = ASSUMED_RATE) -> Streaming:
-    """Has a base whose parameters are fake tensors count as one that is streamed within `budget` bytes. A
-    pass reads at `rate`. Raises ConfigError as `load_streamed` does."""
+def stream_shapes(
+    base: Base, budget: int, disk: float = ASSUMED_RATE, link: float = float("inf"), host_memory: int = 0
+) -> Streaming:
+    """Has a base whose parameters are fake tensors count as one that is streamed within `budget` bytes, from
+    a disk and over a GPU's link of these bytes a second. Raises ConfigError as `load_streamed` does."""
     sizes, ends = _sizes(base)
     refuse_too_little(sizes, ends, budget)
     plan = plan_residence(sizes, budget - ends)
@@ -40,6 +38,8 @@ def stream_shapes(base: Base, budget: int, rate: float = ASSUMED_RATE) -> Stream
         if place not in plan.resident:
             block.stream(Elsewhere())
     base.buffer_nbytes = plan.buffers * plan.buffer_nbytes
+    go = [nbytes for place, nbytes in enumerate(sizes) if place not in plan.resident]
+    rate = pass_rate(go, held_in_host(go, host_memory), link, disk)
     return Streaming(plan, base.nbytes, rate)
 
 

@@ -1,6 +1,7 @@
 """Parameters of a block in files: which bytes are read into a buffer, and which tensors lie there."""
 
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,20 +20,51 @@ ALIGNED: Final = 64  # bytes, for vector instructions
 _FEW: Final = 1 / 64  # share of a block's bytes that no file has, such as masks and tables: they stay
 
 
-class ReadBuffer:
-    """Memory aligned for direct reads."""
+class BlockBuffer(ABC):
+    """Memory for the bytes of a block (`tensor`, uint8), where it computes."""
+
+    tensor: Tensor
+    shift = 0  # bytes by which a block lies further on than in its `reads`
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Place of a dense tensor in the buffer; None where it has none."""
+        if tensor.is_mkldnn or not tensor.is_contiguous() or tensor.device != self.tensor.device:
+            return None
+        offset = tensor.data_ptr() - self.tensor.data_ptr()
+        return offset if 0 <= offset <= self.nbytes - tensor.nbytes else None
+
+    @abstractmethod
+    def fill(self, block: "StoredBlock") -> None:
+        """Brings a block's bytes in. Raises WeightsUnreadable."""
+
+    def empty(self) -> None:
+        """Has zeros in it."""
+        self.tensor.zero_()
+
+    def settle(self) -> None:  # noqa: B027
+        """Waits until nothing that was launched uses the contents."""
+
+    def join(self) -> None:  # noqa: B027
+        """Has the caller's stream wait until the contents are there."""
+
+    def part(self) -> None:  # noqa: B027
+        """Has the next contents wait for the caller's stream."""
+
+
+class ReadBuffer(BlockBuffer):
+    """Memory of the host, aligned for direct reads."""
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, max(-(-nbytes // PAGE) * PAGE, PAGE))
         self.bytes = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def offset_of(self, tensor: Tensor) -> int | None:
-        """Place of a dense tensor in the buffer; None where it has none."""
-        if tensor.is_mkldnn or not tensor.is_contiguous():
-            return None
-        offset = tensor.data_ptr() - self.tensor.data_ptr()
-        return offset if 0 <= offset <= len(self.bytes) - tensor.nbytes else None
+    def fill(self, block: "StoredBlock") -> None:
+        block.read(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +97,34 @@ class _Form:
         own = memory[self.offset : self.offset + self.nbytes]
         return own.view(self.dtype).view(self.shape) if self.packed is None else self.packed.over(own)
 
-    def nothing(self) -> Tensor:
+    def nothing(self, device: torch.device) -> Tensor:
         """A tensor without memory in its place; NaN, or as large as its type allows."""
         if self.packed is not None:
             return packed.nothing(self.dtype)
         none = float("nan") if self.dtype.is_floating_point else 99 if self.dtype != torch.bool else True
-        return torch.full((), none, dtype=self.dtype).expand(self.shape)
+        return torch.full((), none, dtype=self.dtype, device=device).expand(self.shape)
 
 
 class StoredBlock:
     """A block whose parameters are read from files into a buffer. Its tensors' data are there between `bind`
-    and `release`, and nowhere at other times."""
+    and `release`, and nowhere at other times. `held` has its bytes in the host's memory, beside a device that
+    they are copied to; None where each visit reads them from the files."""
 
-    def __init__(self, block: Block, reads: Sequence[Read], tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """`tensors` come with their offsets in a buffer."""
-        self.block = block
+    def __init__(
+        self, block: Block, reads: Sequence[Read], tensors: Sequence[tuple[Tensor, int]], shift: int = 0
+    ) -> None:
+        """`tensors` come with their offsets in a buffer, in which all lies `shift` further on than the reads
+        say."""
+        self.block, self.shift = block, shift
         self._reads = reads
         self._tensors = [(tensor, _Form.of(tensor, offset)) for tensor, offset in tensors]
+        # Made once: on a GPU each would be a launch in every visit.
+        self._nothing = [form.nothing(tensor.device) for tensor, form in self._tensors]
         found = (own.placement for own in block.parameters().values())
         self._placements: list[Placement] = [placement for placement in found if placement is not None]
-        self._views: dict[int, list[Tensor]] = {}  # by address of a buffer
+        self._views: dict[BlockBuffer, list[Tensor]] = {}
         self.nbytes = max((read.end for read in reads), default=0)
+        self.held: ReadBuffer | None = None
         self.release()
 
     @property
@@ -102,30 +141,32 @@ class StoredBlock:
         for read in self._reads:
             read.file.read(read.start, buffer.bytes[read.into : read.end])
 
-    def bind(self, buffer: ReadBuffer) -> None:
+    def bind(self, buffer: BlockBuffer) -> None:
         """Has the block compute with a buffer's contents."""
-        address = buffer.tensor.data_ptr()
-        if address not in self._views:
-            self._views[address] = [form.over(buffer.tensor) for _, form in self._tensors]
-        for (tensor, _), view in zip(self._tensors, self._views[address], strict=True):
+        if buffer not in self._views:
+            self._views[buffer] = [form.over(buffer.tensor) for _, form in self._tensors]
+        for (tensor, _), view in zip(self._tensors, self._views[buffer], strict=True):
             tensor.data = view
         for placement in self._placements:
             placement.moved()
 
     def release(self) -> None:
         """Takes the block's tensors away."""
-        for tensor, form in self._tensors:
-            tensor.data = form.nothing()
+        for (tensor, _), nothing in zip(self._tensors, self._nothing, strict=True):
+            tensor.data = nothing
 
-    def forget(self) -> None:
-        """Drops views of buffers that will not be used again."""
-        self._views.clear()
+    def forget(self, buffer: BlockBuffer | None = None) -> None:
+        """Drops views of a buffer that will not be used again, or of all."""
+        if buffer is None:
+            self._views.clear()
+        else:
+            self._views.pop(buffer, None)
 
 
-def store(block: Block, buffer: ReadBuffer, reads: Sequence[Read], scratch: ScratchFile) -> StoredBlock:
+def store(block: Block, buffer: BlockBuffer, reads: Sequence[Read], scratch: ScratchFile) -> StoredBlock:
     """Stores a block whose tensors are in memory: as `reads` has them, from which `buffer` was filled, where
     all of them still lie there; else in the scratch file."""
-    tensors = _tensors_of(block)
+    tensors = tensors_of(block)
     offsets = [buffer.offset_of(tensor) for tensor in tensors]
     strangers = [tensor for tensor, offset in zip(tensors, offsets, strict=True) if offset is None]
     if sum(map(nbytes_of, strangers)) <= _FEW * sum(map(nbytes_of, tensors)):
@@ -133,7 +174,8 @@ def store(block: Block, buffer: ReadBuffer, reads: Sequence[Read], scratch: Scra
             if not tensor.is_mkldnn:
                 tensor.data = tensor.data.clone()  # it may be a part of something large
         pairs = zip(tensors, offsets, strict=True)
-        return StoredBlock(block, reads, [(tensor, offset) for tensor, offset in pairs if offset is not None])
+        inside = [(tensor, offset) for tensor, offset in pairs if offset is not None]
+        return StoredBlock(block, reads, inside, buffer.shift)
     placed, end = [], 0
     for tensor in tensors:
         if not tensor.is_mkldnn and not tensor.is_contiguous():
@@ -151,7 +193,7 @@ def aligned_bytes(tensors: Iterable[Tensor]) -> int:
     return -(-end // PAGE) * PAGE
 
 
-def _tensors_of(block: Block) -> list[Tensor]:
+def tensors_of(block: Block) -> list[Tensor]:
     """Parameters and buffers of a block, each once."""
     tensors = (tensor for own in block.parameters().values() for tensor in own.tensors.values())
     return [*{id(tensor): tensor for tensor in tensors if nbytes_of(tensor)}.values()]

@@ -1,4 +1,4 @@
-"""Trials of how fast a disk is read: of a model's files, or of a folder."""
+"""Trials of how fast a disk is read, of a model's files or of a folder, and of a link to a GPU."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from coserve.errors import CoserveError
+from coserve.streamed.copier import Copier
 from coserve.streamed.files import WeightFile, ranges, read_header
 from coserve.streamed.load import choose_modes
 from coserve.streamed.scratch import ScratchFile
@@ -23,6 +24,12 @@ def model_rate(folder: Path) -> float | None:
         return choose_modes(reads) or None
     except CoserveError:
         return None
+
+
+def link_rate(device: torch.device) -> float | None:
+    """Bytes a second of copies from the host's memory to a GPU; None for a processor, and for a GPU that is
+    not there."""
+    return Copier(device).rate() if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def folder_rate(folder: str) -> float:

@@ -5,6 +5,7 @@ same step as everybody else's. `kernels/chunked.py` has the arithmetic.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,7 +22,8 @@ from coserve.kernels.chunked import ChunkedAttention
 from coserve.streamed.files import PAGE
 from coserve.worker.page_store import WORD, PageStore
 
-CHUNK: Final = 4 << 20  # bytes that are read at once
+CHUNK: Final = 4 << 20  # bytes that are read at once; on a GPU in halves, one ahead of the other
+_CPU: Final = torch.device("cpu")
 WORKSPACE: Final = 3 * CHUNK  # bytes: what is read with the rest of its blocks, and scores
 
 
@@ -44,12 +46,21 @@ class OffloadedCache:
     token, so that what one layer needs of a sequence is read in order. There is room for `pages`.
 
     A sequence whose bytes cannot be written or read is lost: its rows give zeros from then on, and
-    `take_lost` says why. The others go on.
+    `take_lost` says why. The others go on. On a GPU a stream of its own moves them, while the rows attend to
+    what has come before; the host waits for nothing.
     """
 
     def __init__(
-        self, caches: Sequence[CacheShape], page_size: int, dtype: torch.dtype, store: PageStore[Any]
+        self,
+        caches: Sequence[CacheShape],
+        page_size: int,
+        dtype: torch.dtype,
+        store: PageStore[Any],
+        device: torch.device = _CPU,
     ) -> None:
+        is_cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._timed: list[tuple[Any, Any]] = []  # events around reads whose seconds are not counted yet
         self.store, self.pages = store, store.nbytes // offloaded_page_nbytes(caches, page_size, dtype)
         self._caches, self._page_size, self._dtype = caches, page_size, dtype
         self._lost: set[int] = set()
@@ -77,9 +88,11 @@ class OffloadedCache:
         return lost
 
     def take_reads(self) -> OffloadReads:
-        """Bytes and seconds that were read since the last call."""
+        """Bytes and seconds that were read since the last call, once their step has ended."""
         reads, self._reads = self._reads, OffloadReads()
-        return reads
+        timed, self._timed = self._timed, []
+        on_stream = sum(began.elapsed_time(ended) for began, ended in timed) / 1e3
+        return OffloadReads(reads.nbytes, reads.seconds + on_stream)
 
     def attend(
         self, layer: int, segment: OffloadedSegment, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
@@ -105,31 +118,61 @@ class OffloadedCache:
         if source == layer:
             rows = torch.cat([k.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)], dim=1)
             nbytes = rows.view(torch.uint8)
-            self.store.put(name, start, F.pad(nbytes, (0, -nbytes.shape[1] % WORD)))
+            self._write(name, start, F.pad(nbytes, (0, -nbytes.shape[1] % WORD)))
             found.add(k, v, start)
             end = start
         first = 0 if spec.window is None else max(start - spec.window + 1, 0)
-        most = max(CHUNK // _row_nbytes(cache, self._dtype), 1)
+        at_once = CHUNK if self._stream is None else CHUNK // 2
+        most = max(at_once // _row_nbytes(cache, self._dtype), 1)
+        reads = deque[tuple[int, Tensor, Any]]()
         for low in range(first, end, most):
-            keys, values = self._read(name, cache, low, min(most, end - low))
-            found.add(keys, values, low)
+            reads.append((low, *self._read(name, low, min(most, end - low))))
+            if self._stream is None or len(reads) > 1:
+                self._add(found, cache, *reads.popleft())
+        for read in reads:
+            self._add(found, cache, *read)
         return found.result().transpose(0, 1)[None]
 
-    def _read(
-        self, name: tuple[int, int], cache: CacheShape, start: int, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Keys [groups, count, dk] and values [groups, count, dv] from position `start` on."""
-        begun = time.perf_counter()
-        data = self.store.get(name, start, count)
-        if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()
-        seconds = self._reads.seconds + time.perf_counter() - begun
-        self._reads = OffloadReads(self._reads.nbytes + data.nbytes, seconds)
+    def _write(self, name: tuple[int, int], start: int, rows: Tensor) -> None:
+        if self._stream is None:
+            return self.store.put(name, start, rows)
+        self._stream.wait_event(torch.cuda.current_stream(rows.device).record_event())
+        with torch.cuda.stream(self._stream):
+            self.store.put(name, start, rows)
+        rows.record_stream(self._stream)
+
+    def _read(self, name: tuple[int, int], start: int, count: int) -> tuple[Tensor, Any]:
+        """Rows from position `start` on, and the event behind which they are there; None on a processor."""
+        if self._stream is None:
+            begun = time.perf_counter()
+            data = self.store.get(name, start, count)
+            self._count(data.nbytes, time.perf_counter() - begun)
+            return data, None
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            began.record()
+            data = self.store.get(name, start, count)
+            ended.record()
+        self._timed.append((began, ended))
+        self._count(data.nbytes, 0.0)
+        return data, ended
+
+    def _add(self, found: ChunkedAttention, cache: CacheShape, start: int, data: Tensor, there: Any) -> None:
+        """Has rows attend to keys [groups, count, dk] and values [groups, count, dv] from position `start`
+        on."""
+        if there is not None:
+            stream = torch.cuda.current_stream(data.device)
+            stream.wait_event(there)
+            data.record_stream(stream)
         keys, values, _ = data.view(self._dtype).tensor_split([cache.groups * cache.key, cache.width], 1)
-        return (
-            keys.view(count, cache.groups, cache.key).transpose(0, 1),
-            values.view(count, cache.groups, cache.value).transpose(0, 1),
+        found.add(
+            keys.view(len(data), cache.groups, cache.key).transpose(0, 1),
+            values.view(len(data), cache.groups, cache.value).transpose(0, 1),
+            start,
         )
+
+    def _count(self, nbytes: int, seconds: float) -> None:
+        self._reads = OffloadReads(self._reads.nbytes + nbytes, self._reads.seconds + seconds)
 
     def _lose(self, key: int, error: Exception) -> None:
         self._lost.add(key)

@@ -25,9 +25,10 @@ from coserve.executors.remote import RemoteExecutor
 from coserve.memory.budget import budget_of, process_capacity
 from coserve.memory.fake_tensors import fake_tensors, is_fake
 from coserve.memory.malloc import keep_freed_memory, private_bytes, resident_bytes, return_freed_memory
+from coserve.memory.measured import device_capacity
 from coserve.model.base import Base, is_without_data
 from coserve.model.grammar import Grammars
-from coserve.model.load import load_base
+from coserve.model.load import load_base, usable_device
 from coserve.model.sampling_table import SamplingTable
 from coserve.model.stitched import Stitch, StitchedBase
 from coserve.model.together import linears_together
@@ -174,7 +175,7 @@ def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
             return base, stream_shapes(base, room)
         raise ConfigError("engine.base_memory: a model object is in memory already: give its folder")
     base, streaming = load_streamed(
-        model, room, dtype_of(config), config.device, config.quantize, config.scratch
+        model, room, dtype_of(config), config.device, config.quantize, config.scratch, host_room(config)
     )
     if streaming.plan.read_nbytes:
         _log.warning("%s", streaming)
@@ -197,7 +198,24 @@ def base_room(config: EngineConfig) -> int | None:
     asked = read_memory(config.base_memory, "base_memory")
     if asked is None or isinstance(asked, int):
         return asked
-    return int(asked * budget_of(config.memory, process_capacity()))
+    return int(asked * device_budget(config))
+
+
+def device_budget(config: EngineConfig) -> int:
+    """Bytes of the device that the engine may have. Raises ConfigError for a share of one that is not
+    there."""
+    if isinstance(nbytes := read_memory(config.memory), int):
+        return nbytes
+    return budget_of(config.memory, device_capacity(usable_device(config.device)))
+
+
+def host_room(config: EngineConfig) -> int:
+    """Bytes of the host's memory, beside a GPU, for blocks of a base that do not stay on it."""
+    asked = read_memory(config.host_memory, "host_memory", may_be_none=True)
+    if isinstance(asked, int):
+        return asked
+    capacity = process_capacity()
+    return capacity.free // 2 if asked is None else int(asked * capacity.total)
 
 
 def _make(
@@ -240,5 +258,5 @@ def _elsewhere(
     swap_space = SwapSpace({CopyKind.PAGES: attention}, store, base.device)
     if config.deterministic:
         return swap_space, None, "the deterministic mode attends to pages alone"
-    offloaded = OffloadedCache(base.caches, attention.page_size, base.dtype, store)
+    offloaded = OffloadedCache(base.caches, attention.page_size, base.dtype, store, base.device)
     return swap_space, offloaded, "" if offloaded.pages else "engine.swap_space has no room for one page"

@@ -16,7 +16,8 @@ from coserve.serve.settings import ServerSettings
 # Values that do not go with the others, and a value of each type for the rest.
 OTHERS = {
     "device": "cuda:1", "dtype": "float32", "quantize": "8bit", "memory": "1GiB", "base_memory": "1GiB",
-    "adapter_memory": "64MiB", "swap_space": "0", "cache_dtype": "int8", "policy": "adaptive",
+    "host_memory": "1GiB", "adapter_memory": "64MiB", "swap_space": "0", "cache_dtype": "int8",
+    "policy": "adaptive",
     "log_level": "debug", "host": "::1", "name": "n", "state": "/s", "adapter_root": "/a",
 }  # fmt: skip
 OF_TYPE: dict[Any, str] = {int: "7", float: "7.5", tuple: "a.example"}

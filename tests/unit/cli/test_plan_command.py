@@ -48,6 +48,8 @@ def test_a_base_that_is_streamed(tmp_path: Path) -> None:
     printed = plan(*asked, "300KB")
     assert "the engine streams the base" in printed and "(assumed, as no file could be read)" in printed
     assert "no" not in printed.split("ia3, inputs")[1].splitlines()[0]
+    printed = plan(*asked, "300KB", "--device", "cuda")
+    assert "of it from the host's memory); at 23.3 GiB/s (assumed, as no device" in printed
     found = json.loads(plan(*asked, "1KB", "--json"))
     streamed, rows = found["streamed"], [row for row in found["rows"] if row["system"] == "coserve"]
     assert streamed["room"] == 1000 < streamed["least"] and streamed["read"] is None
@@ -91,6 +93,7 @@ def test_a_configuration_in_a_file_or_in_place(tmp_path: Path) -> None:
         (["tiny", "--dtype", "int4"], "--dtype"),
         (["tiny", "--keep", "nothing"], "number of bytes"),
         (["tiny", "--memory", "much"], "memory"),
+        (["tiny", "--memory", "0.5", "--device", "cuda"], "no such device; --memory in bytes plans one"),
         (["tiny", "--loss", "much"], "--loss"),
         (["t5", "--adapter", "lora", *SMALL], "decoder-only"),
         (["tiny", "--activations"], "one --adapter"),

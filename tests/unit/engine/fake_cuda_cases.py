@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 from unittest import mock
 
 import torch
@@ -16,6 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.core.plan import BasePlan
 from coserve.kernels.triton import is_installed
+from coserve.model.base import Base
+from coserve.streamed.copier import Copier, PinnedBuffer
+from coserve.streamed.files import WeightFile
+from coserve.streamed.planner import RING, Streaming
+from coserve.streamed.ring import Ring, Streamed
+from coserve.streamed.shapes import stream_shapes
+from coserve.streamed.stored import ALIGNED, Read, StoredBlock, tensors_of
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from coserve.worker.cuda_graphs import rerun
@@ -42,6 +50,8 @@ CASES: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "8bit": ("llama", {"quantize": "8bit"}),
     "calibrated": ("llama", {"calibrate": True}),
     "spatial": ("llama", {"policy": "spatial"}),
+    "streamed": ("llama", {"base_memory": "1GiB"}),
+    "streamed spatial": ("llama", {"base_memory": "1GiB", "policy": "spatial"}),
 }
 # Of what is served and trained: low-rank bypasses of two ranks, scales, a module of two products, virtual
 # tokens that are given and that are run.
@@ -55,7 +65,10 @@ MOST_WAITS: Final = 1
 def main() -> None:
     install()
     mock.patch.object(FusedPass, "_recorder", lambda _: rerun).start()  # there is nothing to capture
-    mock.patch("coserve.worker.streams.ThreadPoolExecutor", HostThread).start()  # modes are a thread's own
+    for module in ("worker.streams", "streamed.ring"):  # modes are a thread's own
+        mock.patch(f"coserve.{module}.ThreadPoolExecutor", HostThread).start()
+    mock.patch("coserve.streamed.ring.wait", lambda reads, _: SimpleNamespace(done=reads)).start()
+    mock.patch("coserve.worker.opening.stream_shapes", stream).start()
     launched: Counter[str] = Counter()
     if is_installed():
         stub_triton(launched)
@@ -67,16 +80,23 @@ def main() -> None:
         kind, config = CASES[name]
         started = time.process_time()
         with on_fake_cuda() as waits:
-            engine = Engine(model(kind), EngineConfig(**{**settings(), **config}))
+            is_streamed = "base_memory" in config
+            engine = Engine(model(kind, 2 + 3 * is_streamed), EngineConfig(**{**settings(), **config}))
             assert str(engine.base.device) == DEVICE
             in_pages = is_installed() and name != "int8 cache"
             assert engine.executor.worker.attention.is_capturable is in_pages
             answers(engine, waits, LACKING.get(name, "-"))
             plans: list[BasePlan] = []
             with watch_plans(engine, plans.append):
-                trains(engine, LACKING.get(name, "-"), tokens=60 if name == "spatial" else 4)
+                trains(engine, LACKING.get(name, "-"), tokens=60 if "policy" in config else 4)
             beside = sum(bool(plan.share and plan.inference and not plan.training) for plan in plans)
-            assert beside > 5 or name != "spatial", "training goes on through steps that answer"
+            assert beside > 5 or config.get("policy") != "spatial", (
+                "training goes on through steps that answer"
+            )
+            if is_streamed:
+                assert isinstance(engine.base.reader, Ring) and engine.base.reader.total.nbytes, (
+                    "blocks passed"
+                )
         print(f"{name} in {time.process_time() - started:.0f} s", flush=True)
     if is_installed():
         missing = wanted - launched.keys()
@@ -89,10 +109,39 @@ def settings() -> dict[str, Any]:
     return {"device": DEVICE, "calibrate": False, "cache_tokens": 2048, "page_size": 4, "scheduler": cuts}
 
 
-def model(kind: str) -> PreTrainedModel:
+def stream(base: Base, room: int) -> Streaming:
+    """Streams a base without data, of whose blocks two stay: of the others two are in the host's memory, and
+    the last one is read from a file that has nothing."""
+    streaming = stream_shapes(base, base.nbytes - 1)
+    copier, blocks = Copier(base.device), dict[int, StoredBlock]()
+    for place, block in enumerate(base.chain):
+        if place in streaming.plan.resident:
+            continue
+        placed, end = [], 0
+        for tensor in tensors_of(block):
+            placed.append((tensor, end))
+            end += -(-tensor.nbytes // ALIGNED) * ALIGNED
+        blocks[place] = StoredBlock(block, [Read(cast(WeightFile, NoFile()), 0, 0, end)], placed)
+        if len(blocks) < 3:
+            blocks[place].held = PinnedBuffer(end, base.device)
+    assert len(blocks) == 3
+    base.reader = ring = Ring(blocks, RING, copier.buffer)
+    for place in blocks:
+        base.chain.blocks[place].stream(Streamed(ring, place))
+    return streaming
+
+
+class NoFile:
+    """A `WeightFile` of nothing."""
+
+    def read(self, start: int, into: memoryview) -> None:
+        pass
+
+
+def model(kind: str, depth: int) -> PreTrainedModel:
     """On the device from the beginning: tensors without data cannot be moved in place."""
     ends = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    layers = {"n_layer" if kind == "gpt2" else "num_hidden_layers": 2}  # one of each kind of these models
+    layers = {"n_layer" if kind == "gpt2" else "num_hidden_layers": depth}  # from 2 on one of each kind
     config = AutoConfig.for_model(kind, **{**ARCHITECTURES[kind], **ends, **layers})
     with torch.device(DEVICE):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

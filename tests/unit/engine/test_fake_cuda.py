@@ -39,6 +39,12 @@ def test_a_missed_wait_between_streams_is_found_and_a_right_one_is_none() -> Non
     run("streams", script="fake_cuda_streams.py")
 
 
+def test_moves_between_the_host_and_the_device_are_waited_for() -> None:
+    """Blocks of a streamed base, keys and values of long prompts, pages of preempted sequences. How much of a
+    base stays in a GPU's memory is found as on a processor."""
+    run("moves", script="fake_cuda_moves.py")
+
+
 def test_training_beside_answers_waits_where_memory_crosses() -> None:
     """The policy `spatial`, whose training goes on beside several steps of answers."""
     run("spatial")
@@ -46,7 +52,18 @@ def test_training_beside_answers_waits_where_memory_crosses() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["calibrated", "8bit", "int8 cache", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"]
+    "name",
+    [
+        "calibrated",
+        "8bit",
+        "int8 cache",
+        "gemma2",
+        "gpt_oss",
+        "deepseek_v3",
+        "gpt2",
+        "streamed",
+        "streamed spatial",
+    ],
 )
 def test_other_models_and_settings_have_their_tensors_on_one_device(name: str) -> None:
     run(name)

@@ -3,14 +3,14 @@
 import threading
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from coserve.core.sequence import Direction
-from coserve.model.block import Block
+from coserve.model.block import Block, Residence
 from coserve.model.lockstep import in_lockstep
 
 
-class Noting:
+class Noting(Residence):
     """`Residence` that notes when its block comes and goes."""
 
     def __init__(self, place: int, notes: list[object]) -> None:
@@ -21,9 +21,6 @@ class Noting:
 
     def leave(self) -> None:
         self._notes.append(f"leave {self._place}")
-
-    def outside(self, tensor: Tensor) -> Tensor:
-        return tensor
 
 
 def chain(notes: list[object], count: int = 3, streamed: bool = True) -> list[Block]:

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -272,6 +273,21 @@ def test_more_visits_than_buffers_get_one_more() -> None:
         ring.leave(place)
     assert ring.nbytes == before
     visit(ring, 3)
+
+
+def test_a_buffer_that_is_there_for_some_time_goes() -> None:
+    blocks = dict[int, StoredBlock]()
+    for place in range(3):
+        layer = nn.Linear(4, 4, bias=False)
+        blocks[place] = StoredBlock(Block(f"layers.{place}", layer), [], [(layer.weight, 0)])
+    ring = Ring(blocks, 2)
+    for place in range(3):
+        ring.enter(place, FORWARD)
+    left = weakref.ref(ring.visited(0))
+    for place in range(3):
+        ring.leave(place)
+    settle(ring)
+    assert left() is None and len(ring._slots) == 2
 
 
 def test_visitors_wait_for_a_buffer_that_is_being_filled() -> None:
