@@ -26,7 +26,7 @@ class _Entries:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._of: dict[int, list[tuple[int, float]]] = {}
-        self._pack()
+        self._packed: tuple[Tensor, Tensor, Tensor] | None = None  # slots, tokens, values; None if outdated
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -38,19 +38,24 @@ class _Entries:
         self._of.pop(slot, None)
         if entries:
             self._of[slot] = entries
-        self._pack()
+        self._packed = None
 
-    def _pack(self) -> None:
+    def _pack(self) -> tuple[Tensor, Tensor, Tensor]:
         flat = [(slot, token, value) for slot, entries in self._of.items() for token, value in entries]
         slots, tokens, values = zip(*flat, strict=True) if flat else ((), (), ())
-        self.slots = torch.tensor(slots, dtype=torch.long, device=self._device)
-        self.tokens = torch.tensor(tokens, dtype=torch.long, device=self._device)
-        self.values = torch.tensor(values, dtype=torch.float32, device=self._device)
+        return (
+            torch.tensor(slots, dtype=torch.long, device=self._device),
+            torch.tensor(tokens, dtype=torch.long, device=self._device),
+            torch.tensor(values, dtype=torch.float32, device=self._device),
+        )
 
     def match(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, tokens, values), each [E], of the entries that `slots` [B] have."""
-        rows, entries = (slots[:, None] == self.slots[None, :]).nonzero(as_tuple=True)
-        return rows, self.tokens[entries], self.values[entries]
+        if self._packed is None:
+            self._packed = self._pack()
+        own, tokens, values = self._packed
+        rows, entries = (slots[:, None] == own[None, :]).nonzero(as_tuple=True)
+        return rows, tokens[entries], values[entries]
 
 
 class SamplingTable:
@@ -81,7 +86,7 @@ class SamplingTable:
         self.columns = DrawColumns(self.temperature, self.tail, self.floor, self.seed, self.top_k)
         self._biases = _Entries(self.device)
         self._held = _Entries(self.device)
-        self._rows: dict[int, int] = {}  # penalised slot -> its row of counts
+        self.penalised: dict[int, int] = {}  # slots with penalties -> their rows of counts
         self._free_rows: list[int] = []
         self.grammars = grammars
         self._matchers: dict[int, Matcher] = {}  # of slots whose answer must match a grammar
@@ -96,7 +101,7 @@ class SamplingTable:
     @property
     def is_plain(self) -> bool:
         """Tells whether no slot changes its logits: no bias, penalty or suppressed token."""
-        return not (self._biases or self._held or self._rows or self._matchers)
+        return not (self._biases or self._held or self.penalised or self._matchers)
 
     def set(
         self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int], output: Sequence[int] = ()
@@ -133,7 +138,7 @@ class SamplingTable:
         self._matchers.pop(slot, None)
         self._biases.put(slot, [])
         self._held.put(slot, [])
-        if (row := self._rows.pop(slot, None)) is not None:
+        if (row := self.penalised.pop(slot, None)) is not None:
             self._free_rows.append(row)
         self.temperature[slot] = 0.0
         self.count_row[slot] = NO_ROW
@@ -144,7 +149,7 @@ class SamplingTable:
             for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
                 if slot in self._matchers:
                     self._matchers[slot].advance(token)
-        if not self._rows:
+        if not self.penalised:
             return
         rows = self.count_row[slots]
         counted = (rows >= 0).nonzero().squeeze(1)
@@ -160,7 +165,7 @@ class SamplingTable:
         if self._biases:
             rows, tokens, values = self._biases.match(slots)
             logits[rows, tokens] += values
-        if self._rows:
+        if self.penalised:
             self._penalise(logits, slots)
         if self._held:
             rows, tokens, values = self._held.match(slots)
@@ -202,10 +207,12 @@ class SamplingTable:
             for table in (self._generated, self._prompted):
                 if table.device.type == "cuda":  # else the stream that made it may reuse its memory at once
                     table.record_stream(torch.cuda.current_stream(table.device))
-            self._generated = torch.cat([self._generated, self._generated.new_zeros(more, self.vocab)])
-            self._prompted = torch.cat([self._prompted, self._prompted.new_zeros(more, self.vocab)])
+            self._generated, self._prompted = (  # both or, where memory runs out, neither
+                torch.cat([table, table.new_zeros(more, self.vocab)])
+                for table in (self._generated, self._prompted)
+            )
             self._free_rows = list(range(old, old + more))
-        row = self._rows[slot] = self._free_rows.pop()
+        row = self.penalised[slot] = self._free_rows.pop()
         # Embeddings can be larger than the head: a prompt may hold tokens that no answer ever can.
         known = [token for token in set(prompt) if token < self.vocab]
         self._prompted[row] = False

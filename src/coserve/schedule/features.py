@@ -51,6 +51,7 @@ class Features:
         self._windows, self._depth = 0, 1  # a bit for each layer that windows going forward visit, of so many
         self._abandons = False  # whether windows that go forward may be abandoned, and so pass apart
         self._passes: Passes | None = None  # those of a plan
+        self.is_launched = False  # whether decode rows shared the others' pass, as no graph had them
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._back: tuple[int, ...] = ()  # bits of layers visited on each way back
         self._fills = 0  # passes over the whole depth that precede the step's own
@@ -86,6 +87,7 @@ class Features:
         twin._decodes, twin._prompts, twin._fills = self._decodes, self._prompts, self._fills
         twin._windows, twin._depth, twin._back = self._windows, self._depth, self._back
         twin._abandons, twin._passes = self._abandons, self._passes
+        twin.is_launched = self.is_launched
         twin._values, twin._returned = self._values.copy(), self._returned.copy()
         twin._adapters = self._adapters.copy()
         return twin

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from coserve.core.plan import OptimStep, Updated
-from coserve.errors import LossNotFinite
+from coserve.errors import JobError
+from coserve.memory.exhausted import exhaustion
 from coserve.train.master_weights import MasterWeights
 from coserve.train.optim import norms, step
 from coserve.train.session import TrainingSession
@@ -18,12 +19,32 @@ _ADDED: Final = 1e-6  # to a norm that gradients are divided by, as torch does
 Due = tuple[TrainingSession, OptimStep]
 
 
-def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
+def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
     """Steps the optimizers of sessions whose weights have room; returns each outcome. A step that is not
-    finite fails its own session alone: published versions and other sessions do not change."""
+    finite fails its own session alone: published versions and other sessions do not change. Where memory runs
+    out before anything has changed its error is raised; later it fails the sessions, whose weights may be
+    between two steps."""
     losses = [session.loss_so_far() for session, _ in due]
     gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.weights.optimizer for s, _ in due)]
     of_gradients = norms(gradients)
+    words: list[str] = []
+    with exhaustion(words.append):
+        return _change(due, losses, gradients, of_gradients)
+    return [
+        JobError(
+            f"job {session.job}: memory ran out within an optimizer step ({words[0]}); the adapter stays at "
+            f"version {session.weights.current.key}"
+        )
+        for session, _ in due
+    ]
+
+
+def _change(
+    due: Sequence[Due],
+    losses: Sequence[float],
+    gradients: Sequence[Sequence[Tensor]],
+    of_gradients: Sequence[float],
+) -> list[Updated | JobError]:
     finite = [math.isfinite(loss) and math.isfinite(n) for loss, n in zip(losses, of_gradients, strict=True)]
     stepping = [one for one, is_finite in zip(due, finite, strict=True) if is_finite]
     _clip([(u, g, n) for (_, u), g, n in zip(due, gradients, of_gradients, strict=True) if math.isfinite(n)])
@@ -31,7 +52,7 @@ def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
         [(session.weights.optimizer, update.optimizer, update.learning_rate) for session, update in stepping]
     )
     of_weights = iter(_write([session.weights for session, _ in stepping]))
-    found: list[Updated | LossNotFinite] = []
+    found: list[Updated | JobError] = []
     for (session, update), loss, norm, is_finite in zip(due, losses, of_gradients, finite, strict=True):
         if not is_finite:
             found.append(session.not_finite(f"the loss became {loss} (gradient norm {norm})"))

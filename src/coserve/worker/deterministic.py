@@ -7,20 +7,13 @@ has the same shape. Tokens are drawn and scored row by row.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 from msgspec import structs
 from torch import Tensor
 
 from coserve.attention.tiled import TiledBackend
-from coserve.core.plan import (
-    BasePlan,
-    InferenceSegment,
-    Sampled,
-    TokenLogprobs,
-    TrainingSegment,
-)
+from coserve.core.plan import BasePlan, InferenceSegment, TokenLogprobs, TrainingSegment
 from coserve.kernels.native.build import torch_only
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
@@ -29,7 +22,7 @@ from coserve.model.sample import sample, token_logprobs
 from coserve.train.window_group import ForwardWindow
 from coserve.worker.fused_pass import FusedPass, Traveller
 from coserve.worker.inference import InferenceBatch, adapter_ranges
-from coserve.worker.sampler import Sampler
+from coserve.worker.sampler import Drawn, Sampler
 from coserve.worker.worker import Worker
 
 
@@ -60,21 +53,13 @@ class DeterministicPass(FusedPass):
 
     sampler_type = DeterministicSampler
 
-    @torch.no_grad()
-    def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Samples once all rows have passed: where weights cannot be read in a later group the plan runs
-        again whole, and must find the sequences' newest tokens as they were."""
-        passed: list[InferenceBatch] = []
+    def _drawn(self, plan: BasePlan) -> tuple[list[Drawn], list[TrainingSegment]]:
+        drawn: list[Drawn] = []
         for group in _groups(plan.inference):
             rows = self._inference_rows(group)
             self.forward([rows])
-            passed.append(rows)
-        found: dict[int, Sampled] = {}
-        for rows in passed:
-            for key, sampled in self.sampler.sample(rows).items():
-                earlier = found[key].prompt_logprobs if key in found else ()
-                found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
-        return found, []
+            drawn.append(self.sampler.draw(rows))
+        return drawn, []
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         tokens, common = self.table.batch(segments, 0)

@@ -13,15 +13,14 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
 from coserve.core.plan import BasePlan, InferenceSegment, PassesAlone, Prefix, Sampled, TrainingSegment
-from coserve.errors import OutOfMemory, TogetherFailed
-from coserve.memory.exhausted import is_out_of_memory, words_of
+from coserve.memory.exhausted import exhaustion, run_shared
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
 from coserve.worker.held import HeldState
 from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment, SplitRows
-from coserve.worker.sampler import Sampler
+from coserve.worker.sampler import Drawn, Sampler
 from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.training_passes import TrainingPasses
 
@@ -53,6 +52,7 @@ class FusedPass:
         self.attention, self.table = attention, table
         self.sampler = self.sampler_type(self.base, self.loaded, table)
         self._training, self._pause = training, training.pause
+        self.is_launched = False  # whether a graph should have had decode rows of the last plan, and had not
         self._offloaded = offloaded
         self.forward = self._through()
         self.graphs: DecodeGraphs | None = None
@@ -75,59 +75,59 @@ class FusedPass:
         the layers that they have passed. Decode rows pass before, by graph, where they are alone or the plan
         has them apart. Windows leave the pass at a pause, between two slices.
 
-        Raises TogetherFailed where memory runs out and several share a pass. Nothing is sampled then: all of
-        it may pass again, and overwrite its results.
+        Raises TogetherFailed where memory runs out, unless each sequence passes alone. Nothing is sampled
+        then: all of it may pass again, and overwrite its results.
         """
+        self.is_launched = False
+        if plan.alone is PassesAlone.ALL:
+            return self._one_by_one(plan), []
+        return run_shared(partial(self._together, plan))
+
+    def _together(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        drawn, trained = self._drawn(plan)
+        return self.sampler.note(drawn), trained
+
+    def _one_by_one(self, plan: BasePlan) -> dict[int, Sampled]:
+        """Runs each sequence's rows in a pass of their own; a sequence for which memory does not last is
+        lost. Notes what is drawn once all have passed, as weights that cannot be read have the whole plan run
+        again."""
+        drawn: dict[int, list[Drawn]] = {}
+        short: dict[int, str] = {}
+        for segment in plan.inference:
+            with exhaustion(partial(short.__setitem__, segment.key)):
+                drawn[segment.key], _ = self._drawn(replace(plan, inference=(segment,)))
+        found = {segment.key: Sampled(None) for segment in plan.inference}
+        for segment in plan.inference:
+            if segment.key not in short:
+                with exhaustion(partial(short.__setitem__, segment.key)):
+                    found |= self.sampler.note(drawn[segment.key])
+            if segment.key in short:
+                self.sampler.skip(segment, short[segment.key])
+        return found
+
+    def _drawn(self, plan: BasePlan) -> tuple[list[Drawn], list[TrainingSegment]]:
+        """Takes the rows of sequences, and windows that share their pass, through the layers and draws."""
         inference, training = plan.inference, plan.fused
         if not inference:
-            return {}, []
-        if plan.alone is PassesAlone.ALL:
-            return self._one_by_one(inference), []
+            return [], []
         decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
-        is_alone = plan.passes.decodes_apart or (len(decodes) == len(inference) and not training)
-        if is_alone and (decoded := self._replayed(decodes)) is not None:
-            others = tuple(one for one in inference if not self._decodes(one))
-            sampled, passed = self.run(replace(plan, inference=others))
-            return sampled | self.sampler.sample(decoded), passed
+        if decodes and (plan.passes.decodes_apart or (len(decodes) == len(inference) and not training)):
+            if (decoded := self._replayed(decodes)) is not None:
+                others = tuple(one for one in inference if not self._decodes(one))
+                drawn, trained = self._drawn(replace(plan, inference=others))
+                return [*drawn, self.sampler.draw(decoded)], trained
+            self.is_launched = True
         windows, reached = self._training.forward_slices(training, self.forward), 0
         batch = self._inference_rows(inference)
-        try:
-            for part in windows.parts(plan.slice_layers):
-                if self._pause.is_due:
-                    break
-                self.forward([batch], range(reached, part.start))
-                self.forward([batch, *windows.going], part)
-                self._pause.passed()
-                reached = part.stop
-            self.forward([batch], range(reached, self.base.depth))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            words = words_of(error)
-        else:
-            return self.sampler.sample(batch), self._training.done(training, windows.end())
-        raise TogetherFailed(words)  # after the error, whose frames hold their tensors
-
-    def _one_by_one(self, segments: Sequence[InferenceSegment]) -> dict[int, Sampled]:
-        """Runs each sequence's rows in a pass of their own; a sequence for which memory does not last is
-        lost. Samples once all have passed, as weights that cannot be read have the whole plan run again."""
-        passed: list[InferenceBatch] = []
-        short: list[tuple[InferenceSegment, str]] = []
-        for segment in segments:
-            try:
-                batch = self._inference_rows([segment])
-                self.forward([batch])
-                passed.append(batch)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                short.append((segment, words_of(error)))
-        for segment, words in short:
-            self.sampler.fail(segment, OutOfMemory(f"the request ran out of memory: {words}"))
-        found = {segment.key: Sampled(None) for segment, _ in short}
-        for batch in passed:
-            found |= self.sampler.sample(batch)
-        return found
+        for part in windows.parts(plan.slice_layers):
+            if self._pause.is_due:
+                break
+            self.forward([batch], range(reached, part.start))
+            self.forward([batch, *windows.going], part)
+            self._pause.passed()
+            reached = part.stop
+        self.forward([batch], range(reached, self.base.depth))
+        return [self.sampler.draw(batch)], self._training.done(training, windows.end())
 
     def fill(self, prefix: Prefix) -> None:
         """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their
@@ -168,7 +168,8 @@ class FusedPass:
         if pools is None:
             return None
         self.base.chain.on_layer()
-        hidden = self.graphs.run(self.table.places(ordered), [segment.context for segment in ordered], pools)
+        places = [self.table.place(segment.key) for segment in ordered]
+        hidden = self.graphs.run(places, [segment.context for segment in ordered], pools)
         return None if hidden is None else PassedRows(ordered, counts, hidden)
 
     def decode(self, rows: Tensor, positions: Tensor, pages: int, slots: Sequence[SlotRows]) -> Tensor:
