@@ -120,7 +120,7 @@ class OpenRequests:
     def apply(self, base: str, plan: BasePlan, result: BaseResult, now: float) -> list[Event]:
         """Applies the result of a base's plan, which ended at `now`. Returns the events."""
         events: list[Event] = []
-        for key, error in (self._readers_of_spoiled(base, plan, result) | result.lost).items():
+        for key, error in {**self._readers_of_spoiled(base, plan, result), **result.lost}.items():
             if key in self.sequences:  # else it was cancelled meanwhile
                 sequence = self.sequences[key]
                 self._retire(sequence, FinishReason.CANCELLED, now)
