@@ -6,7 +6,7 @@ slots nothing is computed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class SamplingTable:
         self.columns = DrawColumns(self.temperature, self.tail, self.floor, self.seed, self.top_k)
         self._biases = _Entries(self.device)
         self._held = _Entries(self.device)
-        self.penalised: dict[int, int] = {}  # slots with penalties -> their rows of counts
+        self._rows: dict[int, int] = {}  # penalised slot -> its row of counts
         self._free_rows: list[int] = []
         self.grammars = grammars
         self._matchers: dict[int, Matcher] = {}  # of slots whose answer must match a grammar
@@ -101,7 +101,7 @@ class SamplingTable:
     @property
     def is_plain(self) -> bool:
         """Tells whether no slot changes its logits: no bias, penalty or suppressed token."""
-        return not (self._biases or self._held or self.penalised or self._matchers)
+        return not (self._biases or self._held or self._rows or self._matchers)
 
     def set(
         self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int], output: Sequence[int] = ()
@@ -138,23 +138,30 @@ class SamplingTable:
         self._matchers.pop(slot, None)
         self._biases.put(slot, [])
         self._held.put(slot, [])
-        if (row := self.penalised.pop(slot, None)) is not None:
+        if (row := self._rows.pop(slot, None)) is not None:
             self._free_rows.append(row)
         self.temperature[slot] = 0.0
         self.count_row[slot] = NO_ROW
 
-    def record(self, slots: Tensor, tokens: Tensor) -> None:
-        """Records `tokens` [B] as output of `slots` [B], for penalties and grammars."""
-        if self._matchers:
-            for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-                if slot in self._matchers:
-                    self._matchers[slot].advance(token)
-        if not self.penalised:
-            return
-        rows = self.count_row[slots]
-        counted = (rows >= 0).nonzero().squeeze(1)
-        one = torch.ones((), dtype=torch.int32, device=self.device)
-        self._generated.index_put_((rows[counted], tokens[counted]), one, accumulate=True)
+    def recording(self, slots: Tensor, tokens: Tensor) -> Callable[[], None]:
+        """A function that records `tokens` [B] as output of `slots` [B], for penalties and grammars. All
+        memory that it takes it has already."""
+        matched = zip(slots.tolist(), tokens.tolist(), strict=True) if self._matchers else ()
+        advances = [(self._matchers[slot], token) for slot, token in matched if slot in self._matchers]
+        places = ones = None
+        if self._rows:
+            rows = self.count_row[slots]
+            counted = (rows >= 0).nonzero().squeeze(1)
+            places = rows[counted] * self.vocab + tokens[counted]
+            ones = torch.ones_like(places, dtype=torch.int32)
+
+        def record() -> None:
+            for matcher, token in advances:
+                matcher.advance(token)
+            if places is not None and ones is not None:
+                self._generated.view(-1).scatter_add_(0, places, ones)
+
+        return record
 
     def adjusted(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """`logits` [B, V] with bias, penalties, and suppressed tokens (including those a grammar forbids); a
@@ -165,7 +172,7 @@ class SamplingTable:
         if self._biases:
             rows, tokens, values = self._biases.match(slots)
             logits[rows, tokens] += values
-        if self.penalised:
+        if self._rows:
             self._penalise(logits, slots)
         if self._held:
             rows, tokens, values = self._held.match(slots)
@@ -212,7 +219,7 @@ class SamplingTable:
                 for table in (self._generated, self._prompted)
             )
             self._free_rows = list(range(old, old + more))
-        row = self.penalised[slot] = self._free_rows.pop()
+        row = self._rows[slot] = self._free_rows.pop()
         # Embeddings can be larger than the head: a prompt may hold tokens that no answer ever can.
         known = [token for token in set(prompt) if token < self.vocab]
         self._prompted[row] = False

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -13,7 +12,6 @@ from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
 from coserve.errors import CoserveError, OutOfMemory, RequestError
 from coserve.kernels.rows import concat_rows
-from coserve.memory.exhausted import exhaustion
 from coserve.model.base import Base
 from coserve.model.sample import NO_TOKEN, sample, token_logprobs
 from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
@@ -83,16 +81,13 @@ class Sampler:
 
     def note(self, passes: Sequence[Drawn]) -> dict[int, Sampled]:
         """Makes the tokens of passes their sequences' newest ones; returns results by sequence key. Where
-        memory runs out nothing has changed, and the passes may be repeated, but where it does for penalties:
-        then the sequences that have some fail."""
+        memory runs out nothing has changed, and the passes may be repeated."""
         results = {segment.key: Sampled(None) for drawn in passes for segment in drawn.segments}
         if done := [drawn for drawn in passes if drawn.keys]:
             keys = [key for drawn in done for key in drawn.keys]
             rows = concat_rows([drawn.rows for drawn in done])
             tokens = concat_rows([drawn.tokens for drawn in done])
             found = self.table.sampled(keys, rows, tokens)
-            with exhaustion(partial(self._lose_counts, keys)):
-                self.table.sampling.record(rows, tokens.clamp(min=0))
             if NO_TOKEN in found:
                 failed = [key for key, token in zip(keys, found, strict=True) if token == NO_TOKEN]
                 self._failed = dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT)) | self._failed
@@ -105,12 +100,6 @@ class Sampler:
                 earlier = results[key].prompt_logprobs
                 results[key] = replace(results[key], prompt_logprobs=(*earlier, *of_prompt))
         return results
-
-    def _lose_counts(self, keys: Sequence[int], words: str) -> None:
-        """Ends those of sequences that have penalties: their tokens were not counted."""
-        for key in keys:
-            if self.table.place(key) in self.table.sampling.penalised:
-                self.run_out(key, words)
 
     def _score_prompts(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Log-probabilities of the prompt tokens that follow rows of this pass, where requested."""

@@ -147,7 +147,10 @@ class SequenceTable:
         none (`NO_TOKEN`) goes on with token 0 until the scheduler has ended it. Where memory runs out nothing
         has changed."""
         drawn: list[int] = tokens.tolist()
-        self._last_token[rows] = tokens.clamp(min=0)
+        tokens = tokens.clamp(min=0)
+        record = self.sampling.recording(rows, tokens)
+        self._last_token.index_copy_(0, rows, tokens)
+        record()
         for key, token in zip(keys, drawn, strict=True):
             self._answers[key].output.append(max(token, 0))
         return drawn

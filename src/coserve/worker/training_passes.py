@@ -46,7 +46,8 @@ class TrainingPasses:
         for segment in done:
             is_last = segment.direction is Direction.BACKWARD and segment.start == segment.span.first == 0
             if is_last and segment.job not in self.short:
-                self.sessions[segment.job].micro_batches[segment.key].finish()
+                with self.short.of(segment.job):
+                    self.sessions[segment.job].micro_batches[segment.key].finish()
         return self.done(segments, done)
 
     def done(
