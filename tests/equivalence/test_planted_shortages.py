@@ -34,7 +34,7 @@ Answer = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]  # with thos
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run's answers and jobs; the error in place of what failed."""
+    """Results of a run's answers and jobs; the error in place of each that failed."""
 
     answers: list[CoserveError | Answer]
     jobs: list[CoserveError | tuple[list[float], Tensor]]

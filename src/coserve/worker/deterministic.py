@@ -13,8 +13,16 @@ from msgspec import structs
 from torch import Tensor
 
 from coserve.attention.tiled import TiledBackend
-from coserve.core.plan import BasePlan, InferenceSegment, TokenLogprobs, TrainingSegment
+from coserve.core.plan import (
+    BasePlan,
+    InferenceSegment,
+    PassesAlone,
+    Sampled,
+    TokenLogprobs,
+    TrainingSegment,
+)
 from coserve.kernels.native.build import torch_only
+from coserve.memory.exhausted import run_shared
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged
@@ -53,13 +61,17 @@ class DeterministicPass(FusedPass):
 
     sampler_type = DeterministicSampler
 
-    def _drawn(self, plan: BasePlan) -> tuple[list[Drawn], list[TrainingSegment]]:
-        drawn: list[Drawn] = []
-        for group in _groups(plan.inference):
-            rows = self._inference_rows(group)
-            self.forward([rows])
-            drawn.append(self.sampler.draw(rows))
-        return drawn, []
+    @torch.no_grad()
+    def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """See `FusedPass`. Each pass is drawn from at once; all that is drawn is noted together."""
+        if plan.alone is PassesAlone.ALL:
+            return self._one_by_one(plan.inference), []
+        return run_shared(lambda: self.sampler.note(self._drawn(plan.inference))), []
+
+    def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:
+        return [
+            drawn for group in _groups(segments) for drawn in super(DeterministicPass, self)._drawn(group)
+        ]
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         tokens, common = self.table.batch(segments, 0)

@@ -1,7 +1,6 @@
 """The fused pass of a step: all forward rows, of answers and of training, through the layers together."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -13,7 +12,8 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
 from coserve.core.plan import BasePlan, InferenceSegment, PassesAlone, Prefix, Sampled, TrainingSegment
-from coserve.memory.exhausted import exhaustion, run_shared
+from coserve.errors import TogetherFailed
+from coserve.memory.exhausted import exhaustion
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
@@ -80,24 +80,45 @@ class FusedPass:
         """
         self.is_launched = False
         if plan.alone is PassesAlone.ALL:
-            return self._one_by_one(plan), []
-        return run_shared(partial(self._together, plan))
+            return self._one_by_one(plan.inference), []
+        inference, training = plan.inference, plan.fused
+        short: list[str] = []
+        drawn: list[Drawn] = []
+        with exhaustion(short.append):
+            decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
+            if decodes and (plan.passes.decodes_apart or (len(decodes) == len(inference) and not training)):
+                decoded = self._replayed(decodes)
+                if decoded is not None:
+                    drawn.append(self.sampler.draw(decoded))
+                    inference = tuple(one for one in inference if not self._decodes(one))
+                self.is_launched = decoded is None
+            if not inference:
+                return self.sampler.note(drawn), []
+            windows, reached = self._training.forward_slices(training, self.forward), 0
+            batch = self._inference_rows(inference)
+            for part in windows.parts(plan.slice_layers):
+                if self._pause.is_due:
+                    break
+                self.forward([batch], range(reached, part.start))
+                self.forward([batch, *windows.going], part)
+                self._pause.passed()
+                reached = part.stop
+            self.forward([batch], range(reached, self.base.depth))
+            drawn.append(self.sampler.draw(batch))
+            return self.sampler.note(drawn), self._training.done(training, windows.end())
+        raise TogetherFailed(short[0])
 
-    def _together(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        drawn, trained = self._drawn(plan)
-        return self.sampler.note(drawn), trained
-
-    def _one_by_one(self, plan: BasePlan) -> dict[int, Sampled]:
+    def _one_by_one(self, segments: Sequence[InferenceSegment]) -> dict[int, Sampled]:
         """Runs each sequence's rows in a pass of their own; a sequence for which memory does not last is
         lost. Notes what is drawn once all have passed, as weights that cannot be read have the whole plan run
         again."""
         drawn: dict[int, list[Drawn]] = {}
         short: dict[int, str] = {}
-        for segment in plan.inference:
+        for segment in segments:
             with exhaustion(partial(short.__setitem__, segment.key)):
-                drawn[segment.key], _ = self._drawn(replace(plan, inference=(segment,)))
-        found = {segment.key: Sampled(None) for segment in plan.inference}
-        for segment in plan.inference:
+                drawn[segment.key] = self._drawn([segment])
+        found = {segment.key: Sampled(None) for segment in segments}
+        for segment in segments:
             if segment.key not in short:
                 with exhaustion(partial(short.__setitem__, segment.key)):
                     found |= self.sampler.note(drawn[segment.key])
@@ -105,29 +126,11 @@ class FusedPass:
                 self.sampler.skip(segment, short[segment.key])
         return found
 
-    def _drawn(self, plan: BasePlan) -> tuple[list[Drawn], list[TrainingSegment]]:
-        """Takes the rows of sequences, and windows that share their pass, through the layers and draws."""
-        inference, training = plan.inference, plan.fused
-        if not inference:
-            return [], []
-        decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
-        if decodes and (plan.passes.decodes_apart or (len(decodes) == len(inference) and not training)):
-            if (decoded := self._replayed(decodes)) is not None:
-                others = tuple(one for one in inference if not self._decodes(one))
-                drawn, trained = self._drawn(replace(plan, inference=others))
-                return [*drawn, self.sampler.draw(decoded)], trained
-            self.is_launched = True
-        windows, reached = self._training.forward_slices(training, self.forward), 0
-        batch = self._inference_rows(inference)
-        for part in windows.parts(plan.slice_layers):
-            if self._pause.is_due:
-                break
-            self.forward([batch], range(reached, part.start))
-            self.forward([batch, *windows.going], part)
-            self._pause.passed()
-            reached = part.stop
-        self.forward([batch], range(reached, self.base.depth))
-        return [self.sampler.draw(batch)], self._training.done(training, windows.end())
+    def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:
+        """Takes rows of sequences alone through the layers, and draws."""
+        batch = self._inference_rows(segments)
+        self.forward([batch])
+        return [self.sampler.draw(batch)]
 
     def fill(self, prefix: Prefix) -> None:
         """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their

@@ -26,7 +26,7 @@ _NO_TOKEN_LEFT = (
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a pass of `segments` gives: `tokens` [n] of the sequences `keys` at `rows` [n] of the table, with
+    """Results of a pass of `segments`: `tokens` [n] of the sequences `keys` at `rows` [n] of the table, with
     their log-probabilities, and those of scored prompt tokens by key."""
 
     segments: Sequence[InferenceSegment]

@@ -1,4 +1,4 @@
-"""What a pass of answers tells of itself; what it computes is compared in `tests/equivalence`."""
+"""A pass of answers tells how it ran; its results are compared in `tests/equivalence`."""
 
 from pathlib import Path
 
