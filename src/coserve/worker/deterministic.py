@@ -69,9 +69,8 @@ class DeterministicPass(FusedPass):
         return run_shared(lambda: self.sampler.note(self._drawn(plan.inference))), []
 
     def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:
-        return [
-            drawn for group in _groups(segments) for drawn in super(DeterministicPass, self)._drawn(group)
-        ]
+        passes = map(super()._drawn, _groups(segments))
+        return [drawn for its in passes for drawn in its]
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         tokens, common = self.table.batch(segments, 0)

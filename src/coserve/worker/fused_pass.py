@@ -171,8 +171,7 @@ class FusedPass:
         if pools is None:
             return None
         self.base.chain.on_layer()
-        places = [self.table.place(segment.key) for segment in ordered]
-        hidden = self.graphs.run(places, [segment.context for segment in ordered], pools)
+        hidden = self.graphs.run(self.table.places(ordered), [segment.context for segment in ordered], pools)
         return None if hidden is None else PassedRows(ordered, counts, hidden)
 
     def decode(self, rows: Tensor, positions: Tensor, pages: int, slots: Sequence[SlotRows]) -> Tensor:

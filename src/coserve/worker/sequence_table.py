@@ -89,11 +89,11 @@ class SequenceTable:
 
     def rows(self, segments: Iterable[InferenceSegment]) -> Tensor:
         """The segments' rows [segments]."""
-        return self._tensor([self.place(segment.key) for segment in segments])
+        return self._tensor(self.places(segments))
 
-    def place(self, key: int) -> int:
-        """A sequence's row as a number on the host."""
-        return self._rows[key]
+    def places(self, segments: Iterable[InferenceSegment]) -> list[int]:
+        """The same as numbers on the host."""
+        return [self._rows[segment.key] for segment in segments]
 
     def release(self, key: int) -> str | None:
         """Frees the row of a sequence, and returns the key of its adapter; keys that never had a row
