@@ -108,7 +108,8 @@ def test_only_whom_memory_does_not_last_for_fails(
     draws = random.Random(seed)
     wanted = run(seed, folders, **({} if mode == "remote" else fields))
     assert planted.seen[part], "it is a part of these steps"
-    after, times = draws.randrange(planted.seen[part]), draws.randint(1, 4)
+    # In the first half: how rows share steps varies with time, and so does what is allocated.
+    after, times = draws.randrange((planted.seen[part] + 1) // 2), draws.randint(1, 4)
     print(f"seed {seed}: {times} times after {after} of {planted.seen[part]} allocations")
     with shortages(part, after, times, between=draws.randint(0, 40)) as fired:
         found = run(seed, folders, **fields)
@@ -119,7 +120,10 @@ def test_only_whom_memory_does_not_last_for_fails(
     for error in failed:
         assert isinstance(error, OutOfMemory | JobError) and "can't allocate memory" in str(error)
     for own, other in zip(found.answers, wanted.answers, strict=True):
-        assert isinstance(own, CoserveError) or own == other
+        if not isinstance(own, CoserveError) and not isinstance(other, CoserveError):
+            assert own[0] == other[0], "tokens"
+            scores = [[one.chosen for kind in each[1:] for one in kind] for each in (own, other)]
+            assert scores[0] == (scores[1] if mode == "deterministic" else pytest.approx(scores[1], rel=1e-9))
     for own_job, other_job in zip(found.jobs, wanted.jobs, strict=True):
         if not isinstance(own_job, CoserveError) and not isinstance(other_job, CoserveError):
             exactly = mode == "deterministic" and not found.shrunk
