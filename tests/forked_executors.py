@@ -6,7 +6,8 @@ import random
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -14,13 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.executors.remote import RemoteExecutor
 from coserve.model import load
+from coserve.model.base import Base
 from coserve.model.chain import Chain
 from coserve.train import backward
+from coserve.train.tail import Tail
+from coserve.worker import training_passes
+from coserve.worker.fused_pass import FusedPass
 from coserve.worker.opening import open_remote
+from coserve.worker.sampler import Sampler
 from coserve.worker.worker import Worker
 from forking import forked
 from models import MIXTURES, Exact
@@ -51,6 +60,7 @@ def compute_as_tests_do(shared: int) -> None:
 
     load.load_model = loaded
     run_short(is_exact, setattr)
+    plant(is_exact, setattr)
     for name in ("run", "call"):
         setattr(Worker, name, exactly(getattr(Worker, name)))
 
@@ -94,6 +104,98 @@ def short_memory(percent: int, seed: int = 0) -> Iterator[None]:
         yield
     finally:
         _MEMORY[1] = 0
+
+
+class Planted(TorchDispatchMode):
+    """Has memory run out where torch allocates, while plans run: in the part of a step that byte 4 names (of
+    PARTS, from 1 on; 0 for none), after as many allocations there as bytes 5 and 6 say, as often as byte 7
+    says, with byte 9 allocations in between. Byte 8 counts."""
+
+    def __init__(self, told: mmap.mmap) -> None:
+        super().__init__()
+        self._told = told
+        self.part = PARTS[0]
+        self.seen = Counter[str]()  # allocations, by part
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        makes = any(str(one.type) != "Scalar" and one.alias_info is None for one in func._schema.returns)
+        if makes and any(one.nbytes for one in tree_leaves(out) if isinstance(one, torch.Tensor)):
+            self.seen[self.part] += 1
+            if self._told[7] and PARTS[self._told[4] - 1] == self.part and self._is_due():
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+        return out
+
+    def _is_due(self) -> bool:
+        if left := int.from_bytes(self._told[5:7]):
+            self._told[5:7] = (left - 1).to_bytes(2)
+            return False
+        self._told[5:7] = self._told[9].to_bytes(2)
+        self._told[7] -= 1
+        self._told[8] += 1
+        return True
+
+    def within(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as a part of a step."""
+
+        @wraps(function)
+        def run(*args: Any, **named: Any) -> Any:
+            outer, self.part = self.part, part
+            try:
+                return function(*args, **named)
+            finally:
+                self.part = outer
+
+        return run
+
+
+# Parts of a step where memory runs out; the first is what is in none of the others.
+PARTS = ("other", "layers", "head", "draw", "note", "fill", "begin", "tail", "back", "update")
+
+
+def plant(told: mmap.mmap, patch: Callable[[object, str, Any], object]) -> Planted:
+    """Has memory run out as `Planted` is told."""
+    planted = Planted(told)
+    places: dict[str, tuple[object, str]] = {
+        "layers": (Chain, "forward"),
+        "head": (Base, "tail"),
+        "draw": (Sampler, "draw"),
+        "note": (Sampler, "note"),
+        "fill": (FusedPass, "fill"),
+        "begin": (Worker, "_begin"),
+        "tail": (Tail, "loss"),
+        "back": (backward, "layer_gradients"),
+        "update": (training_passes, "update_all"),
+    }
+    for part, (owner, name) in places.items():
+        patch(owner, name, planted.within(part, getattr(owner, name)))
+    run = Worker.run
+
+    def planted_run(worker: Worker, plan: BasePlan) -> BaseResult:
+        with planted:
+            return run(worker, plan)
+
+    patch(Worker, "run", planted_run)
+    return planted
+
+
+def plant_here(patch: pytest.MonkeyPatch) -> Planted:
+    """Has `plant_shortages` hold in this process too."""
+    return plant(_MEMORY, patch.setattr)
+
+
+@contextmanager
+def shortages(part: str, after: int, times: int, between: int) -> Iterator[Callable[[], int]]:
+    """Has memory run out in a part of steps, where `plant` is patched in. Gives how often it has."""
+    _MEMORY[8], _MEMORY[9] = 0, between
+    _MEMORY[5:7] = after.to_bytes(2)
+    _MEMORY[4], _MEMORY[7] = PARTS.index(part) + 1, times
+    try:
+        yield lambda: _MEMORY[8]
+    finally:
+        _MEMORY[7] = 0
 
 
 def run_short_here(patch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,8 @@ class PassFailed(CoserveError):
 
 
 class TogetherFailed(PassFailed):
-    """A pass that several share failed, as a rule for lack of memory, and any of them may be the cause. The
-    plan runs again with a pass for each."""
+    """A pass that several share ran out of memory, and any of them may be the cause. The plan runs again with
+    a pass for each."""
 
 
 class WeightsUnreadable(ModelError, PassFailed):

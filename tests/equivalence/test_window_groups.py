@@ -18,7 +18,7 @@ from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.core.plan import BasePlan, TrainingSegment
+from coserve.core.plan import BasePlan, BaseResult, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.kernels.lora.segments import LoraSegments
 from coserve.schedule.segments import training_segment
@@ -234,6 +234,37 @@ def test_where_memory_is_short_they_go_one_after_the_other(monkeypatch: pytest.M
         assert tried
         for name in jobs:
             expect_equal(together[name], wanted[name], name)
+
+
+def test_a_job_that_breaks_their_pass_fails_alone_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is no lack of memory, which narrower passes would mend: the others' plan runs to its end, and
+    nobody is told to plan them alone."""
+    jobs, results = named(GROUPS["alike"][:3]), list[BaseResult]()
+
+    def broken(layer: int, windows: Sequence[BackwardWindow], *check: object) -> list[LayerGradients]:
+        batches = engine.executor.worker.sessions["job 1"].micro_batches.values()
+        if any(vars(batch).get("backward") is window.backward for window in windows for batch in batches):
+            raise ValueError("shapes do not match")
+        return real(layer, windows, *check)  # type: ignore[arg-type]
+
+    def run(plan: BasePlan) -> BaseResult:
+        results.append(plain(plan))
+        return results[-1]
+
+    real = backward.layer_gradients
+    with Exact():
+        engine = make_engine()
+        wanted = {name: travel(engine, {name: job})[name] for name, job in jobs.items()}
+        plain = engine.executor.run
+        monkeypatch.setattr(engine.executor, "run", run)
+        monkeypatch.setattr(backward, "layer_gradients", broken)
+        together = travel(engine, jobs)
+        for name in ("job 0", "job 2"):
+            expect_equal(together[name], wanted[name], name)
+    assert [str(error) for result in results for error in result.failed.values()] == [
+        "job job 1 failed: ValueError: shapes do not match"
+    ]
+    assert not any(result.together_failed or result.paused for result in results)
 
 
 def test_no_more_rows_go_together_than_there_is_memory_for(passes: list[int]) -> None:

@@ -94,18 +94,20 @@ class LoraSlotPool:
             if not self._free:
                 oldest = min((k for k in self._slots if k not in used), key=lambda k: self._slots[k][1].used)
                 self._free.append(self._slots.pop(oldest)[0])
-            slot = self._free.pop()
+            slot = self._free[-1]  # taken once it is written: memory may run out
             self._touched = max(self._touched, slot + 1)
             for path, bypass in entry.plain.items():
                 tables, number = self._places[path]
                 tables.put(slot, number, bypass.a, bypass.b, bypass.scale)
+            self._free.pop()
             self._slots[key] = slot, entry
         return self._slots[key][0]
 
     def _grow(self) -> None:
-        before, self._slots_made = self._slots_made, min(2 * self._slots_made, self._most)
+        before, made = self._slots_made, min(2 * self._slots_made, self._most)
         for tables in self._tables:
-            tables.grow(self._slots_made)
+            tables.grow(made)
+        self._slots_made = made
         for path, (tables, number) in self._places.items():
             self.weights[path] = tables.weights(number)
         self._free += reversed(range(before, self._slots_made))

@@ -446,7 +446,9 @@ class BaseResult:
     written or read. `lost` are sequences that end with an error: offloaded ones whose keys and values could
     not be written or read, those that run out of memory alone, and those that have no next token;
     `offload_reads` what was read of all of them. `outputs` are those of micro-batches that report and have
-    ended, by key.
+    ended, by key. `unfilled` are adapters whose virtual tokens ran out of memory: pages that the plan has
+    filled with them are not to be read. Where decode rows that a graph should have held were `launched`
+    kernel by kernel, they shared the pass of the answers' other rows.
 
     `together_failed` tells that a pass that several share ran out of memory. The plan has run again as a
     narrower one, or its training has stopped there, as by a pause.
@@ -464,7 +466,9 @@ class BaseResult:
     lost: Mapping[int, CoserveError] = field(default_factory=dict)
     offload_reads: OffloadReads = OffloadReads()
     outputs: Mapping[int, MicroBatchOutput] = field(default_factory=dict)
+    unfilled: Mapping[str, CoserveError] = field(default_factory=dict)
     together_failed: bool = False
+    launched: bool = False
 
 
 @dataclass(frozen=True, slots=True)

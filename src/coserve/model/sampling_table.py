@@ -6,7 +6,7 @@ slots nothing is computed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class _Entries:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._of: dict[int, list[tuple[int, float]]] = {}
-        self._pack()
+        self._packed: tuple[Tensor, Tensor, Tensor] | None = None  # slots, tokens, values; None if outdated
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -38,19 +38,24 @@ class _Entries:
         self._of.pop(slot, None)
         if entries:
             self._of[slot] = entries
-        self._pack()
+        self._packed = None
 
-    def _pack(self) -> None:
+    def _pack(self) -> tuple[Tensor, Tensor, Tensor]:
         flat = [(slot, token, value) for slot, entries in self._of.items() for token, value in entries]
         slots, tokens, values = zip(*flat, strict=True) if flat else ((), (), ())
-        self.slots = torch.tensor(slots, dtype=torch.long, device=self._device)
-        self.tokens = torch.tensor(tokens, dtype=torch.long, device=self._device)
-        self.values = torch.tensor(values, dtype=torch.float32, device=self._device)
+        return (
+            torch.tensor(slots, dtype=torch.long, device=self._device),
+            torch.tensor(tokens, dtype=torch.long, device=self._device),
+            torch.tensor(values, dtype=torch.float32, device=self._device),
+        )
 
     def match(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, tokens, values), each [E], of the entries that `slots` [B] have."""
-        rows, entries = (slots[:, None] == self.slots[None, :]).nonzero(as_tuple=True)
-        return rows, self.tokens[entries], self.values[entries]
+        if self._packed is None:
+            self._packed = self._pack()
+        own, tokens, values = self._packed
+        rows, entries = (slots[:, None] == own[None, :]).nonzero(as_tuple=True)
+        return rows, tokens[entries], values[entries]
 
 
 class SamplingTable:
@@ -138,18 +143,25 @@ class SamplingTable:
         self.temperature[slot] = 0.0
         self.count_row[slot] = NO_ROW
 
-    def record(self, slots: Tensor, tokens: Tensor) -> None:
-        """Records `tokens` [B] as output of `slots` [B], for penalties and grammars."""
-        if self._matchers:
-            for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-                if slot in self._matchers:
-                    self._matchers[slot].advance(token)
-        if not self._rows:
-            return
-        rows = self.count_row[slots]
-        counted = (rows >= 0).nonzero().squeeze(1)
-        one = torch.ones((), dtype=torch.int32, device=self.device)
-        self._generated.index_put_((rows[counted], tokens[counted]), one, accumulate=True)
+    def recording(self, slots: Tensor, tokens: Tensor) -> Callable[[], None]:
+        """A function that records `tokens` [B] as output of `slots` [B], for penalties and grammars. All
+        memory that it takes it has already."""
+        matched = zip(slots.tolist(), tokens.tolist(), strict=True) if self._matchers else ()
+        advances = [(self._matchers[slot], token) for slot, token in matched if slot in self._matchers]
+        places = ones = None
+        if self._rows:
+            rows = self.count_row[slots]
+            counted = (rows >= 0).nonzero().squeeze(1)
+            places = rows[counted] * self.vocab + tokens[counted]
+            ones = torch.ones_like(places, dtype=torch.int32)
+
+        def record() -> None:
+            for matcher, token in advances:
+                matcher.advance(token)
+            if places is not None and ones is not None:
+                self._generated.view(-1).scatter_add_(0, places, ones)
+
+        return record
 
     def adjusted(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """`logits` [B, V] with bias, penalties, and suppressed tokens (including those a grammar forbids); a
@@ -202,8 +214,10 @@ class SamplingTable:
             for table in (self._generated, self._prompted):
                 if table.device.type == "cuda":  # else the stream that made it may reuse its memory at once
                     table.record_stream(torch.cuda.current_stream(table.device))
-            self._generated = torch.cat([self._generated, self._generated.new_zeros(more, self.vocab)])
-            self._prompted = torch.cat([self._prompted, self._prompted.new_zeros(more, self.vocab)])
+            self._generated, self._prompted = (  # both or, where memory runs out, neither
+                torch.cat([table, table.new_zeros(more, self.vocab)])
+                for table in (self._generated, self._prompted)
+            )
             self._free_rows = list(range(old, old + more))
         row = self._rows[slot] = self._free_rows.pop()
         # Embeddings can be larger than the head: a prompt may hold tokens that no answer ever can.

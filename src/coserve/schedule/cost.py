@@ -165,9 +165,11 @@ class CostModel:
         seconds: float,
         reads: WeightReads = _NO_READS,
         offload: OffloadReads = _NO_OFFLOAD_READS,
+        launched: bool = False,
     ) -> None:
         """Learns from a part that took its executor `seconds`. The time that it waited for weights teaches
-        `reads`, that for offloaded keys and values `offload`, and the rest the weights of its features.
+        `reads`, that for offloaded keys and values `offload`, and the rest the weights of its features: those
+        of decode rows that were `launched` where it was planned to replay them.
 
         Each kind of work has a factor that follows recent steps: the machine may have become busier, or more
         activations are stored than during the measurement. A kind learns from a step in proportion to its
@@ -175,7 +177,7 @@ class CostModel:
         square of each contribution. They stay within a range of the measured ones, so that a long run of one
         kind of step cannot distort the costs of others.
         """
-        features = _features(work)
+        features = _features(work).launched if launched else _features(work)
         values = self._values(features)
         self.reads.observe(reads)
         self.offload.observe(features.offloaded, offload)

@@ -1,6 +1,7 @@
 """The contents of a step, counted for the cost model: FlexLLM's c and s (section 6.2), in more detail."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Final, Self
 
@@ -54,6 +55,7 @@ class Features:
         self._windows, self._depth = 0, 1  # a bit for each layer that windows going forward visit, of so many
         self._abandons = False  # whether windows that go forward may be abandoned, and so pass apart
         self._passes: Passes | None = None  # those of a plan
+        self._is_launched = False  # whether its decode rows run kernel by kernel, as no graph has them
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._back: tuple[int, ...] = ()  # bits of layers visited on each way back
         self._fills = 0  # passes over the whole depth that precede the step's own
@@ -89,8 +91,16 @@ class Features:
         twin._decodes, twin._prompts, twin._fills = self._decodes, self._prompts, self._fills
         twin._windows, twin._depth, twin._back = self._windows, self._depth, self._back
         twin._abandons, twin._passes = self._abandons, self._passes
+        twin._is_launched = self._is_launched
         twin._values, twin._returned = self._values.copy(), self._returned.copy()
         twin._adapters = self._adapters.copy()
+        return twin
+
+    @property
+    def launched(self) -> "Features":
+        """A copy for a step whose decode rows no graph had: they shared the pass of answers' other rows."""
+        twin = self.copy()
+        twin._is_launched, twin._passes = True, replace(self._passes or _SHARED, decodes_apart=False)
         return twin
 
     def ways(self, graphs: bool) -> Sequence[Passes]:
@@ -118,8 +128,8 @@ class Features:
             more = 1.0
         values = self._values.copy()
         values["forward_layers"] = self._passes_of_answers(passes) + apart
-        values["prefill_layers"] = self._fills + more + apart
         values["mixed_layers"] = more * mixes
+        values["prefill_layers"] = self._fills + (1.0 if self._is_launched else more) + apart
         return values
 
     def _passes_of_answers(self, passes: Passes) -> int:

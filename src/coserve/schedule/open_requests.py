@@ -1,13 +1,13 @@
 """Open requests: from submission to the end of their answers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
-from coserve.core.plan import BaseResult, InferenceSegment
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment
 from coserve.core.request import FinishReason, Request
 from coserve.core.sequence import Sequence
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, OutOfMemory
 from coserve.schedule import answers
 from coserve.schedule.newcomers import LATELY
 from coserve.schedule.places import Places
@@ -117,16 +117,15 @@ class OpenRequests:
 
     # Results
 
-    def apply(self, segments: Iterable[InferenceSegment], result: BaseResult, now: float) -> list[Event]:
-        """Applies the result of one base's part of a step, which ran `segments` and ended at `now`. Returns
-        the events."""
+    def apply(self, base: str, plan: BasePlan, result: BaseResult, now: float) -> list[Event]:
+        """Applies the result of a base's plan, which ended at `now`. Returns the events."""
         events: list[Event] = []
-        for key, error in result.lost.items():
+        for key, error in {**self._readers_of_spoiled(base, plan, result), **result.lost}.items():
             if key in self.sequences:  # else it was cancelled meanwhile
                 sequence = self.sequences[key]
                 self._retire(sequence, FinishReason.CANCELLED, now)
                 events.append(RequestFailed(key, sequence.request.id, error))
-        for segment in segments:
+        for segment in plan.inference:
             if segment.key not in self.sequences:  # cancelled while the step ran
                 continue
             event = self._record(self.sequences[segment.key], segment, result, now)
@@ -152,6 +151,31 @@ class OpenRequests:
         if reason is not None:
             self.finish(sequence.key, reason)
 
+    def _readers_of_spoiled(self, base: str, plan: BasePlan, result: BaseResult) -> dict[int, CoserveError]:
+        """Sequences with pages that lack of memory left without their contents, and the error. Nobody else
+        will find these pages."""
+        pages = self.queues.caches[base].pages
+        spoiled: dict[int, CoserveError] = {}
+        for prefix in plan.prefixes if result.unfilled else ():
+            if prefix.adapter in result.unfilled:
+                its = filter(pages.is_named, prefix.pages)  # others have changed hands
+                spoiled |= dict.fromkeys(its, result.unfilled[prefix.adapter])
+        for segment in plan.inference if result.lost else ():
+            sequence, error = self.sequences.get(segment.key), result.lost.get(segment.key)
+            if sequence is not None and isinstance(error, OutOfMemory) and not segment.offloaded:
+                first, end = segment.context, segment.context + segment.length
+                written = slice(first // pages.page_size, pages.pages_for(end))
+                spoiled |= dict.fromkeys(sequence.pages[written], error)
+        for page in filter(pages.is_named, spoiled):
+            pages.forget(page)
+        return {
+            sequence.key: spoiled[page]
+            for sequence in (self.queues.running if spoiled else ())
+            if sequence.request.base == base and not sequence.offloaded
+            for page in (sequence.template, *sequence.pages)
+            if page in spoiled
+        }
+
     def _record(
         self, sequence: Sequence, segment: InferenceSegment, result: BaseResult, now: float
     ) -> TokenEvent | None:
@@ -162,6 +186,7 @@ class OpenRequests:
             self._stats.prefill_tokens += segment.length
         end = segment.start + segment.length
         self._stats.recomputed_tokens += max(min(end, sequence.reached) - segment.start, 0)
+        sequence.template = None  # it has been copied, and may change hands
         event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
         cache = self.queues.caches.of(sequence)
         if sequence.pages:  # a later plan may have preempted it

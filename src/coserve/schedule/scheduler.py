@@ -171,14 +171,14 @@ class Scheduler:
         self.requests.ended.clear()
         self._note_underway(plan, launched.positions, result)
         for base, part in plan.bases.items():
-            events[base] += self._take(part, result.bases[base], now)
+            events[base] += self._take(base, part, result.bases[base], now)
             if result.bases[base].together_failed:
                 self._alone[base] = _ALONE
         return events
 
-    def _take(self, plan: BasePlan, result: BaseResult, now: float) -> list[Event]:
+    def _take(self, base: str, plan: BasePlan, result: BaseResult, now: float) -> list[Event]:
         """Applies the result of one base's part of a step. Returns the events."""
-        events = self.requests.apply(plan.inference, result, now)
+        events = self.requests.apply(base, plan, result, now)
         for job, error in result.failed.items():
             self.training.remove(job)
             events.append(JobFailed(job, error))

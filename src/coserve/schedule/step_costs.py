@@ -67,7 +67,7 @@ class StepCosts:
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
         for base, part in features.items():
             its = result.bases[base]
-            self.bases[base].observe(part, its.seconds, its.reads, its.offload_reads)
+            self.bases[base].observe(part, its.seconds, its.reads, its.offload_reads, its.launched)
 
     def observe_beside(self, plan: StepPlan, result: StepResult, host: float = 0.0) -> None:
         """Learns the interference from a step of one base with a share, to which the host added `host`."""

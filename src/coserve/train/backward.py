@@ -10,6 +10,7 @@ windows as they were.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,9 +20,9 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
 from coserve.core.sequence import Direction, Span
-from coserve.errors import PassFailed, TogetherFailed
+from coserve.errors import PassFailed
 from coserve.kernels.rows import concat_rows, split_rows
-from coserve.memory.exhausted import is_out_of_memory, words_of
+from coserve.memory.exhausted import run_shared
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.train.activations import ActivationStore
@@ -76,7 +77,8 @@ def _groups(layer: int, windows: Sequence[JobWindow], max_rows: int) -> Iterator
 def _backward_group(
     layer: int, group: Sequence[JobWindow], short: Shortages, check: Callable[[], object]
 ) -> None:
-    """Takes a group back through a layer in one pass."""
+    """Takes a group back through a layer in one pass; where that fails for another reason than memory, each
+    of its windows in one of its own, which only the job fails that is the cause."""
     group = [window for window in group if window[0] not in short]  # a job may have failed at another window
     found = _gradients_together(layer, [window for _, window in group], check) if len(group) > 1 else None
     for number, (job, window) in enumerate(group):
@@ -87,17 +89,16 @@ def _backward_group(
 
 def _gradients_together(
     layer: int, windows: "Sequence[BackwardWindow]", check: Callable[[], object]
-) -> "list[LayerGradients]":
-    """As `layer_gradients`. Raises TogetherFailed if it fails in any way."""
+) -> "list[LayerGradients] | None":
+    """As `layer_gradients`. Raises TogetherFailed where memory runs out; None for another failure, which one
+    of the jobs has alone as well."""
     try:
-        return layer_gradients(layer, windows, check)
+        return run_shared(partial(layer_gradients, layer, windows, check))
     except (LayerAbandoned, PassFailed):
         raise
-    except Exception as error:
-        if not is_out_of_memory(error):
-            _log.exception("windows of several jobs cannot go back through layer %d together", layer)
-        words = words_of(error)
-    raise TogetherFailed(words)  # after the error, whose frames hold their tensors
+    except Exception:
+        _log.exception("windows of several jobs cannot go back through layer %d together", layer)
+        return None
 
 
 class LayerGradients(NamedTuple):

@@ -55,6 +55,7 @@ class Optimizer:
         self._gradients: list[Tensor | None] = [None] * len(self.flat)
         self._moments: dict[str, list[Tensor | None]] = {kind: [None] * len(self.flat) for kind in KINDS}
         self._offload = None if make_offload is None else make_offload(self.flat)
+        self._next_counts: dict[Piece, Tensor] = {}  # of the step under way
         self._is_marked = False  # no gradient has come since `mark`
         self._saved: dict[str, Tensor] = {}  # gradients at `mark`, once others have come
         self._snapshot: weakref.ref[TensorSnapshot] | None = None  # which the next change must not reach
@@ -126,11 +127,16 @@ class Optimizer:
                 continue
             for kind, moment in zip(KINDS, found, strict=True):  # after both, in case memory runs out
                 self._moments[kind][slab] = moment
+        self._next_counts = {
+            piece: torch.tensor(piece.count + 1.0, device=self.flat[piece.slab].device)
+            for piece in self.pieces()
+        }
 
     def rest(self) -> None:
         """Ends a step: drops gradients, and stores moments in the offload."""
         for name, weight in self.weights.items():
             self._counts[name] += weight.grad is not None
+        self._next_counts = {}
         self.drop_gradients()
         self._lay_down()
 
@@ -143,7 +149,7 @@ class Optimizer:
             piece.of(self.flat),
             piece.of(self._gradients),
             *(piece.of(self._moments[kind]) for kind in KINDS),
-            torch.tensor(piece.count + 1.0, dtype=torch.float32, device=self.flat[piece.slab].device),
+            self._next_counts[piece],
         ]
 
     def snapshot(self) -> Callable[[], tuple[dict[str, Tensor], dict[str, Tensor]]]:

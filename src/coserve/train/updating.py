@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from coserve.core.plan import OptimStep, Updated
-from coserve.errors import LossNotFinite
+from coserve.errors import JobError
+from coserve.memory.exhausted import exhaustion
 from coserve.train.master_weights import MasterWeights
 from coserve.train.optim import norms, step
 from coserve.train.session import TrainingSession
@@ -18,30 +20,42 @@ _ADDED: Final = 1e-6  # to a norm that gradients are divided by, as torch does
 Due = tuple[TrainingSession, OptimStep]
 
 
-def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
+def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
     """Steps the optimizers of sessions whose weights have room; returns each outcome. A step that is not
-    finite fails its own session alone: published versions and other sessions do not change."""
+    finite fails its own session alone: published versions and other sessions do not change. Where memory runs
+    out before anything has changed its error is raised; later it fails the sessions, whose weights may be
+    between two steps."""
     losses = [session.loss_so_far() for session, _ in due]
     gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.weights.optimizer for s, _ in due)]
     of_gradients = norms(gradients)
     finite = [math.isfinite(loss) and math.isfinite(n) for loss, n in zip(losses, of_gradients, strict=True)]
     stepping = [one for one, is_finite in zip(due, finite, strict=True) if is_finite]
     _clip([(u, g, n) for (_, u), g, n in zip(due, gradients, of_gradients, strict=True) if math.isfinite(n)])
-    step(
-        [(session.weights.optimizer, update.optimizer, update.learning_rate) for session, update in stepping]
-    )
-    of_weights = iter(_write([session.weights for session, _ in stepping]))
-    found: list[Updated | LossNotFinite] = []
+    torn: dict[str, str] = {}  # jobs whose weights may be between two steps, and the allocator's words
+    with exhaustion(lambda words: torn.update((session.job, words) for session, _ in stepping)):
+        step([(s.weights.optimizer, update.optimizer, update.learning_rate) for s, update in stepping])
+        _write([session.weights for session, _ in stepping])
+    found: list[Updated | JobError] = []
     for (session, update), loss, norm, is_finite in zip(due, losses, of_gradients, finite, strict=True):
         if not is_finite:
             found.append(session.not_finite(f"the loss became {loss} (gradient norm {norm})"))
-        elif not math.isfinite(next(of_weights)):
-            rate = f"a learning rate of {update.learning_rate:g}"
-            session.weights.optimizer.restore({}, session.weights.current.parameters())
-            found.append(session.not_finite(f"the weights left the numbers at {rate}"))
-        else:
-            found.append(session.updated(loss, norm, update.learning_rate))
+            continue
+        if session.job not in torn:
+            with exhaustion(partial(torn.__setitem__, session.job)):
+                found.append(_published(session, loss, norm, update.learning_rate))
+        if session.job in torn:
+            what = f"memory ran out within an optimizer step ({torn[session.job]})"
+            stays = f"the adapter stays at version {session.weights.current.key}"
+            found.append(JobError(f"job {session.job}: {what}; {stays}"))
     return found
+
+
+def _published(session: TrainingSession, loss: float, norm: float, rate: float) -> Updated | JobError:
+    """Publishes weights that have stepped, if they are finite."""
+    if math.isfinite(norms([session.weights.room])[0]):
+        return session.updated(loss, norm, rate)
+    session.weights.optimizer.restore({}, session.weights.current.parameters())
+    return session.not_finite(f"the weights left the numbers at a learning rate of {rate:g}")
 
 
 def _clip(due: Sequence[tuple[OptimStep, Sequence[Tensor], float]]) -> None:
@@ -57,9 +71,8 @@ def _clip(due: Sequence[tuple[OptimStep, Sequence[Tensor], float]]) -> None:
         torch._foreach_mul_(clipped, factors)
 
 
-def _write(stepped: Sequence[MasterWeights]) -> list[float]:
-    """Copies weights into the room for their next versions; returns each session's norm."""
+def _write(stepped: Sequence[MasterWeights]) -> None:
+    """Copies weights into the room for their next versions."""
     if stepped:
         rooms = [room for weights in stepped for room in weights.room]
         torch._foreach_copy_(rooms, [flat for weights in stepped for flat in weights.optimizer.flat])
-    return norms([weights.room for weights in stepped])

@@ -7,7 +7,6 @@ has the same shape. Tokens are drawn and scored row by row.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 from msgspec import structs
@@ -17,11 +16,13 @@ from coserve.attention.tiled import TiledBackend
 from coserve.core.plan import (
     BasePlan,
     InferenceSegment,
+    PassesAlone,
     Sampled,
     TokenLogprobs,
     TrainingSegment,
 )
 from coserve.kernels.native.build import torch_only
+from coserve.memory.exhausted import run_shared
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged
@@ -29,7 +30,7 @@ from coserve.model.sample import sample, token_logprobs
 from coserve.train.window_group import ForwardWindow
 from coserve.worker.fused_pass import FusedPass, Traveller
 from coserve.worker.inference import InferenceBatch, adapter_ranges
-from coserve.worker.sampler import Sampler
+from coserve.worker.sampler import Drawn, Sampler
 from coserve.worker.worker import Worker
 
 
@@ -62,19 +63,14 @@ class DeterministicPass(FusedPass):
 
     @torch.no_grad()
     def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Samples once all rows have passed: where weights cannot be read in a later group the plan runs
-        again whole, and must find the sequences' newest tokens as they were."""
-        passed: list[InferenceBatch] = []
-        for group in _groups(plan.inference):
-            rows = self._inference_rows(group)
-            self.forward([rows])
-            passed.append(rows)
-        found: dict[int, Sampled] = {}
-        for rows in passed:
-            for key, sampled in self.sampler.sample(rows).items():
-                earlier = found[key].prompt_logprobs if key in found else ()
-                found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
-        return found, []
+        """See `FusedPass`. Each pass is drawn from at once; all that is drawn is noted together."""
+        if plan.alone is PassesAlone.ALL:
+            return self._one_by_one(plan.inference), []
+        return run_shared(lambda: self.sampler.note(self._drawn(plan.inference))), []
+
+    def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:
+        passes = map(super()._drawn, _groups(segments))
+        return [drawn for its in passes for drawn in its]
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         tokens, common = self.table.batch(segments, 0)

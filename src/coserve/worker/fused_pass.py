@@ -1,7 +1,6 @@
 """The fused pass of a step: all forward rows, of answers and of training, through the layers together."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -13,15 +12,15 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
 from coserve.core.plan import BasePlan, InferenceSegment, PassesAlone, Prefix, Sampled, TrainingSegment
-from coserve.errors import OutOfMemory, TogetherFailed
-from coserve.memory.exhausted import is_out_of_memory, words_of
+from coserve.errors import TogetherFailed
+from coserve.memory.exhausted import exhaustion
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
 from coserve.worker.held import HeldState
 from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment, SplitRows
-from coserve.worker.sampler import Sampler
+from coserve.worker.sampler import Drawn, Sampler
 from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.training_passes import TrainingPasses
 
@@ -53,6 +52,7 @@ class FusedPass:
         self.attention, self.table = attention, table
         self.sampler = self.sampler_type(self.base, self.loaded, table)
         self._training, self._pause = training, training.pause
+        self.is_launched = False  # whether a graph should have had decode rows of the last plan, and had not
         self._offloaded = offloaded
         self.forward = self._through()
         self.graphs: DecodeGraphs | None = None
@@ -75,23 +75,27 @@ class FusedPass:
         the layers that they have passed. Decode rows pass before, by graph, where they are alone or the plan
         has them apart. Windows leave the pass at a pause, between two slices.
 
-        Raises TogetherFailed where memory runs out and several share a pass. Nothing is sampled then: all of
-        it may pass again, and overwrite its results.
+        Raises TogetherFailed where memory runs out, unless each sequence passes alone. Nothing is sampled
+        then: all of it may pass again, and overwrite its results.
         """
-        inference, training = plan.inference, plan.fused
-        if not inference:
-            return {}, []
+        self.is_launched = False
         if plan.alone is PassesAlone.ALL:
-            return self._one_by_one(inference), []
-        decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
-        is_alone = plan.passes.decodes_apart or (len(decodes) == len(inference) and not training)
-        if is_alone and (decoded := self._replayed(decodes)) is not None:
-            others = tuple(one for one in inference if not self._decodes(one))
-            sampled, passed = self.run(replace(plan, inference=others))
-            return sampled | self.sampler.sample(decoded), passed
-        windows, reached = self._training.forward_slices(training, self.forward), 0
-        batch = self._inference_rows(inference)
-        try:
+            return self._one_by_one(plan.inference), []
+        inference, training = plan.inference, plan.fused
+        short: list[str] = []
+        drawn: list[Drawn] = []
+        with exhaustion(short.append):
+            decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
+            if decodes and (plan.passes.decodes_apart or (len(decodes) == len(inference) and not training)):
+                decoded = self._replayed(decodes)
+                if decoded is not None:
+                    drawn.append(self.sampler.draw(decoded))
+                    inference = tuple(one for one in inference if not self._decodes(one))
+                self.is_launched = decoded is None
+            if not inference:
+                return self.sampler.note(drawn), []
+            windows, reached = self._training.forward_slices(training, self.forward), 0
+            batch = self._inference_rows(inference)
             for part in windows.parts(plan.slice_layers):
                 if self._pause.is_due:
                     break
@@ -100,34 +104,33 @@ class FusedPass:
                 self._pause.passed()
                 reached = part.stop
             self.forward([batch], range(reached, self.base.depth))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            words = words_of(error)
-        else:
-            return self.sampler.sample(batch), self._training.done(training, windows.end())
-        raise TogetherFailed(words)  # after the error, whose frames hold their tensors
+            drawn.append(self.sampler.draw(batch))
+            return self.sampler.note(drawn), self._training.done(training, windows.end())
+        raise TogetherFailed(short[0])
 
     def _one_by_one(self, segments: Sequence[InferenceSegment]) -> dict[int, Sampled]:
         """Runs each sequence's rows in a pass of their own; a sequence for which memory does not last is
-        lost. Samples once all have passed, as weights that cannot be read have the whole plan run again."""
-        passed: list[InferenceBatch] = []
-        short: list[tuple[InferenceSegment, str]] = []
+        lost. Notes what is drawn once all have passed, as weights that cannot be read have the whole plan run
+        again."""
+        drawn: dict[int, list[Drawn]] = {}
+        short: dict[int, str] = {}
         for segment in segments:
-            try:
-                batch = self._inference_rows([segment])
-                self.forward([batch])
-                passed.append(batch)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                short.append((segment, words_of(error)))
-        for segment, words in short:
-            self.sampler.fail(segment, OutOfMemory(f"the request ran out of memory: {words}"))
-        found = {segment.key: Sampled(None) for segment, _ in short}
-        for batch in passed:
-            found |= self.sampler.sample(batch)
+            with exhaustion(partial(short.__setitem__, segment.key)):
+                drawn[segment.key] = self._drawn([segment])
+        found = {segment.key: Sampled(None) for segment in segments}
+        for segment in segments:
+            if segment.key not in short:
+                with exhaustion(partial(short.__setitem__, segment.key)):
+                    found |= self.sampler.note(drawn[segment.key])
+            if segment.key in short:
+                self.sampler.skip(segment, short[segment.key])
         return found
+
+    def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:
+        """Takes rows of sequences alone through the layers, and draws."""
+        batch = self._inference_rows(segments)
+        self.forward([batch])
+        return [self.sampler.draw(batch)]
 
     def fill(self, prefix: Prefix) -> None:
         """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their

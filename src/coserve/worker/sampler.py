@@ -1,7 +1,7 @@
 """Turns the last hidden states of a pass into tokens and log-probabilities."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
-from coserve.errors import CoserveError, RequestError
+from coserve.errors import CoserveError, OutOfMemory, RequestError
+from coserve.kernels.rows import concat_rows
 from coserve.model.base import Base
 from coserve.model.sample import NO_TOKEN, sample, token_logprobs
 from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
@@ -23,8 +24,22 @@ _NO_TOKEN_LEFT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Results of a pass of `segments`: `tokens` [n] of the sequences `keys` at `rows` [n] of the table, with
+    their log-probabilities, and those of scored prompt tokens by key."""
+
+    segments: Sequence[InferenceSegment]
+    scored: dict[int, tuple[TokenLogprobs, ...]]
+    keys: Sequence[int]
+    rows: Tensor
+    tokens: Tensor
+    logprobs: Sequence[TokenLogprobs | None]
+
+
 class Sampler:
-    """Samples for each sequence whose last known token is in the pass, and scores prompts."""
+    """Samples for each sequence whose last known token is in the pass, and scores prompts: `draw` for each
+    pass, which may be repeated, then `note` for all passes of a plan."""
 
     def __init__(self, base: Base, loaded: LoadedAdapters, table: SequenceTable) -> None:
         self.base, self.loaded, self.table = base, loaded, table
@@ -35,41 +50,56 @@ class Sampler:
         failed, self._failed = self._failed, {}
         return failed
 
-    def fail(self, segment: InferenceSegment, error: CoserveError) -> None:
-        """Notes why a sequence of which a segment has run has no next token."""
-        self._failed[segment.key] = error
+    def run_out(self, key: int, words: str) -> None:
+        """Notes that memory does not last for a sequence alone."""
+        self._failed[key] = OutOfMemory(f"the request ran out of memory: {words}")
+
+    def skip(self, segment: InferenceSegment, words: str) -> None:
+        """Notes that memory does not last for a segment, which has no pass: in rows that are planned already
+        the sequence goes on with token 0."""
+        self.run_out(segment.key, words)
         if segment.start + segment.length == self.table[segment.key].length:
-            rows = self.table.rows([segment])
-            self.table.sampled([segment.key], rows, torch.full_like(rows, NO_TOKEN))
+            self.table[segment.key].output.append(0)
 
-    def sample(self, batch: PassedRows) -> dict[int, Sampled]:
-        """Samples and scores the rows of a pass; returns results by sequence key."""
+    def draw(self, batch: PassedRows) -> Drawn:
+        """Samples and scores the rows of a pass. Changes nothing: the pass may be repeated."""
         ends = list(accumulate(batch.counts))
-        scored = self._score_prompts(batch, ends)  # may fail, and is repeated then; sampling counts at once
-        newest = self._sample_newest(batch, ends)
-        results = {s.key: newest.get(s.key) or Sampled(None) for s in batch.segments}
-        for key, of_prompt in scored.items():
-            results[key] = replace(results[key], prompt_logprobs=of_prompt)
-        return results
-
-    def _sample_newest(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, Sampled]:
+        scored = self._score_prompts(batch, ends)
         done = [i for i, s in enumerate(batch.segments) if s.start + s.length == self.table[s.key].length]
-        if not done:
-            return {}
         segments = [batch.segments[i] for i in done]
         keys = [segment.key for segment in segments]
+        rows = self.table.rows(segments)
+        if not done:
+            return Drawn(batch.segments, scored, keys, rows, rows, [])
         adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
         logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
-        rows = self.table.rows(segments)
         tokens = self._choose(logits, rows, self.table.lengths(keys))
         wanted = [self.table[key].request.sampling.logprobs for key in keys]
-        logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
-        drawn = self.table.sampled(keys, rows, tokens)
-        if NO_TOKEN in drawn:
-            failed = [key for key, token in zip(keys, drawn, strict=True) if token == NO_TOKEN]
-            self._failed |= dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT))
-        of_each = zip(keys, drawn, logprobs, strict=True)
-        return {key: Sampled(token, of_token) for key, token, of_token in of_each}
+        return Drawn(
+            batch.segments, scored, keys, rows, tokens, self._logprobs(logits, tokens.clamp(min=0), wanted)
+        )
+
+    def note(self, passes: Sequence[Drawn]) -> dict[int, Sampled]:
+        """Makes the tokens of passes their sequences' newest ones; returns results by sequence key. Where
+        memory runs out nothing has changed, and the passes may be repeated."""
+        results = {segment.key: Sampled(None) for drawn in passes for segment in drawn.segments}
+        if done := [drawn for drawn in passes if drawn.keys]:
+            keys = [key for drawn in done for key in drawn.keys]
+            rows = concat_rows([drawn.rows for drawn in done])
+            tokens = concat_rows([drawn.tokens for drawn in done])
+            found = self.table.sampled(keys, rows, tokens)
+            if NO_TOKEN in found:
+                failed = [key for key, token in zip(keys, found, strict=True) if token == NO_TOKEN]
+                self._failed = dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT)) | self._failed
+            logprobs = (of_token for drawn in done for of_token in drawn.logprobs)
+            results |= {
+                key: Sampled(token, own) for key, token, own in zip(keys, found, logprobs, strict=True)
+            }
+        for drawn in passes:
+            for key, of_prompt in drawn.scored.items():
+                earlier = results[key].prompt_logprobs
+                results[key] = replace(results[key], prompt_logprobs=(*earlier, *of_prompt))
+        return results
 
     def _score_prompts(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Log-probabilities of the prompt tokens that follow rows of this pass, where requested."""

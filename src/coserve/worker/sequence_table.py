@@ -1,6 +1,7 @@
 """Running sequences on the device: their last tokens and block tables, read by indexing."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata,
 from coserve.core.plan import InferenceSegment
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence as Answer
+from coserve.errors import TogetherFailed
+from coserve.memory.exhausted import exhaustion, run_shared
 from coserve.model.sampling_table import SamplingTable
 
 
@@ -44,20 +47,37 @@ class SequenceTable:
     def __getitem__(self, key: int) -> Answer:
         return self._answers[key]
 
-    def extend(self, segments: Iterable[InferenceSegment]) -> None:
+    def extend(self, segments: Iterable[InferenceSegment]) -> dict[int, str]:
         """Adds rows for the sequences that a plan names first, and appends its new pages to their block
-        tables: once, however often the plan's rows are run again for lack of memory."""
+        tables: once, however often the plan's rows are run again for lack of memory. Returns, by key, the
+        allocator's words for sequences for which memory does not last here: their rows give nothing that
+        counts."""
+        short: dict[int, str] = {}
+        grown: list[InferenceSegment] = []
+        for segment in segments:
+            if segment.request is not None:
+                self._name(segment.key, segment.request)
+                with exhaustion(partial(short.__setitem__, segment.key)):
+                    self._enter(segment.key, segment.request)
+            if segment.new_pages and not segment.offloaded:
+                self._answers[segment.key].pages += segment.new_pages
+                grown.append(segment)
+        try:
+            run_shared(partial(self._give_pages, grown))
+        except TogetherFailed:
+            for segment in grown:
+                with exhaustion(partial(short.__setitem__, segment.key)):
+                    self._give_pages([segment])
+        return short
+
+    def _give_pages(self, segments: Iterable[InferenceSegment]) -> None:
+        """Lists the segments' new pages in the block table and prepares them."""
         fresh: list[int] = []
         copies: list[PageCopy] = []
         for segment in segments:
-            if segment.request is not None:
-                self._enter(segment.key, segment.request)
-            if not segment.new_pages or segment.offloaded:
-                continue
-            pages = self._answers[segment.key].pages
-            known = len(pages)
-            pages += segment.new_pages
-            self._block_table[self._rows[segment.key], known : len(pages)] = self._tensor(segment.new_pages)
+            known = len(self._answers[segment.key].pages)
+            new = slice(known - len(segment.new_pages), known)
+            self._block_table[self._rows[segment.key], new] = self._tensor(segment.new_pages)
             own = segment.new_pages[segment.filled :]
             fresh += own
             if segment.template is not None:
@@ -124,11 +144,13 @@ class SequenceTable:
 
     def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
         """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them. A sequence that has
-        none (`NO_TOKEN`) goes on with token 0 until the scheduler has ended it."""
+        none (`NO_TOKEN`) goes on with token 0 until the scheduler has ended it. Where memory runs out nothing
+        has changed."""
         drawn: list[int] = tokens.tolist()
         tokens = tokens.clamp(min=0)
-        self._last_token[rows] = tokens
-        self.sampling.record(rows, tokens)
+        record = self.sampling.recording(rows, tokens)
+        self._last_token.index_copy_(0, rows, tokens)
+        record()
         for key, token in zip(keys, drawn, strict=True):
             self._answers[key].output.append(max(token, 0))
         return drawn
@@ -137,15 +159,17 @@ class SequenceTable:
         """Number of tokens known of each sequence [n], which is also the position of the next sampled one."""
         return self._tensor([self._answers[key].length for key in keys])
 
-    def _enter(self, key: int, request: Request) -> None:
+    def _name(self, key: int, request: Request) -> None:
         assert key not in self._answers, "a sequence is named once"
-        row, output = self._free.pop(), request.continued
-        self._answers[key], self._rows[key] = Answer(key, request, [*output]), row
+        self._answers[key] = Answer(key, request, [*request.continued])
+        self._rows[key] = self._free.pop()
+        if request.sampling.prompt_logprobs is not None:
+            self.scored.add(key)
+
+    def _enter(self, key: int, request: Request) -> None:
+        row, output, params = self._rows[key], request.continued, request.sampling
         if output:
             self._last_token[row] = output[-1]
-        params = request.sampling
-        if params.prompt_logprobs is not None:
-            self.scored.add(key)
         assert params.seed is not None, "a seed is drawn when the request is made"
         self.sampling.set(row, params, params.seed, request.prompt, output)
 

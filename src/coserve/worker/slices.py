@@ -13,8 +13,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from coserve.core.plan import TrainingSegment
-from coserve.errors import TogetherFailed
-from coserve.memory.exhausted import is_out_of_memory, words_of
+from coserve.memory.exhausted import run_shared
 from coserve.train.backward import BackwardWindow, backward_layers
 from coserve.train.pause import TrainingPause
 from coserve.train.shortage import Shortages
@@ -75,23 +74,12 @@ class ForwardSlices(WindowSlices[ForwardWindow]):
         """Raises TogetherFailed where memory does not last for several; a job whose only window it is
         fails."""
         if len(self._windows) > 1:
-            self._run_together(layers)
+            run_shared(partial(self._forward, self.going, layers))
             return
         for segment in self._windows:
             if segment.job not in self._short:
                 with self._short.of(segment.job):
                     self._forward(self.going, layers)
-
-    def _run_together(self, layers: range) -> None:
-        try:
-            self._forward(self.going, layers)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            words = words_of(error)
-        else:
-            return
-        raise TogetherFailed(words)  # after the error, whose frames hold their tensors
 
 
 class TailSlice:

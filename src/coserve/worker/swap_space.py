@@ -146,7 +146,10 @@ class SwapSpace:
             return False
         if (rows := move.job.result()) is not None and not move.is_over:
             places = self._places[move.plan.kind]
-            places.write_pages(move.plan.pages, rows[:, : places.page_nbytes])
+            try:
+                places.write_pages(move.plan.pages, rows[:, : places.page_nbytes])
+            except _FAILURES as error:
+                move.error = error
             if rows.is_cuda:
                 rows.record_stream(torch.cuda.current_stream(self._device))
         return True

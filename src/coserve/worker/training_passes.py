@@ -1,10 +1,12 @@
 """A step's training: windows in slices forward, through the tail and back, and optimizer steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from coserve.core.plan import MicroBatchOutput, OptimStep, TrainingSegment, Updated
 from coserve.core.sequence import Direction
-from coserve.errors import CoserveError, LossNotFinite
+from coserve.errors import CoserveError, JobError, TogetherFailed
+from coserve.memory.exhausted import run_shared
 from coserve.train.backward import BackwardWindow
 from coserve.train.micro_batch import MicroBatchState
 from coserve.train.pause import TrainingPause
@@ -44,7 +46,8 @@ class TrainingPasses:
         for segment in done:
             is_last = segment.direction is Direction.BACKWARD and segment.start == segment.span.first == 0
             if is_last and segment.job not in self.short:
-                self.sessions[segment.job].micro_batches[segment.key].finish()
+                with self.short.of(segment.job):
+                    self.sessions[segment.job].micro_batches[segment.key].finish()
         return self.done(segments, done)
 
     def done(
@@ -67,8 +70,16 @@ class TrainingPasses:
                 session = self.sessions[update.job]
                 session.weights.make_room()
                 due.append((session, update))
-        for (session, _), found in zip(due, update_all(due), strict=True):
-            if isinstance(found, LossNotFinite):
+        outcomes: list[Updated | JobError] = []
+        try:
+            outcomes = run_shared(partial(update_all, due))
+        except TogetherFailed:  # and nothing has changed
+            for one in due:
+                with short.of(one[0].job):
+                    outcomes += update_all([one])
+        due = [one for one in due if one[0].job not in short]
+        for (session, _), found in zip(due, outcomes, strict=True):
+            if isinstance(found, JobError):
                 failed[session.job] = found
             else:
                 updated[session.job] = found

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -22,8 +23,9 @@ from coserve.core.plan import (
     TrainingSegment,
     WeightReads,
 )
-from coserve.errors import TogetherFailed
+from coserve.errors import CoserveError, OutOfMemory, TogetherFailed
 from coserve.executors.executor import CloseSession, Command, ExecutorSpec, R, RestartStep
+from coserve.memory.exhausted import exhaustion
 from coserve.model.base import Base
 from coserve.model.together import linears_together
 from coserve.streamed.planner import Streaming
@@ -74,6 +76,7 @@ class Worker:
         self._grown, self._streaming, self._swap_space = grown, streaming, swap_space
         self._offloaded, self._offload_refusal = offloaded, offload_refusal
         self._has_moved = False  # whether moves of the plan under way have begun
+        self._unfilled: dict[str, CoserveError] = {}  # adapters whose virtual tokens it could not fill
         is_free = self.base.device.type == "cpu" and not self.is_deterministic
         self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
         # Whether training may run beside answers. Where linears are computed elsewhere both would share
@@ -177,7 +180,9 @@ class Worker:
             | ({} if self._offloaded is None else self._offloaded.take_lost()),
             offload_reads=OffloadReads() if self._offloaded is None else self._offloaded.take_reads(),
             outputs=outputs,
+            unfilled=self._unfilled,
             together_failed=isinstance(failure, TogetherFailed),
+            launched=self.fused.is_launched,
         )
 
     def _move(self, plan: BasePlan) -> None:
@@ -215,21 +220,31 @@ class Worker:
 
     def _begin(self, plan: BasePlan) -> None:
         """Takes up what a plan names for the first time."""
+        self._unfilled = {}
         for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
-            self.fused.fill(prefix)
+            with exhaustion(partial(self._leave_unfilled, prefix.adapter)):
+                self.fused.fill(prefix)
         used = [self.table.release(key) for key in plan.released]
         fresh = (segment.adapter for segment in plan.inference if segment.request is not None)
         for adapter in (*used, *fresh):
             if adapter and adapter in self.loaded:  # else it was dropped after its sequences had ended
                 self.slot_pools.use(self.loaded.find(adapter).bypasses)
         for micro_batch in plan.micro_batches:
-            self.sessions[micro_batch.job].begin(micro_batch)
-        self.table.extend(plan.inference)
+            if micro_batch.job not in self._short:
+                with self._short.of(micro_batch.job):
+                    self.sessions[micro_batch.job].begin(micro_batch)
+        for key, words in self.table.extend(plan.inference).items():
+            self.fused.sampler.run_out(key, words)
         if self._offloaded is not None:
             for segment in plan.inference:
                 if segment.offloaded and segment.new_pages:
                     self._offloaded.begin(segment.key, len(segment.new_pages))
         self._has_begun = True
+
+    def _leave_unfilled(self, adapter: str, words: str) -> None:
+        self._unfilled[adapter] = OutOfMemory(
+            f"the virtual tokens of adapter {adapter} ran out of memory: {words}"
+        )
 
     def pause_training(self) -> None:
         """See `Executor`."""

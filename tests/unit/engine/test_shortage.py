@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.core.plan import Prefix
 from coserve.engine.finetuning import FineTuning
 from coserve.errors import JobError, OutOfMemory
 from coserve.train.activations import HiddenStates
@@ -23,9 +24,11 @@ from coserve.train.save_policy import SavePolicy
 from coserve.train.session import TrainingSession
 from coserve.train.tail import Tail
 from coserve.train.window_group import ForwardWindow
-from coserve.worker.fused_pass import Traveller
-from coserve.worker.inference import InferenceBatch
+from coserve.worker.fused_pass import FusedPass, Traveller
+from coserve.worker.inference import InferenceBatch, PassedRows
+from coserve.worker.sampler import Drawn, Sampler
 from models import tiny
+from virtual import with_virtual
 
 pytestmark = pytest.mark.local
 
@@ -202,6 +205,69 @@ def test_a_request_that_runs_out_alone_fails_alone(monkeypatch: pytest.MonkeyPat
     assert [one.result().tokens for one in answers] == [ask(wanted).result().tokens] * 2
     monkeypatch.undo()
     assert job.status == "succeeded" and len(ask(engine).result().tokens) == 40, "the engine lives on"
+
+
+def test_draws_that_run_out_together_are_repeated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory lasts for the head and the draw of one sequence, but for one request's; nothing that was drawn
+    before it ran out counts."""
+    engine, wanted = make_engine(), ask(make_engine()).result().tokens
+    answers, large, real, short = [ask(engine), ask(engine)], ask(engine), Sampler.draw, list[int]()
+
+    def draw(self: Sampler, batch: PassedRows) -> Drawn:
+        drawn, keys = real(self, batch), [segment.key for segment in batch.segments]
+        if len(keys) > 1 or (large.sequence.key in keys and len(large.tokens) == 5):
+            short.append(len(keys))
+            raise RuntimeError(WORDS)
+        return drawn
+
+    monkeypatch.setattr(Sampler, "draw", draw)
+    engine.run()
+    with pytest.raises(OutOfMemory, match=r"the request ran out of memory: .*can't allocate"):
+        large.result()
+    assert large.tokens == wanted[:5] and {*short} == {1, 2, 3}
+    assert [answer.tokens for answer in answers] == [wanted] * 2
+
+
+def test_virtual_tokens_that_run_out_fail_their_readers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All answers of that adapter that wait for them, and no others; the next one fills them again."""
+    for name in ("prefix", "prompt"):
+        with torch.no_grad():
+            with_virtual(tiny("llama"), name).save_pretrained(str(tmp_path / name))
+
+    def opened() -> Engine:
+        engine = make_engine()
+        for name in ("prefix", "prompt"):
+            engine.adapters.load(name, tmp_path / name)
+        return engine
+
+    def asked(engine: Engine, name: str | None) -> Any:
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+        return engine.generate([1, 2, 3], adapter=name, sampling=sampling)
+
+    names = ("prompt", "prefix", None, "prompt")
+    wanted = {name: asked(opened(), name).result().tokens for name in names}
+    engine, real = opened(), FusedPass.fill
+
+    def fill(self: FusedPass, prefix: Prefix) -> None:
+        real(self, prefix)
+        if prefix.rows:
+            self.attention.clean(prefix.pages)
+            raise RuntimeError(WORDS)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FusedPass, "fill", fill)
+        answers = [asked(engine, name) for name in names]
+        engine.run()
+    for name, answer in zip(names, answers, strict=True):
+        if name == "prompt":
+            with pytest.raises(OutOfMemory, match=r"virtual tokens of adapter prompt.* ran out of memory"):
+                answer.result()
+        else:
+            assert answer.result().tokens == wanted[name]
+    for name in names:
+        assert asked(engine, name).result().tokens == wanted[name]
 
 
 def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_bias_and_repetition_are_those_of_transformers(seed: int) -> None:
     for slot in range(4):
         table.set(slot, params, seed=0, prompt=prompts[slot])
     for column in zip(*answers, strict=True):
-        table.record(torch.arange(4), torch.tensor(column))
+        table.recording(torch.arange(4), torch.tensor(column))()
     steps = LogitsProcessorList(
         [
             SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()]),
@@ -115,7 +115,7 @@ def test_bias_and_repetition_are_those_of_transformers(seed: int) -> None:
 def test_presence_and_frequency_count_the_answer_only(seed: int) -> None:
     table = table_of(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), SamplingParams())
     for token in (7, 7, 9):
-        table.record(slots_of(table), torch.tensor([token, token]))
+        table.recording(slots_of(table), torch.tensor([token, token]))()
     logits = torch.randn(2, VOCAB)
     want = logits.clone()
     want[0, 7] -= 0.5 + 2 * 0.25
@@ -131,7 +131,7 @@ def test_counts_given_at_once_equal_counts_recorded_and_a_freed_row_starts_empty
     table.set(1, params, seed=1, prompt=[4, 200], output=[7, 7, 8])
     table.set(2, params, seed=1, prompt=[4, 200])
     for token in (7, 7, 8):
-        table.record(torch.tensor([2]), torch.tensor([token]))
+        table.recording(torch.tensor([2]), torch.tensor([token]))()
     logits = torch.randn(1, VOCAB)
     one, two = (table.adjusted(logits, torch.tensor([slot]), torch.tensor([5])) for slot in (1, 2))
     torch.testing.assert_close(one, two, rtol=0, atol=0)

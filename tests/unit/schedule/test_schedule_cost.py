@@ -7,12 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, Passes, TrainingSegment
-from coserve.core.request import Request, SamplingParams
+from coserve.core.plan import (
+    BasePlan,
+    BaseResult,
+    InferenceSegment,
+    OptimStep,
+    Passes,
+    StepPlan,
+    StepResult,
+    TrainingSegment,
+)
+from coserve.core.request import BASE, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.cost import CostModel, Costs, added_seconds
-from coserve.schedule.features import DEFAULT_WEIGHTS, NAMES, Features
+from coserve.schedule.features import DEFAULT_WEIGHTS, NAMES, Features, StepFeatures
 from coserve.schedule.segments import causal_pairs, inference_segment, training_segment, window_pairs
+from coserve.schedule.step_costs import StepCosts
 
 DEPTH = 8
 
@@ -129,6 +139,33 @@ def test_rows_share_a_pass_where_that_is_cheaper() -> None:
     assert choice(decode, few) == (apart, 1 + 5 * 2 / 8)
     model.graphs = True
     assert choice(decode, prompt) == choice(decode, prompt, few) == (Passes(decodes_apart=True), 6.0)
+
+
+def test_rows_that_no_graph_had_are_counted_in_the_pass_that_they_had() -> None:
+    """Alone they are launched like a prompt; planned apart from one they shared its pass."""
+    decode, prompt, window = infer(99, 1), infer(0, 4), train(Direction.TRAIN_FORWARD, 16, 0, 2)
+    names = ("forward_layers", "prefill_layers", "mixed_layers")
+
+    def counts(plan: BasePlan) -> list[list[float]]:
+        features = Features.of(plan)
+        return [[each.counted(None, True)[name] for name in names] for each in (features, features.launched)]
+
+    assert counts(BasePlan((decode,))) == [[1, 0, 0], [1, 1, 0]]
+    assert counts(BasePlan((decode, prompt), passes=Passes(True))) == [[2, 1, 0], [1, 1, 1]]
+    apart = BasePlan((decode,), (window,), passes=Passes(windows_apart=True))
+    assert counts(apart) == [[1 + 2 / 8, 2 / 8, 0], [1 + 2 / 8, 1 + 2 / 8, 0]]
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_launched_pass_teaches_nothing_about_replays(launched: bool) -> None:
+    """A replay takes 10 ms and a launched pass 30; the graphs of a mix of adapters are not there yet."""
+    weights = dict.fromkeys(NAMES, 0.0) | {"forward_layers": 0.01, "prefill_layers": 0.02}
+    costs, plan = StepCosts(CostModel(weights)), StepPlan({BASE: BasePlan((infer(99, 1),))})
+    costs.first.graphs = True
+    for _ in range(200):
+        costs.observe(StepFeatures.of(plan), StepResult({BASE: BaseResult(0.03, launched=launched)}))
+    predicted = costs.first.predict(plan.only)
+    assert predicted == pytest.approx(0.01 if launched else 0.03, rel=0.05)
 
 
 def test_what_decode_rows_cost_in_a_pass_with_others_is_learned_from_steps() -> None:
