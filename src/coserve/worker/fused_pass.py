@@ -1,6 +1,6 @@
 """The fused pass of a step: all forward rows, of answers and of training, through the layers together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -17,12 +17,12 @@ from coserve.errors import OutOfMemory, TogetherFailed
 from coserve.memory.exhausted import is_out_of_memory, words_of
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
-from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
+from coserve.worker.cuda_graphs import CudaGraphs, ListedRows, PassGraphs, Record
 from coserve.worker.held import HeldState
 from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment, SplitRows
 from coserve.worker.sampler import Sampler
-from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.sequence_table import GraphRows, SequenceTable
 from coserve.worker.training_passes import TrainingPasses
 
 Traveller = InferenceBatch | ForwardWindow
@@ -55,14 +55,14 @@ class FusedPass:
         self._training, self._pause = training, training.pause
         self._offloaded = offloaded
         self.forward = self._through()
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: PassGraphs | None = None
         if (record := self._recorder()) is not None:
             pages = attention.page_size, table.most_pages
-            self.graphs = DecodeGraphs(self.decode, record, table.padding_row, pages, self.base.device)
+            self.graphs = PassGraphs(self.pass_graph, record, table.padding_row, pages, self.base.device)
             self.graphs.prepare(table.capacity)
 
     def _recorder(self) -> Record | None:
-        """The recorder of decode steps; None on a processor, where layers are not in memory as they are or
+        """The recorder of answers' passes; None on a processor, where layers are not in memory as they are or
         computed elsewhere, and where attention waits for the device."""
         base = self.base
         if base.device.type != "cuda" or base.makes_calls or base.reader is not None:
@@ -72,8 +72,9 @@ class FusedPass:
     @torch.no_grad()  # a setting of the thread, and streams have their own
     def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Runs rows of sequences, and windows that share their pass; returns the tokens, and the windows with
-        the layers that they have passed. Decode rows pass before, by graph, where they are alone or the plan
-        has them apart. Windows leave the pass at a pause, between two slices.
+        the layers that they have passed. A graph takes rows of answers that share no pass with windows, and
+        decode rows apart from others where the plan has them so. Windows leave the pass at a pause, between
+        two slices.
 
         Raises TogetherFailed where memory runs out and several share a pass. Nothing is sampled then: all of
         it may pass again, and overwrite its results.
@@ -83,12 +84,13 @@ class FusedPass:
             return {}, []
         if plan.alone is PassesAlone.ALL:
             return self._one_by_one(inference), []
-        decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
-        is_alone = plan.passes.decodes_apart or (len(decodes) == len(inference) and not training)
-        if is_alone and (decoded := self._replayed(decodes)) is not None:
-            others = tuple(one for one in inference if not self._decodes(one))
-            sampled, passed = self.run(replace(plan, inference=others))
-            return sampled | self.sampler.sample(decoded), passed
+        decodes = [one for one in inference if self._decodes(one)] if plan.passes.decodes_apart else ()
+        for rows in (decodes, () if training else inference):
+            if (replay := self._graph(rows)) is not None:
+                keys = {one.key for one in rows}
+                others = tuple(one for one in inference if one.key not in keys)
+                sampled, passed = self.run(replace(plan, inference=others))
+                return sampled | self.sampler.sample(replay()), passed
         windows, reached = self._training.forward_slices(training, self.forward), 0
         batch = self._inference_rows(inference)
         try:
@@ -158,27 +160,32 @@ class FusedPass:
         common = CommonAttentionMetadata(table, positions, [count], [first + count])
         return self._batch((), torch.zeros_like(positions), common, [(slice(0, count), bypasses)])
 
-    def _replayed(self, segments: Sequence[InferenceSegment]) -> PassedRows | None:
-        """Decode rows by a CUDA graph; None where none holds their work."""
-        if self.graphs is None or not self.graphs.takes(len(segments)):
+    def _graph(self, segments: Sequence[InferenceSegment]) -> Callable[[], PassedRows] | None:
+        """Takes rows through all layers by a CUDA graph when called; None where none holds their work."""
+        if self.graphs is None or not segments or any(segment.offloaded for segment in segments):
             return None
-        ordered, counts = self._by_kind([*segments]), [1] * len(segments)
-        adapters = adapter_ranges(self.loaded, ordered, counts)
-        pools = self.slot_pools.assign(adapters, len(ordered))
+        ordered, decodes = self._ordered(segments)
+        counts = [segment.length for segment in ordered]
+        pools = self.slot_pools.assign(adapter_ranges(self.loaded, ordered, counts), sum(counts))
         if pools is None:
             return None
-        self.base.chain.on_layer()
-        hidden = self.graphs.run(self.table.places(ordered), [segment.context for segment in ordered], pools)
-        return None if hidden is None else PassedRows(ordered, counts, hidden)
+        listed = ListedRows(self.table.places(ordered), counts, *self.table.known(ordered, decodes), pools)
+        if (replay := self.graphs.find(listed)) is None:
+            return None
 
-    def decode(self, rows: Tensor, positions: Tensor, pages: int, slots: Sequence[SlotRows]) -> Tensor:
-        """Hidden rows [1, n, width] after all layers of the newest tokens of the sequences at `rows` [n] of
-        the table, at `positions` [n], which have `pages` pages at most. Reads the device alone."""
-        tokens, common = self.table.decode_rows(rows, positions, pages)
-        hidden, calls = self._embed(tokens, positions, [])
+        def run() -> PassedRows:
+            self.base.chain.on_layer()
+            return PassedRows(ordered, counts, replay())
+
+        return run
+
+    def pass_graph(self, rows: GraphRows, slots: Sequence[SlotRows]) -> Tensor:
+        """Hidden rows [1, n, width] after all layers. Reads the device alone."""
+        tokens, common = self.table.read(rows)
+        hidden, calls = self._embed(tokens, rows.positions, [])
         part = InferenceRows(self.attention, common, hidden.shape[1])
         layers = range(self.base.depth)
-        batch = InferenceBatch((), [1] * len(rows), hidden, part, calls, [], layers, slots)
+        batch = InferenceBatch((), common.query_lens, hidden, part, calls, [], layers, slots)
         self.forward([batch])
         return batch.hidden
 
@@ -206,8 +213,13 @@ class FusedPass:
         return fused, self.base.arguments.concat([one.calls for one in there])
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
+        ordered, decodes = self._ordered(segments)
+        tokens, common = self.table.batch(ordered, decodes)
+        return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
+
+    def _ordered(self, segments: Sequence[InferenceSegment]) -> tuple[list[InferenceSegment], int]:
         """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows
-        of an adapter are adjacent."""
+        of an adapter are adjacent; and the number of decode rows."""
         decodes: list[InferenceSegment] = []
         chunks: list[InferenceSegment] = []
         offloaded: list[InferenceSegment] = []
@@ -215,8 +227,7 @@ class FusedPass:
             group = offloaded if segment.offloaded else decodes if self._decodes(segment) else chunks
             group.append(segment)
         ordered = [segment for group in (decodes, chunks, offloaded) for segment in self._by_kind(group)]
-        tokens, common = self.table.batch(ordered, len(decodes))
-        return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
+        return ordered, len(decodes)
 
     def _batch(
         self,

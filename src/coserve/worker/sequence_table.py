@@ -1,7 +1,8 @@
 """Running sequences on the device: their last tokens and block tables, read by indexing."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -10,7 +11,24 @@ from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata,
 from coserve.core.plan import InferenceSegment
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence as Answer
+from coserve.kernels.row_tiles import RowTiles
 from coserve.model.sampling_table import SamplingTable
+
+
+NEWEST: Final = -1  # in place of a token that only the device knows: its sequence's newest
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRows:
+    """The rows of a pass as a graph reads them: `lines` of the table, `positions`, and, with prompts among
+    them, `tokens`, which may be `NEWEST`, and `tiles`. Decode rows alone have `pages` at most. [rows]
+    each."""
+
+    lines: Tensor
+    positions: Tensor
+    pages: int = 0
+    tokens: Tensor | None = None
+    tiles: RowTiles | None = None
 
 
 class SequenceTable:
@@ -93,34 +111,41 @@ class SequenceTable:
     ) -> tuple[Tensor, CommonAttentionMetadata]:
         """Tokens [rows] of the segments, and their attention metadata. The newest tokens of the first
         `num_decodes` are read on the device."""
-        rows, chunks = self.rows(segments), segments[num_decodes:]
+        rows = self.rows(segments)
         query_lens = [segment.length for segment in segments]
         seq_lens = [segment.context + segment.length for segment in segments]
         pages = -(-max(seq_lens) // self._attention.page_size)
         tokens = self._last_token[rows[:num_decodes]]
-        positions = [end - 1 for end in seq_lens[:num_decodes]]
-        if chunks:
-            known: list[int] = []
-            for s in chunks:
-                known += self._answers[s.key].tokens(s.start, s.length)
-                positions += range(s.context, s.context + s.length)
-            tokens = torch.cat([tokens, self._tensor(known)])
+        positions, known = self.known(segments, num_decodes)
+        if len(segments) > num_decodes:
+            tokens = torch.cat([tokens, self._tensor(known[num_decodes:])])
         block_table = self._block_table[rows, :pages]
         common = CommonAttentionMetadata(
             block_table, self._tensor(positions), query_lens, seq_lens, num_decodes
         )
         return tokens, common
 
-    def decode_rows(
-        self, rows: Tensor, positions: Tensor, pages: int
-    ) -> tuple[Tensor, CommonAttentionMetadata]:
-        """As `batch`, of the newest tokens of sequences at `rows` [n], which have `pages` pages at most.
-        Reads the device alone."""
-        count, most = len(rows), pages * self._attention.page_size
-        table = self._block_table[rows, :pages]
-        return self._last_token[rows], CommonAttentionMetadata(
-            table, positions, [1] * count, [most] * count, count
-        )
+    def known(self, segments: Sequence[InferenceSegment], num_decodes: int) -> tuple[list[int], list[int]]:
+        """Positions and tokens of the segments' rows on the host, where the first `num_decodes` tokens are
+        `NEWEST`."""
+        positions, tokens = list[int](), [NEWEST] * num_decodes
+        for s in segments:
+            positions += range(s.context, s.context + s.length)
+        for s in segments[num_decodes:]:
+            tokens += self._answers[s.key].tokens(s.start, s.length)
+        return positions, tokens
+
+    def read(self, rows: GraphRows) -> tuple[Tensor, CommonAttentionMetadata]:
+        """As `batch`, of rows that a graph reads. Reads the device alone."""
+        newest, count = self._last_token[rows.lines], len(rows.lines)
+        lens = [1] * count
+        if rows.tokens is not None:
+            tokens = torch.where(rows.tokens == NEWEST, newest, rows.tokens)
+            return tokens, CommonAttentionMetadata(
+                self._block_table, rows.positions, lens, lens, count, rows.tiles
+            )
+        most, table = rows.pages * self._attention.page_size, self._block_table[rows.lines, : rows.pages]
+        return newest, CommonAttentionMetadata(table, rows.positions, lens, [most] * count, count)
 
     def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
         """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them. A sequence that has
