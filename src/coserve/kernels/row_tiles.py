@@ -1,4 +1,4 @@
-"""Rows of a pass in tiles, for kernels that a CUDA graph holds: the device alone knows whose rows are where."""
+"""Rows of a pass in tiles, for kernels in a CUDA graph: the device alone knows whose rows are where."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ _FEWEST_TOKENS: Final = 512  # of the smallest bucket of pages; each further one
 
 Run = Callable[[], Tensor]
 Record = Callable[[Run], Run]  # work, as something that does the same again with the same tensors
-# Hidden rows [1, rows, width] of a pass, with these adapters.
+# Hidden rows [1, rows, width] of a pass, with these adapters; or the tokens [rows] that it samples.
 Forward = Callable[[GraphRows, Sequence[SlotRows]], Tensor]
 PoolRows = Mapping[LoraSlotPool, Sequence[int]]  # the slot of each row, -1 for none
 
@@ -81,23 +81,27 @@ class CudaGraphs:
 @dataclass(frozen=True, slots=True)
 class ListedRows:
     """The rows of a pass on the host, sequence after sequence: the sequences' `lines` of the table and
-    `counts` of rows, the rows' `positions` and `tokens`, and the slots of `pools`."""
+    `counts` of rows, the rows' `positions` and `tokens`, and the slots of `pools`. Decode rows may be sampled
+    in the graph, for positions `ends`, where it is known whether it `draws`."""
 
     lines: Sequence[int]
     counts: Sequence[int]
     positions: Sequence[int]
     tokens: Sequence[int]
     pools: PoolRows
+    ends: Sequence[int] = ()
+    draws: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a graph depends on: its rows, the pages of decode rows, 0 of a pass with prompts, and pools with
-    their capacities."""
+    """What a graph depends on: its rows, the pages of decode rows, 0 of a pass with prompts, pools with their
+    capacities, and whether it draws the tokens that it samples."""
 
     rows: int
     pages: int
     pools: tuple[tuple[LoraSlotPool, int], ...] = ()
+    draws: bool | None = None
 
     @property
     def has_prompts(self) -> bool:
@@ -138,34 +142,37 @@ class PassGraphs:
         self._refused: set[bool] = set()  # whether kinds that cannot be captured have prompts
 
     def find(self, rows: ListedRows) -> Run | None:
-        """Gives the hidden rows [1, bucket, width] of a pass when called, valid until the next one is run.
-        None where the model's work cannot be captured, or has not been yet."""
+        """Gives the hidden rows [1, bucket, width] of a pass when called, or the tokens [bucket] that it
+        samples, valid until the next one is run. None where the model's work cannot be captured, or has not
+        been yet."""
         decodes = len(rows.counts) == len(rows.positions)
         bucket = graph_rows(len(rows.positions))
         pages = 0
         if decodes and len(rows.positions) <= ROWS[-1]:
             bucket = ROWS[bisect_left(ROWS, len(rows.positions))]
             pages = self._pages(max(rows.positions) + 1)
-        if bucket is None:
+        if bucket is None or (rows.draws is not None and not pages):
             return None
-        kind = _Kind(bucket, pages, tuple((pool, pool.capacity) for pool in rows.pools))
+        kind = _Kind(bucket, pages, tuple((pool, pool.capacity) for pool in rows.pools), rows.draws)
         if kind not in self._graphs and not self._is_worth(kind):
             return None
         graph = self._graph(kind)
         if graph is None:
             return None
-        lines = rows.lines
-        columns = [lines, rows.positions]
+        columns = [rows.lines, rows.positions]
         if kind.has_prompts:
-            lines = [line for line, count in zip(lines, rows.counts, strict=True) for _ in range(count)]
+            lines = [line for line, count in zip(rows.lines, rows.counts, strict=True) for _ in range(count)]
             columns = [lines, rows.positions, rows.tokens, *list_tiles(rows.counts)]
+        elif kind.draws is not None:
+            columns.append(rows.ends)
         return partial(graph.run, [*columns, *rows.pools.values()])
 
     @torch.no_grad()
     def prepare(self, rows: int) -> None:
         """Captures the graphs of up to so many short sequences, and of all passes with prompts, without
         adapters, for 0.1 s each: in the first steps that need them, answers would wait."""
-        kinds = [_Kind(bucket, self._pages(1)) for bucket in ROWS[: bisect_left(ROWS, rows) + 1]]
+        ways, buckets = (None, False, True), ROWS[: bisect_left(ROWS, rows) + 1]
+        kinds = [_Kind(bucket, self._pages(1), (), draws) for draws in ways for bucket in buckets]
         for kind in (*kinds, *(_Kind(bucket, 0) for bucket in GRAPHS)):
             self._graph(kind)
 
@@ -200,23 +207,27 @@ class PassGraphs:
         columns = [(rows, self._padding), (rows, 0)]  # lines and positions
         if kind.has_prompts:  # and tokens, and first rows and counts of tiles
             columns += [(rows, 0), *[(most_tiles(rows, self._padding), 0)] * 2]
+        elif kind.draws is not None:
+            columns.append((rows, 0))  # positions of the tokens
         known = len(columns)
         columns += [(rows, -1)] * len(weights)  # slots
         filled = [padding for size, padding in columns for _ in range(size)]
-        given = torch.tensor(filled, dtype=torch.int32).to(self._device)
-        lines, positions, *others = given.split([size for size, _ in columns])
+        flat = torch.tensor(filled, dtype=torch.int32).to(self._device)
+        lines, positions, *others = torch.split(flat, [size for size, _ in columns])
         slots = others[known - 2 :]
 
         def work() -> Tensor:
-            tokens, tiles = None, None
+            tokens, tiles, ends = None, None, None
             if kind.has_prompts:
                 tokens, tiles = others[0].long(), RowTiles(others[1], others[2], lines)
+            elif kind.draws is not None:
+                ends = others[0].long()
             backends = [make_row_slots(own, tiles) for own in slots]
             added = [SlotRows(own, backend) for own, backend in zip(weights, backends, strict=True)]
-            of_rows = GraphRows(lines.long(), positions.long(), kind.pages, tokens, tiles)
-            return self._forward(of_rows, added)
+            given = lines.long(), positions.long(), kind.pages, tokens, tiles, ends, bool(kind.draws)
+            return self._forward(GraphRows(*given), added)
 
-        return _Graph(given, columns, self._record(work))
+        return _Graph(flat, columns, self._record(work))
 
     def _pages(self, tokens: int) -> int:
         """The bucket of pages of sequences with at most so many tokens."""

@@ -90,7 +90,7 @@ class FusedPass:
                 keys = {one.key for one in rows}
                 others = tuple(one for one in inference if one.key not in keys)
                 sampled, passed = self.run(replace(plan, inference=others))
-                return sampled | self.sampler.sample(replay()), passed
+                return sampled | replay(), passed  # not before the others, which may fail and pass again
         windows, reached = self._training.forward_slices(training, self.forward), 0
         batch = self._inference_rows(inference)
         try:
@@ -160,8 +160,9 @@ class FusedPass:
         common = CommonAttentionMetadata(table, positions, [count], [first + count])
         return self._batch((), torch.zeros_like(positions), common, [(slice(0, count), bypasses)])
 
-    def _graph(self, segments: Sequence[InferenceSegment]) -> Callable[[], PassedRows] | None:
-        """Takes rows through all layers by a CUDA graph when called; None where none holds their work."""
+    def _graph(self, segments: Sequence[InferenceSegment]) -> Callable[[], dict[int, Sampled]] | None:
+        """Takes rows through all layers by a CUDA graph when called, and samples, in the graph too where it
+        can; None where none holds their work."""
         if self.graphs is None or not segments or any(segment.offloaded for segment in segments):
             return None
         ordered, decodes = self._ordered(segments)
@@ -170,24 +171,33 @@ class FusedPass:
         if pools is None:
             return None
         listed = ListedRows(self.table.places(ordered), counts, *self.table.known(ordered, decodes), pools)
-        if (replay := self.graphs.find(listed)) is None:
+        sampled = None
+        if decodes == len(ordered) and (draws := self.sampler.draws(ordered)) is not None:
+            ends = self.table.lengths([segment.key for segment in ordered])
+            sampled = self.graphs.find(replace(listed, ends=ends, draws=draws))
+        replay = sampled or self.graphs.find(listed)
+        if replay is None:
             return None
 
-        def run() -> PassedRows:
+        def run() -> dict[int, Sampled]:
             self.base.chain.on_layer()
-            return PassedRows(ordered, counts, replay())
+            out = replay()
+            if sampled is not None:
+                return self.sampler.sampled_rows(ordered, out)
+            return self.sampler.sample(PassedRows(ordered, counts, out))
 
         return run
 
     def pass_graph(self, rows: GraphRows, slots: Sequence[SlotRows]) -> Tensor:
-        """Hidden rows [1, n, width] after all layers. Reads the device alone."""
-        tokens, common = self.table.read(rows)
+        """Hidden rows [1, n, width] after all layers, or the tokens [n] that are sampled of them. Reads the
+        device alone."""
+        count, (tokens, common) = len(rows.lines), self.table.read(rows)
         hidden, calls = self._embed(tokens, rows.positions, [])
         part = InferenceRows(self.attention, common, hidden.shape[1])
         layers = range(self.base.depth)
         batch = InferenceBatch((), common.query_lens, hidden, part, calls, [], layers, slots)
         self.forward([batch])
-        return batch.hidden
+        return batch.hidden if rows.ends is None else self.sampler.sample_rows(batch.hidden[:, :count], rows)
 
     def _compose(self, there: Sequence[Traveller]) -> tuple[FusedRows, LayerCalls]:
         batches = [one for one in there if isinstance(one, InferenceBatch)]

@@ -12,9 +12,9 @@ from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
 from coserve.errors import CoserveError, RequestError
 from coserve.model.base import Base
-from coserve.model.sample import NO_TOKEN, sample, token_logprobs
+from coserve.model.sample import NO_TOKEN, sample, sample_plain, token_logprobs
 from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
-from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.sequence_table import GraphRows, SequenceTable
 
 _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
 _NO_TOKEN_LEFT = (
@@ -40,7 +40,7 @@ class Sampler:
         self._failed[segment.key] = error
         if segment.start + segment.length == self.table[segment.key].length:
             rows = self.table.rows([segment])
-            self.table.sampled([segment.key], rows, torch.full_like(rows, NO_TOKEN))
+            self.table.append([segment.key], self.table.sampled(rows, torch.full_like(rows, NO_TOKEN)))
 
     def sample(self, batch: PassedRows) -> dict[int, Sampled]:
         """Samples and scores the rows of a pass; returns results by sequence key."""
@@ -52,6 +52,40 @@ class Sampler:
             results[key] = replace(results[key], prompt_logprobs=of_prompt)
         return results
 
+    def draws(self, segments: Sequence[InferenceSegment]) -> bool | None:
+        """Tells whether some of these sequences, of which decode rows pass, draw their tokens; None where the
+        host is needed to sample, for a grammar, penalties or log-probabilities."""
+        slots = self.table.places(segments)
+        if any(s.key in self.table.scored for s in segments) or not self.table.sampling.are_plain(slots):
+            return None
+        if outside_layers(self.base.late_sites, adapter_ranges(self.loaded, segments, [1] * len(segments))):
+            return None
+        return not self.table.sampling.drawing.isdisjoint(slots)
+
+    def sample_rows(self, hidden: Tensor, rows: GraphRows) -> Tensor:
+        """The next tokens [n] of decode rows, of hidden [1, n, width], as a graph holds them: they become
+        their sequences' newest ones on the device."""
+        assert rows.ends is not None
+        table = self.table.sampling
+        slots = rows.lines.clamp(max=table.capacity - 1)  # padding samples as anybody
+        tokens = sample_plain(self._logits(hidden, ()), slots, rows.ends, table, rows.draws)
+        self.table.put_newest(rows.lines, tokens)
+        return tokens
+
+    def sampled_rows(self, segments: Sequence[InferenceSegment], tokens: Tensor) -> dict[int, Sampled]:
+        """The results of `sample_rows` by key, once the device has them: the host's only wait in a step."""
+        drawn: list[int] = tokens.tolist()
+        keys = [segment.key for segment in segments]
+        self._take(keys, drawn[: len(keys)])
+        return {key: Sampled(token) for key, token in zip(keys, drawn, strict=False)}
+
+    def _take(self, keys: Sequence[int], drawn: Sequence[int]) -> None:
+        """Appends tokens to the sequences, and notes who has none."""
+        self.table.append(keys, drawn)
+        if NO_TOKEN in drawn:
+            failed = [key for key, token in zip(keys, drawn, strict=True) if token == NO_TOKEN]
+            self._failed |= dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT))
+
     def _sample_newest(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, Sampled]:
         done = [i for i, s in enumerate(batch.segments) if s.start + s.length == self.table[s.key].length]
         if not done:
@@ -61,13 +95,11 @@ class Sampler:
         adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
         logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
         rows = self.table.rows(segments)
-        tokens = self._choose(logits, rows, self.table.lengths(keys))
+        tokens = self._choose(logits, rows, torch.tensor(self.table.lengths(keys), device=rows.device))
         wanted = [self.table[key].request.sampling.logprobs for key in keys]
         logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
-        drawn = self.table.sampled(keys, rows, tokens)
-        if NO_TOKEN in drawn:
-            failed = [key for key, token in zip(keys, drawn, strict=True) if token == NO_TOKEN]
-            self._failed |= dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT))
+        drawn = self.table.sampled(rows, tokens)
+        self._take(keys, drawn)
         of_each = zip(keys, drawn, logprobs, strict=True)
         return {key: Sampled(token, of_token) for key, token, of_token in of_each}
 

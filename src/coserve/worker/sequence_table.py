@@ -14,14 +14,14 @@ from coserve.core.sequence import Sequence as Answer
 from coserve.kernels.row_tiles import RowTiles
 from coserve.model.sampling_table import SamplingTable
 
-
 NEWEST: Final = -1  # in place of a token that only the device knows: its sequence's newest
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRows:
     """The rows of a pass as a graph reads them: `lines` of the table, `positions`, and, with prompts among
-    them, `tokens`, which may be `NEWEST`, and `tiles`. Decode rows alone have `pages` at most. [rows]
+    them, `tokens`, which may be `NEWEST`, and `tiles`. Decode rows alone have `pages` at most, and `ends`
+    where the graph samples: the positions of the tokens in their sequences, some of which it `draws`. [rows]
     each."""
 
     lines: Tensor
@@ -29,6 +29,8 @@ class GraphRows:
     pages: int = 0
     tokens: Tensor | None = None
     tiles: RowTiles | None = None
+    ends: Tensor | None = None
+    draws: bool = False
 
 
 class SequenceTable:
@@ -147,20 +149,27 @@ class SequenceTable:
         most, table = rows.pages * self._attention.page_size, self._block_table[rows.lines, : rows.pages]
         return newest, CommonAttentionMetadata(table, rows.positions, lens, [most] * count, count)
 
-    def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
-        """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them. A sequence that has
-        none (`NO_TOKEN`) goes on with token 0 until the scheduler has ended it."""
+    def sampled(self, rows: Tensor, tokens: Tensor) -> list[int]:
+        """Takes tokens [n] of the sequences at `rows` [n] on the device, and returns them."""
         drawn: list[int] = tokens.tolist()
-        tokens = tokens.clamp(min=0)
-        self._last_token[rows] = tokens
-        self.sampling.record(rows, tokens)
-        for key, token in zip(keys, drawn, strict=True):
-            self._answers[key].output.append(max(token, 0))
+        self.sampling.record(rows, self.put_newest(rows, tokens))
         return drawn
 
-    def lengths(self, keys: Sequence[int]) -> Tensor:
-        """Number of tokens known of each sequence [n], which is also the position of the next sampled one."""
-        return self._tensor([self._answers[key].length for key in keys])
+    def put_newest(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Puts the sequences' newest tokens on the device. One that has none (`NO_TOKEN`) goes on with token
+        0 until the scheduler has ended it. Returns them so."""
+        tokens = tokens.clamp(min=0)
+        self._last_token[rows] = tokens
+        return tokens
+
+    def append(self, keys: Sequence[int], tokens: Sequence[int]) -> None:
+        """Appends tokens to the sequences on the host."""
+        for key, token in zip(keys, tokens, strict=True):
+            self._answers[key].output.append(max(token, 0))
+
+    def lengths(self, keys: Sequence[int]) -> list[int]:
+        """Number of tokens known of each sequence, which is also the position of the next sampled one."""
+        return [self._answers[key].length for key in keys]
 
     def _enter(self, key: int, request: Request) -> None:
         assert key not in self._answers, "a sequence is named once"
@@ -175,4 +184,5 @@ class SequenceTable:
         self.sampling.set(row, params, params.seed, request.prompt, output)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._last_token.device)
+        # A copy that blocks would wait for all that runs; what it reads is copied aside at once.
+        return torch.tensor(values, dtype=torch.long).to(self._last_token.device, non_blocking=True)

@@ -140,7 +140,7 @@ def test_a_graph_of_a_prompt_computes_its_padding() -> None:
     seconds = [model.predict_features(Features.of_segments([*decodes, infer(0, n)])) for n in (9, 125, 126)]
     assert seconds == [1e3 + 128, 1e3 + 128, 1e3 + 256]
     assert model.predict_features(Features.of_segments(decodes)) == 1e3 + 3
-    assert model.predict_features(Features.of_segments([infer(0, 2049)])) == 1e3 + 2049, "so many have no graph"
+    assert model.predict_features(Features.of_segments([infer(0, 2049)])) == 1e3 + 2049, "has no graph"
     window = train(Direction.TRAIN_FORWARD, 16, 0, DEPTH)
     beside = Features.of_segments([infer(0, 9)], [window])
     beside._passes = Passes()

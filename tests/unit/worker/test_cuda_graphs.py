@@ -1,5 +1,5 @@
-"""The graphs of answers' passes: which are captured, kept and dropped, and what they read. What they compute is
-compared in `tests/equivalence/test_graphs.py`."""
+"""The graphs of answers' passes: which are captured, kept and dropped, and what they read. What they compute
+is compared in `tests/equivalence/test_graphs.py`."""
 
 import random
 from collections.abc import Sequence
@@ -47,7 +47,12 @@ class Desk:
         return work
 
     def run(
-        self, rows: int, position: int = 0, pools: Sequence[Any] = (), prompts: Sequence[int] = ()
+        self,
+        rows: int,
+        position: int = 0,
+        pools: Sequence[Any] = (),
+        prompts: Sequence[int] = (),
+        draws: bool | None = None,
     ) -> Tensor | None:
         """Decode rows at a position, and prompts of so many rows that begin at 1, 2 and so on."""
         counts = [1] * rows + [*prompts]
@@ -56,7 +61,10 @@ class Desk:
             positions += range(number + 1, number + 1 + count)
             tokens += range(100, 100 + count)
         asked = {pool: [0] * len(positions) for pool in pools}
-        found = self.graphs.find(ListedRows(range(len(counts)), counts, positions, tokens, asked))
+        ends = range(70, 70 + rows)
+        found = self.graphs.find(
+            ListedRows(range(len(counts)), counts, positions, tokens, asked, ends, draws)
+        )
         return None if found is None else found()
 
 
@@ -130,10 +138,23 @@ def test_what_cannot_be_captured_is_not_tried_again_and_what_lacks_memory_is(
 def test_graphs_are_captured_before_the_first_answer() -> None:
     desk = Desk()
     desk.graphs.prepare(20)
-    assert desk.captured == [(rows, 32) for rows in (1, 2, 4, 8, 16, 24)] + [(rows, 0) for rows in GRAPHS]
+    decodes = [(rows, 32) for rows in (1, 2, 4, 8, 16, 24)]
+    assert desk.captured == 3 * decodes + [(rows, 0) for rows in GRAPHS]
     before = len(desk.captured)
-    assert desk.run(20) is not None and desk.run(3, prompts=[600]) is not None
+    assert all(desk.run(20, draws=draws) is not None for draws in (None, False, True))
+    assert desk.run(3, prompts=[600]) is not None
     assert desk.run(0, prompts=[7, 500]) is not None and len(desk.captured) == before
+
+
+def test_graphs_that_sample_read_where_in_their_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_WORTH", 1)
+    desk = Desk()
+    for draws in (False, True):
+        assert desk.run(3, 7, [Pool()], draws=draws) is not None
+        assert desk.rows.ends is not None and desk.rows.draws is draws
+        assert desk.rows.ends.tolist() == [70, 71, 72, 0] and desk.slots == [[0, 0, 0, -1]]
+    assert desk.run(3, 7) is not None and desk.rows.ends is None
+    assert desk.run(257, 7, draws=False) is None, "so many are sampled outside"
 
 
 def test_passes_with_prompts_are_divided_into_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +182,9 @@ def test_passes_with_prompts_are_divided_into_tiles(monkeypatch: pytest.MonkeyPa
         tokens = [NEWEST] * decodes + [token for n in lengths for token in range(100, 100 + n)]
         assert desk.rows.tokens.tolist() == tokens + [0] * missing
         covered = list[int]()
-        for start, count in zip(desk.rows.tiles.starts.tolist(), desk.rows.tiles.counts.tolist(), strict=True):
+        for start, count in zip(
+            desk.rows.tiles.starts.tolist(), desk.rows.tiles.counts.tolist(), strict=True
+        ):
             own = range(start, start + count)
             covered += own
             assert count <= LARGEST and len({lines[row] for row in own}) <= 1
