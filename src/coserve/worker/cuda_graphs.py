@@ -28,7 +28,7 @@ from coserve.core.row_buckets import GRAPHS, graph_rows
 from coserve.kernels.lora.dispatch import make_row_slots
 from coserve.kernels.row_tiles import RowTiles, list_tiles, most_tiles
 from coserve.memory.exhausted import is_out_of_memory
-from coserve.worker.sequence_table import GraphRows
+from coserve.worker.sequence_table import DeviceRows
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _FEWEST_TOKENS: Final = 512  # of the smallest bucket of pages; each further one
 Run = Callable[[], Tensor]
 Record = Callable[[Run], Run]  # work, as something that does the same again with the same tensors
 # Hidden rows [1, rows, width] of a pass, with these adapters; or the tokens [rows] that it samples.
-Forward = Callable[[GraphRows, Sequence[SlotRows]], Tensor]
+Forward = Callable[[DeviceRows, Sequence[SlotRows]], Tensor]
 PoolRows = Mapping[LoraSlotPool, Sequence[int]]  # the slot of each row, -1 for none
 
 
@@ -94,8 +94,8 @@ class ListedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a graph depends on: its rows, the pages of decode rows, 0 of a pass with prompts, pools with their
+class _GraphKind:
+    """A graph depends on its rows, the pages of decode rows, 0 of a pass with prompts, pools with their
     capacities, and whether it draws the tokens that it samples."""
 
     rows: int
@@ -137,8 +137,8 @@ class PassGraphs:
         """`pages` are the tokens of a page, and the most pages of a sequence."""
         self._forward, self._record, self._device = forward, record, device
         self._padding, (self._page_size, self._most_pages) = padding, pages
-        self._graphs: dict[_Kind, _Graph] = {}  # in the order of their last replays
-        self._asked: Counter[_Kind] = Counter()  # steps without one
+        self._graphs: dict[_GraphKind, _Graph] = {}  # in the order of their last replays
+        self._asked: Counter[_GraphKind] = Counter()  # steps without one
         self._refused: set[bool] = set()  # whether kinds that cannot be captured have prompts
 
     def find(self, rows: ListedRows) -> Run | None:
@@ -153,7 +153,7 @@ class PassGraphs:
             pages = self._pages(max(rows.positions) + 1)
         if bucket is None or (rows.draws is not None and not pages):
             return None
-        kind = _Kind(bucket, pages, tuple((pool, pool.capacity) for pool in rows.pools), rows.draws)
+        kind = _GraphKind(bucket, pages, tuple((pool, pool.capacity) for pool in rows.pools), rows.draws)
         if kind not in self._graphs and not self._is_worth(kind):
             return None
         graph = self._graph(kind)
@@ -172,18 +172,18 @@ class PassGraphs:
         """Captures the graphs of up to so many short sequences, and of all passes with prompts, without
         adapters, for 0.1 s each: in the first steps that need them, answers would wait."""
         ways, buckets = (None, False, True), ROWS[: bisect_left(ROWS, rows) + 1]
-        kinds = [_Kind(bucket, self._pages(1), (), draws) for draws in ways for bucket in buckets]
-        for kind in (*kinds, *(_Kind(bucket, 0) for bucket in GRAPHS)):
+        kinds = [_GraphKind(bucket, self._pages(1), (), draws) for draws in ways for bucket in buckets]
+        for kind in (*kinds, *(_GraphKind(bucket, 0) for bucket in GRAPHS)):
             self._graph(kind)
 
-    def _is_worth(self, kind: _Kind) -> bool:
+    def _is_worth(self, kind: _GraphKind) -> bool:
         """Notes that a step has asked for a graph, and tells whether enough have."""
         if len(self._asked) > _MOST:
             self._asked.clear()
         self._asked[kind] += 1
         return self._asked[kind] >= _WORTH
 
-    def _graph(self, kind: _Kind) -> _Graph | None:
+    def _graph(self, kind: _GraphKind) -> _Graph | None:
         """The graph of a kind of pass; None where there can be none."""
         if kind.has_prompts in self._refused:
             return None
@@ -202,7 +202,7 @@ class PassGraphs:
         self._graphs[kind] = graph
         return graph
 
-    def _captured(self, kind: _Kind) -> _Graph:
+    def _captured(self, kind: _GraphKind) -> _Graph:
         rows, weights = kind.rows, [pool.weights for pool, _ in kind.pools]
         columns = [(rows, self._padding), (rows, 0)]  # lines and positions
         if kind.has_prompts:  # and tokens, and first rows and counts of tiles
@@ -225,7 +225,7 @@ class PassGraphs:
             backends = [make_row_slots(own, tiles) for own in slots]
             added = [SlotRows(own, backend) for own, backend in zip(weights, backends, strict=True)]
             given = lines.long(), positions.long(), kind.pages, tokens, tiles, ends, bool(kind.draws)
-            return self._forward(GraphRows(*given), added)
+            return self._forward(DeviceRows(*given), added)
 
         return _Graph(flat, columns, self._record(work))
 

@@ -22,7 +22,7 @@ from coserve.worker.held import HeldState
 from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment, SplitRows
 from coserve.worker.sampler import Sampler
-from coserve.worker.sequence_table import GraphRows, SequenceTable
+from coserve.worker.sequence_table import DeviceRows, SequenceTable
 from coserve.worker.training_passes import TrainingPasses
 
 Traveller = InferenceBatch | ForwardWindow
@@ -188,7 +188,7 @@ class FusedPass:
 
         return run
 
-    def pass_graph(self, rows: GraphRows, slots: Sequence[SlotRows]) -> Tensor:
+    def pass_graph(self, rows: DeviceRows, slots: Sequence[SlotRows]) -> Tensor:
         """Hidden rows [1, n, width] after all layers, or the tokens [n] that are sampled of them. Reads the
         device alone."""
         count, (tokens, common) = len(rows.lines), self.table.read(rows)

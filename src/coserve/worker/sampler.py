@@ -14,7 +14,7 @@ from coserve.errors import CoserveError, RequestError
 from coserve.model.base import Base
 from coserve.model.sample import NO_TOKEN, sample, sample_plain, token_logprobs
 from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
-from coserve.worker.sequence_table import GraphRows, SequenceTable
+from coserve.worker.sequence_table import DeviceRows, SequenceTable
 
 _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
 _NO_TOKEN_LEFT = (
@@ -62,7 +62,7 @@ class Sampler:
             return None
         return not self.table.sampling.drawing.isdisjoint(slots)
 
-    def sample_rows(self, hidden: Tensor, rows: GraphRows) -> Tensor:
+    def sample_rows(self, hidden: Tensor, rows: DeviceRows) -> Tensor:
         """The next tokens [n] of decode rows, of hidden [1, n, width], as a graph holds them: they become
         their sequences' newest ones on the device."""
         assert rows.ends is not None

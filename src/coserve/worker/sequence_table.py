@@ -18,7 +18,7 @@ NEWEST: Final = -1  # in place of a token that only the device knows: its sequen
 
 
 @dataclass(frozen=True, slots=True)
-class GraphRows:
+class DeviceRows:
     """The rows of a pass as a graph reads them: `lines` of the table, `positions`, and, with prompts among
     them, `tokens`, which may be `NEWEST`, and `tiles`. Decode rows alone have `pages` at most, and `ends`
     where the graph samples: the positions of the tokens in their sequences, some of which it `draws`. [rows]
@@ -137,7 +137,7 @@ class SequenceTable:
             tokens += self._answers[s.key].tokens(s.start, s.length)
         return positions, tokens
 
-    def read(self, rows: GraphRows) -> tuple[Tensor, CommonAttentionMetadata]:
+    def read(self, rows: DeviceRows) -> tuple[Tensor, CommonAttentionMetadata]:
         """As `batch`, of rows that a graph reads. Reads the device alone."""
         newest, count = self._last_token[rows.lines], len(rows.lines)
         lens = [1] * count

@@ -18,6 +18,7 @@ from coserve.core.plan import BasePlan
 from coserve.kernels.triton import is_installed
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
+from coserve.worker import cuda_graphs
 from coserve.worker.cuda_graphs import rerun
 from coserve.worker.fused_pass import FusedPass
 from coserve_benchmarks.plans import watch_plans
@@ -54,6 +55,7 @@ MOST_WAITS: Final = 1
 
 def main() -> None:
     install()
+    mock.patch.object(cuda_graphs, "_WORTH", 1).start()
     mock.patch.object(FusedPass, "_recorder", lambda _: rerun).start()  # there is nothing to capture
     mock.patch("coserve.worker.streams.ThreadPoolExecutor", HostThread).start()  # modes are a thread's own
     launched: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from coserve.core.row_buckets import GRAPHS
 from coserve.kernels.row_tiles import LARGEST
 from coserve.worker import cuda_graphs
 from coserve.worker.cuda_graphs import ROWS, ListedRows, PassGraphs, Run
-from coserve.worker.sequence_table import NEWEST, GraphRows
+from coserve.worker.sequence_table import NEWEST, DeviceRows
 
 PADDING, PAGE, MOST_PAGES = 300, 16, 100
 
@@ -34,7 +34,7 @@ class Desk:
         pages = PAGE, MOST_PAGES
         self.graphs = PassGraphs(self.forward, self.record, PADDING, pages, torch.device("cpu"))
 
-    def forward(self, rows: GraphRows, slots: Sequence[Any]) -> Tensor:
+    def forward(self, rows: DeviceRows, slots: Sequence[Any]) -> Tensor:
         self.rows, self.read = rows, (rows.lines.tolist(), rows.positions.tolist())
         self.slots = [own._backend._slots.tolist() for own in slots]
         return torch.zeros(1, len(rows.lines), 4)
