@@ -34,6 +34,7 @@ DEVICE = "cuda:0"  # with its number: the guard that stands in for CUDA's would 
 _CUDA, _PYTHON, _KINDS = 1, 20, 22  # places in torch's table of device guards
 _MEMORY = 1 << 37  # bytes, for budgets
 _WAITING = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"})
+_COPIES = {"aten::_to_copy": 0, "aten::copy_": 1}  # and where their source is among the arguments
 _BLANK = ("aten::empty", "aten::new_empty")  # nothing is written yet
 _UNREAD = (*_BLANK, "aten::new_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::set_")
 _BESIDE = 2  # times that a thread's work is said not to be done
@@ -287,7 +288,8 @@ def stub_triton(launched: Counter[str]) -> None:
 
 class Waits(TorchDispatchMode):
     """Counts the operations for which the host waits for the device: numbers and tensors that come to the
-    processor, and results whose shapes depend on values. Tells the device's streams of all operations."""
+    processor, tensors that go to the device unless the copy does not block, and results whose shapes depend
+    on values. Tells the device's streams of all operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,6 +308,9 @@ class Waits(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for made in _tensors_on_device(tree_leaves(out)):
             GPU.make(made, name)
+        source = args[_COPIES[name]] if name in _COPIES else None
+        if source is not None and _blocks(source, out, args[2:], kwargs or {}):
+            self.lines.append(f"{name} at {_own_line()}")
         first = next((x for x in args if isinstance(x, FakeTensor)), None)
         if first is not None and first.fake_device.type == "cuda":
             leaves = isinstance(out, Tensor) and out.device.type == "cpu"
@@ -313,6 +318,12 @@ class Waits(TorchDispatchMode):
                 self.lines.append(f"{name} at {_own_line()}")
                 GPU.current.synchronize()
         return out
+
+
+def _blocks(source: Any, out: Any, others: Sequence[Any], named: dict[str, Any]) -> bool:
+    """Tells whether a copy goes from the processor to the device and blocks; numbers go as arguments."""
+    is_there = source.device.type == "cpu" and out.device.type == "cuda" and source.ndim > 0
+    return bool(is_there and not named.get("non_blocking") and True not in others)
 
 
 def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:

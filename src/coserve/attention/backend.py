@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.row_tiles import RowTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class CommonAttentionMetadata:
     `block_table` [sequences, pages] has each sequence's pages in order, padded with `padding_page`.
     `positions` [rows] are the rows' positions. `query_lens` are each sequence's rows, `seq_lens` its
     positions including them: the rows are the last positions. The first `num_decodes` sequences have one row
-    each.
+    each. Of rows in `tiles` the device alone knows the sequences, and the lists on the host say nothing.
     """
 
     block_table: Tensor
@@ -46,6 +47,7 @@ class CommonAttentionMetadata:
     query_lens: Sequence[int]
     seq_lens: Sequence[int]
     num_decodes: int = 0
+    tiles: RowTiles | None = None
 
 
 class PageCopy(NamedTuple):
@@ -63,8 +65,8 @@ class AttentionBackend(Protocol[Metadata]):
     """Keys and values of all layers in `padding_page` pages of `page_size` tokens, and attention over them.
 
     `padding_page` is the index that pads block tables: one past the last page. `is_capturable` tells whether
-    a graph can hold decode rows' attention: it reads only what `build` was given and the pages, and does not
-    wait for the device.
+    a graph can hold the attention of decode rows and of rows in tiles: it reads only what `build` was given
+    and the pages, and does not wait for the device.
     """
 
     page_size: int

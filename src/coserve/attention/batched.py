@@ -13,6 +13,7 @@ from coserve.attention.pool import KVPool
 from coserve.kernels.attention import AttentionSpec, attend, attend_decode
 from coserve.kernels.native import ops as native
 from coserve.kernels.native.layer import DecodePages, LayerPages
+from coserve.kernels.row_tiles import RowTiles
 
 # Products of a query's numbers with positions, for each chunk: 0.2 ms on two cores, as a chunk's calls take.
 _SHORT: Final = 1 << 22
@@ -21,17 +22,18 @@ _CELLS: Final = 1 << 17  # of a table with a line for each row: 1 MiB
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Sequences with one row each. `pages` [batch * n] of `page_size`, padded; `lengths` [batch] including
-    that row."""
+    """Sequences with one row each. `pages` [batch, n] of `page_size`, padded; `lengths` [batch] including
+    that row. Of rows in `tiles`, `pages` are a block table."""
 
     pages: Tensor
     lengths: Tensor
     page_size: int
+    tiles: RowTiles | None = None
 
     @cached_property
     def native(self) -> DecodePages:
         """The rows as kernels of whole layers read them."""
-        return DecodePages(self.pages.view(len(self.lengths), -1), self.lengths, self.page_size)
+        return DecodePages(self.pages, self.lengths, self.page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,11 @@ class BatchedBackend(KVPool):
     def build(self, common: CommonAttentionMetadata) -> BatchedMetadata:
         """See `AttentionBackend`."""
         decodes, decode = common.num_decodes, None
-        if decodes:
+        if common.tiles is not None:
+            decode = self._in_tiles(common, common.tiles)
+        elif decodes:
             pages = common.block_table[:decodes, : self._pages_for(max(common.seq_lens[:decodes]))]
-            decode = DecodeRows(pages.flatten(), common.positions[:decodes] + 1, self.page_size)
+            decode = DecodeRows(pages.contiguous(), common.positions[:decodes] + 1, self.page_size)
         prefills = []
         for sequence in range(decodes, len(common.seq_lens)):
             count, end = common.query_lens[sequence], common.seq_lens[sequence]
@@ -95,11 +99,15 @@ class BatchedBackend(KVPool):
         cells = sum(common.query_lens) * self._pages_for(max(common.seq_lens, default=0))
         return BatchedMetadata(slots, alone, decode, prefills, cells)
 
+    def _in_tiles(self, common: CommonAttentionMetadata, tiles: RowTiles) -> DecodeRows:
+        """Rows in tiles, each as a decode row of its own."""
+        return DecodeRows(common.block_table[tiles.lines], common.positions + 1, self.page_size)
+
     def _alone(self, common: CommonAttentionMetadata) -> DecodeRows:
         counts = torch.tensor(common.query_lens, device=common.block_table.device)
         tables = common.block_table[:, : self._pages_for(max(common.seq_lens))]
         pages = tables.repeat_interleave(counts, dim=0, output_size=sum(common.query_lens))
-        return DecodeRows(pages.flatten(), common.positions + 1, self.page_size)
+        return DecodeRows(pages, common.positions + 1, self.page_size)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, metadata: BatchedMetadata, spec: AttentionSpec
@@ -146,9 +154,9 @@ class BatchedBackend(KVPool):
         batch = len(rows.lengths)
         if self._reads(q, spec):
             keys, values = self._keys[layer].whole, self._values[layer].whole
-            table, queries = rows.pages.view(batch, -1), q[0].transpose(0, 1)
+            queries = q[0].transpose(0, 1)
             return native.attend_pages(
-                queries, keys, values, table, rows.lengths, self.page_size, spec.scale, spec.window
+                queries, keys, values, rows.pages, rows.lengths, self.page_size, spec.scale, spec.window
             )[None]
         keys, values = self.gather(layer, rows.pages)
         keys = keys.view(keys.shape[0], batch, -1, keys.shape[-1])

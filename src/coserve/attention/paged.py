@@ -1,14 +1,16 @@
-"""Attention whose decode rows read pages in place, by a kernel for GPUs; chunks as in `batched.py`."""
+"""Attention whose decode rows, and rows in tiles, read pages in place, by a kernel for GPUs; chunks as in
+`batched.py`."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from coserve.attention.backend import CacheShape
+from coserve.attention.backend import CacheShape, CommonAttentionMetadata
 from coserve.attention.batched import BatchedBackend, BatchedMetadata, DecodeRows
 from coserve.attention.store import KVStore
 from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.row_tiles import RowTiles
 from coserve.kernels.triton import is_installed
 
 
@@ -20,15 +22,18 @@ class PagedBackend(BatchedBackend):
     def clean(self, pages: Sequence[int]) -> None:
         """See `AttentionBackend`: does nothing, as positions that no row has written are never read."""
 
+    def _in_tiles(self, common: CommonAttentionMetadata, tiles: RowTiles) -> DecodeRows:
+        return DecodeRows(common.block_table, common.positions + 1, self.page_size, tiles)
+
     def _attend_decode(
         self, layer: int, q: Tensor, metadata: BatchedMetadata, rows: DecodeRows, spec: AttentionSpec
     ) -> Tensor:
         from coserve.kernels.triton.pages import attend_pages
 
         keys, values = self._keys[layer].whole, self._values[layer].whole
-        pages = rows.pages.view(len(rows.lengths), -1)
         queries = q[0].transpose(0, 1)
-        return attend_pages(queries, keys, values, pages, rows.lengths, self.page_size, spec)[None]
+        pages, lengths, size = rows.pages, rows.lengths, self.page_size
+        return attend_pages(queries, keys, values, pages, lengths, size, spec, rows.tiles)[None]
 
 
 def make_batched(

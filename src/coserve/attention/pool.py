@@ -113,8 +113,10 @@ class KVPool:
 
     def slot_mapping(self, common: CommonAttentionMetadata) -> Tensor:
         """Slots [rows] of the rows' tokens."""
-        positions, sequences = common.positions, torch.arange(len(common.query_lens), device=self._device)
-        if len(sequences) < len(positions):
+        positions = common.positions
+        if common.tiles is not None:
+            sequences = common.tiles.lines
+        elif len(sequences := torch.arange(len(common.query_lens), device=self._device)) < len(positions):
             lens = self._tensor(common.query_lens)
             sequences = sequences.repeat_interleave(lens, output_size=len(positions))
         pages = common.block_table[sequences, positions // self.page_size]
@@ -136,10 +138,10 @@ class KVPool:
         )
 
     def _rows(self, pages: Tensor, groups: int) -> Tensor:
-        """Row indices of the pages in [groups * pages, ...], cached for all layers of a step."""
+        """Row indices of the pages in [groups * pages, ...], in order, cached for all layers of a step."""
         if self._last is None or self._last[0] is not pages or self._last[1] != groups:
             first = torch.arange(groups, device=pages.device)[:, None] * (self.padding_page + 1)
-            self._last = (pages, groups, (first + pages).flatten())
+            self._last = (pages, groups, (first + pages.flatten()).flatten())
         return self._last[2]
 
     def _tensor(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:

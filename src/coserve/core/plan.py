@@ -447,8 +447,8 @@ class BaseResult:
     not be written or read, those that run out of memory alone, and those that have no next token;
     `offload_reads` what was read of all of them. `outputs` are those of micro-batches that report and have
     ended, by key. `unfilled` are adapters whose virtual tokens ran out of memory: pages that the plan has
-    filled with them are not to be read. Where decode rows that a graph should have held were `launched`
-    kernel by kernel, they shared the pass of the answers' other rows.
+    filled with them are not to be read. Where rows of answers that a graph should have held were
+    `launched` kernel by kernel, all of them shared a pass.
 
     `together_failed` tells that a pass that several share ran out of memory. The plan has run again as a
     narrower one, or its training has stopped there, as by a pause.

@@ -36,9 +36,9 @@ class ExecutorSpec:
     adapters, `streaming` how the base is streamed (None for one that was loaded as a whole). `swap_pages` are
     those that the second tier has room for, `offload_pages` the same for sequences that lie there as a whole;
     `offload_refusal` says why there are none. `elsewhere` are paths of linears that base executors
-    compute. `graphs` tells whether passes of decode rows alone are replayed as graphs. It runs `plans` at
-    once, as a pipeline of so many stages does, and `plan_rate` of them begin in the seconds that one takes
-    (`schedule.overlap.Overlap`)."""
+    compute. `graphs` tells whether answers that share no pass with windows are replayed as graphs. It runs
+    `plans` at once, as a pipeline of so many stages does, and `plan_rate` of them begin in the seconds that
+    one takes (`schedule.overlap.Overlap`)."""
 
     sequences: int
     eos_ids: tuple[int, ...]

@@ -24,7 +24,7 @@ from coserve.kernels.native import ops as native
 from coserve.model.noise import gumbel
 from coserve.model.sampling_table import SamplingTable
 
-__all__ = ["NO_TOKEN", "Logprobs", "SamplingTable", "narrowed", "sample", "token_logprobs"]
+__all__ = ["NO_TOKEN", "Logprobs", "SamplingTable", "narrowed", "sample", "sample_plain", "token_logprobs"]
 
 NO_TOKEN = -1  # in place of a token, where there is none to choose
 ROWS_AT_ONCE = 32  # rows drawn together; bounds the temporaries, about 24 bytes per row and vocabulary entry
@@ -47,6 +47,23 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTabl
     left = (tokens == native_draw.UNDECIDED).nonzero().squeeze(1)
     if len(left):
         tokens[left] = _sample(logits[left].float(), slots[left], positions[left], table)
+    return _possible(tokens, logits)
+
+
+def sample_plain(
+    logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTable, draws: bool
+) -> Tensor:
+    """As `sample`, for slots that are plain (`SamplingTable.are_plain`), some of which draw where `draws`.
+    The host waits for nothing, so that a graph may hold it."""
+    exact = logits.float()
+    tokens = exact.argmax(dim=-1)
+    if draws:
+        temperature = table.temperature[slots, None]
+        ids = torch.arange(table.vocab, device=logits.device)[None]
+        scaled = exact / temperature.where(temperature > 0, 1.0)
+        parts = zip(*(x.split(ROWS_AT_ONCE) for x in (scaled, table.seed[slots], positions)), strict=True)
+        drawn = [(scores + gumbel(seeds, own, ids)).argmax(-1) for scores, seeds, own in parts]
+        tokens = torch.cat(drawn).where(temperature[:, 0] > 0, tokens)
     return _possible(tokens, logits)
 
 

@@ -6,7 +6,7 @@ slots nothing is computed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ class _Entries:
 
     def __bool__(self) -> bool:
         return bool(self._of)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._of
 
     def put(self, slot: int, entries: list[tuple[int, float]]) -> None:
         """Replaces the entries of `slot`."""
@@ -102,6 +105,13 @@ class SamplingTable:
     def is_plain(self) -> bool:
         """Tells whether no slot changes its logits: no bias, penalty or suppressed token."""
         return not (self._biases or self._held or self._rows or self._matchers)
+
+    def are_plain(self, slots: Collection[int]) -> bool:
+        """Tells whether these change no logits, draw from all tokens if at all, and have no
+        log-probabilities."""
+        narrowed = (self.limited, self.nucleus, self.floored, self.logprobs)
+        kinds = self._biases, self._held, self._rows, self._matchers, *narrowed
+        return not any(slot in kind for kind in kinds if kind for slot in slots)
 
     def set(
         self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int], output: Sequence[int] = ()

@@ -76,7 +76,7 @@ class CostModel:
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.is_measured = False  # else weights are assumed
-        self.graphs = False  # whether decode rows that have a pass of their own are replayed
+        self.graphs = False  # whether rows of answers that share no pass with windows are replayed
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
         self.interference = Interference()
         self.reads = ReadCosts()

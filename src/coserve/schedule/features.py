@@ -6,6 +6,7 @@ from itertools import product
 from typing import Final, Self
 
 from coserve.core.plan import BasePlan, InferenceSegment, Passes, StepPlan, TrainingSegment
+from coserve.core.row_buckets import graph_rows
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import causal_pairs
 
@@ -18,11 +19,11 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     # A row of a window on its way forward, whole depth. Windows have many rows, whose products are bound by
     # arithmetic; on a GPU an answer's rows pass while weights are read, at half of the seconds.
     "window_rows": 1e-4,
-    # A pass over the whole depth that carries prompts or windows, beside `forward_layers`: decode rows alone
-    # take a compiled call (`model/native_layer.py`), or a graph (`worker/cuda_graphs.py`). 7 ms of 19M
-    # parameters, of which 8 decode rows take 4.
+    # A pass over the whole depth that carries windows, or prompts without graphs, beside `forward_layers`:
+    # decode rows alone take a compiled call (`model/native_layer.py`), or a graph, as prompts do where there
+    # are graphs (`worker/cuda_graphs.py`). 7 ms of 19M parameters, of which 8 decode rows take 4.
     "prefill_layers": 0.0,
-    "mixed_layers": 0.0,  # the same where decode rows are among them, beside `prefill_layers`
+    "mixed_layers": 0.0,  # such a pass, or one with prompts, that carries decode rows too, beside these
     "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
     "decode_context": 1e-7,  # a cached token read by a decode row
     "forward_attention": 1e-8,  # a (row, earlier row) pair of a prefill or a kept window, whole depth
@@ -50,7 +51,8 @@ class Features:
 
     def __init__(self) -> None:
         self._values = _EMPTY.copy()  # without those of passes forward, which `counted` adds
-        self.trains = self.answers = self._decodes = self._prompts = False
+        self.trains = self.answers = False
+        self._decodes = self._prompts = 0  # rows
         self.offloaded = 0  # cached tokens that are read from slower memory
         self._windows, self._depth = 0, 1  # a bit for each layer that windows going forward visit, of so many
         self._abandons = False  # whether windows that go forward may be abandoned, and so pass apart
@@ -117,28 +119,34 @@ class Features:
 
     def counted(self, passes: Passes | None = None, graphs: bool = False) -> dict[str, float]:
         """The counts by one of the `ways`, in the order of `NAMES`; by default by the plan's, or by all rows
-        in one pass. With `graphs` decode rows that have a pass of their own are replayed; beside windows
-        through a few layers they are launched like these, at all layers."""
+        in one pass. With `graphs` answers that share no pass with windows are replayed, and those with
+        prompts padded to the graph's rows; beside windows through a few layers they are launched like these,
+        at all layers."""
         passes = passes or self._passes or _SHARED
-        windows = self._windows.bit_count() / self._depth
-        apart = 0.0 if self._is_shared(passes) else windows
-        mixes = self._decodes and not passes.decodes_apart
+        is_shared, windows = self._is_shared(passes), self._windows.bit_count() / self._depth
+        apart = 0.0 if is_shared else windows
+        mixes = bool(self._decodes) and not passes.decodes_apart
         more = 1.0 if self._prompts else windows - apart  # than decode rows alone, in answers' pass
-        if graphs and mixes and more:
+        if graphs and is_shared and windows:
             more = 1.0
         values = self._values.copy()
         values["forward_layers"] = self._passes_of_answers(passes) + apart
         values["mixed_layers"] = more * mixes
-        values["prefill_layers"] = self._fills + (1.0 if self._is_launched else more) + apart
+        if self._is_launched:
+            more = 1.0
+        elif graphs and self._prompts and not (is_shared and windows):
+            rows, more = self._prompts + mixes * self._decodes, 0.0
+            values["forward_rows"] += (graph_rows(rows) or rows) - rows
+        values["prefill_layers"] = self._fills + more + apart
         return values
 
     def _passes_of_answers(self, passes: Passes) -> int:
         """Number of passes of answers' rows, and of virtual tokens, through all layers."""
-        return self._fills + self.answers + (passes.decodes_apart and self._decodes and self._prompts)
+        return self._fills + self.answers + (passes.decodes_apart and bool(self._decodes and self._prompts))
 
     def _is_shared(self, passes: Passes) -> bool:
         """Tells whether windows that go forward share a pass with rows of answers."""
-        others = self._prompts if passes.decodes_apart and self._decodes else self.answers
+        others = self._prompts > 0 if passes.decodes_apart and self._decodes else self.answers
         return others and not passes.windows_apart
 
     def visits(self, layers: int, passes: Passes | None = None) -> int:
@@ -168,11 +176,11 @@ class Features:
         values["tail_rows"] += tail
         self.offloaded += start * offloaded
         if rows == 1:
-            self._decodes = True
+            self._decodes += 1
             values["decode_context"] += start + 1
         elif rows:
             values["forward_attention"] += causal_pairs(start, rows)
-            self._prompts = True
+            self._prompts += rows
         if adapter is not None and adapter not in self._adapters:
             self._adapters.add(adapter)
             values["adapters"] += 1.0

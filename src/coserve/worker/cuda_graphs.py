@@ -1,10 +1,12 @@
-"""Decode steps as CUDA graphs: the kernels of prologue and layers, launched as one.
+"""Forward passes of answers as CUDA graphs: the kernels of prologue and layers, launched as one.
 
-From Python a decode step of an 8B model launches its kernels one by one in 33 ms on an H200, which computes
-them in less than nine. There is a graph for each bucket of rows and of pages and for the pools of the rows'
-adapters, captured once several steps have asked for it: it reads the rows' places in the sequence table,
-their positions and their adapters' slots from tensors of its own, which each replay fills. Padding rows are
-those of a sequence without tokens.
+From Python the kernels of an 8B model's pass take 33 to 44 ms to launch one by one on an H200, which computes
+32 decode rows in less than seven and a prompt of 128 in eight. There are graphs of decode rows, for each
+bucket of rows and of pages, and of passes with prompts, whose rows may be divided among sequences in any way
+(`kernels/row_tiles.py`), for each bucket of rows alone; all for the pools of the rows' adapters. They are
+captured whole, attention too, since its kernel reads lengths and block tables on the device. Each reads its
+rows' lines in the sequence table, positions, tokens and adapters' slots from one tensor of its own, which a
+replay fills. Padding rows are those of a sequence without tokens, and write into no sequence's page.
 
 `Record` is the seam: `CudaGraphs` captures, `rerun`, its plain twin, computes anew in each replay.
 """
@@ -14,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -21,13 +24,16 @@ from torch import Tensor
 
 from coserve.adapters.lora_batch import SlotRows
 from coserve.adapters.slot_pools import LoraSlotPool
+from coserve.core.row_buckets import GRAPHS, graph_rows
 from coserve.kernels.lora.dispatch import make_row_slots
+from coserve.kernels.row_tiles import RowTiles, list_tiles, most_tiles
 from coserve.memory.exhausted import is_out_of_memory
+from coserve.worker.sequence_table import DeviceRows
 
 _log = logging.getLogger(__name__)
 
-# Rows of graphs. Between two buckets a step computes padding, of which eight rows take no time that shows
-# (bytes of weights dominate); each graph takes 0.1 s once and some MB of its own.
+# Rows of graphs of decode rows. Between two buckets a step computes padding, of which eight rows take no time
+# that shows (bytes of weights dominate); each graph takes 0.1 s once and some MB of its own.
 ROWS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 _WORTH: Final = 8  # steps of one kind before one is captured: rare mixes of adapters are not worth the time
 _MOST: Final = 256  # graphs; beyond them the one that was replayed longest ago goes
@@ -35,10 +41,8 @@ _FEWEST_TOKENS: Final = 512  # of the smallest bucket of pages; each further one
 
 Run = Callable[[], Tensor]
 Record = Callable[[Run], Run]  # work, as something that does the same again with the same tensors
-# Hidden rows [1, rows, width] of the sequences at `rows` [n] of the table and at `positions` [n], which have
-# so many pages at most, with these adapters.
-Decode = Callable[[Tensor, Tensor, int, Sequence[SlotRows]], Tensor]
-_Kind = tuple[int, int, tuple[tuple[LoraSlotPool, int], ...]]  # rows, pages, pools with their capacities
+# Hidden rows [1, rows, width] of a pass, with these adapters; or the tokens [rows] that it samples.
+Forward = Callable[[DeviceRows, Sequence[SlotRows]], Tensor]
 PoolRows = Mapping[LoraSlotPool, Sequence[int]]  # the slot of each row, -1 for none
 
 
@@ -75,94 +79,155 @@ class CudaGraphs:
 
 
 @dataclass(frozen=True, slots=True)
+class ListedRows:
+    """The rows of a pass on the host, sequence after sequence: the sequences' `lines` of the table and
+    `counts` of rows, the rows' `positions` and `tokens`, and the slots of `pools`. Decode rows may be sampled
+    in the graph, for positions `ends`, where it is known whether it `draws`."""
+
+    lines: Sequence[int]
+    counts: Sequence[int]
+    positions: Sequence[int]
+    tokens: Sequence[int]
+    pools: PoolRows
+    ends: Sequence[int] = ()
+    draws: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _GraphKind:
+    """A graph depends on its rows, the pages of decode rows, 0 of a pass with prompts, pools with their
+    capacities, and whether it draws the tokens that it samples."""
+
+    rows: int
+    pages: int
+    pools: tuple[tuple[LoraSlotPool, int], ...] = ()
+    draws: bool | None = None
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.pages == 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Graph:
-    """A graph, and the tensors that it reads: `given` [2, rows], places in the table and positions; slots
-    [rows] of each pool."""
+    """A graph, and the tensor that it reads: columns one after the other, each filled up to its size with its
+    own `padding`."""
 
     given: Tensor
-    slots: tuple[Tensor, ...]
+    columns: Sequence[tuple[int, int]]  # sizes and paddings
     replay: Run
 
+    def run(self, columns: Sequence[Sequence[int]]) -> Tensor:
+        filled = list[int]()
+        for own, (size, padding) in zip(columns, self.columns, strict=True):
+            filled += own
+            filled += [padding] * (size - len(own))
+        # The host does not wait: what it has written is copied aside at once.
+        self.given.copy_(torch.tensor(filled, dtype=torch.int32), non_blocking=True)
+        return self.replay()
 
-class DecodeGraphs:
-    """The graphs of a device, by what they depend on. `padding` is the table's row without a sequence."""
+
+class PassGraphs:
+    """The graphs of a device, by what they depend on. `padding` is the table's row without a sequence, which
+    comes after all others."""
 
     def __init__(
-        self, decode: Decode, record: Record, padding: int, pages: tuple[int, int], device: torch.device
+        self, forward: Forward, record: Record, padding: int, pages: tuple[int, int], device: torch.device
     ) -> None:
         """`pages` are the tokens of a page, and the most pages of a sequence."""
-        self._decode, self._record, self._device = decode, record, device
+        self._forward, self._record, self._device = forward, record, device
         self._padding, (self._page_size, self._most_pages) = padding, pages
-        self._graphs: dict[_Kind, _Graph] = {}  # in the order of their last replays
-        self._asked: Counter[_Kind] = Counter()  # steps without one
-        self._refused = False
+        self._graphs: dict[_GraphKind, _Graph] = {}  # in the order of their last replays
+        self._asked: Counter[_GraphKind] = Counter()  # steps without one
+        self._refused: set[bool] = set()  # whether kinds that cannot be captured have prompts
 
-    def takes(self, rows: int) -> bool:
-        """Tells whether there are graphs of so many rows."""
-        return not self._refused and 0 < rows <= ROWS[-1]
-
-    def run(self, rows: Sequence[int], positions: Sequence[int], pools: PoolRows) -> Tensor | None:
-        """Hidden rows [1, bucket, width] of decode rows, `rows` of the table at `positions`; valid until the
-        next run. None where the model's work cannot be captured, or has not been yet."""
-        bucket = ROWS[bisect_left(ROWS, len(rows))]
-        kind = bucket, self._pages(max(positions) + 1), tuple((pool, pool.capacity) for pool in pools)
+    def find(self, rows: ListedRows) -> Run | None:
+        """Gives the hidden rows [1, bucket, width] of a pass when called, or the tokens [bucket] that it
+        samples, valid until the next one is run. None where the model's work cannot be captured, or has not
+        been yet."""
+        decodes = len(rows.counts) == len(rows.positions)
+        bucket = graph_rows(len(rows.positions))
+        pages = 0
+        if decodes and len(rows.positions) <= ROWS[-1]:
+            bucket = ROWS[bisect_left(ROWS, len(rows.positions))]
+            pages = self._pages(max(rows.positions) + 1)
+        if bucket is None or (rows.draws is not None and not pages):
+            return None
+        kind = _GraphKind(bucket, pages, tuple((pool, pool.capacity) for pool in rows.pools), rows.draws)
         if kind not in self._graphs and not self._is_worth(kind):
             return None
         graph = self._graph(kind)
         if graph is None:
             return None
-        missing = bucket - len(rows)
-        given = [[*rows, *[self._padding] * missing], [*positions, *[0] * missing]]
-        graph.given.copy_(torch.tensor(given))
-        for own, slots in zip(graph.slots, pools.values(), strict=True):
-            own.copy_(torch.tensor([*slots, *[-1] * missing], dtype=torch.int32))
-        return graph.replay()
+        columns = [rows.lines, rows.positions]
+        if kind.has_prompts:
+            lines = [line for line, count in zip(rows.lines, rows.counts, strict=True) for _ in range(count)]
+            columns = [lines, rows.positions, rows.tokens, *list_tiles(rows.counts)]
+        elif kind.draws is not None:
+            columns.append(rows.ends)
+        return partial(graph.run, [*columns, *rows.pools.values()])
 
     @torch.no_grad()
     def prepare(self, rows: int) -> None:
-        """Captures the graphs of up to so many short sequences without adapters, for 0.1 s each: in the first
-        steps that need them, answers would wait."""
-        for bucket in ROWS[: bisect_left(ROWS, rows) + 1]:
-            if not self._refused:
-                self._graph((bucket, self._pages(1), ()))
+        """Captures the graphs of up to so many short sequences, and of all passes with prompts, without
+        adapters, for 0.1 s each: in the first steps that need them, answers would wait."""
+        ways, buckets = (None, False, True), ROWS[: bisect_left(ROWS, rows) + 1]
+        kinds = [_GraphKind(bucket, self._pages(1), (), draws) for draws in ways for bucket in buckets]
+        for kind in (*kinds, *(_GraphKind(bucket, 0) for bucket in GRAPHS)):
+            self._graph(kind)
 
-    def _is_worth(self, kind: _Kind) -> bool:
+    def _is_worth(self, kind: _GraphKind) -> bool:
         """Notes that a step has asked for a graph, and tells whether enough have."""
         if len(self._asked) > _MOST:
             self._asked.clear()
         self._asked[kind] += 1
         return self._asked[kind] >= _WORTH
 
-    def _graph(self, kind: _Kind) -> _Graph | None:
-        """The graph of a kind of step; None where there can be none."""
+    def _graph(self, kind: _GraphKind) -> _Graph | None:
+        """The graph of a kind of pass; None where there can be none."""
+        if kind.has_prompts in self._refused:
+            return None
         graph = self._graphs.pop(kind, None)
         if graph is None:
             self._drop_old()
-            rows, pages, pools = kind
             try:
-                graph = self._captured(rows, pages, [pool for pool, _ in pools])
+                graph = self._captured(kind)
             except RuntimeError as error:
                 if not is_out_of_memory(error):  # which may pass
-                    self._refused = True
-                why = str(error).partition("\n")[0]
-                _log.warning("decode steps are launched kernel by kernel: %s", why)
+                    self._refused.add(kind.has_prompts)
+                what, why = "prompts" if kind.has_prompts else "decode steps", str(error).partition("\n")[0]
+                _log.warning("%s are launched kernel by kernel: %s", what, why)
                 self._asked[kind] = 0
                 return None
         self._graphs[kind] = graph
         return graph
 
-    def _captured(self, rows: int, pages: int, pools: Sequence[LoraSlotPool]) -> _Graph:
-        given = torch.zeros(2, rows, dtype=torch.long, device=self._device)
-        given[0] = self._padding
-        slots = tuple(torch.full((rows,), -1, dtype=torch.int32, device=self._device) for _ in pools)
-        weights = [pool.weights for pool in pools]
+    def _captured(self, kind: _GraphKind) -> _Graph:
+        rows, weights = kind.rows, [pool.weights for pool, _ in kind.pools]
+        columns = [(rows, self._padding), (rows, 0)]  # lines and positions
+        if kind.has_prompts:  # and tokens, and first rows and counts of tiles
+            columns += [(rows, 0), *[(most_tiles(rows, self._padding), 0)] * 2]
+        elif kind.draws is not None:
+            columns.append((rows, 0))  # positions of the tokens
+        known = len(columns)
+        columns += [(rows, -1)] * len(weights)  # slots
+        filled = [padding for size, padding in columns for _ in range(size)]
+        flat = torch.tensor(filled, dtype=torch.int32).to(self._device)
+        lines, positions, *others = torch.split(flat, [size for size, _ in columns])
+        slots = others[known - 2 :]
 
         def work() -> Tensor:
-            backends = map(make_row_slots, slots)
+            tokens, tiles, ends = None, None, None
+            if kind.has_prompts:
+                tokens, tiles = others[0].long(), RowTiles(others[1], others[2], lines)
+            elif kind.draws is not None:
+                ends = others[0].long()
+            backends = [make_row_slots(own, tiles) for own in slots]
             added = [SlotRows(own, backend) for own, backend in zip(weights, backends, strict=True)]
-            return self._decode(given[0], given[1], pages, added)
+            given = lines.long(), positions.long(), kind.pages, tokens, tiles, ends, bool(kind.draws)
+            return self._forward(DeviceRows(*given), added)
 
-        return _Graph(given, slots, self._record(work))
+        return _Graph(flat, columns, self._record(work))
 
     def _pages(self, tokens: int) -> int:
         """The bucket of pages of sequences with at most so many tokens."""
@@ -174,5 +239,5 @@ class DecodeGraphs:
     def _drop_old(self) -> None:
         """Drops graphs that read tables which their pools no longer have, and the oldest beyond `_MOST`."""
         for kind in [*self._graphs]:
-            if len(self._graphs) >= _MOST or any(pool.capacity != slots for pool, slots in kind[2]):
+            if len(self._graphs) >= _MOST or any(pool.capacity != slots for pool, slots in kind.pools):
                 del self._graphs[kind]

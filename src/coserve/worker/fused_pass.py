@@ -1,6 +1,7 @@
 """The fused pass of a step: all forward rows, of answers and of training, through the layers together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -16,12 +17,12 @@ from coserve.errors import TogetherFailed
 from coserve.memory.exhausted import exhaustion
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
-from coserve.worker.cuda_graphs import CudaGraphs, DecodeGraphs, Record
+from coserve.worker.cuda_graphs import CudaGraphs, ListedRows, PassGraphs, Record
 from coserve.worker.held import HeldState
 from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment, SplitRows
 from coserve.worker.sampler import Drawn, Sampler
-from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.sequence_table import DeviceRows, SequenceTable
 from coserve.worker.training_passes import TrainingPasses
 
 Traveller = InferenceBatch | ForwardWindow
@@ -32,6 +33,21 @@ class ThroughLayers(Protocol):
     after its last."""
 
     def __call__(self, travellers: Sequence[Traveller], layers: range | None = None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """Rows of segments, `counts` of each, that a graph takes through all layers; one that `samples` returns
+    their tokens, another one hidden rows."""
+
+    segments: Sequence[InferenceSegment]
+    counts: Sequence[int]
+    replay: Callable[[], Tensor]
+    samples: bool
+
+    def passed(self) -> PassedRows:
+        """Replays the graph."""
+        return PassedRows(self.segments, self.counts, self.replay())
 
 
 class FusedPass:
@@ -55,14 +71,14 @@ class FusedPass:
         self.is_launched = False  # whether a graph should have had decode rows of the last plan, and had not
         self._offloaded = offloaded
         self.forward = self._through()
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: PassGraphs | None = None
         if (record := self._recorder()) is not None:
             pages = attention.page_size, table.most_pages
-            self.graphs = DecodeGraphs(self.decode, record, table.padding_row, pages, self.base.device)
+            self.graphs = PassGraphs(self.pass_graph, record, table.padding_row, pages, self.base.device)
             self.graphs.prepare(table.capacity)
 
     def _recorder(self) -> Record | None:
-        """The recorder of decode steps; None on a processor, where layers are not in memory as they are or
+        """The recorder of answers' passes; None on a processor, where layers are not in memory as they are or
         computed elsewhere, and where attention waits for the device."""
         base = self.base
         if base.device.type != "cuda" or base.makes_calls or base.reader is not None:
@@ -72,8 +88,9 @@ class FusedPass:
     @torch.no_grad()  # a setting of the thread, and streams have their own
     def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Runs rows of sequences, and windows that share their pass; returns the tokens, and the windows with
-        the layers that they have passed. Decode rows pass before, by graph, where they are alone or the plan
-        has them apart. Windows leave the pass at a pause, between two slices.
+        the layers that they have passed. A graph takes rows of answers that share no pass with windows, and
+        decode rows apart from others where the plan has them so. Windows leave the pass at a pause, between
+        two slices.
 
         Raises TogetherFailed where memory runs out, unless each sequence passes alone. Nothing is sampled
         then: all of it may pass again, and overwrite its results.
@@ -81,31 +98,36 @@ class FusedPass:
         self.is_launched = False
         if plan.alone is PassesAlone.ALL:
             return self._one_by_one(plan.inference), []
-        inference, training = plan.inference, plan.fused
+        training = plan.fused
         short: list[str] = []
         drawn: list[Drawn] = []
         with exhaustion(short.append):
-            decodes = [one for one in inference if self._decodes(one)] if self.graphs else []
-            if decodes and (plan.passes.decodes_apart or (len(decodes) == len(inference) and not training)):
-                decoded = self._replayed(decodes)
-                if decoded is not None:
-                    drawn.append(self.sampler.draw(decoded))
-                    inference = tuple(one for one in inference if not self._decodes(one))
-                self.is_launched = decoded is None
-            if not inference:
-                return self.sampler.note(drawn), []
-            windows, reached = self._training.forward_slices(training, self.forward), 0
-            batch = self._inference_rows(inference)
-            for part in windows.parts(plan.slice_layers):
-                if self._pause.is_due:
-                    break
-                self.forward([batch], range(reached, part.start))
-                self.forward([batch, *windows.going], part)
-                self._pause.passed()
-                reached = part.stop
-            self.forward([batch], range(reached, self.base.depth))
-            drawn.append(self.sampler.draw(batch))
-            return self.sampler.note(drawn), self._training.done(training, windows.end())
+            graphs = self._graphs(plan)
+            keys = {segment.key for graph in graphs for segment in graph.segments}
+            inference = [segment for segment in plan.inference if segment.key not in keys]
+            self.is_launched = self._should_be_replayed(inference, plan)
+            trained: list[TrainingSegment] = []
+            if inference:
+                windows, reached = self._training.forward_slices(training, self.forward), 0
+                batch = self._inference_rows(inference)
+                for part in windows.parts(plan.slice_layers):
+                    if self._pause.is_due:
+                        break
+                    self.forward([batch], range(reached, part.start))
+                    self.forward([batch, *windows.going], part)
+                    self._pause.passed()
+                    reached = part.stop
+                self.forward([batch], range(reached, self.base.depth))
+                drawn.append(self.sampler.draw(batch))
+                trained = self._training.done(training, windows.end())
+            if graphs:
+                self.base.chain.on_layer()
+            drawn += [self.sampler.draw(graph.passed()) for graph in graphs if not graph.samples]
+            found = self.sampler.note(drawn)
+            for graph in graphs:
+                if graph.samples:  # not before the others, which may fail and pass again
+                    found |= self.sampler.sampled_rows(graph.segments, graph.replay())
+            return found, trained
         raise TogetherFailed(short[0])
 
     def _one_by_one(self, segments: Sequence[InferenceSegment]) -> dict[int, Sampled]:
@@ -161,29 +183,53 @@ class FusedPass:
         common = CommonAttentionMetadata(table, positions, [count], [first + count])
         return self._batch((), torch.zeros_like(positions), common, [(slice(0, count), bypasses)])
 
-    def _replayed(self, segments: Sequence[InferenceSegment]) -> PassedRows | None:
-        """Decode rows by a CUDA graph; None where none holds their work."""
-        if self.graphs is None or not self.graphs.takes(len(segments)):
-            return None
-        ordered, counts = self._by_kind([*segments]), [1] * len(segments)
-        adapters = adapter_ranges(self.loaded, ordered, counts)
-        pools = self.slot_pools.assign(adapters, len(ordered))
-        if pools is None:
-            return None
-        self.base.chain.on_layer()
-        hidden = self.graphs.run(self.table.places(ordered), [segment.context for segment in ordered], pools)
-        return None if hidden is None else PassedRows(ordered, counts, hidden)
+    def _graphs(self, plan: BasePlan) -> "list[_Replay]":
+        """Graphs for rows of answers that share no pass with windows, and for decode rows apart from others
+        where the plan has them so."""
+        if self.graphs is None:
+            return []
+        rows, graphs = plan.inference, list[_Replay]()
+        if plan.passes.decodes_apart:
+            decodes = [one for one in rows if self._decodes(one)]
+            graphs += self._graph(decodes)
+            rows = tuple(one for one in rows if not self._decodes(one)) if graphs else rows
+        return graphs if plan.fused else graphs + self._graph(rows)
 
-    def decode(self, rows: Tensor, positions: Tensor, pages: int, slots: Sequence[SlotRows]) -> Tensor:
-        """Hidden rows [1, n, width] after all layers of the newest tokens of the sequences at `rows` [n] of
-        the table, at `positions` [n], which have `pages` pages at most. Reads the device alone."""
-        tokens, common = self.table.decode_rows(rows, positions, pages)
-        hidden, calls = self._embed(tokens, positions, [])
+    def _graph(self, segments: Sequence[InferenceSegment]) -> "list[_Replay]":
+        """The graph that takes rows through all layers, and samples if it can; none where none holds their
+        work."""
+        if self.graphs is None or not segments or any(segment.offloaded for segment in segments):
+            return []
+        ordered, decodes = self._ordered(segments)
+        counts = [segment.length for segment in ordered]
+        pools = self.slot_pools.assign(adapter_ranges(self.loaded, ordered, counts), sum(counts))
+        if pools is None:
+            return []
+        listed = ListedRows(self.table.places(ordered), counts, *self.table.known(ordered, decodes), pools)
+        if decodes == len(ordered) and (draws := self.sampler.draws(ordered)) is not None:
+            ends = self.table.lengths([segment.key for segment in ordered])
+            if (replay := self.graphs.find(replace(listed, ends=ends, draws=draws))) is not None:
+                return [_Replay(ordered, counts, replay, samples=True)]
+        replay = self.graphs.find(listed)
+        return [] if replay is None else [_Replay(ordered, counts, replay, samples=False)]
+
+    def _should_be_replayed(self, launched: Sequence[InferenceSegment], plan: BasePlan) -> bool:
+        """Tells whether graphs were to have decode rows that are launched, or prompts without decode rows."""
+        if self.graphs is None or not launched or (plan.fused and not plan.passes.decodes_apart):
+            return False
+        is_due = any(map(self._decodes, launched))
+        return is_due or not (plan.fused or any(map(self._decodes, plan.inference)))
+
+    def pass_graph(self, rows: DeviceRows, slots: Sequence[SlotRows]) -> Tensor:
+        """Hidden rows [1, n, width] after all layers, or the tokens [n] that are sampled of them. Reads the
+        device alone."""
+        count, (tokens, common) = len(rows.lines), self.table.read(rows)
+        hidden, calls = self._embed(tokens, rows.positions, [])
         part = InferenceRows(self.attention, common, hidden.shape[1])
         layers = range(self.base.depth)
-        batch = InferenceBatch((), [1] * len(rows), hidden, part, calls, [], layers, slots)
+        batch = InferenceBatch((), common.query_lens, hidden, part, calls, [], layers, slots)
         self.forward([batch])
-        return batch.hidden
+        return batch.hidden if rows.ends is None else self.sampler.sample_rows(batch.hidden[:, :count], rows)
 
     def _compose(self, there: Sequence[Traveller]) -> tuple[FusedRows, LayerCalls]:
         batches = [one for one in there if isinstance(one, InferenceBatch)]
@@ -209,8 +255,13 @@ class FusedPass:
         return fused, self.base.arguments.concat([one.calls for one in there])
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
+        ordered, decodes = self._ordered(segments)
+        tokens, common = self.table.batch(ordered, decodes)
+        return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
+
+    def _ordered(self, segments: Sequence[InferenceSegment]) -> tuple[list[InferenceSegment], int]:
         """Decode rows first, then prefill chunks, then rows of offloaded sequences, all ordered so that rows
-        of an adapter are adjacent."""
+        of an adapter are adjacent; and the number of decode rows."""
         decodes: list[InferenceSegment] = []
         chunks: list[InferenceSegment] = []
         offloaded: list[InferenceSegment] = []
@@ -218,8 +269,7 @@ class FusedPass:
             group = offloaded if segment.offloaded else decodes if self._decodes(segment) else chunks
             group.append(segment)
         ordered = [segment for group in (decodes, chunks, offloaded) for segment in self._by_kind(group)]
-        tokens, common = self.table.batch(ordered, len(decodes))
-        return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
+        return ordered, len(decodes)
 
     def _batch(
         self,

@@ -13,9 +13,9 @@ from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
 from coserve.errors import CoserveError, OutOfMemory, RequestError
 from coserve.kernels.rows import concat_rows
 from coserve.model.base import Base
-from coserve.model.sample import NO_TOKEN, sample, token_logprobs
+from coserve.model.sample import NO_TOKEN, sample, sample_plain, token_logprobs
 from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
-from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.sequence_table import DeviceRows, SequenceTable
 
 _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
 _NO_TOKEN_LEFT = (
@@ -73,7 +73,7 @@ class Sampler:
             return Drawn(batch.segments, scored, keys, rows, rows, [])
         adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
         logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
-        tokens = self._choose(logits, rows, self.table.lengths(keys))
+        tokens = self._choose(logits, rows, torch.tensor(self.table.lengths(keys), device=rows.device))
         wanted = [self.table[key].request.sampling.logprobs for key in keys]
         return Drawn(
             batch.segments, scored, keys, rows, tokens, self._logprobs(logits, tokens.clamp(min=0), wanted)
@@ -88,9 +88,7 @@ class Sampler:
             rows = concat_rows([drawn.rows for drawn in done])
             tokens = concat_rows([drawn.tokens for drawn in done])
             found = self.table.sampled(keys, rows, tokens)
-            if NO_TOKEN in found:
-                failed = [key for key, token in zip(keys, found, strict=True) if token == NO_TOKEN]
-                self._failed = dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT)) | self._failed
+            self._note_failed(keys, found)
             logprobs = (of_token for drawn in done for of_token in drawn.logprobs)
             results |= {
                 key: Sampled(token, own) for key, token, own in zip(keys, found, logprobs, strict=True)
@@ -100,6 +98,40 @@ class Sampler:
                 earlier = results[key].prompt_logprobs
                 results[key] = replace(results[key], prompt_logprobs=(*earlier, *of_prompt))
         return results
+
+    def draws(self, segments: Sequence[InferenceSegment]) -> bool | None:
+        """Tells whether some of these sequences, of which decode rows pass, draw their tokens; None where the
+        host is needed to sample, for a grammar, penalties or log-probabilities."""
+        slots = self.table.places(segments)
+        if any(s.key in self.table.scored for s in segments) or not self.table.sampling.are_plain(slots):
+            return None
+        if outside_layers(self.base.late_sites, adapter_ranges(self.loaded, segments, [1] * len(segments))):
+            return None
+        return not self.table.sampling.drawing.isdisjoint(slots)
+
+    def sample_rows(self, hidden: Tensor, rows: DeviceRows) -> Tensor:
+        """The next tokens [n] of decode rows, of hidden [1, n, width], as a graph holds them: they become
+        their sequences' newest ones on the device."""
+        assert rows.ends is not None
+        table = self.table.sampling
+        slots = rows.lines.clamp(max=table.capacity - 1)  # padding samples as anybody
+        tokens = sample_plain(self._logits(hidden, ()), slots, rows.ends, table, rows.draws)
+        self.table.put_newest(rows.lines, tokens)
+        return tokens
+
+    def sampled_rows(self, segments: Sequence[InferenceSegment], tokens: Tensor) -> dict[int, Sampled]:
+        """The results of `sample_rows` by key, once the device has them: the host's only wait in a step."""
+        drawn: list[int] = tokens.tolist()
+        keys = [segment.key for segment in segments]
+        self.table.append(keys, drawn[: len(keys)])
+        self._note_failed(keys, drawn[: len(keys)])
+        return {key: Sampled(token) for key, token in zip(keys, drawn, strict=False)}
+
+    def _note_failed(self, keys: Sequence[int], tokens: Sequence[int]) -> None:
+        """Notes which sequences have no token."""
+        if NO_TOKEN in tokens:
+            failed = [key for key, token in zip(keys, tokens, strict=True) if token == NO_TOKEN]
+            self._failed = dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT)) | self._failed
 
     def _score_prompts(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Log-probabilities of the prompt tokens that follow rows of this pass, where requested."""

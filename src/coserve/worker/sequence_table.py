@@ -1,8 +1,9 @@
 """Running sequences on the device: their last tokens and block tables, read by indexing."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,8 +13,27 @@ from coserve.core.plan import InferenceSegment
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence as Answer
 from coserve.errors import TogetherFailed
+from coserve.kernels.row_tiles import RowTiles
 from coserve.memory.exhausted import exhaustion, run_shared
 from coserve.model.sampling_table import SamplingTable
+
+NEWEST: Final = -1  # in place of a token that only the device knows: its sequence's newest
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """The rows of a pass as a graph reads them: `lines` of the table, `positions`, and, with prompts among
+    them, `tokens`, which may be `NEWEST`, and `tiles`. Decode rows alone have `pages` at most, and `ends`
+    where the graph samples: the positions of the tokens in their sequences, some of which it `draws`. [rows]
+    each."""
+
+    lines: Tensor
+    positions: Tensor
+    pages: int = 0
+    tokens: Tensor | None = None
+    tiles: RowTiles | None = None
+    ends: Tensor | None = None
+    draws: bool = False
 
 
 class SequenceTable:
@@ -113,51 +133,65 @@ class SequenceTable:
     ) -> tuple[Tensor, CommonAttentionMetadata]:
         """Tokens [rows] of the segments, and their attention metadata. The newest tokens of the first
         `num_decodes` are read on the device."""
-        rows, chunks = self.rows(segments), segments[num_decodes:]
+        rows = self.rows(segments)
         query_lens = [segment.length for segment in segments]
         seq_lens = [segment.context + segment.length for segment in segments]
         pages = -(-max(seq_lens) // self._attention.page_size)
         tokens = self._last_token[rows[:num_decodes]]
-        positions = [end - 1 for end in seq_lens[:num_decodes]]
-        if chunks:
-            known: list[int] = []
-            for s in chunks:
-                known += self._answers[s.key].tokens(s.start, s.length)
-                positions += range(s.context, s.context + s.length)
-            tokens = torch.cat([tokens, self._tensor(known)])
+        positions, known = self.known(segments, num_decodes)
+        if len(segments) > num_decodes:
+            tokens = torch.cat([tokens, self._tensor(known[num_decodes:])])
         block_table = self._block_table[rows, :pages]
         common = CommonAttentionMetadata(
             block_table, self._tensor(positions), query_lens, seq_lens, num_decodes
         )
         return tokens, common
 
-    def decode_rows(
-        self, rows: Tensor, positions: Tensor, pages: int
-    ) -> tuple[Tensor, CommonAttentionMetadata]:
-        """As `batch`, of the newest tokens of sequences at `rows` [n], which have `pages` pages at most.
-        Reads the device alone."""
-        count, most = len(rows), pages * self._attention.page_size
-        table = self._block_table[rows, :pages]
-        return self._last_token[rows], CommonAttentionMetadata(
-            table, positions, [1] * count, [most] * count, count
-        )
+    def known(self, segments: Sequence[InferenceSegment], num_decodes: int) -> tuple[list[int], list[int]]:
+        """Positions and tokens of the segments' rows on the host, where the first `num_decodes` tokens are
+        `NEWEST`."""
+        positions, tokens = list[int](), [NEWEST] * num_decodes
+        for s in segments:
+            positions += range(s.context, s.context + s.length)
+        for s in segments[num_decodes:]:
+            tokens += self._answers[s.key].tokens(s.start, s.length)
+        return positions, tokens
+
+    def read(self, rows: DeviceRows) -> tuple[Tensor, CommonAttentionMetadata]:
+        """As `batch`, of rows that a graph reads. Reads the device alone."""
+        newest, count = self._last_token[rows.lines], len(rows.lines)
+        lens = [1] * count
+        if rows.tokens is not None:
+            tokens = torch.where(rows.tokens == NEWEST, newest, rows.tokens)
+            return tokens, CommonAttentionMetadata(
+                self._block_table, rows.positions, lens, lens, count, rows.tiles
+            )
+        most, table = rows.pages * self._attention.page_size, self._block_table[rows.lines, : rows.pages]
+        return newest, CommonAttentionMetadata(table, rows.positions, lens, [most] * count, count)
 
     def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
         """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them. A sequence that has
         none (`NO_TOKEN`) goes on with token 0 until the scheduler has ended it. Where memory runs out nothing
         has changed."""
         drawn: list[int] = tokens.tolist()
-        tokens = tokens.clamp(min=0)
-        record = self.sampling.recording(rows, tokens)
-        self._last_token.index_copy_(0, rows, tokens)
+        record = self.sampling.recording(rows, tokens.clamp(min=0))
+        self.put_newest(rows, tokens)
         record()
-        for key, token in zip(keys, drawn, strict=True):
-            self._answers[key].output.append(max(token, 0))
+        self.append(keys, drawn)
         return drawn
 
-    def lengths(self, keys: Sequence[int]) -> Tensor:
-        """Number of tokens known of each sequence [n], which is also the position of the next sampled one."""
-        return self._tensor([self._answers[key].length for key in keys])
+    def put_newest(self, rows: Tensor, tokens: Tensor) -> None:
+        """Puts the sequences' newest tokens on the device, 0 for those without one."""
+        self._last_token.index_copy_(0, rows, tokens.clamp(min=0))
+
+    def append(self, keys: Sequence[int], tokens: Sequence[int]) -> None:
+        """Appends tokens to the sequences on the host."""
+        for key, token in zip(keys, tokens, strict=True):
+            self._answers[key].output.append(max(token, 0))
+
+    def lengths(self, keys: Sequence[int]) -> list[int]:
+        """Number of tokens known of each sequence, which is also the position of the next sampled one."""
+        return [self._answers[key].length for key in keys]
 
     def _name(self, key: int, request: Request) -> None:
         assert key not in self._answers, "a sequence is named once"
@@ -174,4 +208,5 @@ class SequenceTable:
         self.sampling.set(row, params, params.seed, request.prompt, output)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._last_token.device)
+        # A copy that blocks would wait for all that runs; what it reads is copied aside at once.
+        return torch.tensor(values, dtype=torch.long).to(self._last_token.device, non_blocking=True)

@@ -26,6 +26,7 @@ from coserve.streamed.shapes import stream_shapes
 from coserve.streamed.stored import ALIGNED, Read, StoredBlock, tensors_of
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
+from coserve.worker import cuda_graphs
 from coserve.worker.cuda_graphs import rerun
 from coserve.worker.fused_pass import FusedPass
 from coserve_benchmarks.plans import watch_plans
@@ -64,6 +65,7 @@ MOST_WAITS: Final = 1
 
 def main() -> None:
     install()
+    mock.patch.object(cuda_graphs, "_WORTH", 1).start()
     mock.patch.object(FusedPass, "_recorder", lambda _: rerun).start()  # there is nothing to capture
     for module in ("worker.streams", "streamed.ring"):  # modes are a thread's own
         mock.patch(f"coserve.{module}.ThreadPoolExecutor", HostThread).start()

@@ -54,8 +54,11 @@ def cases() -> Iterator[tuple[Any, Mapping[str, Any]]]:
     for width, sinks in ((128, False), (64, True)):
         joined = {"DV": width, "KEYS": 64, "SPLIT": 512, "SINKS": sinks}
         for whole in (False, True):
-            yield pages._attend, {"HEADS": 16, "DK": width, "WHOLE": whole, **joined}
+            yield pages._attend, {"ROWS": 1, "HEADS": 16, "DK": width, "WHOLE": whole, **joined}
+        yield pages._attend, {"ROWS": 16, "HEADS": 4, "DK": width, "WHOLE": True, **joined}
         yield pages._join, joined
+    wide = {"ROWS": 16, "HEADS": 2, "DK": 256, "DV": 256, "KEYS": 64, "SPLIT": 512}
+    yield pages._attend, {**wide, "SINKS": False, "WHOLE": True}
 
 
 def type_of(name: str, constants: Mapping[str, Any], dtype: str) -> str:

@@ -12,6 +12,7 @@ from coserve.kernels.attention import AttentionSpec, causal_mask
 from coserve.kernels.lora.backend import LoraWeights, TrainingLoraBackend
 from coserve.kernels.lora.layout import Layout
 from coserve.kernels.lora.slots import GatheredSlots, PlainSlots, SlotTables
+from coserve.kernels.row_tiles import RowTiles, list_tiles, most_tiles
 from coserve.kernels.triton import blocksparse, elementwise, segmented
 from coserve.kernels.triton import pages as decode
 from coserve.kernels.triton.backends import TritonBlockSparse, TritonSegmented
@@ -60,8 +61,10 @@ def main() -> None:
     _slots()
     for dtype, tolerance in TYPES.items():
         _elementwise(dtype, tolerance)
+        _slot_tiles(dtype, tolerance)
         for spec in SPECS:
             _pages(spec, dtype, 5 * tolerance)
+            _tiles(spec, dtype, 5 * tolerance)
     print("equal")
 
 
@@ -215,6 +218,64 @@ def _pages(spec: AttentionSpec, dtype: torch.dtype, tolerance: float) -> None:
         assert error <= tolerance, f"pages, {spec}, {dtype}, {split} positions: off by {error:.2g}"
     one_part = torch.tensor(lengths) <= 64
     assert torch.equal(*(x.cpu()[one_part] for x in found)), "what others need changes nothing"
+
+
+def _tiles(spec: AttentionSpec, dtype: torch.dtype, tolerance: float) -> None:
+    """Rows of several sequences side by side: single ones, chunks that begin anywhere in a page and end
+    anywhere in a tile, and padding at the end, which gets zeros. Each is what it is as a decode row."""
+    draws = torch.Generator().manual_seed(4)
+    spans = [(0, 17), (5, 1), (9, 40), (130, 16), (63, 15), (70, 1)]  # (positions before, rows)
+    size, groups, heads, dk, dv, padding = 16, 2, 12, 24, 40, 7
+    count = -(-max(start + rows for start, rows in spans) // size)
+    pages = torch.randperm(len(spans) * count, generator=draws).view(len(spans), count)
+    keys, values = (torch.full((groups, pages.numel() * size, n), torch.nan, dtype=dtype) for n in (dk, dv))
+    lines, lengths = list[int](), list[int]()
+    for line, (start, rows) in enumerate(spans):
+        positions = torch.arange(start + rows)
+        at = pages[line][positions // size] * size + positions % size
+        for x in (keys, values):
+            x[:, at] = torch.randn(groups, len(at), x.shape[-1], generator=draws).to(dtype)
+        lines += [line] * rows
+        lengths += range(start + 1, start + rows + 1)
+    starts, counts = list_tiles([rows for _, rows in spans])
+    empty = [0] * (most_tiles(len(lines), len(spans)) - len(starts))
+    given = [torch.tensor(column + empty, dtype=torch.int32) for column in (starts, counts)]
+    of_rows = torch.tensor(lines + [0] * padding)
+    tiles = RowTiles(*(x.to(DEVICE) for x in (*given, of_rows)))
+    rows = len(lines)
+    q = torch.randn(rows + padding, heads, dk, generator=draws).to(dtype).to(DEVICE)
+    ends = torch.tensor(lengths + [1] * padding).to(DEVICE)
+    there = replace(spec, sinks=None if spec.sinks is None else spec.sinks.repeat(2).to(dtype).to(DEVICE))
+    held = [x.to(DEVICE) for x in (keys, values)]
+    found = decode.attend_pages(q, *held, pages.to(DEVICE), ends, size, there, tiles)
+    alone = pages[of_rows[:rows]].to(DEVICE)
+    wanted = decode.attend_pages(q[:rows], *held, alone, ends[:rows], size, there)
+    error = float((found[:rows].double() - wanted.double()).abs().max().nan_to_num(torch.inf))
+    assert error <= tolerance, f"tiles, {spec}, {dtype}: off by {error:.2g}"
+    assert not found[rows:].any(), "padding"
+
+
+def _slot_tiles(dtype: torch.dtype, tolerance: float) -> None:
+    """Rows of a prompt in tiles are multiplied as each alone."""
+    draws = torch.Generator().manual_seed(5)
+    counts, own = [1, 33, 16, 2, 20], [2, 0, -1, 3, 0]
+    tables = SlotTables(4, 8, INSIDE, [OUTSIDE], torch.zeros((), dtype=dtype, device=DEVICE), False)
+    for slot, rank in enumerate((8, 3, 5, 1)):
+        a, b = (torch.randn(*shape, generator=draws) for shape in ((rank, INSIDE), (OUTSIDE, rank)))
+        tables.put(slot, 0, a.to(dtype).to(DEVICE), b.to(dtype).to(DEVICE), 0.5)
+    slots = torch.tensor([slot for slot, n in zip(own, counts, strict=True) for _ in range(n)] + [-1] * 3)
+    x, y = (torch.randn(len(slots), width, generator=draws).to(dtype) for width in (INSIDE, OUTSIDE))
+    starts, sizes = (torch.tensor([*column, 0, 0], dtype=torch.int32) for column in list_tiles(counts))
+    slots = slots.to(torch.int32).to(DEVICE)
+    tiles = RowTiles(starts.to(DEVICE), sizes.to(DEVICE), slots)
+    found = []
+    for backend in (PlainSlots(slots), TritonSlots(slots, tiles)):
+        out = y.to(DEVICE).clone()
+        weights = tables.weights(0)
+        backend.expand_(backend.shrink(x.to(DEVICE), weights), weights, out)
+        found.append(out.double())
+    error = float((found[0] - found[1]).abs().max() / found[0].abs().max())
+    assert error <= tolerance, f"slots in tiles, {dtype}: off by {error:.2g}"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from coserve.errors import ConfigError
 from coserve.kernels.native.build import torch_only
 from coserve.model import sample as sampler
 from coserve.model.noise import gumbel, splitmix64
-from coserve.model.sample import NO_TOKEN, SamplingTable, narrowed, sample, token_logprobs
+from coserve.model.sample import NO_TOKEN, SamplingTable, narrowed, sample, sample_plain, token_logprobs
 
 VOCAB = 97
 LONG = torch.long
@@ -205,6 +205,21 @@ def test_a_draw_does_not_depend_on_its_company(seed: int) -> None:
         row, alone = slice(i, i + 1), SamplingTable(table.capacity, VOCAB)
         alone.set(i, params[i], seed=params[i].seed or 0, prompt=[])
         assert sample(logits[row], slots[row], positions[row], alone).tolist() == together[row].tolist()
+
+
+def test_plain_rows_are_sampled_without_the_host_as_with_it(seed: int) -> None:
+    params = [SamplingParams(temperature=(0.0, 0.7, 1.5)[i % 3], seed=seed + i) for i in range(80)]
+    table = table_of(*params, SamplingParams(temperature=1.0, top_k=3, seed=1))
+    logits = 3 * torch.randn(len(params), VOCAB)
+    logits[7], logits[8, 0] = -torch.inf, torch.nan
+    slots, positions = torch.arange(len(params)), torch.randint(5000, (len(params),))
+    assert table.are_plain(range(len(params))) and not table.are_plain(range(len(params) + 1))
+    found = sample_plain(logits, slots, positions, table, True)
+    assert torch.equal(found, sample(logits, slots, positions, table))
+    assert found[7] == found[8] == NO_TOKEN and len({*found.tolist()}) > 5
+    greedy = slots[slots % 3 == 0]
+    own = logits[greedy], greedy, positions[greedy]
+    assert torch.equal(sample_plain(*own, table, False), sample(*own, table))
 
 
 def test_tiny_differences_of_logits_hardly_change_draws(seed: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from coserve.core.plan import BasePlan, InferenceSegment, Passes, TrainingSegment
+from coserve.core.row_buckets import GRAPHS
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.cost import CostModel
 from coserve.schedule.features import NAMES, Features
@@ -21,7 +22,7 @@ ADAPTERS = (None, "a@1", "b@1", "job0@0")
 
 def answers(draw: random.Random) -> Iterator[InferenceSegment]:
     for key in range(draw.randint(0, 4)):
-        rows = draw.choice([1, 1, draw.randint(2, 30)])
+        rows = draw.choice([1, 1, draw.randint(2, 30), draw.randint(2, 900)])
         context, adapter = draw.randint(0, 40), draw.choice(ADAPTERS)
         yield InferenceSegment(
             key, context, rows, context, draw.randint(0, rows), adapter, (), draw.random() < 0.2
@@ -78,14 +79,17 @@ def counted(
         decodes, prompts = (any((one.length == 1) is is_one for one in rows) for is_one in (True, False))
         for layer in range(DEPTH):
             here = [w for w in windows if w.span.first <= layer < w.span.last]
-            # A graph holds decode rows alone, through all layers.
-            launched = prompts or bool(here) or (graphs and decodes and bool(windows))
+            # A graph holds answers' rows that meet no window, through all layers.
+            launched = bool(here) or (bool(rows and windows) if graphs else prompts)
             found["forward_layers"] += bool(rows or here) / DEPTH
             found["prefill_layers"] += launched / DEPTH
-            found["mixed_layers"] += (launched and decodes) / DEPTH
+            found["mixed_layers"] += ((launched or prompts) and decodes) / DEPTH
             for window in here:
                 found["window_rows"] += window.length / DEPTH
                 found["forward_attention"] += window.pairs / DEPTH
+        if graphs and prompts and not windows:
+            count = sum(one.length for one in rows)
+            found["forward_rows"] += min((size for size in GRAPHS if size >= count), default=count) - count
     for layer in range(DEPTH):
         back = [
             w for w in training if w.direction is Direction.BACKWARD and w.span.first <= layer < w.span.last

@@ -133,16 +133,32 @@ def test_rows_share_a_pass_where_that_is_cheaper() -> None:
     model.graphs = True
     assert choice(decode, few) == (apart, 1 + 5 * 2 / 8), "else eight layers are launched for two"
     assert choice(decode, most) == (shared, 5.0), "for 1 + 5 * 7 / 8"
-    assert choice(decode, prompt) == choice(decode, prompt, few) == (shared, 5.0), "reads the weights once"
-    assert choice(decode) == (shared, 1.0) and choice(prompt) == choice(prompt, most) == (shared, 5.0)
+    assert choice(decode) == choice(prompt) == choice(decode, prompt) == (shared, 1.0), "one graph"
+    assert choice(decode, prompt, few) == (apart, 1 + 5 * 2 / 8) and choice(prompt, most) == (shared, 5.0)
     model = CostModel(model.weights | {"mixed_layers": 1.5})
     assert choice(decode, few) == (apart, 1 + 5 * 2 / 8)
     model.graphs = True
-    assert choice(decode, prompt) == choice(decode, prompt, few) == (Passes(decodes_apart=True), 6.0)
+    assert choice(decode, prompt) == (Passes(decodes_apart=True), 2.0), "decode rows are faster alone"
+    assert choice(decode, prompt, few) == (Passes(True, True), 2 + 5 * 2 / 8)
+
+
+def test_a_graph_of_a_prompt_computes_its_padding() -> None:
+    weights = {"forward_rows": 1.0, "forward_layers": 1e3, "prefill_layers": 1e4}
+    model = CostModel(dict.fromkeys(NAMES, 0.0) | weights)
+    model.graphs = True
+    decodes = [infer(99, 1)] * 3
+    seconds = [model.predict_features(Features.of_segments([*decodes, infer(0, n)])) for n in (9, 125, 126)]
+    assert seconds == [1e3 + 128, 1e3 + 128, 1e3 + 256]
+    assert model.predict_features(Features.of_segments(decodes)) == 1e3 + 3
+    assert model.predict_features(Features.of_segments([infer(0, 2049)])) == 1e3 + 2049, "has no graph"
+    window = train(Direction.TRAIN_FORWARD, 16, 0, DEPTH)
+    beside = Features.of_segments([infer(0, 9)], [window])
+    beside._passes = Passes()
+    assert model.predict_features(beside) == 9 + 1e3 + 1e4, "a window has none"
 
 
 def test_rows_that_no_graph_had_are_counted_in_the_pass_that_they_had() -> None:
-    """Alone they are launched like a prompt; planned apart from one they shared its pass."""
+    """Alone they are launched; planned apart from a prompt they shared its pass."""
     decode, prompt, window = infer(99, 1), infer(0, 4), train(Direction.TRAIN_FORWARD, 16, 0, 2)
     names = ("forward_layers", "prefill_layers", "mixed_layers")
 
@@ -151,7 +167,8 @@ def test_rows_that_no_graph_had_are_counted_in_the_pass_that_they_had() -> None:
         return [[each.counted(None, True)[name] for name in names] for each in (features, features.launched)]
 
     assert counts(BasePlan((decode,))) == [[1, 0, 0], [1, 1, 0]]
-    assert counts(BasePlan((decode, prompt), passes=Passes(True))) == [[2, 1, 0], [1, 1, 1]]
+    assert counts(BasePlan((decode, prompt), passes=Passes(True))) == [[2, 0, 0], [1, 1, 1]]
+    assert counts(BasePlan((prompt,))) == [[1, 0, 0], [1, 1, 0]]
     apart = BasePlan((decode,), (window,), passes=Passes(windows_apart=True))
     assert counts(apart) == [[1 + 2 / 8, 2 / 8, 0], [1 + 2 / 8, 1 + 2 / 8, 0]]
 

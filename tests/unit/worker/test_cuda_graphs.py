@@ -1,5 +1,5 @@
-"""The graphs of decode steps: which are captured, kept and dropped. What they compute is compared in
-`tests/equivalence/test_many_adapters.py`."""
+"""The graphs of answers' passes: which are captured, kept and dropped, and what they read. What they compute
+is compared in `tests/equivalence/test_graphs.py`."""
 
 import random
 from collections.abc import Sequence
@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.core.row_buckets import GRAPHS
+from coserve.kernels.row_tiles import LARGEST
 from coserve.worker import cuda_graphs
-from coserve.worker.cuda_graphs import ROWS, DecodeGraphs, Run
+from coserve.worker.cuda_graphs import ROWS, ListedRows, PassGraphs, Run
+from coserve.worker.sequence_table import NEWEST, DeviceRows
 
 PADDING, PAGE, MOST_PAGES = 300, 16, 100
 
@@ -27,26 +30,42 @@ class Desk:
 
     def __init__(self) -> None:
         self.captured: list[tuple[int, int]] = []
-        self.read: tuple[list[int], list[int]] = [], []
         self.error: RuntimeError | None = None
-        self.graphs = DecodeGraphs(self.decode, self.record, PADDING, (PAGE, MOST_PAGES), torch.device("cpu"))
+        pages = PAGE, MOST_PAGES
+        self.graphs = PassGraphs(self.forward, self.record, PADDING, pages, torch.device("cpu"))
 
-    def decode(self, rows: Tensor, positions: Tensor, pages: int, slots: Sequence[Any]) -> Tensor:
-        self.read = rows.tolist(), positions.tolist()
+    def forward(self, rows: DeviceRows, slots: Sequence[Any]) -> Tensor:
+        self.rows, self.read = rows, (rows.lines.tolist(), rows.positions.tolist())
         self.slots = [own._backend._slots.tolist() for own in slots]
-        self.latest = len(rows), pages
-        return torch.zeros(1, len(rows), 4)
+        return torch.zeros(1, len(rows.lines), 4)
 
     def record(self, work: Run) -> Run:
         if self.error is not None:
             raise self.error
         work()
-        self.captured.append(self.latest)
+        self.captured.append((len(self.rows.lines), self.rows.pages))
         return work
 
-    def run(self, rows: int, position: int = 0, pools: Sequence[Any] = ()) -> Tensor | None:
-        asked = {pool: [0] * rows for pool in pools}
-        return self.graphs.run(range(rows), [position] * rows, asked)
+    def run(
+        self,
+        rows: int,
+        position: int = 0,
+        pools: Sequence[Any] = (),
+        prompts: Sequence[int] = (),
+        draws: bool | None = None,
+    ) -> Tensor | None:
+        """Decode rows at a position, and prompts of so many rows that begin at 1, 2 and so on."""
+        counts = [1] * rows + [*prompts]
+        positions, tokens = [position] * rows, [NEWEST] * rows
+        for number, count in enumerate(prompts):
+            positions += range(number + 1, number + 1 + count)
+            tokens += range(100, 100 + count)
+        asked = {pool: [0] * len(positions) for pool in pools}
+        ends = range(70, 70 + rows)
+        found = self.graphs.find(
+            ListedRows(range(len(counts)), counts, positions, tokens, asked, ends, draws)
+        )
+        return None if found is None else found()
 
 
 def test_a_kind_of_step_is_captured_once_several_have_asked_for_it() -> None:
@@ -66,7 +85,6 @@ def test_rows_are_padded_with_a_sequence_without_tokens(monkeypatch: pytest.Monk
         assert desk.run(rows, 7, [Pool()]) is not None
         assert desk.slots == [[0] * rows + [-1] * missing], "no adapter, which may be broken, writes there"
         assert desk.read == ([*range(rows), *[PADDING] * missing], [7] * rows + [0] * missing)
-    assert desk.graphs.takes(256) and not desk.graphs.takes(257) and not desk.graphs.takes(0)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +125,72 @@ def test_what_cannot_be_captured_is_not_tried_again_and_what_lacks_memory_is(
     monkeypatch.setattr(cuda_graphs, "_WORTH", 1)
     desk = Desk()
     desk.error = torch.OutOfMemoryError("out of memory")
-    assert desk.run(1) is None and desk.graphs.takes(1)
+    assert desk.run(1) is None
     desk.error = None
     assert desk.run(1) is not None
     desk.error = RuntimeError("operation not permitted when stream is capturing")
-    assert desk.run(2) is None and not desk.graphs.takes(1)
+    assert desk.run(2) is None
+    desk.error = None
+    assert desk.run(2) is None and desk.run(1) is None
+    assert desk.run(1, prompts=[5]) is not None, "what holds for decode rows need not hold for prompts"
 
 
 def test_graphs_are_captured_before_the_first_answer() -> None:
     desk = Desk()
     desk.graphs.prepare(20)
-    assert desk.captured == [(rows, 32) for rows in (1, 2, 4, 8, 16, 24)]
-    assert desk.run(20) is not None and len(desk.captured) == 6
+    decodes = [(rows, 32) for rows in (1, 2, 4, 8, 16, 24)]
+    assert desk.captured == 3 * decodes + [(rows, 0) for rows in GRAPHS]
+    before = len(desk.captured)
+    assert all(desk.run(20, draws=draws) is not None for draws in (None, False, True))
+    assert desk.run(3, prompts=[600]) is not None
+    assert desk.run(0, prompts=[7, 500]) is not None and len(desk.captured) == before
+
+
+def test_graphs_that_sample_read_where_in_their_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_WORTH", 1)
+    desk = Desk()
+    for draws in (False, True):
+        assert desk.run(3, 7, [Pool()], draws=draws) is not None
+        assert desk.rows.ends is not None and desk.rows.draws is draws
+        assert desk.rows.ends.tolist() == [70, 71, 72, 0] and desk.slots == [[0, 0, 0, -1]]
+    assert desk.run(3, 7) is not None and desk.rows.ends is None
+    assert desk.run(257, 7, draws=False) is None, "so many are sampled outside"
+
+
+def test_passes_with_prompts_are_divided_into_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever prompts there are, one graph holds them: each row is in one tile, of a single sequence, and
+    padding in none."""
+    monkeypatch.setattr(cuda_graphs, "_WORTH", 1)
+    desk, pool = Desk(), Pool()
+    for _ in range(60):
+        bucket = random.choice(GRAPHS)
+        lengths, left = list[int](), random.choice([bucket, bucket - 1, bucket // 2 + 1])
+        decodes = random.randint(0, min(left, PADDING) // 2)
+        left -= decodes
+        while left and len(lengths) + decodes < PADDING - 1:
+            lengths.append(random.randint(1, min(left, random.choice([1, 15, 16, 17, 2048]))))
+            left -= lengths[-1]
+        if not any(length > 1 for length in lengths):
+            continue
+        assert desk.run(decodes, 7, [pool], lengths) is not None
+        counts, rows = [1] * decodes + lengths, decodes + sum(lengths)
+        bucket = min(size for size in GRAPHS if size >= rows)
+        lines = [line for line, count in enumerate(counts) for _ in range(count)]
+        missing = bucket - rows
+        assert desk.read[0] == lines + [PADDING] * missing and desk.slots == [[0] * rows + [-1] * missing]
+        assert desk.rows.tokens is not None and desk.rows.tiles is not None
+        tokens = [NEWEST] * decodes + [token for n in lengths for token in range(100, 100 + n)]
+        assert desk.rows.tokens.tolist() == tokens + [0] * missing
+        covered = list[int]()
+        for start, count in zip(
+            desk.rows.tiles.starts.tolist(), desk.rows.tiles.counts.tolist(), strict=True
+        ):
+            own = range(start, start + count)
+            covered += own
+            assert count <= LARGEST and len({lines[row] for row in own}) <= 1
+            positions = desk.read[1][start : start + count]
+            assert positions == [*range(desk.read[1][start], desk.read[1][start] + count)]
+        assert covered == [*range(rows)]
+    assert {rows for rows, _ in desk.captured} <= {*GRAPHS}
+    assert desk.run(1, prompts=[GRAPHS[-1]]) is None, "too many rows"
+    assert desk.run(257, 7) is not None and desk.read[0][257:] == [PADDING] * (384 - 257), "many decode rows"

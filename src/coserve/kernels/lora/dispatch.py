@@ -24,6 +24,7 @@ from coserve.kernels.lora.blocksparse import BlockSparse
 from coserve.kernels.lora.grouped import Grouped
 from coserve.kernels.lora.layout import Layout
 from coserve.kernels.lora.slots import GatheredSlots, PlainSlots, SlotTables, SlotWeights
+from coserve.kernels.row_tiles import RowTiles
 from coserve.kernels.triton import is_installed
 
 
@@ -117,11 +118,11 @@ def make_slot_backend(
     return GatheredSlots(segments, device)
 
 
-def make_row_slots(slots: Tensor) -> LoraBackend[SlotWeights]:
+def make_row_slots(slots: Tensor, tiles: RowTiles | None = None) -> LoraBackend[SlotWeights]:
     """Makes the slot backend of the device of `slots` [rows] int32, the slot of each row or -1. It is read by
-    each product, so that its numbers may change between them."""
+    each product, as `tiles` are, so that its numbers may change between them."""
     if slots.is_cuda:
         from coserve.kernels.triton.slots import TritonSlots
 
-        return TritonSlots(slots)
+        return TritonSlots(slots, tiles)
     return PlainSlots(slots)

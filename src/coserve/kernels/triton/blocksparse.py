@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from coserve.kernels.lora.layout import Layout
+from coserve.kernels.row_tiles import LARGEST
 from coserve.kernels.triton.segmented import multiply
-from coserve.kernels.triton.tiles import LARGEST, tile_rows
+from coserve.kernels.triton.tiles import tile_rows
 
 _RANKS, _WIDTH = 16, 64
 

@@ -1,10 +1,11 @@
-"""Attention of decode rows to pages, read where they are: nothing is gathered first.
+"""Attention of decode rows, and of rows in tiles, to pages, read where they are: nothing is gathered first.
 
 Gathering pages reads and writes them before the products read them again, three times the bytes. One program
 has the queries of one sequence in one group of heads, and passes `_SPLIT` positions of its pages once, as
 flash attention does; a second kernel joins the parts of longer sequences (flash-decoding, split-KV), so that
 few of these occupy a GPU too. Parts have the same borders and order whatever else is in the batch, so a
-sequence's numbers do not depend on its company. The plain twin gathers (`attention/batched.py`);
+sequence's numbers do not depend on its company. A tile of a prompt's rows is one program for a few of a
+group's heads, which reads all keys up to its last row. The plain twin gathers (`attention/batched.py`);
 `reference.attention` is what both equal.
 """
 
@@ -16,12 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.row_tiles import LARGEST, RowTiles
 
 _KEYS: Final = 64  # positions at a time
 # Positions of one program. Of 8 groups a sequence of 8,192 tokens is 128 programs, about a GPU's processors;
 # what a part writes is a 64th of what it reads (4 heads a group, bfloat16).
 _SPLIT: Final = 512
 _LEAST: Final = 16  # of each side of a product by matrix units
+_HEADS: Final = 4  # of a tile's program: 64 queries with its 16 rows
+_WIDE: Final = 128  # numbers of a key or value; of wider ones half as many heads, for the shared memory
 _UNLIMITED: Final = 1 << 30  # positions of a window that hides none
 
 
@@ -33,24 +37,33 @@ def attend_pages(
     lengths: Tensor,
     page_size: int,
     spec: AttentionSpec,
+    tiles: RowTiles | None = None,
 ) -> Tensor:
     """Attention of q [batch, heads, dk], one row for each sequence, over the first `lengths` [batch] tokens
     of its `pages` [batch, n] in keys [groups, slots, dk] and values [groups, slots, dv]; a page is
-    `page_size` slots. Returns [batch, heads, dv]."""
+    `page_size` slots. Of rows in `tiles`, `pages` [lines, n] are a block table, and rows of no tile get
+    zeros. Returns [batch, heads, dv]."""
     batch, heads, dk = q.shape
     groups, _, dv = values.shape
     q = q if q.stride(-1) == 1 else q.contiguous()
-    out = q.new_empty(batch, heads, dv)
-    splits = max(-(-pages.shape[1] * page_size // _SPLIT), 1)
+    share = heads // groups
+    if tiles is None:
+        out, count, most = q.new_empty(batch, heads, dv), batch, _block(share)
+        splits = max(-(-pages.shape[1] * page_size // _SPLIT), 1)
+        columns = lengths, lengths, lengths  # which nobody reads
+    else:
+        out, count, splits = q.new_zeros(batch, heads, dv), len(tiles.starts), 1
+        most = min(int(triton.next_power_of_2(share)), _HEADS if max(dk, dv) <= _WIDE else _HEADS // 2)
+        columns = tiles.starts, tiles.counts, tiles.lines
     sums, tops, totals = _parts(out, splits)
     sinks = q if spec.sinks is None else spec.sinks.contiguous()
     window = _UNLIMITED if spec.window is None else spec.window
     constants = {"DV": _block(dv), "KEYS": _KEYS, "SPLIT": _SPLIT, "SINKS": spec.sinks is not None}
-    _attend[(batch, groups, splits)](
-        q, keys, values, sums, tops, totals, pages, lengths, sinks,
+    _attend[(count, groups * triton.cdiv(share, most), splits)](
+        q, keys, values, sums, tops, totals, pages, lengths, *columns, sinks,
         q.stride(0), q.stride(1), keys.stride(0), values.stride(0), pages.stride(0),
-        heads // groups, page_size, dk, dv, spec.scale, window, spec.softcap or 0.0,
-        HEADS=_block(heads // groups), DK=_block(dk), WHOLE=splits == 1, **constants,
+        share, heads, page_size, dk, dv, spec.scale, window, spec.softcap or 0.0,
+        ROWS=1 if tiles is None else LARGEST, HEADS=most, DK=_block(dk), WHOLE=splits == 1, **constants,
     )  # fmt: skip
     if splits > 1:
         _join[(batch, heads)](sums, tops, totals, out, lengths, splits, dv, window, **constants)
@@ -75,37 +88,51 @@ def _block(size: int) -> int:
 
 @triton.jit
 def _attend(
-    q, keys, values, sums, tops, totals, pages, lengths, sinks,
+    q, keys, values, sums, tops, totals, pages, lengths, starts, counts, lines, sinks,
     q_batch, q_head, keys_group, values_group, pages_batch,
-    share, page_size, dk, dv, scale, window, softcap,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    SINKS: tl.constexpr, WHOLE: tl.constexpr,
+    share, heads, page_size, dk, dv, scale, window, softcap,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    sequence, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    length = tl.load(lengths + sequence).to(tl.int32)
-    own, wide, deep = tl.arange(0, HEADS), tl.arange(0, DK), tl.arange(0, DV)
+    tile, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    if ROWS == 1:
+        begun, line, count = tile, tile, 1
+        shortest = tl.load(lengths + begun).to(tl.int32)
+        longest = shortest
+    else:
+        begun, count = tl.load(starts + tile).to(tl.int64), tl.load(counts + tile).to(tl.int32)
+        line = tl.load(lines + begun).to(tl.int64)
+        shortest = tl.load(lengths + begun).to(tl.int32)
+        longest = tl.where(count > 0, shortest + count - 1, 0)
+    pieces = tl.cdiv(share, HEADS)  # programs that share a group
+    group = (tl.program_id(1) // pieces).to(tl.int64)
+    query, wide, deep = tl.arange(0, ROWS * HEADS), tl.arange(0, DK), tl.arange(0, DV)
+    own = tl.program_id(1) % pieces * HEADS + query % HEADS
     head = group * share + own
-    is_head = own < share
+    row = begun + query // HEADS
+    is_head = (own < share) & (query // HEADS < count)
     queries = tl.load(
-        q + sequence * q_batch + head[:, None] * q_head + wide[None, :],
+        q + row[:, None] * q_batch + head[:, None] * q_head + wide[None, :],
         mask=is_head[:, None] & (wide < dk)[None, :],
         other=0.0,
     )
+    length = tl.load(lengths + row, mask=is_head, other=0).to(tl.int32)
     # A sink is a key without a value, which the first part has.
-    top = tl.full((HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
+    top = tl.full((ROWS * HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS * HEADS,), tl.float32)
     if SINKS:
         sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
         top = tl.where(split == 0, sink, top)
         total += tl.where(split == 0, 1.0, 0.0)
-    found = tl.zeros((HEADS, DV), tl.float32)
-    first = tl.maximum(length - window, 0)
-    begin = tl.maximum(first // KEYS * KEYS, split * SPLIT)
-    for start in range(begin, tl.minimum(length, (split + 1) * SPLIT), KEYS):
+    found = tl.zeros((ROWS * HEADS, DV), tl.float32)
+    first = tl.maximum(shortest - window, 0)
+    begin, end = tl.maximum(first // KEYS * KEYS, split * SPLIT), longest
+    if not WHOLE:
+        end = tl.minimum(end, (split + 1) * SPLIT)
+    for start in range(begin, end, KEYS):
         position = start + tl.arange(0, KEYS)
-        is_seen = (position < length) & (position >= first)
-        page = tl.load(pages + sequence * pages_batch + position // page_size, mask=is_seen, other=0)
+        is_seen = (position < longest) & (position >= first)
+        page = tl.load(pages + line * pages_batch + position // page_size, mask=is_seen, other=0)
         slot = page.to(tl.int64) * page_size + position % page_size
         key = tl.load(
             keys + group * keys_group + slot[None, :] * dk + wide[:, None],
@@ -115,9 +142,12 @@ def _attend(
         scores = tl.dot(queries, key, input_precision="ieee") * scale
         if softcap > 0:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        before, top = top, tl.maximum(top, tl.max(scores, 1))
-        kept, weights = tl.exp(before - top), tl.exp(scores - top[:, None])
+        behind = length[:, None] - position[None, :]  # positions from here to the row, both included
+        scores = tl.where((behind > 0) & (behind <= window), scores, float("-inf"))
+        greatest = tl.maximum(top, tl.max(scores, 1))
+        known = tl.where(greatest > float("-inf"), greatest, 0.0)  # rows of a tile that have seen no key yet
+        kept, weights = tl.exp(top - known), tl.exp(scores - known[:, None])
+        top = greatest
         value = tl.load(
             values + group * values_group + slot[:, None] * dv + deep[None, :],
             mask=is_seen[:, None] & (deep < dv)[None, :],
@@ -125,7 +155,7 @@ def _attend(
         )
         total = total * kept + tl.sum(weights, 1)
         found = found * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-    at = sequence * share * tl.num_programs(1) + head
+    at = row * heads + head
     is_stored = is_head[:, None] & (deep < dv)[None, :]
     if WHOLE:
         into = sums + at[:, None] * dv + deep[None, :]

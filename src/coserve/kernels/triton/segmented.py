@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coserve.kernels.triton.tiles import LARGEST, Tiles
+from coserve.kernels.row_tiles import LARGEST
+from coserve.kernels.triton.tiles import Tiles
 
 _RANKS, _WIDTH = 16, 64  # of a program's block
 

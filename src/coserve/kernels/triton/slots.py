@@ -3,19 +3,20 @@
 from torch import Tensor
 
 from coserve.kernels.lora.slots import SlotWeights
+from coserve.kernels.row_tiles import RowTiles
 from coserve.kernels.triton import segmented
 from coserve.kernels.triton.tiles import Tiles
 
 
 class TritonSlots:
     """A LoRA backend for tables with ranks first, from the slot of each row or -1, [rows] int32 on the
-    device: each row is a tile, that of a row without a slot has no ranks. Nothing of it is known to the host,
-    so that a CUDA graph may hold its products. `shrink` gives [all rows, all ranks], zeros for rows without a
-    slot.
+    device: each row is a tile, unless `tiles` are given, whose rows have one slot each. A tile without a slot
+    has no ranks. Nothing of it is known to the host, so that a CUDA graph may hold its products. `shrink`
+    gives [all rows, all ranks], zeros for rows without a slot.
     """
 
-    def __init__(self, slots: Tensor) -> None:
-        self._slots = slots
+    def __init__(self, slots: Tensor, tiles: RowTiles | None = None) -> None:
+        self._slots, self._of_rows = slots, tiles
         self._made: dict[int, Tiles] = {}
 
     def shrink(self, x: Tensor, weights: SlotWeights) -> Tensor:
@@ -30,5 +31,5 @@ class TritonSlots:
     def _tiles(self, rank: int) -> Tiles:
         """Tiles for tables [slots, rank, width]."""
         if rank not in self._made:
-            self._made[rank] = Tiles.of_slots(self._slots, rank)
+            self._made[rank] = Tiles.of_slots(self._slots, rank, self._of_rows)
         return self._made[rank]

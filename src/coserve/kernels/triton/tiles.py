@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.layout import Layout
-
-LARGEST = 16  # rows of a tile: the least that matrix units multiply
+from coserve.kernels.row_tiles import LARGEST, RowTiles
 
 
 def tile_rows(layout: Layout) -> int:
@@ -45,13 +44,17 @@ class Tiles:
         return Tiles(layout, size, starts, counts, first, ranks, owners)
 
     @staticmethod
-    def of_slots(slots: Tensor, rank: int) -> "Tiles":
-        """Tiles of one row each for tables with `rank` ranks a slot; `slots` [rows] int32 has each row's, or
-        -1. All is computed on the device."""
+    def of_slots(slots: Tensor, rank: int, tiles: RowTiles | None = None) -> "Tiles":
+        """Tiles for tables with `rank` ranks a slot, of one row each unless `tiles` are given; `slots` [rows]
+        int32 has each row's, or -1. All is computed on the device."""
+        if tiles is None:
+            size, starts = 1, torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+            counts = torch.ones_like(slots)
+        else:
+            size, starts, counts, slots = LARGEST, tiles.starts, tiles.counts, slots[tiles.starts]
         own = (slots >= 0).to(torch.int32)
-        starts = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
         layout = Layout((), (), (slice(0, rank),))
-        return Tiles(layout, 1, starts, torch.ones_like(slots), slots * rank * own, rank * own, slots)
+        return Tiles(layout, size, starts, counts, slots * rank * own, rank * own, slots)
 
     @property
     def count(self) -> int:
