@@ -37,6 +37,7 @@ BARS: Final[dict[str, Bar | None]] = {
     "error.training": Bar(0.05, at_most=True),
     "error.published": None,
     "flexllm.kept": Bar(0.80),
+    "flexllm.attainment": Bar(0.99),
     "blockllm.p95": Bar(0.75, at_most=True),
     "blockllm.throughput": Bar(1.5),
     "events_per_second": None,
