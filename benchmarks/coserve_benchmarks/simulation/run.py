@@ -38,8 +38,8 @@ BARS: Final[dict[str, Bar | None]] = {
     "error.published": None,
     "flexllm.kept": Bar(0.80),
     "flexllm.attainment": Bar(0.99),
-    "blockllm.p95": Bar(0.75, at_most=True),
-    "blockllm.throughput": Bar(1.5),
+    "blockllm.foundation_p95": Bar(0.75, at_most=True),
+    "blockllm.foundation_throughput": Bar(1.5),
     "events_per_second": None,
     "scheduler.growth": Bar(1.0, at_most=True),
 }
