@@ -30,4 +30,5 @@ class DeviceTimer:
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
-        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.current_stream(self._device).record_event(event)

@@ -231,9 +231,9 @@ def run(quick: bool, say: Say) -> PaperResult:
         "BlockLLM (arXiv 2404.18322), 7.2, on one device, and speculation (7.3)",
         f"One {HARDWARE}, applications of LLaMA-7B: of ten, nine are adapters of rank {_RANK} and one is a "
         "full fine-tune (there three foundations and 12 devices). A shared foundation: one engine for "
-        "adapters, one for each full fine-tune, which shares no block here. Per-model provisioning: {RESIDENT} whole models in memory, others "
-        f"come from the host's memory in {_load_seconds():.2g} s each while the device computes, least "
-        "recently used out. Prompts of "
+        "adapters, one for each full fine-tune, which shares no block here. Per-model provisioning: "
+        f"{RESIDENT} whole models in memory, others come from the host's memory in {_load_seconds():.2g} s "
+        "each while the device computes, least recently used out. Prompts of "
         f"{_PROMPT[0]} to {_PROMPT[1]} tokens and answers of {_ANSWER} are assumed. Speculation is shown on "
         "a chain of blocks on a device each, with the speedup of table 4 and the share of right predictions "
         "of 7.3; the placement of blocks is not modelled.",
