@@ -219,8 +219,8 @@ def run(quick: bool, say: Say) -> PaperResult:
     table = hardware_named(HARDWARE)
     note = (
         f"`{NAMED}`, named before the runs, at {HEAVY:g} of the capacity: median of the models, the mean of "
-        f"{len(kept)} seeds; first tokens within {_PATIENT:g} s, which the policy uses up (there they have no "
-        f"bound). The host takes {1e3 * table.host_seconds:.3g} ms a step, as measured on an H200 "
+        f"{len(kept)} seeds; first tokens within {_PATIENT:g} s, which the policy uses up (there they "
+        f"have no bound). The host takes {1e3 * table.host_seconds:.3g} ms a step, as measured on an H200 "
         "around decode steps by graph (results/gpu.md), and steps with prompts and windows are taken to be "
         "launched by graph as well, which is assumed: from Python a prompt took 44 ms there"
     )
