@@ -156,7 +156,7 @@ def test_steps_that_were_measured_have_their_graphs(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gpu_s_steps_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where few rows pass while weights are read, they tell nothing of what a row costs."""
+    """Few rows pass while weights are read, and tell nothing of what a row costs."""
     config = EngineConfig(calibrate=False, cache_tokens=1 << 16, max_running=128)
     engine = Engine(tiny("llama", max_position_embeddings=4096), config)
     room = engine.executor, engine.base, config.page_size, config.pages
