@@ -62,15 +62,19 @@ def _speed_rows(
 def _bytes_row(bench: Bench, engine: Engine, matched: PeftTraining) -> None:
     ours = _activation_bytes(engine)
     activations, logits = matched.saved_bytes()
+    checkpoints, _ = matched.saved_bytes(checkpointing=True)
     results = bench.results
     settings, shape = bench.settings, bench.shape
     # Whoever recomputes layer by layer needs one bfloat16 input for each.
     floor = 2 * settings.batch * settings.length * shape.hidden * shape.layers
     results.figure("finetune.ours_bytes", ours, "bytes", floor=lambda: floor)
     results.figure("finetune.peft_matched_bytes", activations, "bytes")
+    results.figure("finetune.peft_checkpointing_matched_bytes", checkpoints, "bytes")
     results.figure("finetune.peft_matched_logits", logits, "bytes")
     note = "held between forward and backward, logits left out of both; ours are made and spent in chunks"
-    results.row("finetune.activation_bytes_vs_peft", ours / activations, note=note)
+    results.row("finetune.activation_bytes_vs_peft", ours / activations, note=f"{note}; PEFT keeps all")
+    name = "finetune.activation_bytes_vs_peft_checkpointing"
+    results.row(name, ours / checkpoints, note=f"{note}; both compute what is within a layer again")
 
 
 def _activation_bytes(engine: Engine) -> int:

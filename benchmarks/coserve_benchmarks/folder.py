@@ -12,11 +12,12 @@ from coserve.workload.requests import Tokens, training_tokens
 from coserve.workload.shapes import ModelShape
 
 
-def save_shape(shape: ModelShape, folder: Path) -> Path:
-    """Saves the model and a tokenizer in which every token is a word; returns their folder."""
+def save_shape(shape: ModelShape, folder: Path, device: str = "cpu") -> Path:
+    """Saves the model, made on `device`, and a tokenizer in which every token is a word; returns their
+    folder."""
     path = folder / f"shape-{shape.name}"
     logging.disable_progress_bar()
-    shape.build().save_pretrained(path)
+    shape.build(device).save_pretrained(path)
     vocabulary = {_word(token): token for token in range(shape.vocabulary)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token=_word(0)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -28,9 +28,6 @@ _PATIENCE: Final = 5.0  # seconds after the load, for answers that are late
 _JITTER: Final = Jitter(0.01, share=0.0)  # of the device: long steps are the host's, which is real
 _SIZES: Final = GpuSizes()
 _VOCABULARY: Final = 1000
-# Rows of a window. A layer back takes 3 ms, which fits into what a bound of 20 ms leaves. Of 4,096 rows,
-# whose rate is 3 % higher, it takes 6.
-_WINDOW: Final = 2048
 _SETTLED: Final = 20  # steps until all rows decode, of the host's time
 _STEPS: Final = 100  # that are timed then
 _SPREAD: Final = "least and greatest of the seeds"
@@ -97,13 +94,13 @@ def serve(policy: str, seed: int, seconds: float, slo: SLO, share: float) -> Loa
 
 def _job() -> TimedJob:
     example = (0,) * _SIZES.length
-    return TimedJob(0.0, "job", (example,) * _SIZES.batch, _SIZES.batch, epochs=ENDLESS, rows=_WINDOW)
+    return TimedJob(0.0, "job", (example,) * _SIZES.batch, _SIZES.batch, epochs=ENDLESS, rows=_SIZES.window)
 
 
 def _machine(policy: str, seed: int, plans_ahead: int = 1) -> MeteredMachine:
     room = 2 * _SIZES.together * (_SIZES.prompt + _SIZES.answer)
     scheduler = {"interruptible": True, "max_running": 2 * _SIZES.together, **_SIZES.scheduler}
-    scheduler["max_training_rows"] = _WINDOW
+    scheduler["max_training_rows"] = _SIZES.window
     settings = MachineSettings(room, jitter=_JITTER, known=0, scheduler=scheduler)
     return MeteredMachine(policy, GpuTimes(), settings, seed, plans_ahead)
 

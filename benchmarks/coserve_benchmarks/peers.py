@@ -310,9 +310,9 @@ class TorchTraining:
     def _compiled_model(self) -> Any:
         return torch.compile(self._model)
 
-    def saved_bytes(self) -> tuple[int, int]:
-        """Bytes kept between forward and backward without checkpointing: (activations, logits)."""
-        self._set_checkpointing(False)
+    def saved_bytes(self, checkpointing: bool = False) -> tuple[int, int]:
+        """Bytes kept between forward and backward: (activations, logits)."""
+        self._set_checkpointing(checkpointing)
         counter = SavedBytes(self._model.parameters(), self._vocabulary)
         with counter.counting():
             loss = self._model(input_ids=self._ids, labels=self._ids, use_cache=False).loss

@@ -36,6 +36,7 @@ BARS: Mapping[str, Bar | None] = {
     "finetune.vs_peft_checkpointing": Bar(1.3),
     "finetune.vs_peft_checkpointing_matched": Bar(1.05),
     "finetune.activation_bytes_vs_peft": Bar(0.10, at_most=True),
+    "finetune.activation_bytes_vs_peft_checkpointing": None,
     "blocking.ratio": Bar(1.6, at_most=True),
     "coserve.slo_attainment": Bar(0.99),
     "coserve.efficiency": Bar(0.93),

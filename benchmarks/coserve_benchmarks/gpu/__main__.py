@@ -73,7 +73,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="of all parts together")
-    parser.add_argument("--only", nargs="*", default=[], metavar="PART")
+    parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="these parts alone")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 """Runs parts one after the other, each in a process of its own with a limit, within the seconds of all.
 
-Of the time that is left each part may use its share of the limits of all parts to come, at most its own
-limit: what a quick part leaves goes to the others. A part that fails or hangs keeps the figures it has
-written, and ends no other.
+Of the time that is left each part may use its share by the weights of all parts to come, at most
+`PART_SECONDS`: what a quick part leaves goes to the others, and a part that is asked alone has enough for all
+of its figures. A part that fails or hangs keeps the figures it has written, and ends no other.
 """
 
 import json
@@ -21,15 +21,16 @@ from coserve_benchmarks.gpu.part import Order
 _TAIL: Final = 25  # lines of a failed part's output in the report
 _MARGIN: Final = 4.0  # seconds before its end by which a part should have come to one by itself
 _GRACE: Final = 5.0  # seconds for a killed process to be gone
+PART_SECONDS: Final = 230.0  # of one part, warm-up included: with this command's own seconds, four minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part by its module, and the seconds it may take at most."""
+    """A part by its module, and its share of the seconds of all parts, in proportion to other weights."""
 
     name: str
     module: str
-    limit: float
+    weight: float
 
 
 @dataclass(slots=True)
@@ -50,18 +51,19 @@ class Outcome:
 
 
 PARTS: Final = tuple(
-    Part(name, f"coserve_benchmarks.gpu.{module}", limit)
-    for name, module, limit in (
+    Part(name, f"coserve_benchmarks.gpu.{module}", weight)
+    for name, module, weight in (
         ("device", "device", 40.0),
-        ("kernels", "kernels", 90.0),
-        ("equivalence", "equivalence", 110.0),
-        ("decode", "decode", 80.0),
-        ("profile", "profiling", 60.0),
-        ("training", "training", 80.0),
+        ("kernels", "kernels", 80.0),
+        ("equivalence", "equivalence", 90.0),
+        ("decode", "decode", 100.0),
+        ("profile", "profiling", 50.0),
+        ("training", "training", 70.0),
         ("prefill", "prefill", 50.0),
-        ("coserving", "coserving", 90.0),
-        ("adapters", "adapters", 60.0),
+        ("coserving", "coserving", 150.0),
+        ("like_for_like", "like_for_like", 60.0),
         ("blocking", "blocking", 50.0),
+        ("streamed", "streamed", 50.0),
     )
 )
 
@@ -112,8 +114,7 @@ class Conductor:
 
 def seconds_for(parts: Sequence[Part], left: float) -> float:
     """Seconds that the first of the parts to come may take, where `left` are left for all of them."""
-    shares = sum(part.limit for part in parts)
-    return min(parts[0].limit, left * parts[0].limit / shares)
+    return min(PART_SECONDS, left * parts[0].weight / sum(part.weight for part in parts))
 
 
 def _ended(child: "subprocess.Popen[str]", order: str, seconds: float) -> str:

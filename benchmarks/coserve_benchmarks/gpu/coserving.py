@@ -1,9 +1,11 @@
-"""Part `coserving`: what a job keeps of its speed beside requests at half of the capacity, within bounds."""
+"""Part `coserving`: what a job keeps of its speed beside requests that state bounds, by load."""
 
 import time
+from dataclasses import dataclass
 
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
+from coserve.schedule.policies import make_policy
 from coserve.simulate.intervals import percentile
 from coserve.simulate.replay import LoadResult
 from coserve.train.save_policy import SavePolicy
@@ -11,33 +13,58 @@ from coserve.workload.requests import Workload, fixed_prompts, greedy, poisson_r
 from coserve_benchmarks.drive import serve
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
+from coserve_benchmarks.gpu.sizes import GpuSizes
 from coserve_benchmarks.gpu.training import tokens_per_second
 from coserve_benchmarks.ours import warm_training
 
-GOAL = 0.8  # of what the job trains alone
-_LOAD = 0.5  # of the capacity
+_HALF = 0.5  # of the capacity
+_POLICIES = {"": "hybrid", ", concurrent": "adaptive"}  # the one alternates, the other shares where it pays
 _FIRST = 2.0  # seconds: the bound on a first token
-_RESERVE = 12.0
 _PATIENCE = 5.0  # seconds after the load, for answers that are late
 
 
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A bound between two tokens in seconds, a share of the capacity, and a policy by its suffix."""
+
+    bound: float
+    load: float
+    policy: str
+
+    @property
+    def name(self) -> str:
+        load = "" if self.load == _HALF else f", {self.load:g} of capacity"
+        return f"coserving[{1e3 * self.bound:.0f} ms{self.policy}{load}]"
+
+
 def run(log: PartLog, place: Place) -> None:
-    """The capacity, the job alone, then both for each bound between two tokens."""
+    """The capacity, the job alone, then both for each case; those come first that say most."""
     sizes = place.sizes
     room = 2 * sizes.together * (sizes.prompt + sizes.answer)
-    engine = place.engine(room, calibrate=True, max_running=2 * sizes.together)
+    scheduler = {"interruptible": True, **sizes.scheduler, "max_training_rows": sizes.window}
+    engine = place.engine(room, calibrate=True, max_running=2 * sizes.together, scheduler=scheduler)
     capacity = _capacity(engine, place)
     log.figure("coserving.capacity", capacity, "output tokens/s", note=f"{sizes.together} prompts at once")
-    job = place.train(engine, "beside", SavePolicy.EVERYTHING)
+    job = place.train(engine, "beside", SavePolicy.EVERYTHING, rows=sizes.window)
     warm_training(engine, [job])
-    alone = tokens_per_second(engine, place, log.left / 6)
+    alone = tokens_per_second(engine, place, log.left / 10)
     log.figure("coserving.alone", alone, "trained tokens/s")
-    for bound in sizes.bounds:
-        if log.left < _RESERVE + sizes.load_seconds:
-            log.note(f"no time was left for a bound of {1e3 * bound:.0f} ms")
+    slower = engine.scheduler.cost.first.interference
+    for what, factor in (("answers", slower.inference), ("training", slower.training)):
+        log.figure(f"coserving.slower_{what}", factor, "times as long beside the other, as calibrated")
+    for case in _cases(sizes):
+        if log.left < sizes.load_seconds + _PATIENCE:
+            log.note(f"no time was left for {case.name}")
             continue
-        slo = SLO(first_token=_FIRST, between_tokens=bound)
-        _report(log, bound, slo, _both(engine, place, capacity, slo), alone, capacity)
+        slo = SLO(first_token=_FIRST, between_tokens=case.bound)
+        engine.scheduler.policy = make_policy(_POLICIES[case.policy])
+        _report(log, case, slo, _both(engine, place, case.load * capacity, slo), alone)
+
+
+def _cases(sizes: GpuSizes) -> list[_Case]:
+    """Both policies at half of the capacity with each bound, then the other loads with the first bound."""
+    halves = [_Case(bound, _HALF, policy) for policy in _POLICIES for bound in sizes.bounds]
+    return halves + [_Case(sizes.bounds[0], load, policy) for policy in _POLICIES for load in sizes.loads]
 
 
 def _capacity(engine: Engine, place: Place) -> float:
@@ -53,25 +80,26 @@ def _capacity(engine: Engine, place: Place) -> float:
     return sizes.together * sizes.answer / seconds
 
 
-def _both(engine: Engine, place: Place, capacity: float, slo: SLO) -> LoadResult:
+def _both(engine: Engine, place: Place, output: float, slo: SLO) -> LoadResult:
+    """Serves arrivals that ask for so many output tokens a second."""
     sizes = place.sizes
-    rate = _LOAD * capacity / sizes.answer
+    rate = output / sizes.answer
     requests = poisson_requests(
         rate, sizes.load_seconds, sizes.prompt, sizes.answer, place.shape.vocabulary, slo=slo
     )
-    load = Workload("half", "half of the capacity", sizes.load_seconds, tuple(requests), ())
+    load = Workload("share", "a share of the capacity", sizes.load_seconds, tuple(requests), ())
     return serve(engine, load, _PATIENCE)
 
 
-def _report(log: PartLog, bound: float, slo: SLO, load: LoadResult, alone: float, capacity: float) -> None:
-    name, trained = f"coserving[{1e3 * bound:.0f} ms]", load.training_rate()
-    log.figure(f"{name}.training", trained, "trained tokens/s", alone, trained / alone, GOAL)
+def _report(log: PartLog, case: _Case, slo: SLO, load: LoadResult, alone: float) -> None:
+    name, trained = case.name, load.training_rate()
+    note = f"`{_POLICIES[case.policy]}`: {trained:,.0f} trained tokens/s"
+    log.figure(f"{name}.training", trained / alone, "of the job alone", 1.0, trained / alone, note)
     if not load.gaps:
         log.note(f"{name}: no answer has two tokens")
         return
     log.figure(f"{name}.attainment", load.attainment(slo), "of requests with every token in time")
-    log.figure(f"{name}.output", load.output_rate(), "output tokens/s", capacity)
+    log.figure(f"{name}.output", load.output_rate(), "output tokens/s")
     for share in (0.5, 0.99):
-        log.figure(
-            f"{name}.between_p{100 * share:.0f}", 1e3 * percentile(load.gaps, share), "ms", 1e3 * bound
-        )
+        figure, value = f"{name}.between_p{100 * share:.0f}", 1e3 * percentile(load.gaps, share)
+        log.figure(figure, value, "ms", 1e3 * case.bound)

@@ -12,14 +12,13 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class GpuFigure:
     """A value with its unit. `bound` is the least or the most that the hardware allows, in the same unit;
-    `share` is how much of the bound was reached, 1 at most; `goal` is the share to reach."""
+    `share` is how much of the bound was reached, 1 at most."""
 
     name: str
     value: float
     unit: str
     bound: float | None = None
     share: float | None = None
-    goal: float | None = None
     note: str = ""
 
 
@@ -45,18 +44,15 @@ class PartLog:
         unit: str,
         bound: float | None = None,
         share: float | None = None,
-        goal: float | None = None,
         note: str = "",
     ) -> None:
         """Adds a figure."""
-        self._figures.append(GpuFigure(name, value, unit, bound, share, goal, note))
+        self._figures.append(GpuFigure(name, value, unit, bound, share, note))
         self._write()
 
-    def seconds(
-        self, name: str, seconds: float, floor: float, goal: float | None = None, note: str = ""
-    ) -> None:
+    def seconds(self, name: str, seconds: float, floor: float, note: str = "") -> None:
         """Adds a time beside the least that the hardware allows, both given in seconds, as milliseconds."""
-        self.figure(name, 1e3 * seconds, "ms", 1e3 * floor, floor / seconds, goal, note)
+        self.figure(name, 1e3 * seconds, "ms", 1e3 * floor, floor / seconds, note)
 
     def note(self, text: str) -> None:
         """Adds a remark, or what was left out."""

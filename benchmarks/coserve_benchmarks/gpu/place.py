@@ -60,13 +60,16 @@ class Place:
         )
         return Engine(self.shape.build(str(self.device)), settings)
 
-    def train(self, engine: Engine, name: str, keep: SavePolicy, batch: int | None = None) -> FineTuning:
-        """Starts a LoRA job without end: `batch` examples an optimizer step, AdamW at a constant rate."""
+    def train(
+        self, engine: Engine, name: str, keep: SavePolicy, batch: int | None = None, rows: int | None = None
+    ) -> FineTuning:
+        """Starts a LoRA job without end: `batch` examples an optimizer step, in micro-batches of `rows` rows,
+        AdamW at a constant rate."""
         sizes, batch = self.sizes, self.sizes.batch if batch is None else batch
         data = training_tokens([sizes.length] * batch * _EXAMPLES, self.shape.vocabulary)
         training = TrainingConfig(
             schedule="constant", warmup_ratio=0.0, batch_size=batch, epochs=_ENDLESS, max_steps=_ENDLESS,
-            rows=batch * sizes.length, keep=keep,
+            rows=rows or batch * sizes.length, keep=keep,
         )  # fmt: skip
         return engine.finetune(examples(data), name, LoRAConfig(rank=sizes.rank), training)
 

@@ -37,8 +37,9 @@ BARS: Final[dict[str, Bar | None]] = {
     "error.training": Bar(0.05, at_most=True),
     "error.published": None,
     "flexllm.kept": Bar(0.80),
-    "blockllm.p95": Bar(0.75, at_most=True),
-    "blockllm.throughput": Bar(1.5),
+    "flexllm.attainment": Bar(0.99),
+    "blockllm.foundation_p95": Bar(0.75, at_most=True),
+    "blockllm.foundation_throughput": Bar(1.5),
     "events_per_second": None,
     "scheduler.growth": Bar(1.0, at_most=True),
 }

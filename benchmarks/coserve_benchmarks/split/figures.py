@@ -28,19 +28,20 @@ class Figures:
         clients, and of as many processes with PEFT."""
         bed, counts = self._bed, self._sizes.counts
         most = max(counts)
+        found: dict[str, list[list[float]]] = {"split": [], "separate": []}
         with (
             bed.executor(bed.bench.machine.threads) as executor,
             Clients(bed.trainers(most, executor.address)) as split,
-            Clients(bed.trainers(most)) as separate,
         ):
-            contestants = {"split": (split, [executor.pid]), "separate": (separate, list[int]())}
-            found: dict[str, list[list[float]]] = {}
             for count in counts:
-                for name, (clients, beside) in contestants.items():
-                    with PeakMemory([*beside, *clients.pids[:count]]) as memory:
-                        rounds = self._rounds(clients, count)
-                    row = [median(map(_step, rounds)), median(map(rate_of, rounds)), memory.nbytes]
-                    found.setdefault(name, []).append(row)
+                with Clients(bed.peers(count)) as separate:
+                    contestants = (("split", split, [executor.pid]), ("separate", separate, list[int]()))
+                    for name, clients, beside in contestants:
+                        with PeakMemory([*beside, *clients.pids[:count]]) as memory:
+                            rounds = self._rounds(clients, count)
+                        found[name].append(
+                            [median(map(_step, rounds)), median(map(rate_of, rounds)), memory.nbytes]
+                        )
         self._results.series("clients", counts)
         for name, rows in found.items():
             for kind, values in zip(("step", "rate", "memory"), zip(*rows, strict=True), strict=True):
@@ -50,10 +51,14 @@ class Figures:
         """Table 2: seconds of a training step of LoRA 1 to 4, of a client and of a process with PEFT."""
         bed = self._bed
         with bed.executor(bed.bench.machine.threads) as executor:
-            for name, address in (("split", executor.address), ("separate", "")):
+            orders = {
+                "split": [bed.order(address=executor.address, **lora) for lora in LORAS],
+                "separate": [order for lora in LORAS for order in bed.peers(1, **lora)],
+            }
+            for name, of_name in orders.items():
                 steps = []
-                for lora in LORAS:
-                    with Clients([bed.order(address=address, **lora)]) as one:
+                for order in of_name:
+                    with Clients([order]) as one:
                         steps.append(median(map(_step, self._rounds(one, 1))))
                 self._results.series(f"adapters.{name}", steps)
 

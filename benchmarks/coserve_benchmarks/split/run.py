@@ -113,12 +113,13 @@ class _SplitRows:
         with (
             bed.executor(threads) as executor,
             Clients(bed.trainers(count, executor.address)) as clients,
-            Clients(bed.trainers(count)) as peers,
+            Clients(bed.peers(count)) as peers,
         ):
             rounds = bed.alternate({"split": clients, "separate": peers}, "train")
         bed.ratio("finetune.vs_separate", rounds, "split", "separate")
         bed.rates("finetune", rounds)
-        self._results.note("finetune.vs_separate", f"the executor has {threads} threads, all others one")
+        note = f"the executor has {threads} threads, its clients one each; {count} processes share as many"
+        self._results.note("finetune.vs_separate", note)
 
     def batching(self) -> None:
         """Answered tokens a second of table 5's mix, and the mean seconds of a token, by batching."""

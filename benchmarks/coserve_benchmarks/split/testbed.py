@@ -80,6 +80,11 @@ class Testbed:
         """Orders for `count` training processes, each with data of its own."""
         return [self.order(seed=seed, address=address, **fields) for seed in range(count)]
 
+    def peers(self, count: int, **fields: Any) -> list[ClientOrder]:
+        """Orders for `count` training processes with bases of their own, which share all of the machine's
+        threads, as clients do by their executor."""
+        return self.trainers(count, threads=max(1, self.bench.machine.threads // count), **fields)
+
     def new_executor(self, threads: int = 1) -> Executor:
         """An executor at an address of its own, which does not run yet."""
         self._executors += 1

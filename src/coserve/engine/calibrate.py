@@ -3,10 +3,14 @@
 Other load makes a step slower, never quicker. So a step's cost is known once its two quickest runs took about
 as long, and steps are run again until then, or until the time for it is over. What is not certain then is
 rough: it is not kept for the next start, and real steps refine it (`CostModel.observe`).
+
+On a GPU steps are larger: few rows pass while weights are read, and tell nothing of what a row costs. Steps
+that graphs may have run until these are captured, and kernels are compiled, before the first answer waits.
 """
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,18 +47,45 @@ _SECONDS = 5.0  # for all rounds; each kind of step runs once in any case
 _ALIKE = 1.25  # ratio of a step's two quickest runs from which on other load is the reason
 _CERTAIN = 0.8  # share of the steps whose runs are alike
 _ROUNDS = 6  # at most: on a machine that stays busy more of them tell nothing new
-_INFERENCE: tuple[tuple[_Rows, ...], ...] = (
-    ((1, 32, 0, 0), (4, 256, 0, 0), (16, 64, 0, 0), (16, 256, 0, 0)),
-    ((0, 0, 1, 32), (0, 0, 1, 128), (0, 0, 1, 256), (0, 0, 8, 32)),
-    ((1, 64, 1, 32), (4, 64, 1, 128)),
-)
-_ADAPTED = (((4, 64, 0, 0), (16, 64, 0, 0)), ((0, 0, 1, 32), (0, 0, 1, 128)))  # the same with an adapter
-_WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
 _LEAN_ROWS = 128  # of a window where memory is short
-_BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window beside them
+_GRAPH = 9  # steps of a kind after which it has its graph, if it can have one (`worker.cuda_graphs`)
 _DECODED = 3  # decode steps without a window
 _STEPS = 48  # of these sequences, at most, beside one window
 _KEYS = count(-1, -1)  # negative, unlike a scheduler's
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Steps of a kind of device: `inference` in groups of rows, those that are `adapted` with an adapter,
+    `windows` of (examples, tokens of each; few long ones attend more), and `beside` each other (sequences,
+    cached tokens of each; rows of the window)."""
+
+    inference: tuple[tuple[_Rows, ...], ...]
+    adapted: tuple[tuple[_Rows, ...], ...]
+    windows: tuple[tuple[int, int], ...]
+    beside: tuple[int, int, int]
+
+
+_SIZES = _Sizes(
+    (
+        ((1, 32, 0, 0), (4, 256, 0, 0), (16, 64, 0, 0), (16, 256, 0, 0)),
+        ((0, 0, 1, 32), (0, 0, 1, 128), (0, 0, 1, 256), (0, 0, 8, 32)),
+        ((1, 64, 1, 32), (4, 64, 1, 128)),
+    ),
+    (((4, 64, 0, 0), (16, 64, 0, 0)), ((0, 0, 1, 32), (0, 0, 1, 128))),
+    ((1, 32), (1, 128), (1, 256), (8, 32)),
+    (4, 64, 256),
+)
+_GPU_SIZES = _Sizes(
+    (
+        ((1, 64, 0, 0), (8, 448, 0, 0), (32, 448, 0, 0), (128, 64, 0, 0), (128, 448, 0, 0)),
+        ((0, 0, 1, 64), (0, 0, 1, 512), (0, 0, 1, 2048), (0, 0, 4, 512), (0, 0, 8, 32)),
+        ((1, 64, 1, 32), (32, 448, 1, 512)),
+    ),
+    (((8, 448, 0, 0), (32, 448, 0, 0)), ((0, 0, 1, 64), (0, 0, 1, 512))),
+    ((1, 32), (1, 256), (1, 512), (4, 512), (1, 2048)),
+    (32, 256, 2048),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +109,20 @@ def measure(
 
     Two rounds of some forty steps on an idle machine: half a second on a small model, five on 255M parameters
     and two cores. No further round begins that would end after `seconds`, and of a model whose first one
-    takes longer only the smallest steps are run. Weights of a streamed base are not read, nor the time for it
-    counted. Where memory is short (`lean`) windows are small and adapters of rank 1. Must run while the
-    engine has no requests and keeps no prefixes: it writes into arbitrary pages.
+    takes longer only the smallest steps are run. Graphs are captured before. Weights of a streamed base are
+    not read, nor the time for it counted. Where memory is short (`lean`) windows are small and adapters of
+    rank 1. Must run while the engine has no requests and keeps no prefixes: it writes into arbitrary pages.
     """
-    began = time.monotonic()
-    probe = _Probe(executor, base, page_size, lean, began + seconds)
-    limit = min(pages * page_size, base.max_positions) - 2
+    probe = _Probe(executor, base, page_size, lean)
+    limits = pages * page_size, base.max_positions - 2
     runs: dict[tuple[float, ...], list[Sample]] = {}
     with _without_reads(executor):
+        if executor.spec.graphs:
+            _capture(probe, *limits)
+        began = time.monotonic()
+        probe.ends = began + seconds
         for rounds in range(1, _ROUNDS + 1):
-            for sample in chain(_inference(probe, limit), _training(probe, limit)):
+            for sample in chain(_inference(probe, *limits, probe.sizes.inference), _training(probe, *limits)):
                 runs.setdefault(tuple(sample[0].counted().values()), []).append(sample)
             is_certain = certain([sorted(taken for _, taken in same) for same in runs.values()])
             if is_certain or (time.monotonic() - began) * (rounds + 1) > seconds * rounds:
@@ -112,7 +146,7 @@ def measure_interference(
     None where pages are too few, or the executor runs both one after the other.
     """
     probe, positions = _Probe(executor, base, page_size), base.max_positions
-    batch, context, rows = _BESIDE
+    batch, context, rows = probe.sizes.beside
     rows = min(rows, base.row_buckets.whole_rows(positions - 2))
     if batch * -(-(context + _STEPS) // page_size) > pages or context + _STEPS > positions:
         return None
@@ -154,18 +188,19 @@ class _Probe:
         ends: float = float("inf"),
     ) -> None:
         self.executor, self.base, self.page_size, self.lean = executor, base, page_size, lean
-        self._ends = ends
+        self.ends = ends
+        self.sizes = _GPU_SIZES if base.device.type == "cuda" else _SIZES
 
     def some(self, sizes: tuple[T, ...]) -> Iterator[T]:
         """The sizes of steps, the smallest first, until the time is over; always the first."""
-        yield from (size for size in sizes if size == sizes[0] or time.monotonic() < self._ends)
+        yield from (size for size in sizes if size == sizes[0] or time.monotonic() < self.ends)
 
     def run(self, plan: BasePlan) -> BaseResult:
         return self.executor.run(replace(plan, pauses=sys.maxsize))  # made after all that there were
 
     def timed(self, plan: BasePlan) -> Sample:
         features, result = Features.of(plan), self.run(plan)
-        return features, result.seconds - result.reads.waited
+        return features.launched if result.launched else features, result.seconds - result.reads.waited
 
     def sequence(
         self, tokens: int, answered: int, first_page: int, room: int = 1, adapter: str | None = None
@@ -200,8 +235,8 @@ def _beside(probe: _Probe, window: TrainingSegment) -> tuple[list[float], float]
 
 @contextmanager
 def _decoding(probe: _Probe) -> Iterator[Iterator[BasePlan]]:
-    """Decode steps of `_BESIDE`'s sequences, `_STEPS` of them."""
-    batch, context, _ = _BESIDE
+    """Decode steps of the sequences beside a window, `_STEPS` of them."""
+    batch, context, _ = probe.sizes.beside
     needed = -(-(context + _STEPS) // probe.page_size)
     answers = [probe.sequence(context, 1, i * needed, room=_STEPS) for i in range(batch)]
     yield (_next_tokens(answers) for _ in range(_STEPS))
@@ -217,12 +252,14 @@ def _next_tokens(answers: list[Sequence]) -> BasePlan:
 
 
 def _inference(
-    probe: _Probe, limit: int, steps: tuple[tuple[_Rows, ...], ...] = _INFERENCE, adapter: str | None = None
+    probe: _Probe, room: int, positions: int, steps: tuple[tuple[_Rows, ...], ...], adapter: str | None = None
 ) -> Iterator[Sample]:
     for decoding, context, prompts, tokens in chain.from_iterable(map(probe.some, steps)):
         pages = -(-(max(context, tokens) + 1) // probe.page_size)
         batch = decoding + prompts
-        if batch * pages * probe.page_size > limit or batch > probe.executor.spec.sequences:
+        if max(context, tokens) > positions or batch * pages * probe.page_size > room:
+            continue
+        if batch > probe.executor.spec.sequences:
             continue
         sizes = [(context, 1)] * decoding + [(tokens, 0)] * prompts
         asked = [probe.sequence(*size, i * pages, adapter=adapter) for i, size in enumerate(sizes)]
@@ -231,16 +268,26 @@ def _inference(
         probe.run(BasePlan(released=tuple(answer.key for answer, _, _ in rows)))
 
 
-def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
+def _capture(probe: _Probe, room: int, positions: int) -> None:
+    """Has the device capture the graphs of all steps of inference."""
+    for _ in range(_GRAPH):
+        deque(_inference(probe, room, positions, probe.sizes.inference), maxlen=0)
+    if probe.base.sites:
+        with _micro_batch(probe, *probe.sizes.windows[0]) as micro_batch:
+            for _ in range(_GRAPH):
+                deque(_inference(probe, room, positions, probe.sizes.adapted, micro_batch.adapter), maxlen=0)
+
+
+def _training(probe: _Probe, room: int, positions: int) -> Iterator[Sample]:
     half = max(1, probe.base.depth // 2)
     for batch, rows in (
-        probe.some(_WINDOWS) if probe.base.sites else ()
+        probe.some(probe.sizes.windows) if probe.base.sites else ()
     ):  # a chain of two bases trains nothing
-        if rows > limit or (probe.lean and batch * rows > _LEAN_ROWS):
+        if rows > min(room, positions) or (probe.lean and batch * rows > _LEAN_ROWS):
             continue
         with _micro_batch(probe, batch, rows) as micro_batch:
-            if (batch, rows) == _WINDOWS[0]:
-                yield from _inference(probe, limit, _ADAPTED, micro_batch.adapter)
+            if (batch, rows) == probe.sizes.windows[0]:
+                yield from _inference(probe, room, positions, probe.sizes.adapted, micro_batch.adapter)
             yield from _there_and_back(probe, micro_batch, batch * rows, half)
             yield probe.timed(BasePlan(updates=(OptimStep(_JOB, learning_rate=1e-30),)))
 

@@ -29,7 +29,7 @@ _LONG: Final = 1024  # tokens from which on attention is more than its overhead
 _GIGA: Final = 1e9
 _TERA: Final = 1e12
 _MILLI: Final = 1e-3
-_ASSUMED: Final = Overhead(layer_us=6.0, reduction_us=12.0, update_us=500.0, host_us=1000.0)
+_ASSUMED: Final = Overhead(layer_us=6.0, reduction_us=12.0, update_us=500.0, host_us=1240.0)
 
 
 def measured_roofline(name: str) -> Roofline:

@@ -66,7 +66,7 @@ def _shape(place: str, name: str, fields: Mapping[str, Any]) -> ModelShape:
     dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
     if dtype not in _TYPES:
         raise ConfigError(f"{place}: dtype: expected one of {', '.join(_TYPES)}, not {dtype!r}")
-    return ModelShape(name, groups=groups, dtype=dtype, **found)
+    return ModelShape(name, groups=groups, dtype=dtype, family="llama", **found)
 
 
 def _number(place: str, name: str, value: Any) -> int:

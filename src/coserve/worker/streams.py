@@ -1,6 +1,5 @@
 """The two streams of a worker, answers and training: threads of a processor, or streams of a GPU."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from coserve.core.plan import BasePlan, Sampled, TrainingSegment
+from coserve.worker.timer import DeviceTimer
 
 T = TypeVar("T")
 Answered = tuple[dict[int, Sampled], list[TrainingSegment]]  # tokens, and the windows that shared their pass
@@ -37,7 +37,7 @@ class Streams:
         self._streams: list[Any] = [None, None]
         if device.type == "cuda":  # priorities: the lowest number goes first
             self._streams = [torch.cuda.Stream(device, priority) for priority in (-1, 0)]  # type: ignore[no-untyped-call]
-        self._under_way: Future[tuple[list[TrainingSegment], float]] | None = None  # training beside answers
+        self._under_way: Future[tuple[list[TrainingSegment], DeviceTimer]] | None = None  # beside answers
         self._asked: Sequence[TrainingSegment] = ()  # of it
         self._trained: list[TrainingSegment] = []  # done, and not returned yet
         self._is_stopped = False  # some of what was asked for did not run, and nobody was told
@@ -57,7 +57,8 @@ class Streams:
         """Waits for training under way. Raises its error."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
-            trained, self._seconds = under_way.result()
+            trained, timer = under_way.result()
+            self._seconds = timer.seconds
             self._note(self._asked, trained)
 
     def run(
@@ -114,17 +115,17 @@ class Streams:
         if plan.training and not again:
             assert self._under_way is None, "one piece of training beside answers at a time"
             self._asked = plan.training
-            self._under_way = self.begin(_TRAINING, 1 - share, partial(_timed, self.train, plan))
+            self._under_way = self.begin(_TRAINING, 1 - share, partial(self._timed, self.train, plan))
         if not plan.inference:
             self.settle()
             return {}, 0.0
-        (sampled, _), seconds = self.begin(_ANSWERS, share, partial(_timed, self.answer, plan)).result()
+        (sampled, _), timer = self.begin(_ANSWERS, share, partial(self._timed, self.answer, plan)).result()
         if self._under_way is not None and self._under_way.done():
             self.settle()
-        return sampled, seconds
+        return sampled, timer.seconds
 
-
-def _timed(work: Callable[[BasePlan], T], plan: BasePlan) -> tuple[T, float]:
-    started = time.perf_counter()
-    done = work(plan)
-    return done, time.perf_counter() - started
+    def _timed(self, work: Callable[[BasePlan], T], plan: BasePlan) -> tuple[T, DeviceTimer]:
+        timer = DeviceTimer(self._device)
+        done = work(plan)
+        timer.stop()
+        return done, timer

@@ -37,6 +37,7 @@ from coserve.worker.offloaded import OffloadedCache
 from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.streams import Streams
 from coserve.worker.swap_space import SwapSpace
+from coserve.worker.timer import DeviceTimer
 from coserve.worker.training_passes import TrainingPasses
 
 _log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class Worker:
                 self._move(plan)
             plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
             self._pause.begin(plan.pausable, plan.abandons)
-            started, read = time.perf_counter(), self._read
+            timer, read = DeviceTimer(self.base.device), self._read
             if not (is_again := self._has_begun):
                 self._begin(plan)
             with self._threads_for(plan):
@@ -164,7 +165,8 @@ class Worker:
             self._failed |= failed.keys()
             self._pauses += is_paused
             moved = self._moved(plan)
-            seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
+            timer.stop()
+        seconds = timer.seconds - self._pause.lost  # nobody learns from what was lost
         self._has_begun = self._has_moved = False
         return BaseResult(
             seconds=seconds,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama with untied embeddings and random weights."""
+    """A model with untied embeddings and random weights, a Llama unless `family` says otherwise."""
 
     name: str
     hidden: int
@@ -28,6 +28,7 @@ class ModelShape:
     vocabulary: int
     positions: int
     dtype: str = "bfloat16"
+    family: str = "llama"  # transformers' word for its architecture
 
     @property
     def item_bytes(self) -> int:
@@ -35,17 +36,19 @@ class ModelShape:
         return _ITEM_BYTES[self.dtype]
 
     @property
-    def config(self) -> "LlamaConfig":
+    def config(self) -> "PreTrainedConfig":
         """The shape as a transformers configuration."""
         import torch
-        from transformers import LlamaConfig
+        from transformers import AutoConfig
 
-        return LlamaConfig(
+        return AutoConfig.for_model(
+            self.family,
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
             intermediate_size=self.intermediate,
             num_attention_heads=self.heads,
             num_key_value_heads=self.groups,
+            head_dim=self.hidden // self.heads,
             vocab_size=self.vocabulary,
             max_position_embeddings=self.positions,
             tie_word_embeddings=False,
@@ -59,11 +62,11 @@ class ModelShape:
         """A fresh model; every call makes the same weights (seed 0) in new storage, on `device`: other
         devices draw other numbers."""
         import torch
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         with torch.random.fork_rng(devices=[]), nullcontext() if device == "cpu" else torch.device(device):
             torch.manual_seed(0)
-            model = LlamaForCausalLM._from_config(self.config, dtype=getattr(torch, self.dtype))
+            model = AutoModelForCausalLM.from_config(self.config, dtype=getattr(torch, self.dtype))
         built: PreTrainedModel = model.eval()
         return built
 
@@ -128,6 +131,7 @@ _SHAPES = {
         ModelShape("30b", 6656, 60, 17920, 52, 52, 32000, 4096),  # LLaMA's, 2,048 positions there
         ModelShape("13b", 5120, 40, 13824, 40, 40, 32000, 4096),
         ModelShape("8b", 4096, 32, 14336, 32, 8, 128256, 16384),
+        ModelShape("qwen3-8b", 4096, 36, 12288, 32, 8, 151936, 40960, family="qwen3"),
         ModelShape("1.5b", 1280, 88, 3456, 20, 5, 4096, 2048),
         ModelShape("600m", 1536, 18, 4096, 12, 6, 16384, 4096),
         ModelShape("780m", 1280, 44, 3456, 20, 5, 4096, 2048),  # 1.5b's bytes, if in float32

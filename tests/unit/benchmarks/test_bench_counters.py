@@ -639,6 +639,13 @@ def test_bytes_of_a_peer_are_those_that_autograd_saves(method: str) -> None:
     )
 
 
+def test_a_peer_that_checkpoints_keeps_the_input_of_each_layer() -> None:
+    """And little else: no more than half as much again. Without, it keeps some twenty times as much."""
+    peer = peer_of("lora", SHAPE, training_tokens([16] * 3, SHAPE.vocabulary))
+    inputs = 2 * 3 * 16 * SHAPE.hidden * SHAPE.layers
+    assert inputs <= peer.saved_bytes(checkpointing=True)[0] < 2 * inputs < peer.saved_bytes()[0] / 4
+
+
 @pytest.mark.parametrize("kind", ["auto", "int8"])
 def test_bytes_of_a_cache_are_those_of_its_tensors(kind: str, bench: Bench) -> None:
     engine = make_engine(bench, cache_dtype=kind, calibrate=False)

@@ -14,14 +14,15 @@ from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.wire.control import encode_line
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
 from coserve.workload.shapes import shape_named
+from coserve_benchmarks.policies.instead import least_ahead
 from coserve_benchmarks.policies.without.launch import Contestant
 from coserve_benchmarks.policies.without.messages import Prepare, ProcessRole, Serving, Start
 from coserve_benchmarks.policies.without.onestops import OneProcess, Turns, best_turns
 from coserve_benchmarks.policies.without.serving import TimedAnswer, make_server
 from coserve_benchmarks.policies.without.training import PeftTrainer, mini_batches, tensors
-from coserve_benchmarks.policies.without.trials import TrialResult, beginning, best, measure
+from coserve_benchmarks.policies.without.trials import TrialResult, beginning, best, frontier, measure
 from coserve_benchmarks.policies.without.turns import take_turns
-from coserve_benchmarks.policies.without.twoprocess import Split, TwoProcesses, best_split, splits
+from coserve_benchmarks.policies.without.twoprocess import Split, TwoProcesses, splits, try_splits
 
 SHAPE = shape_named("tiny")
 ENDLESS = 10**6
@@ -97,9 +98,9 @@ def test_one_process_serves_and_trains_in_turns() -> None:
 
 @pytest.mark.slow
 def test_the_best_settings_are_among_those_tried() -> None:
-    split, figures = best_split(SHAPE, WORKLOAD, threads=2, seconds=1.0)
-    assert len(figures) == len(splits(2)) + 2
-    assert figures[split.describe()].training > 0
+    tried = try_splits(SHAPE, WORKLOAD, threads=2)
+    assert len(tried) == len(splits(2)) + 2
+    assert all(found.training > 0 and split.matched is not None for split, found in tried.items())
     turns, figures = best_turns(SHAPE, WORKLOAD, threads=2, seconds=1.0)
     assert len(figures) == 3
     assert turns.matched is not None
@@ -236,6 +237,21 @@ def test_requests_wait_for_the_mini_batch_that_is_under_way() -> None:
 
 
 # Choosing
+
+
+def test_two_processes_are_compared_at_the_bound_at_which_ours_is_least_ahead() -> None:
+    """A split that trains most has the widest bound; one that another beats in both is not asked."""
+    wide, narrow, beaten = (Split(1, threads) for threads in (1, 2, 3))
+    tried = {
+        wide: TrialResult(1.0, 2.0, 4.0, 10.0, 300.0),
+        narrow: TrialResult(1.0, 1.0, 2.0, 10.0, 200.0),
+        beaten: TrialResult(1.0, 1.0, 3.0, 10.0, 100.0),
+    }
+    assert frontier(tried).keys() == {wide, narrow}
+    ours = {4.0: TrialResult(1.0, 1.0, 4.0, 10.0, 600.0), 2.0: TrialResult(1.0, 1.0, 2.0, 10.0, 300.0)}
+    assert least_ahead(tried, ours.__getitem__) == narrow  # 1.5 times what they train there, and not 2
+    ours[4.0] = replace(ours[4.0], attainment=0.9)
+    assert least_ahead(tried, ours.__getitem__) == wide  # which ours does not keep
 
 
 def test_attainment_is_chosen_before_training() -> None:

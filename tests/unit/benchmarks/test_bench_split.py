@@ -14,12 +14,13 @@ from transformers import LlamaForCausalLM
 from coserve.errors import ServerError
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.folder import save_shape
+from coserve_benchmarks.groups import begin
 from coserve_benchmarks.redraw import redraw
 from coserve_benchmarks.split import child
 from coserve_benchmarks.split.orders import Act, ClientOrder, RoundOrder, RoundReport, Work
 from coserve_benchmarks.split.processes import Clients, PeakMemory
 from coserve_benchmarks.split.run import BARS, run_split
-from coserve_benchmarks.split.testbed import QUICK
+from coserve_benchmarks.split.testbed import QUICK, Testbed
 
 SHAPE = shape_named("tiny")
 
@@ -57,6 +58,15 @@ def test_the_engine_counts_what_it_answers_and_trains(order: ClientOrder) -> Non
     for work, tokens in (("decode1", 4), ("decode16", 64), ("train", 21)):
         report = child._round(steps, RoundOrder(work, 0.0))  # type: ignore[arg-type]
         assert report == RoundReport(tokens, report.steps) and len(report.steps) == 1
+
+
+def test_peers_share_all_threads_of_the_machine(tmp_path: Path) -> None:
+    """A process alone has all of them, as a client has by its executor."""
+    bench = begin("tiny", True, (), (), None, {})
+    bench.machine.threads = 6
+    bed = Testbed(bench, tmp_path, True)
+    for count, each in ((1, 6), (2, 3), (4, 1), (8, 1)):
+        assert [order.threads for order in bed.peers(count)] == [each] * count
 
 
 def test_memory_is_that_of_the_processes_together() -> None:

@@ -171,7 +171,9 @@ def test_shapes_count_their_parameters() -> None:
 
 
 def test_unknown_shapes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"there are 70b, .*8b, 1\.5b, 600m, 780m, 255m, 19m, tiny"):
+    with pytest.raises(
+        ConfigError, match=r"there are 70b, .*8b, qwen3-8b, 1\.5b, 600m, 780m, 255m, 19m, tiny"
+    ):
         shape_named("huge")
 
 

@@ -167,7 +167,7 @@ WRONG: Final[tuple[tuple[Any, str, Callable[[], None], str], ...]] = (
     (DeviceBuffer, "part", passes, "writes what stream"),
     (DeviceBuffer, "_note", visits_beyond_the_buffers, "is freed that stream"),
     (DeviceBuffer, "settle", dry_visits, "writes what stream"),
-    (Stream, "wait_event", long_prompts, "reads what stream"),
+    (Stream, "wait_event", long_prompts, "the host knows that both have happened"),
 )
 
 

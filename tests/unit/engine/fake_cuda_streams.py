@@ -4,9 +4,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
 import torch
 
+from coserve.core.plan import BasePlan, InferenceSegment, TrainingSegment
+from coserve.core.sequence import Direction, Span
+from coserve.worker.streams import Answered, Streams
 from fake_cuda import DEVICE, HostThread, Stream, install, on_fake_cuda
 
 
@@ -104,13 +108,45 @@ def uses_a_thread_s_result() -> None:
     future.result().add_(1)
 
 
+def seconds_are_those_of_a_stream_s_own_operations() -> None:
+    """Three of training beside two of answers, whenever the host looks; what came before does not count."""
+    kept = list[torch.Tensor]()
+
+    def work(operations: int) -> None:
+        kept.extend(torch.ones(4, device=DEVICE) for _ in range(operations))
+
+    def answer(plan: BasePlan) -> Answered:
+        work(2)
+        return {}, []
+
+    def train(plan: BasePlan) -> list[TrainingSegment]:
+        work(3)
+        return [*plan.training]
+
+    row = InferenceSegment(0, 0, 1, 0, 1)
+    window = TrainingSegment(0, "job", "job@0", 0, 4, 10, Direction.TRAIN_FORWARD, Span(0, 2), 2)
+    with mock.patch("coserve.worker.streams.ThreadPoolExecutor", HostThread):
+        streams = Streams(torch.device(DEVICE), answer, train)
+        work(7)
+        with streams.step(0.5):
+            _, trained, _, seconds = streams.run(
+                BasePlan(inference=(row,), training=(window,), share=0.5), False
+            )
+            answering = [seconds[0]]
+        while not trained:
+            with streams.step(0.5):
+                _, trained, _, seconds = streams.run(BasePlan(inference=(row,), share=0.5), False)
+                answering.append(seconds[0])
+    assert trained == (window,) and seconds[1] == 3e-3 and {*answering} == {2e-3}, (answering, seconds)
+
+
 def waits_for_the_whole_device() -> None:
     torch.cuda.synchronize()
 
 
 RIGHT: Final = (
     reads_after_a_wait, reads_after_the_host_has_waited, views_are_no_use, frees_what_is_recorded,
-    uses_a_thread_s_result,
+    uses_a_thread_s_result, seconds_are_those_of_a_stream_s_own_operations,
 )  # fmt: skip
 WRONG: Final = {
     reads_at_once: "aten::add.Tensor on stream 1 reads what stream 0 wrote, at ",

@@ -8,9 +8,12 @@ import pytest
 
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.plan import BasePlan, BaseResult
-from coserve.engine.calibrate import Calibration, measure, measure_interference
+from coserve.engine import calibrate
+from coserve.engine.calibrate import _GPU_SIZES, _GRAPH, Calibration, measure, measure_interference
 from coserve.schedule.cost import CostModel
 from coserve.schedule.features import NAMES, Features
+from coserve.worker.cuda_graphs import PassGraphs, Run, rerun
+from coserve.worker.fused_pass import FusedPass
 from models import tiny
 
 PATIENCE = 600.0  # seconds
@@ -142,3 +145,36 @@ def test_what_is_measured_tells_what_a_pass_costs(graphs: bool, monkeypatch: pyt
     kinds = [features.counted() for features, _ in found.samples]
     prompts = [kind for kind in kinds if kind["mixed_layers"] and not kind["windows"]]
     assert len(prompts) == 2, "prompts beside decode rows, also where no adapter can train"
+
+
+def test_steps_that_were_measured_have_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the like of them capture nothing while answers wait, and are timed as they will be run."""
+    captured = list[Run]()
+
+    def record(work: Run) -> Run:
+        captured.append(work)
+        return rerun(work)
+
+    monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
+    monkeypatch.setattr(PassGraphs, "prepare", lambda *_: None)
+    config = EngineConfig(calibrate=False, cache_tokens=1 << 13, max_running=16)
+    engine = Engine(tiny("llama", max_position_embeddings=512), config)
+    assert measure(engine.executor, engine.base, config.page_size, config.pages, seconds=PATIENCE).samples
+    before = len(captured)
+    assert before
+    few = SamplingParams(max_tokens=2 * _GRAPH, ignore_eos=True)
+    handles = [engine.generate([5] * 250, sampling=few, text=False) for _ in range(16)]
+    engine.run()
+    assert all(len(handle.tokens) == 2 * _GRAPH for handle in handles) and len(captured) == before
+
+
+def test_a_gpu_s_steps_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows pass while weights are read, and tell nothing of what a row costs."""
+    config = EngineConfig(calibrate=False, cache_tokens=1 << 16, max_running=128)
+    engine = Engine(tiny("llama", max_position_embeddings=4096), config)
+    room = engine.executor, engine.base, config.page_size, config.pages
+    small = measure(*room, seconds=0.0).samples
+    monkeypatch.setattr(calibrate, "_SIZES", _GPU_SIZES)
+    large = measure(*room, seconds=PATIENCE).samples
+    rows = [max(features.counted()["forward_rows"] for features, _ in found) for found in (small, large)]
+    assert rows[0] <= 256 and rows[1] >= 2048

@@ -46,6 +46,15 @@ def best(tried: Mapping[C, TrialResult]) -> C:
     return max(tried, key=lambda setting: _merit(tried[setting]))
 
 
+def frontier(tried: Mapping[C, TrialResult]) -> dict[C, TrialResult]:
+    """The settings of which no other is better both in the 99th percentile of latency and in training."""
+    return {
+        setting: found
+        for setting, found in tried.items()
+        if not any(one.p99 < found.p99 and one.training > found.training for one in tried.values())
+    }
+
+
 def beginning(workload: Workload, seconds: float) -> Workload:
     """A workload of at most `seconds` from the first job on; requests that came before it are left out."""
     seconds = min(seconds, workload.seconds)

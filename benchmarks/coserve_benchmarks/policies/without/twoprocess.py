@@ -11,7 +11,7 @@ from coserve.workload.requests import Workload
 from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.policies.without.launch import Contestant, as_load, start_soon
 from coserve_benchmarks.policies.without.messages import ProcessRole, Serving
-from coserve_benchmarks.policies.without.trials import TrialResult, beginning, best, try_all
+from coserve_benchmarks.policies.without.trials import TrialResult, best, try_all
 
 _NICE = 19  # the least that a process may ask for
 
@@ -88,20 +88,15 @@ def splits(threads: int) -> list[Split]:
     return [replace(split, nice=nice) for split in both for nice in (0, _NICE)]
 
 
-def best_split(
-    shape: ModelShape, workload: Workload, threads: int, seconds: float
-) -> tuple[Split, dict[str, TrialResult]]:
-    """The best split on the beginning of a workload, `seconds` for each, and all that were tried.
-
-    The threads are chosen first and how to serve then, with those threads.
-    """
-    part = beginning(workload, seconds)
+def try_splits(shape: ModelShape, workload: Workload, threads: int) -> dict[Split, TrialResult]:
+    """All splits that are tried, the whole workload for each: of threads first, and then how to serve with
+    those that train most."""
     matched: bool | None = None
 
     def run(split: Split) -> LoadResult:
         nonlocal matched
         with TwoProcesses(shape, replace(split, matched=matched)) as contestant:
-            load = contestant.run(part)
+            load = contestant.run(workload)
         matched = contestant.matched
         return load
 
@@ -109,5 +104,4 @@ def best_split(
     chosen = best(tried)
     others = [replace(chosen, serving=serving) for serving in Serving if serving is not chosen.serving]
     tried |= try_all(others, run)
-    figures = {split.describe(): found for split, found in tried.items()}
-    return replace(best(tried), matched=matched), figures
+    return {replace(split, matched=matched): found for split, found in tried.items()}
