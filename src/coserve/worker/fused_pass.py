@@ -36,7 +36,7 @@ class ThroughLayers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Replay:
+class _GraphedRows:
     """Rows of segments, `counts` of each, that a graph takes through all layers; one that `samples` returns
     their tokens, another one hidden rows."""
 
@@ -183,19 +183,19 @@ class FusedPass:
         common = CommonAttentionMetadata(table, positions, [count], [first + count])
         return self._batch((), torch.zeros_like(positions), common, [(slice(0, count), bypasses)])
 
-    def _graphs(self, plan: BasePlan) -> "list[_Replay]":
+    def _graphs(self, plan: BasePlan) -> "list[_GraphedRows]":
         """Graphs for rows of answers that share no pass with windows, and for decode rows apart from others
         where the plan has them so."""
         if self.graphs is None:
             return []
-        rows, graphs = plan.inference, list[_Replay]()
+        rows, graphs = plan.inference, list[_GraphedRows]()
         if plan.passes.decodes_apart:
             decodes = [one for one in rows if self._decodes(one)]
             graphs += self._graph(decodes)
             rows = tuple(one for one in rows if not self._decodes(one)) if graphs else rows
         return graphs if plan.fused else graphs + self._graph(rows)
 
-    def _graph(self, segments: Sequence[InferenceSegment]) -> "list[_Replay]":
+    def _graph(self, segments: Sequence[InferenceSegment]) -> "list[_GraphedRows]":
         """The graph that takes rows through all layers, and samples if it can; none where none holds their
         work."""
         if self.graphs is None or not segments or any(segment.offloaded for segment in segments):
@@ -209,9 +209,9 @@ class FusedPass:
         if decodes == len(ordered) and (draws := self.sampler.draws(ordered)) is not None:
             ends = self.table.lengths([segment.key for segment in ordered])
             if (replay := self.graphs.find(replace(listed, ends=ends, draws=draws))) is not None:
-                return [_Replay(ordered, counts, replay, samples=True)]
+                return [_GraphedRows(ordered, counts, replay, samples=True)]
         replay = self.graphs.find(listed)
-        return [] if replay is None else [_Replay(ordered, counts, replay, samples=False)]
+        return [] if replay is None else [_GraphedRows(ordered, counts, replay, samples=False)]
 
     def _should_be_replayed(self, launched: Sequence[InferenceSegment], plan: BasePlan) -> bool:
         """Tells whether graphs were to have decode rows that are launched, or prompts without decode rows."""
