@@ -134,10 +134,25 @@ class ReplayedRows(GraphRows):
                 y.register_hook(partial(_checked, self._check))  # type: ignore[no-untyped-call]
         return y
 
+    def back_to_matrices(self, path: str, x: Tensor, grad: Tensor, of_x: Tensor | None) -> dict[int, Tensor]:
+        """Gradients of the matrices of low-rank bypasses at a linear, by their identity, given its input x
+        [1, rows, in] and the gradient of its output [1, rows, out]; for rows that are in no graph. The
+        bypasses' gradient for x is added to `of_x` unless that is None."""
+        self._check()
+        if (segments := self._lora.segments(path)) is None:
+            return {}
+        found = segments.backward(grad[0], x[0], None if of_x is None else of_x[0])
+        pairs = zip((*segments.weights.a, *segments.weights.b), (*found[0], *found[1]), strict=True)
+        return {id(matrix): gradient for matrix, gradient in pairs}
+
+    def own(self, layer: int) -> KV:
+        """The rows' own keys and values in a layer, [1, groups, rows, width]."""
+        return _join([store.kv.own(layer, window) for store, window in self._windows])
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if spec.reads is None:
             self.current = (k, v)
-            keys, values = _join([store.kv.own(layer, window) for store, window in self._windows])
+            keys, values = self.own(layer)
             k, v = stand_in(k, keys), stand_in(v, values)
         else:
             k, v = _join([past.shared for past in self._past if past.shared is not None])
