@@ -14,8 +14,10 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lowrank import is_lora
 from coserve.kernels.native import ops
+from coserve.kernels.native.layer_back import LayerBack
 from coserve.model.block import Block, Call
 from coserve.model.native_layer import NativeLayer, rotary_tables
+from coserve.model.placement import MOST_ROWS
 from coserve.train.window import KV
 from coserve.train.window_group import ReplayedRows
 
@@ -64,59 +66,75 @@ def native_gradients(
     tables = rotary_tables(call, x.shape[1], layer.width)
     if tables is None or not ops.takes(x, gradient, *tables):
         return None
-    linears, (before, after) = _Linears(layer, rows), layer.norms
-    entering = ops.rms_norm(x, *before)
-    product = linears(_Q, entering)
-    q = ops.rotate(product.unflatten(2, (-1, layer.width)).transpose(1, 2), *tables).requires_grad_()
+    kernel, lora = layer.native(), rows.computed(layer.paths) if x.shape[1] <= MOST_ROWS else None
+    way: LayerBack | _Products
+    if kernel is None or lora is None:
+        way = _Products(layer, rows, x, *tables)
+    else:
+        way = LayerBack(kernel, lora, x, *tables)
+    rows.check()
+    q = way.queries().requires_grad_()
     k, v = (own.detach().requires_grad_() for own in rows.own(layer.index))
     with torch.enable_grad():
         attended = rows.attend(layer.index, q, k, v, layer.spec)
-    leaving = attended.detach().flatten(2)
-    middle = linears(_OUT, leaving) + x
-    normed = ops.rms_norm(middle, *after)
-    gate, up = linears(_GATE, normed), linears(_UP, normed)
-
-    of_gate, of_up = ops.silu_mul_back(linears.back(_DOWN, ops.silu_mul(gate, up), gradient), gate, up)
-    of_normed = linears.back(_GATE, normed, of_gate).add_(linears.back(_UP, normed, of_up))
-    of_middle = ops.rms_norm_back(of_normed, middle, *after).add_(gradient)
-    of_attended = linears.back(_OUT, leaving, of_middle).view(attended.shape)
-    of_q, of_k, of_v, *of_past = torch.autograd.grad([attended], [q, k, v, *past], [of_attended])
+    rows.check()
+    of_attended, of_x = way.after(attended.detach().flatten(2), gradient)
+    rows.check()
+    of_q, of_k, of_v, *of_past = torch.autograd.grad(
+        [attended], [q, k, v, *past], [of_attended.view(attended.shape)]
+    )
     if kv_grads is not None:
         of_k, of_v = of_k + kv_grads[0], of_v + kv_grads[1]
-    of_heads = ops.rotate_back(of_q, *tables), ops.rotate_back(of_k, *tables), of_v
-    of_products = [of.transpose(1, 2).flatten(2) for of in of_heads]
-    if not needs_input_grad:
-        for linear, of in enumerate(of_products):
-            linears.back_to_matrices(linear, entering, of, None)
-        return [*map(linears.gradient, leaves), *of_past]
-    of_entering = linears.back(_Q, entering, of_products[_Q])
-    for linear in (_K, _V):
-        of_entering += linears.back(linear, entering, of_products[linear])
-    of_x = ops.rms_norm_back(of_entering, x, *before).add_(of_middle)
-    return [*map(linears.gradient, leaves), *of_past, of_x]
+    way.before(of_q, of_k, of_v, of_x if needs_input_grad else None)
+    return [*(way.gradients[id(leaf)] for leaf in leaves), *of_past, *[of_x] * needs_input_grad]
 
 
-class _Linears:
-    """A layer's linears with the bypasses of some rows, by their numbers, and the gradients of matrices."""
+class _Products:
+    """As `LayerBack`, product by product: faster for many rows, and reads products that are kept."""
 
-    def __init__(self, layer: NativeLayer, rows: ReplayedRows) -> None:
-        self._paths, self._linears, self._rows = layer.paths.linears, layer.linears, rows
-        self._gradients: dict[int, Tensor] = {}  # by the identity of the matrix
+    def __init__(self, layer: NativeLayer, rows: ReplayedRows, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        self.gradients: dict[int, Tensor] = {}
+        self._layer, self._rows, self._tables = layer, rows, (cos, sin)
+        self._first, self._second = layer.norms
+        self._x, self._entering = x, ops.rms_norm(x, *self._first)
 
-    def __call__(self, number: int, x: Tensor) -> Tensor:
-        """The output for x [1, rows, in]."""
-        return self._rows.linear(self._paths[number], self._linears[number].placement, x)
+    def queries(self) -> Tensor:
+        """See `LayerBack`."""
+        heads = self._product(_Q, self._entering).unflatten(2, (-1, self._layer.width)).transpose(1, 2)
+        return ops.rotate(heads, *self._tables)
 
-    def back(self, number: int, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient for x, from that of the output [1, rows, out]."""
-        of_x = self._linears[number].placement.backward(grad)
-        self.back_to_matrices(number, x, grad, of_x)
+    def after(self, attended: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LayerBack`."""
+        middle = self._product(_OUT, attended) + self._x
+        normed = ops.rms_norm(middle, *self._second)
+        gate, up = self._product(_GATE, normed), self._product(_UP, normed)
+        of_gate, of_up = ops.silu_mul_back(self._back(_DOWN, ops.silu_mul(gate, up), grad), gate, up)
+        of_normed = self._back(_GATE, normed, of_gate).add_(self._back(_UP, normed, of_up))
+        of_middle = ops.rms_norm_back(of_normed, middle, *self._second).add_(grad)
+        return self._back(_OUT, attended, of_middle), of_middle
+
+    def before(self, of_q: Tensor, of_k: Tensor, of_v: Tensor, of_x: Tensor | None) -> None:
+        """See `LayerBack`."""
+        of_heads = ops.rotate_back(of_q, *self._tables), ops.rotate_back(of_k, *self._tables), of_v
+        of_entering: Tensor | None = None
+        for number, of in zip((_Q, _K, _V), of_heads, strict=True):
+            grad = of.transpose(1, 2).flatten(2)
+            if of_x is None:
+                self._back_to_matrices(number, self._entering, grad, None)
+            else:
+                found = self._back(number, self._entering, grad)
+                of_entering = found if of_entering is None else of_entering.add_(found)
+        if of_x is not None and of_entering is not None:
+            of_x += ops.rms_norm_back(of_entering, self._x, *self._first)
+
+    def _product(self, number: int, x: Tensor) -> Tensor:
+        return self._rows.linear(self._layer.paths.linears[number], self._layer.linears[number].placement, x)
+
+    def _back(self, number: int, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient for a linear's input x [1, rows, in], from that of its output."""
+        of_x = self._layer.linears[number].placement.backward(grad)
+        self._back_to_matrices(number, x, grad, of_x)
         return of_x
 
-    def back_to_matrices(self, number: int, x: Tensor, grad: Tensor, of_x: Tensor | None) -> None:
-        """Takes the gradients of the bypasses' matrices, and adds that for x to `of_x` if there is one."""
-        self._gradients |= self._rows.back_to_matrices(self._paths[number], x, grad, of_x)
-
-    def gradient(self, matrix: Tensor) -> Tensor:
-        """The gradient of a matrix, once all linears were taken back."""
-        return self._gradients[id(matrix)]
+    def _back_to_matrices(self, number: int, x: Tensor, grad: Tensor, of_x: Tensor | None) -> None:
+        self.gradients |= self._rows.back_to_matrices(self._layer.paths.linears[number], x, grad, of_x)
