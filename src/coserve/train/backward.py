@@ -129,7 +129,8 @@ def layer_gradients(
     trained = [leaf for own in leaves for leaf in own]
     earlier = [kv for own in past for kv in own.tensors]
     calls = base.arguments.concat([w.calls for w in windows])
-    block, every = base.chain.blocks[layer], None
+    block = base.chain.blocks[layer]
+    every: Sequence[Tensor] | None = None
     with block.visit(Direction.BACKWARD):
         native = recognised(block, [(w.bypasses, own) for w, own in zip(windows, leaves, strict=True)])
         if native is not None:

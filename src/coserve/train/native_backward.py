@@ -100,7 +100,8 @@ class _Products:
 
     def queries(self) -> Tensor:
         """See `LayerBack`."""
-        heads = self._product(_Q, self._entering).unflatten(2, (-1, self._layer.width)).transpose(1, 2)
+        product = self._product(_Q, self._entering)
+        heads = product.view(*product.shape[:2], -1, self._layer.width).transpose(1, 2)
         return ops.rotate(heads, *self._tables)
 
     def after(self, attended: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

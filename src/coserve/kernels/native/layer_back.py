@@ -19,13 +19,13 @@ class _Gradients(Structure):
 
 
 class LayerBack:
-    """The rows x [1, rows, hidden], contiguous, of a layer with low-rank bypasses that `lora_back` takes, and
+    """The rows x [1, rows, hidden] of a layer with low-rank bypasses that `lora_back` takes, and
     rotary tables [1, rows, width]. `gradients` are those of the matrices, by their identity, once both
     halves were gone back through."""
 
     def __init__(self, layer: Layer, lora: LayerLora, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         self.gradients: dict[int, Tensor] = {}
-        self._layer, self._lora, self._x = layer, lora, x
+        self._layer, self._lora, self._x = layer, lora, x.contiguous()
         self._tables = cos.contiguous(), sin.contiguous()
         self._arrays = [
             (self._empty([one.a for one in rows.segments]), self._empty([one.b for one in rows.segments]))
