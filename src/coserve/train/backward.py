@@ -25,7 +25,7 @@ from coserve.memory.exhausted import is_out_of_memory, words_of
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.train.activations import ActivationStore
-from coserve.train.native_backward import Given, native_gradients, recognised
+from coserve.train.native_backward import ReplayedLayer, native_gradients, recognised
 from coserve.train.pause import LayerAbandoned
 from coserve.train.shortage import Shortages
 from coserve.train.window import KV, Window
@@ -135,7 +135,7 @@ def layer_gradients(
         native = recognised(block, [(w.bypasses, own) for w, own in zip(windows, leaves, strict=True)])
         if native is not None:
             base.chain.on_layer()
-            given = Given(x.detach(), calls[layer], gradient, kv_grads, earlier)
+            given = ReplayedLayer(x.detach(), calls[layer], gradient, kv_grads, earlier)
             every = native_gradients(native, rows, given, trained, needs_input_grad)
     if every is None:
         with torch.enable_grad(), base.cell.set(rows):

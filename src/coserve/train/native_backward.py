@@ -25,7 +25,7 @@ _Q, _K, _V, _OUT, _GATE, _UP, _DOWN = range(7)  # of `layer_parts.LINEARS`
 _DTYPE: Final = torch.float32  # bfloat16 has not been run this way on a processor that multiplies it
 
 
-class Given(NamedTuple):
+class ReplayedLayer(NamedTuple):
     """A window group at a layer: its input x [1, rows, width] and other arguments, the gradient of its
     output, those from later windows for the rows' own keys and values, and earlier keys and values as leaves
     of a graph."""
@@ -58,7 +58,11 @@ def _is_plain(block: Block, linears: Sequence[str], bypasses: Bypasses, leaves: 
 
 @torch.no_grad()
 def native_gradients(
-    layer: NativeLayer, rows: ReplayedRows, given: Given, leaves: Sequence[Tensor], needs_input_grad: bool
+    layer: NativeLayer,
+    rows: ReplayedRows,
+    given: ReplayedLayer,
+    leaves: Sequence[Tensor],
+    needs_input_grad: bool,
 ) -> list[Tensor] | None:
     """Gradients of `leaves`, the matrices of the rows' bypasses, of earlier keys and values, and of the input
     where it is needed. None where the kernels do not read what is given."""
