@@ -95,7 +95,7 @@ class LoraBatch:
         """Adds the bypasses at a linear to y [all rows, out] in place; x [..., in] is the linear's input."""
         for rows in self.slots:
             rows.add_(path, x, y)
-        segments = self._at(path)
+        segments = self.at(path)
         if segments is not None:
             segments.add_(x.flatten(0, -2), y)
 
@@ -105,7 +105,8 @@ class LoraBatch:
             self._native[paths] = self._readable(paths)
         return self._native[paths]
 
-    def _at(self, path: str) -> LoraSegments | None:
+    def at(self, path: str) -> LoraSegments | None:
+        """All segments at a linear, made once; None where there are none."""
         if path not in self._segments:
             self._segments[path] = self.segments(path)
         return self._segments[path]
@@ -126,7 +127,7 @@ class LoraBatch:
 
     def _linear_rows(self, path: str) -> LoraRows | None:
         """The low-rank bypasses at a linear; None where the kernel does not read one of them."""
-        segments = self._at(path)
+        segments = self.at(path)
         return NO_ROWS if segments is None else segments.native
 
     def _sublayer_rows(self, path: str) -> LoraRows | None:

@@ -61,7 +61,7 @@ class GraphRows(GroupRows):
     def _segments(self, path: str, x: Tensor) -> tuple[Tensor | None, LoraSegments | None]:
         """The stand-in for the frozen product of x [..., in] if any, and its low-rank bypasses."""
         kept, is_added = self._kept(path, x)
-        return kept, self._lora.segments(path, is_added)
+        return kept, self._lora.segments(path, is_added) if any(is_added) else self._lora.at(path)
 
     def _is_changed(self, path: str) -> bool:
         return any(path in adapter.inputs for adapter in self._adapters)

@@ -72,16 +72,19 @@ class LayerParts:
         """Ways in which the norms may compute, see `ops.rms_norm`."""
         return product((False, True), repeat=len(self.norms))
 
+    def computed(self, centred: tuple[bool, ...]) -> tuple[Norm, ...]:
+        """The norms as kernels compute them."""
+        return tuple(map(Norm, map(_weight, self.norms), self.eps, centred))
+
     def layer(self, centred: tuple[bool, ...], width: int, scale: float, window: int | None) -> Layer | None:
         """The layer as kernels read it; None where they do not read its weights. `width` is that of a
         head."""
         packed = [own for linear in self.linears if (own := linear.placement.native) is not None]
-        weights = [_weight(norm) for norm in self.norms]
-        if len(packed) < len(self.linears) or not ops.takes(*weights):
+        before, after = self.computed(centred)
+        if len(packed) < len(self.linears) or not ops.takes(before.weight, after.weight):
             return None
-        if any(own.dtype is not weights[0].dtype for own in packed):
+        if any(own.dtype is not before.weight.dtype for own in packed):
             return None
-        before, after = map(Norm, weights, self.eps, centred)
         return Layer(packed, (before, after), width, scale, window)
 
 

@@ -51,13 +51,7 @@ class _Bypassed(torch.autograd.Function):
     ) -> Tensor:
         ctx.placement, ctx.segments = placement, segments
         ctx.save_for_backward(x)
-        y: Tensor = ctx.placement.forward(x) if kept is None else kept
-        if segments.is_added:
-            return y
-        if kept is not None:
-            y = y.clone()
-        segments.add_(x.flatten(0, -2), y.flatten(0, -2))
-        return y
+        return _bypassed(x, placement, segments, kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -74,10 +68,25 @@ class _Bypassed(torch.autograd.Function):
 def bypassed(
     x: Tensor, placement: Placement | None, segments: LoraSegments, kept: Tensor | None = None
 ) -> Tensor:
-    """The placement's product of x [..., in], or `kept`, with low-rank bypasses added; requires a graph.
-    Without a placement `kept` gives x no gradient."""
+    """The placement's product of x [..., in], or `kept`, with low-rank bypasses added, in the current graph
+    if there is one. Without a placement `kept` gives x no gradient."""
+    if not torch.is_grad_enabled():
+        return _bypassed(x, placement, segments, kept)
     weights = segments.weights
     y: Tensor = _Bypassed.apply(x, placement, kept, segments, *weights.a, *weights.b)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _bypassed(x: Tensor, placement: Placement | None, segments: LoraSegments, kept: Tensor | None) -> Tensor:
+    y = kept
+    if y is None:
+        assert placement is not None
+        y = placement.forward(x)
+    if segments.is_added:
+        return y
+    if kept is not None:
+        y = y.clone()
+    segments.add_(x.flatten(0, -2), y.flatten(0, -2))
     return y
 
 

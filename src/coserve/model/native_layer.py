@@ -14,12 +14,13 @@ from coserve.adapters.lora_batch import LayerAdapters, LayerPaths
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.native import ops
-from coserve.kernels.native.layer import Layer, PackedLinear, decode_layers, layer_begin, layer_end
+from coserve.kernels.native.layer import Layer, Norm, PackedLinear, decode_layers, layer_begin, layer_end
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block, Call, Resident
 from coserve.model.layer_experiment import LayerExperiment
 from coserve.model.layer_parts import LINEARS, NORMS, LayerParts
+from coserve.model.linear import FrozenLinear
 from coserve.model.placement import MOST_ROWS
 
 _ENTERED: Final = ("self_attn.o_proj", "mlp.down_proj")  # linears whose input no other module reads
@@ -46,7 +47,7 @@ class NativeLayer:
     ) -> None:
         self.index, self.cell, self.width, self.spec = index, cell, width, spec
         self.dtype = paths.dtype
-        self._parts, self._centred, self._paths = parts, centred, paths
+        self.paths, self._parts, self._centred = paths, parts, centred
         self._latest: tuple[PackedLinear, Layer] | None = None  # with the first of its linears
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor | None:
@@ -72,9 +73,19 @@ class NativeLayer:
             self._latest = first, layer
         return self._latest[1]
 
+    @property
+    def linears(self) -> Sequence[FrozenLinear]:
+        """In the order of `LINEARS`."""
+        return self._parts.linears
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """In the order of `NORMS`."""
+        return self._parts.computed(self._centred)
+
     def adapters(self, rows: FusedRows) -> LayerAdapters | None:
         """The rows' bypasses in the layer; None where the kernel does not read one of them."""
-        return rows.native(self._paths)
+        return rows.native(self.paths)
 
 
 def through(layers: Sequence[NativeLayer], hidden: Tensor, call: Call) -> Tensor | None:

@@ -26,6 +26,7 @@ from coserve.memory.exhausted import run_shared
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.train.activations import ActivationStore
+from coserve.train.native_backward import ReplayedLayer, native_gradients, recognised
 from coserve.train.pause import LayerAbandoned
 from coserve.train.shortage import Shortages
 from coserve.train.window import KV, Window
@@ -123,30 +124,41 @@ def layer_gradients(
     needs_input_grad = windows[0].needs_input_grad(layer)
     x = concat_rows([w.input(layer) for w in windows], 1).requires_grad_(needs_input_grad)
     rows = ReplayedRows(stored, [w.bypasses for w in windows], past, check)
-    with torch.enable_grad(), base.cell.set(rows):
-        calls = base.arguments.concat([w.calls for w in windows])
-        out = base.chain.layer(layer, x, calls, Direction.BACKWARD)
-    outputs, gradients = [out], [concat_rows([w.gradient for w in windows], 1)]
-    kv_grads = None if rows.current is None else _kv_grads(layer, windows, rows.current)
-    if rows.current is not None and kv_grads is not None:
-        outputs += rows.current
-        gradients += kv_grads
+    kv_grads = _kv_grads(layer, windows, rows) if base.caches[layer].reads is None else None
+    gradient = concat_rows([w.gradient for w in windows], 1)
     leaves = [w.backward.leaves(layer) for w in windows]
-    asked = [*(leaf for own in leaves for leaf in own), *(kv for own in past for kv in own.tensors)]
-    found = iter(vjp(outputs, gradients, [*asked, x] if needs_input_grad else asked))
+    trained = [leaf for own in leaves for leaf in own]
+    earlier = [kv for own in past for kv in own.tensors]
+    calls = base.arguments.concat([w.calls for w in windows])
+    block = base.chain.blocks[layer]
+    every: Sequence[Tensor] | None = None
+    with block.visit(Direction.BACKWARD):
+        native = recognised(block, [(w.bypasses, own) for w, own in zip(windows, leaves, strict=True)])
+        if native is not None:
+            base.chain.on_layer()
+            given = ReplayedLayer(x.detach(), calls[layer], gradient, kv_grads, earlier)
+            every = native_gradients(native, rows, given, trained, needs_input_grad)
+    if every is None:
+        with torch.enable_grad(), base.cell.set(rows):
+            outputs, gradients = [base.chain.layer(layer, x, calls, Direction.BACKWARD)], [gradient]
+        if rows.current is not None and kv_grads is not None:
+            outputs += rows.current
+            gradients += kv_grads
+        every = vjp(outputs, gradients, [*trained, *earlier, *[x] * needs_input_grad])
+    found = iter(every)
     of_leaves = [list(islice(found, len(own))) for own in leaves]
     of_past = [list(islice(found, len(own.tensors))) for own in past]
     of_input = split_rows(next(found), rows.sizes, 1) if needs_input_grad else [None] * len(windows)
     return [LayerGradients(*own) for own in zip(of_leaves, of_past, of_input, strict=True)]
 
 
-def _kv_grads(layer: int, windows: "Sequence[BackwardWindow]", current: KV) -> KV | None:
+def _kv_grads(layer: int, windows: "Sequence[BackwardWindow]", rows: ReplayedRows) -> KV | None:
     """Gradients from later windows for the keys and values of all rows, [1, groups, rows, width]; None if
     there are none."""
     found = [w.kv_grads(layer) for w in windows]
     if all(own is None for own in found):
         return None
-    keys, values = (split_rows(x.detach(), [w.window.rows for w in windows], 2) for x in current)
+    keys, values = (split_rows(x, rows.sizes, 2) for x in rows.own(layer))
     pairs = [
         (torch.zeros_like(k), torch.zeros_like(v)) if own is None else own
         for own, k, v in zip(found, keys, values, strict=True)

@@ -13,8 +13,10 @@ from functools import partial
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.lora_batch import LayerPaths
 from coserve.core.sequence import Span
 from coserve.kernels.attention import Attended, AttentionSpec
+from coserve.kernels.native.lora import LayerLora
 from coserve.kernels.rows import concat_rows, split_rows
 from coserve.model.batch import Keeper, LayerCalls
 from coserve.model.graph import GraphRows, stand_in
@@ -121,23 +123,48 @@ class ReplayedRows(GraphRows):
         check: Callable[[], object] = int,
     ) -> None:
         super().__init__(bypasses, [window.rows for _, window in windows])
-        self._windows, self._past, self._check = windows, past, check
+        self._windows, self._past, self.check = windows, past, check
         self._whole = _as_one_window(windows)
         self.current: KV | None = None
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         y = super().linear(path, placement, x)
         if placement.group is None:
-            self._check()
+            self.check()
             if y.requires_grad:
                 # Not a method: the graph would hold these rows, which hold the graph.
-                y.register_hook(partial(_checked, self._check))  # type: ignore[no-untyped-call]
+                y.register_hook(partial(_checked, self.check))  # type: ignore[no-untyped-call]
         return y
+
+    def computed(self, paths: LayerPaths) -> LayerLora | None:
+        """The low-rank bypasses in a layer for kernels that compute all its products and go back through
+        them; None where they do not read one, or products are kept."""
+        if any(
+            store.saved.fates.of(p) is not Fate.COMPUTED for store, _ in self._windows for p in paths.linears
+        ):
+            return None
+        found = self._lora.native(paths)
+        return found.lora if found is not None and all(rows.goes_back for rows in found.lora.rows) else None
+
+    def back_to_matrices(self, path: str, x: Tensor, grad: Tensor, of_x: Tensor | None) -> dict[int, Tensor]:
+        """Gradients of the matrices of low-rank bypasses at a linear, by their identity, given its input x
+        [1, rows, in] and the gradient of its output [1, rows, out]; for rows that are in no graph. The
+        bypasses' gradient for x is added to `of_x` unless that is None."""
+        self.check()
+        if (segments := self._lora.at(path)) is None:
+            return {}
+        found = segments.backward(grad[0], x[0], None if of_x is None else of_x[0])
+        pairs = zip((*segments.weights.a, *segments.weights.b), (*found[0], *found[1]), strict=True)
+        return {id(matrix): gradient for matrix, gradient in pairs}
+
+    def own(self, layer: int) -> KV:
+        """The rows' own keys and values in a layer, [1, groups, rows, width]."""
+        return _join([store.kv.own(layer, window) for store, window in self._windows])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if spec.reads is None:
             self.current = (k, v)
-            keys, values = _join([store.kv.own(layer, window) for store, window in self._windows])
+            keys, values = self.own(layer)
             k, v = stand_in(k, keys), stand_in(v, values)
         else:
             k, v = _join([past.shared for past in self._past if past.shared is not None])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compiled import each_type, in_type, numbers, with_products  # noqa: F401  # fixtures
 from coserve.kernels.lora.backend import LoraSegment
-from coserve.kernels.native.lora import BottleneckSegment, add_lora, computes, readable
+from coserve.kernels.native.lora import BottleneckSegment, add_lora, computes, goes_back, lora_back, readable
 
 DRAWS = random.Random()
 
@@ -106,3 +106,53 @@ def test_other_matrices_are_not_read() -> None:
     other = torch.bfloat16 if numbers.is_wide else torch.float32
     assert readable([plain, LoraSegment(3, 4, plain.a.to(other), plain.b.to(other), 1.0)]) is None
     assert computes(numbers.dtype, torch.device("cpu")) and not computes(torch.float64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("needs_x", [True, False])
+@torch.no_grad()
+def test_gradients_are_those_of_each_segments_rows(threads: int, needs_x: bool) -> None:
+    """In float32; of ranks and rows that fill tiles and that do not, and of segments without rows."""
+    if not numbers.is_wide:
+        pytest.skip("the kernel is for float32")
+    for _ in range(5):
+        inputs, outputs, rows = DRAWS.choice([16, 48, 256]), DRAWS.choice([32, 96]), DRAWS.randint(4, 70)
+        cuts = sorted(DRAWS.choices(range(rows + 1), k=DRAWS.choice([2, 4, 6])))
+        spans = list(zip(cuts[::2], cuts[1::2], strict=True))
+        found = [segment(start, stop, DRAWS.randint(1, 12), inputs, outputs) for start, stop in spans]
+        x, grad = torch.randn(rows, inputs + 5)[:, :inputs], torch.randn(rows, outputs)
+        before = torch.randn(rows, inputs)
+        of_x, own = before.clone() if needs_x else None, readable(found)
+        assert own is not None and goes_back(x, grad, of_x, own)
+        kept = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            of_a, of_b = lora_back(x, grad, own, of_x)
+        finally:
+            torch.set_num_threads(kept)
+        want_x = before.double()
+        for one, a, b in zip(found, of_a, of_b, strict=True):
+            span = slice(one.start, one.stop)
+            between = one.scale * grad[span].double() @ one.b.double()
+            want_x[span] += between @ one.a.double()
+            assert_near(a, between.t() @ x[span].double())
+            assert_near(b, one.scale * grad[span].double().t() @ (x[span].double() @ one.a.double().t()))
+        if of_x is not None:
+            assert_near(of_x, want_x)
+
+
+def assert_near(found: Tensor, want: Tensor) -> None:
+    assert float((found - want).abs().max()) <= 1e-5 * float(want.abs().max())
+
+
+@torch.no_grad()
+def test_torchs_products_take_gradients_of_high_ranks() -> None:
+    """They are faster there; and those of bottlenecks, which have biases."""
+    x, grad = in_type(torch.randn(4, 32)), in_type(torch.randn(4, 32))
+    for one, is_taken in [
+        (segment(0, 4, 12, 32, 32), numbers.is_wide),
+        (segment(0, 4, 13, 32, 32), False),
+        (bottleneck(0, 4, 3, 32, 32), False),
+    ]:
+        own = readable([one])
+        assert own is not None and goes_back(x, grad, None, own) is is_taken

@@ -14,7 +14,7 @@ from coserve.kernels.lora.backend import Gradients, LoraSegment, LoraWeights, Tr
 from coserve.kernels.lora.dispatch import Approach, make_backend
 from coserve.kernels.lora.layout import Layout
 from coserve.kernels.native import ops
-from coserve.kernels.native.lora import LoraRows, add_lora, readable
+from coserve.kernels.native.lora import LoraRows, add_lora, goes_back, lora_back, readable
 
 
 class LoraBackends:
@@ -54,9 +54,9 @@ class LoraSegments:
 
     @cached_property
     def native(self) -> LoraRows | None:
-        """All segments for the kernel in C, to be used where it reads x and y; None where it does not read
+        """All segments for the kernels in C, to be used where these read x and y; None where they do not read
         their matrices."""
-        return readable(self._segments) if self._is_whole else None
+        return readable(self._segments)
 
     @property
     def is_added(self) -> bool:
@@ -65,7 +65,7 @@ class LoraSegments:
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         """y [rows, out] += scale · x Aᵀ Bᵀ, in place, for segments not added yet; x [rows, in]."""
-        rows = self.native if ops.takes(x, y) and y.is_contiguous() else None
+        rows = self.native if self._is_whole and ops.takes(x, y) and y.is_contiguous() else None
         if rows is not None and rows.dtype is y.dtype:
             add_lora(x, rows, y)
         elif self._is_whole:
@@ -75,4 +75,7 @@ class LoraSegments:
 
     def backward(self, grad: Tensor, x: Tensor, grad_x: Tensor | None) -> Gradients:
         """See `TrainingLoraBackend`."""
+        rows = self.native
+        if rows is not None and goes_back(x, grad, grad_x, rows):
+            return lora_back(x, grad, rows, grad_x)
         return self._backend.backward(grad, x, self.weights, grad_x)

@@ -26,7 +26,9 @@ import torch  # its OpenMP library must be there first: another one's threads wo
 
 _SOURCES: Final = sorted(Path(__file__).parent.glob("*.[ch]"))
 # What is compiled in float32: the others are for bfloat16 alone, or for both as they are.
-_WIDE: Final = ("attention.c", "kernels.c", "layer.c", "linear.c", "lora.c", "training.c")
+_WIDE: Final = (
+    "attention.c", "kernels.c", "layer.c", "layer_back.c", "linear.c", "lora.c", "lora_back.c", "training.c",
+)  # fmt: skip
 NUMBERS: Final = (torch.bfloat16, torch.float32)  # types that there are kernels for
 _FAST: Final = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS: Final = (*_FAST, "-fopenmp", "-shared", "-fPIC")
@@ -50,10 +52,14 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "linear_unpacked": "plpppllli",
     "unpack_columns": "ppllllli",
     "add_lora": "plplplli",
+    "lora_back": "plpplppplli",
     "decode_layers": "pppppplppppllli",
     "layer_begin": "pppppppppllli",
     "layer_end": "ppppppllli",
     "layer_slice": "pppppppplli",
+    "layer_queries": "pppppplli",
+    "layer_back_after": "pppppppplli",
+    "layer_back_before": "ppppllpllppppplli",
     "layer_attend": "pppplpppppplli",
     "attends_chunks": "ll",
     "attend_chunks": "pppppplllllllflppi",
@@ -61,6 +67,7 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "attend_chunks_back": "ppppppppppplllllllflpppi",
     "panel_outputs": "",
 }
+_WIDE_ALONE: Final = ("lora_back", "layer_queries", "layer_back_after", "layer_back_before")  # in float32
 _ANSWERS: Final = ("attends_chunks", "goes_back_chunks", "panel_outputs")  # functions that return an integer
 
 
@@ -129,7 +136,7 @@ def _loaded(compiler: str, dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     for name, kinds in _SIGNATURES.items():
         if (function := getattr(found, name, None)) is None:
-            assert dtype is torch.float32, f"no kernel {name}"
+            assert _is_wide(dtype) or name in _WIDE_ALONE, f"no kernel {name}"
             continue
         function.argtypes = [_KINDS[kind] for kind in kinds]
         function.restype = ctypes.c_int if name in _ANSWERS else None

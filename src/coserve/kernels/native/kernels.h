@@ -74,4 +74,17 @@ typedef struct {
 // x and y may be the same.
 void add_lora(const number *x, i64 stride, const Segment *segments, i64 count, number *y, i64 ins, i64 outs, int threads);
 
+// See lora_back.c; in float32 alone.
+void lora_back(const number *x, i64 stride, const number *grad, const Segment *segments, i64 count, number *const *of_a,
+               number *const *of_b, number *of_x, i64 ins, i64 outs, int threads);
+
+void rms_norm_back(const number *grad, const number *x, const number *w, number *dx, i64 rows, i64 width, float eps,
+                   int centred, int threads);
+
+void silu_mul_back(const number *grad, const number *gate, const number *up, number *dgate, number *dup, i64 count,
+                   int threads);
+
+void rotate_back(const number *grad, i64 row_stride, i64 head_stride, const number *cosine, const number *sine, number *dx,
+                 i64 rows, i64 heads, i64 width, int threads);
+
 #endif

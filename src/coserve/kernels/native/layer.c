@@ -4,8 +4,7 @@
 
 #include <stdlib.h>
 
-#include "number.h"
-#include "kernels.h"
+#include "layer.h"
 
 // How rows use a weight of their own: instead of the module's [outs, ins], with a bias or null; its outputs or inputs
 // times (1 + weight); added to its outputs; or, where `SCALES`, its outputs times weight.
@@ -22,42 +21,9 @@ typedef struct {
 } OwnWeight;
 
 typedef struct {
-    const number *packed, *bias;  // the bias is null where there is none
-    i64 outputs;
-} Linear;
-
-typedef struct {
-    const Segment *segments;  // low-rank bypasses of some rows
-    i64 count;
-} Bypass;
-
-typedef struct {
     const OwnWeight *weights;  // in order of their rows
     i64 count;
 } OwnRows;
-
-typedef struct {
-    const number *weight;
-    float eps;
-    int is_centred;
-} Norm;
-
-typedef struct {
-    i64 heads, groups, width, window;
-    float scale;
-} Attention;
-
-typedef struct {
-    Linear query, key, value, out, gate, up, down;
-    Norm first, second;
-    i64 hidden;
-    Attention attention;
-} Layer;
-
-typedef struct {
-    Bypass query, key, value, out, gate, up, down;
-    Bypass attention, feed_forward;  // of the sublayers' outputs
-} Bypasses;
 
 typedef struct {
     OwnRows query, key, value, out, gate, up, down, first, second;

@@ -98,8 +98,7 @@ class PackedLinear:
     bias: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
+class Norm(NamedTuple):
     """As the arguments of `ops.rms_norm`."""
 
     weight: Tensor
