@@ -125,8 +125,9 @@ def test_a_page_that_others_read_is_copied_before_it_is_written() -> None:
     first = world.submit(TEXT[:8], answer=9)
     world.step()
     second = world.submit(TEXT[:8], answer=9)
-    world.step()
+    plan = world.it.plan(world.executor.now).only
     assert (second.cached, second.shared, second.template) == (7, 1, first.pages[1])
+    apply(world.it, world.executor.run(plan), world.executor.now)
     assert second.pages[0] == first.pages[0] and second.pages[1] != first.pages[1]
     assert world.pool.readers(first.pages[1]) == 1
     world.run()
