@@ -8,7 +8,7 @@ from coserve import Engine, LoRAConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.sequence import Direction
 from coserve.model.base import Base
-from coserve.model.block import ModelPart, Resident
+from coserve.model.block import ModelPart, Residence, Resident
 from coserve.model.load import load_base
 from coserve.train.proof import prove_training
 from methods import SMALL, engine_of
@@ -25,7 +25,7 @@ AT_ENDS = {
 CHANGES = {"opt": {"word_embed_proj_dim": 32}}  # a linear between the embedding and the first layer
 
 
-class Away:
+class Away(Residence):
     """Parameters that do not exist between visits: whoever reads them there reads no numbers."""
 
     def __init__(self, part: ModelPart) -> None:
