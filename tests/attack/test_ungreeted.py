@@ -212,8 +212,15 @@ def test_a_client_that_comes_while_an_executor_starts_is_served(
     start, answers = threading.Thread.start, list[Any]()
 
     def ask() -> None:
-        wait_until(lambda: Path(address.path).exists())
-        connection = ExecutorConnection(address, ClientHello(VERSION, "early", key=KEY), patience=20.0)
+        found, hello = list[ExecutorConnection](), ClientHello(VERSION, "early", key=KEY)
+
+        def is_connected() -> bool:
+            with suppress(Unreachable):  # the socket is not there yet, or nobody listens
+                found.append(ExecutorConnection(address, hello, patience=20.0))
+            return bool(found)
+
+        wait_until(is_connected)
+        connection = found[0]
         x = torch.randn(2, 96)
         asked = call_of([DOWN], [x], "float32", direction="forward", work="inference")
         answers.extend(connection.submit(asked, [x], [64]).result(20))

@@ -4,7 +4,7 @@ never does, whichever pass it is and at whichever layer, in this process, in ano
 import random
 import secrets
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from bases import WIDE, wide_model
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.core.plan import PassesAlone, StepPlan, StepResult
+from coserve.core.plan import BaseResult, PassesAlone, StepPlan, StepResult
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
 from coserve.train.example import Example
 from coserve.train.save_policy import SavePolicy
 from forked_executors import fork_executors, run_short_here, short_memory
 from models import tiny
+
+_RUNS: Final = 4  # until some of the draws have both kinds of failures: one in six has not
 
 SETTINGS = TrainingConfig(batch_size=3, rows=64, learning_rate=1e-3, epochs=2, keep=SavePolicy.PRUNED)
 SAMPLING = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0)
@@ -95,21 +97,30 @@ def test_everything_is_as_with_memory_enough(
     run_short_here(monkeypatch)
     # Else one shortage has windows pass alone for the rest of so short a run.
     monkeypatch.setattr("coserve.schedule.scheduler._ALONE", 2)
-    seed = secrets.randbits(31)
+    kinds = set[bool]()
+    for _ in range(_RUNS):
+        failed = equals_undisturbed(secrets.randbits(31), executor, bases, policy)
+        assert len(failed) > 5
+        kinds |= {part.paused for part in failed}
+        if len(kinds) == 2:
+            break
+    assert len(kinds) == 2, "some were repeated, others planned anew"
+
+
+def equals_undisturbed(seed: int, executor: str, bases: int, policy: str) -> list[BaseResult]:
+    """Compares a run in short memory with one in enough; returns the results with a pass that failed."""
     print(f"seed {seed}")
     tokens, losses, weights = Run(seed, bases).outcome()
     run = Run(seed, bases, executor=executor, policy=policy)
     with short_memory(percent=30, seed=seed % 256):
         found = run.outcome()
-    failed = [part for result in run.results for part in result.bases.values() if part.together_failed]
-    assert len(failed) > 5 and any(part.paused for part in failed), "some were repeated, others planned anew"
-    assert any(not part.paused for part in failed)
     assert any(part.alone is PassesAlone.WINDOWS for plan in run.plans for part in plan.bases.values())
     assert found[0] == tokens
     for own, wanted in zip(found[1], losses, strict=True):
         assert own == pytest.approx(wanted, rel=1e-9)
     for own, wanted in zip(found[2], weights, strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-7, atol=1e-10)
+    return [part for result in run.results for part in result.bases.values() if part.together_failed]
     for one in run.engines:
         if executor == "remote":
             one.executor.close()  # type: ignore[attr-defined]

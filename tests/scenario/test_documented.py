@@ -25,7 +25,6 @@ NOT_RUN: Final = {
         "docs/gpu.md",
         "make gpu",
     ): "needs a GPU, or minutes; tests/unit/benchmarks/test_bench_gpu.py runs parts",
-    ("docs/gpu.md", "PYTHONPATH=src:benchmarks python"): "needs a GPU",
     ("docs/gpu.md", "pip download"): "needs a network",
     ("docs/operating.md", "docker "): "needs a daemon, and a network",
     ("docs/tinker.md", "pip install"): "needs a network",
