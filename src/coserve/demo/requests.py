@@ -19,8 +19,8 @@ ADAPTED: Final = 4  # every fourth request is for an adapter, in turn
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest(TimedRequest):
-    """A request of the demo. Its `adapter` answers where it is in training, else the base does. `question` is
-    the text shown on screen."""
+    """A request of the demo. Its `adapter` answers where it is in training, else an untrained one does.
+    `question` is the text shown on screen."""
 
     question: str = ""
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -23,7 +23,7 @@ from coserve.demo.figures import AdapterFigures, DemoReport, StepLoss, way
 from coserve.demo.lessons import Lesson
 from coserve.demo.requests import DemoRequest, Questions, RequestSource, at_once
 from coserve.demo.score import Score, score_model
-from coserve.demo.target import DemoTarget, Interrupts
+from coserve.demo.target import DemoTarget, Interrupts, add_untrained
 from coserve.demo.trace import TraceRequests, describe, read_load
 from coserve.demo.trainer import trainer
 from coserve.demo.view import DemoView
@@ -103,8 +103,8 @@ class Story:
             "coserve answers requests and trains adapters in the same steps, on one frozen model, the base.",
             f"The same {self.options.seconds:g} s of requests, at {self.options.share:.0%} of this machine's "
             "capacity, in four ways:",
-            "1. alone: answers without training.",
-            "2. coserve: beside the training of two LoRA adapters, which answer a fourth of the requests.",
+            "1. alone: answers without training, a fourth of them by two LoRA adapters.",
+            "2. coserve: beside the training of these adapters, whose newest versions answer.",
             "3. taking turns: training stops all answers for whole mini-batches.",
             "4. two processes: an engine that answers and one that trains share the machine.",
             "Base and adapters answer held-out questions before and after the second.",
@@ -127,6 +127,7 @@ class Story:
         report.data = None if options.data is None else options.data.name
         report.share, report.slowdown = options.share, options.slowdown
         self.lessons = self._lessons()
+        add_untrained(self.engine, self.lessons)
         report.adapters = [AdapterFigures(lesson.adapter, lesson.about) for lesson in self.lessons]
         self._source = self._make_source()
         took = time.monotonic() - started

@@ -95,7 +95,7 @@ def _notes(report: DemoReport) -> tuple[str, ...]:
         f"All columns: the same {report.requests} arrivals in {report.ways[0].seconds:g} s, at "
         f"{report.share:.0%} of the {report.capacity:.3g} requests/s measured with {BACKLOG} asked at once.",
         f"Answer's time / alone: median over requests of seconds per token over those of {ALONE}. Every "
-        "fourth request is for an adapter; the base answers it where none trains beside it.",
+        "fourth request is for an adapter; an untrained one answers it where none trains beside it.",
         f"{COSERVED}: requests state a bound of {report.slowdown:g} on their slowdown by training. {TURNS}: "
         f"a whole mini-batch after every 8 answers and when there are none. {PROCESSES}: a trainer of its "
         f"own, whose adapters answer nobody; {half} thread{'s' * (half != 1)} each in place of "

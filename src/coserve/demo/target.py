@@ -19,6 +19,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning
 from coserve.simulate.driven import EngineTarget
 from coserve.train.config import TrainingConfig
+from coserve.train.fresh import fresh_adapter
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import TimedJob, TimedRequest
 
@@ -35,6 +36,16 @@ TRAINING: Final = TrainingConfig(
     max_steps=_ENDLESS,
     keep=SavePolicy.EVERYTHING,
 )
+
+
+def add_untrained(engine: Engine, lessons: Sequence[Lesson]) -> None:
+    """Adds an untrained adapter for each lesson, so that every way of doing the load serves as many."""
+    for lesson in lessons:
+        engine.adapters.add(fresh_adapter(engine.base, _untrained(lesson.adapter), LORA, TRAINING.seed))
+
+
+def _untrained(adapter: str) -> str:
+    return f"untrained-{adapter}"
 
 
 def start_lesson(engine: Engine, lesson: Lesson) -> FineTuning:
@@ -96,9 +107,11 @@ class DemoTarget(EngineTarget):
         self._shown = engine.clock()
 
     def ask(self, request: TimedRequest, arrival: float) -> Answer:
-        """See `LoadTarget`. An adapter that does not train here is the base's to answer for."""
+        """See `LoadTarget`. For an adapter that does not train here an untrained one answers."""
         assert isinstance(request, DemoRequest), "the demo's loads are made of its requests"
-        adapter = request.adapter if request.adapter in self.jobs else None
+        adapter = request.adapter
+        if adapter is not None and adapter not in self.jobs:
+            adapter = _untrained(adapter)
         handle = self.engine.generate(
             request.prompt, adapter, request.sampling, request.slo, arrival, scope=self._act
         )

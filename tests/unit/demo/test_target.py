@@ -1,4 +1,4 @@
-"""The demo's engine as a load's target: adapters that train here answer, and losses are noted."""
+"""The demo's engine as a load's target: adapters answer, and losses are noted."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ from coserve.core.request import SamplingParams
 from coserve.demo import trainer
 from coserve.demo.lessons import Lesson
 from coserve.demo.requests import DemoRequest
-from coserve.demo.target import DemoTarget, Interrupts
+from coserve.demo.target import DemoTarget, Interrupts, add_untrained
 from coserve.demo.view import Snapshot
 from coserve.errors import ServerError
 from coserve.simulate.replay import replay
@@ -65,11 +65,13 @@ def test_adapters_answer_while_they_train_and_losses_have_their_times(engine: En
     assert view.shown[-1].gap_p50 is not None and not view.shown[-1].under_way
 
 
-def test_an_adapter_that_does_not_train_here_is_the_bases_to_answer_for(engine: Engine) -> None:
+def test_an_untrained_adapter_answers_for_one_that_does_not_train_here(engine: Engine) -> None:
+    """So answers cost the same with and without training."""
+    add_untrained(engine, [LESSON])
     it, view = target_of(engine)
     load = replay(it, Workload("w", "w", 0.1, (request(0.0, "pirate"),), ()))
     assert len(load.answers[0].tokens) == 3
-    assert {exchange.who for exchange in view.shown[-1].completed} == {"base"}
+    assert {exchange.who for exchange in view.shown[-1].completed} == {"untrained-pirate@0"}
 
 
 def test_ctrl_c_takes_effect_between_two_steps(engine: Engine) -> None:
