@@ -32,7 +32,7 @@ from coserve.worker.fused_pass import FusedPass
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment
 from coserve.worker.page_store import HostStore
 from coserve.worker.swap_space import SwapSpace
-from fake_cuda import DEVICE, HostThread, Stream, install, on_fake_cuda
+from fake_cuda import DEVICE, HostThread, Stream, found, install
 from models import save, tiny
 
 GPU: Final = torch.device(DEVICE)
@@ -169,15 +169,6 @@ WRONG: Final[tuple[tuple[Any, str, Callable[[], None], str], ...]] = (
     (DeviceBuffer, "settle", dry_visits, "writes what stream"),
     (Stream, "wait_event", long_prompts, "the host knows that both have happened"),
 )
-
-
-def found(case: Callable[[], None]) -> str:
-    try:
-        with on_fake_cuda():
-            case()
-    except AssertionError as error:
-        return str(error)
-    return ""
 
 
 def rooms(folder: Path, device: str) -> list[int | str | None]:

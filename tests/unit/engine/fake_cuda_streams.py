@@ -1,7 +1,6 @@
 """Run by `test_fake_cuda.py`: the fake GPU finds what streams do to each other's memory without a wait."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 from unittest import mock
@@ -11,7 +10,7 @@ import torch
 from coserve.core.plan import BasePlan, InferenceSegment, TrainingSegment
 from coserve.core.sequence import Direction, Span
 from coserve.worker.streams import Answered, Streams
-from fake_cuda import DEVICE, HostThread, Stream, install, on_fake_cuda
+from fake_cuda import DEVICE, HostThread, Stream, found, install
 
 
 def side() -> Stream:
@@ -156,15 +155,6 @@ WRONG: Final = {
     uses_a_thread_s_result_before_it_is_known: "reads what stream 1 wrote",
     waits_for_the_whole_device: "waits for the whole device",
 }
-
-
-def found(case: Callable[[], None]) -> str:
-    try:
-        with on_fake_cuda():
-            case()
-    except AssertionError as error:
-        return str(error)
-    return ""
 
 
 if __name__ == "__main__":
