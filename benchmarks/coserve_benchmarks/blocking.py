@@ -70,7 +70,7 @@ def answer_latencies(
         due = engine.clock() + draw.expovariate(1 / gap)
         while (left := due - engine.clock()) > 0:
             if engine.scheduler.has_work:
-                with announced(engine, due):
+                with announced(engine, lambda _, due=due: due):
                     engine.step()
             else:
                 time.sleep(left)

@@ -56,8 +56,20 @@ class SLO:
         """Tells whether training may delay any single token, as long as all delays together keep a bound."""
         return self.deferral is not None and self == SLO(deferral=self.deferral)
 
+    def bears(self, seconds: float) -> bool:
+        """Tells whether a request that arrives during a step of so many seconds bears to wait for its end: it
+        bounds its deferral alone, or the step is a small part of all that bounds its first token."""
+        if self.bounds_deferral_alone:
+            return True
+        bounds = [x for x in (self.first_token, self.end_to_end, self.deferral) if x is not None]
+        stated = self.slowdown is None and (self.first_token is not None or self.end_to_end is not None)
+        return stated and seconds <= _SMALL * min(bounds)
+
 
 _UNBOUND: Final = SLO()
+# Part of a bound on the first token that a step may take. Where training stops for each arrival, at half of a
+# GPU's capacity every second step loses its training (docs/LOG.md).
+_SMALL: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning
 from coserve.simulate.driven import EngineTarget
+from coserve.simulate.replay import Pressing, nobody
 from coserve.train.config import TrainingConfig
 from coserve.train.fresh import fresh_adapter
 from coserve.train.save_policy import SavePolicy
@@ -128,10 +129,10 @@ class DemoTarget(EngineTarget):
         self._interrupts.check()
         super().wait(seconds)
 
-    def step(self, arrival: float = float("inf")) -> list[Event]:
+    def step(self, pressing: Pressing = nobody) -> list[Event]:
         """See `LoadTarget`."""
         self._interrupts.check()
-        events = super().step(arrival)
+        events = super().step(pressing)
         now = self.clock()
         for event in events:
             if isinstance(event, TokenEvent):

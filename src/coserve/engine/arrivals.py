@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from coserve.core.request import SLO
 from coserve.executors.step_executor import StepExecutor
 
 
@@ -12,16 +13,22 @@ class Arrivals:
     those that bear its time.
 
     `announce` and `taken` are called by any thread, `before_step` and `give_way` by the one that steps.
+    `under_way` are the seconds that the plans under way are predicted to take.
     """
 
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
+        self.under_way = 0.0
         self._coming = self._pressing = 0
         self._changed = threading.Condition()
 
     def pause_training(self) -> None:
         """Stops the training under way behind its present slice."""
         self._executor.pause_training()
+
+    def presses(self, slo: SLO) -> bool:
+        """Tells whether a request with these bounds does not bear to wait for the plans under way."""
+        return not slo.bears(self.under_way)
 
     def announce(self, presses: bool = True) -> None:
         """Counts a caller that waits for the end of the step; one that `presses` pauses its training."""

@@ -314,7 +314,7 @@ class Engine:
         grammar = check_sampling(sampling, self.base.vocabulary, self.grammars, continued)
         if grammar is not None:
             self.executor.call(CompileGrammar(grammar.text))
-        with self.arrivals.arriving(presses=not request.slo.bounds_deferral_alone), self.loop.lock:
+        with self.arrivals.arriving(self.arrivals.presses(request.slo)), self.loop.lock:
             asked = None if request.adapter is None else self.adapters.look(request.adapter)
             others = (self._alternative(one, grammar is not None) for one in request.alternatives)
             versions = [asked, *others]

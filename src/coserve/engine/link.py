@@ -85,7 +85,9 @@ class Inbox:
         self._arrivals = arrivals
 
     def put(self, item: Item) -> None:
-        told = self._arrivals if _is_urgent(item) else None
+        told = self._arrivals
+        if told is not None and not _is_urgent(item, told):
+            told = None
         if told is not None:
             told.announce()
         self._items.put((item, told))
@@ -99,16 +101,16 @@ class Inbox:
         return item
 
 
-def _is_urgent(item: Item) -> bool:
+def _is_urgent(item: Item, arrivals: Arrivals) -> bool:
     if isinstance(item, Received):
-        return not all(_bears_a_step(command) for command in item.commands)
+        return any(_presses(command, arrivals) for command in item.commands)
     return isinstance(item, Done)
 
 
-def _bears_a_step(command: Command) -> bool:
+def _presses(command: Command, arrivals: Arrivals) -> bool:
     if isinstance(command, Request):
-        return command.slo.bounds_deferral_alone
-    return isinstance(command, Acknowledge)
+        return arrivals.presses(command.slo)
+    return not isinstance(command, Acknowledge)
 
 
 class Connection:

@@ -164,6 +164,7 @@ class StepLoop(Generic[H]):
         if not self.scheduler.under_way:
             plan = self.scheduler.plan(self.clock())
             if not self._plans_ahead:
+                self.arrivals.under_way = self.scheduler.seconds_under_way
                 return self.executor.run(plan)
             self.executor.launch(plan)
         while (
@@ -171,6 +172,7 @@ class StepLoop(Generic[H]):
             and (ahead := self.scheduler.plan_ahead(self.clock())) is not None
         ):
             self.executor.launch(ahead)
+        self.arrivals.under_way = self.scheduler.seconds_under_way
         result = self.executor.collect()
         assert result is not None, "a plan that was launched has a result"
         return result

@@ -19,7 +19,7 @@ from coserve.schedule.reads import OffloadCosts, ReadCosts
 from coserve.schedule.segments import training_segment
 
 _NO_PASS = ("loss_rows", "updates")  # beside no reads of weights
-_BACK = ("backward_layers", "backward_rows", "backward_attention")
+_BACK = ("backward_layers", "backward_rows", "backward_wide_rows", "backward_attention")
 # Steps of one kind share a factor of slowness relative to their measurement.
 _KIND_OF = {
     name: "backward" if name.startswith("backward") else name if name in _NO_PASS else "forward"

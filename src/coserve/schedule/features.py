@@ -19,6 +19,9 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     # A row of a window on its way forward, whole depth. Windows have many rows, whose products are bound by
     # arithmetic; on a GPU an answer's rows pass while weights are read, at half of the seconds.
     "window_rows": 1e-4,
+    # Its rows beyond `WIDE`, in addition: products of few rows wait for weights or launches, those of many
+    # for arithmetic. On an H200 each of the first 512 rows of a window back takes 28 us, each later one 47.
+    "window_wide_rows": 0.0,
     # A pass over the whole depth that carries windows, or prompts without graphs, beside `forward_layers`:
     # decode rows alone take a compiled call (`model/native_layer.py`), or a graph, as prompts do where there
     # are graphs (`worker/cuda_graphs.py`). 7 ms of 19M parameters, of which 8 decode rows take 4.
@@ -33,11 +36,13 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "windows": 1e-3,
     "backward_layers": 2e-2,  # a way back over the whole depth: jobs at the same layer share it
     "backward_rows": 3e-4,  # a row back through the whole depth
+    "backward_wide_rows": 0.0,  # of these, rows beyond `WIDE` of a window, in addition
     "backward_attention": 4e-8,  # a (row, earlier row) pair on the way back, whole depth
     "loss_rows": 2e-4,  # a row's head and loss, forward and back
     "updates": 5e-3,  # an optimizer step
 }
 NAMES = tuple(DEFAULT_WEIGHTS)
+WIDE: Final = 512  # rows
 
 _EMPTY: Final = dict.fromkeys(NAMES, 0.0) | {"step": 1.0}
 _SHARED: Final = Passes()
@@ -201,14 +206,17 @@ class Features:
             values["loss_rows"] += rows
             return
         part = len(span) / depth
+        wide = max(rows - WIDE, 0) * part
         if segment.direction is Direction.TRAIN_FORWARD:
             self._windows |= (1 << span.last) - (1 << span.first)
             self._depth, self._abandons = depth, self._abandons or abandons
             values["window_rows"] += rows * part
+            values["window_wide_rows"] += wide
             values["forward_attention"] += segment.pairs * part
         else:
             values["backward_layers"] += self._read_again(segment.job, span) / depth
             values["backward_rows"] += rows * part
+            values["backward_wide_rows"] += wide
             values["backward_attention"] += segment.pairs * part
         values["windows"] += part
 

@@ -108,6 +108,15 @@ class Scheduler:
         """Number of plans without a result."""
         return len(self._launched)
 
+    @property
+    def seconds_under_way(self) -> float:
+        """Seconds for which the training of plans without a result may hold up an arrival: those that they
+        are predicted to take one after the other; infinite where no end is known, as training runs beside
+        answers, or where the policy leaves no time for any."""
+        plans = [launched.plan.first for launched in self._launched]
+        beside = bool(self._underway) or any(plan.share is not None for plan in plans)
+        return INFINITE if beside or self.policy.defers else sum(plan.predicted for plan in plans)
+
     # One step
 
     def plan(self, now: float) -> StepPlan:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from coserve.core.events import Event
 from coserve.core.sequence import Sequence
+from coserve.simulate.replay import Pressing, nobody
 from coserve.workload.requests import TimedRequest, greedy
 
 if TYPE_CHECKING:  # which loads torch
@@ -38,16 +39,17 @@ class EngineTarget:
         """See `LoadTarget`."""
         self.scheduler.requests.cancel(answer.key)
 
-    def step(self, arrival: float = float("inf")) -> list[Event]:
+    def step(self, pressing: Pressing = nobody) -> list[Event]:
         """See `LoadTarget`."""
-        with announced(self.engine, arrival):
+        with announced(self.engine, pressing):
             return self.engine.step()
 
 
 @contextmanager
-def announced(engine: "Engine", arrival: float) -> Iterator[None]:
-    """Announces a request that arrives at `arrival` during the block, as `Engine.generate` on another thread
-    does; the caller hands it over after the block."""
+def announced(engine: "Engine", pressing: Pressing) -> Iterator[None]:
+    """Announces the request that comes next and may press, if it does and comes during the block, as
+    `Engine.generate` on another thread does; the caller hands it over after the block."""
+    arrival = pressing(float("inf"))
     left = arrival - engine.clock()
     if left > 2 * engine.scheduler.config.max_quantum:  # no step that can be paused lasts so long
         yield
@@ -55,8 +57,9 @@ def announced(engine: "Engine", arrival: float) -> Iterator[None]:
     came = threading.Event()
 
     def announce() -> None:
-        engine.arrivals.announce()
-        came.set()
+        if pressing(engine.arrivals.under_way) <= arrival:
+            engine.arrivals.announce()
+            came.set()
 
     timer = threading.Timer(max(left, 0.0), announce)
     timer.start()

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Final
 
@@ -266,7 +267,7 @@ class _Node:
             self._cancel.clear()
         if not machine.scheduler.has_work:
             return
-        events = machine.step(next_pressing(self.line))
+        events = machine.step(partial(next_pressing, self.line))
         found.steps += 1
         found.events += len(events)
         if not events and machine.clock() == now:  # a policy waits for something: so does the clock

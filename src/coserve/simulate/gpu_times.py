@@ -1,11 +1,13 @@
 """Seconds of passes, slices and optimizer steps on a GPU, interpolated between those that were measured."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
 
 from coserve.core.plan import BasePlan, InferenceSegment
+from coserve.core.row_buckets import graph_rows
 from coserve.core.sequence import Direction
 from coserve.schedule.cost import CostModel, Costs
 from coserve.schedule.reads import ReadCosts
@@ -21,7 +23,7 @@ _DECODE: Final[Points] = ((1, 6.56), (8, 6.77), (32, 7.52), (128, 11.0), (256, 1
 _CACHED: Final = 512
 _ATTEND: Final = 0.945 / (32 * 512)  # `_attend` of the profile: a cached token of a decode row
 # `prefill` from 2,048 rows on. Smaller prompts took 44 ms, which Python took to launch their kernels; these
-# are the 8 and 14 ms that graphs of them are to take.
+# are the 8 and 14 ms that graphs of them are to take. Nobody has measured those graphs yet.
 _PASS: Final[Points] = ((1, 6.56), (128, 8.0), (512, 14.0), (2048, 51.2), (4096, 99.3), (8192, 198.0))
 # (`prefill[1x8192]` - `prefill[4x2048]`) over the pairs that one has beyond the other.
 _PAIR: Final = (260.0 - 198.0) / (causal_pairs(0, 8192) - 4 * causal_pairs(0, 2048))
@@ -31,43 +33,44 @@ _LOSS: Final = 4e-3
 _UPDATE: Final = 2.0
 _WINDOW: Final = 4096
 _BACK: Final = (_WINDOW / 13.267 - 99.3 - _WINDOW * _LOSS - _UPDATE / 2) / 99.3  # times the way forward
+_LAUNCHING: Final = 44.0  # of a pass from Python
 _MILLI: Final = 1e-3
 
 
 class GpuTimes(Times):
     """Seconds of an H200 with the 8B shape, whose scheduler knows what calibration would have found: weights
-    fitted to probes. A slice takes its layers' share of a pass. With `graphs` the scheduler plans passes as
-    for a worker whose decode rows pass by graph apart from all others; otherwise all rows of a step share a
-    pass, and those that decode alone pass by graph."""
+    fitted to probes.
+
+    Rows of answers pass by graph, those of prompts padded to the graph's, alone or with decode rows. Windows
+    are launched, and so are answers that share a pass with one. A slice takes its layers' share of a pass.
+    """
 
     layers = LAYERS
     host = 0.0
     read_costs = ReadCosts()
 
-    def __init__(self, graphs: bool = False) -> None:
-        self._graphs = graphs
-
     def predict(self, plan: BasePlan) -> float:
         """See `Times`."""
         decodes = [segment for segment in plan.inference if segment.length == 1]
         prompts = [segment for segment in plan.inference if segment.length > 1]
-        fused, rows = plan.fused, sum(segment.length for segment in prompts)
         seconds = _attention(decodes) + sum(map(_prompt_attention, prompts))
-        if rows and not plan.passes.decodes_apart:
-            seconds += _at(_PASS, rows := rows + len(decodes))
+        rows, fused = sum(segment.length for segment in prompts), plan.fused
+        if (rows and not plan.passes.decodes_apart) or fused:
+            rows += len(decodes)
         else:
-            seconds += _at(_DECODE, len(decodes)) - _ATTEND * _CACHED * len(decodes) + _at(_PASS, rows)
+            seconds += _at(_DECODE, len(decodes)) - _ATTEND * _CACHED * len(decodes)
+        seconds += _launched(rows) if fused else _at(_PASS, rows and (graph_rows(rows) or rows))
+        beside = rows if fused else 0  # rows that windows meet at each layer
+        there = Counter[int]()  # rows of windows by layer, which share a pass
         for window in plan.training:
-            part = len(window.span) / LAYERS
             if window.direction.is_tail:
                 seconds += _LOSS * window.length
             elif window.direction is Direction.BACKWARD:
-                seconds += _BACK * part * _at(_PASS, window.length)
-            elif window in fused:  # its rows add to those that pass these layers anyway
-                seconds += part * (_at(_PASS, rows + window.length) - _at(_PASS, rows))
-                rows += window.length
+                seconds += _BACK * len(window.span) / LAYERS * _at(_PASS, window.length)
             else:
-                seconds += part * _at(_PASS, window.length)
+                there.update(dict.fromkeys(range(window.span.first, window.span.last), window.length))
+        for here in there.values():
+            seconds += (_launched(beside + here) - _launched(beside)) / LAYERS
         return (seconds + _UPDATE * len(plan.updates)) * _MILLI
 
     def computed(self, plan: BasePlan) -> float:
@@ -78,12 +81,13 @@ class GpuTimes(Times):
         """See `Times`."""
         model = CostModel()
         model.recall(self._learned)
-        model.graphs = self._graphs
+        model.graphs = True
         return model
 
     @cached_property
     def _learned(self) -> Costs:
         model = CostModel()
+        model.graphs = True
         model.fit((plan, self.predict(plan)) for plan in probes(LAYERS))
         return model.learned
 
@@ -97,6 +101,11 @@ def _prompt_attention(prompt: InferenceSegment) -> float:
     """Milliseconds of a prompt's attention beyond that in prompts of 2,048 rows, which a pass has."""
     beyond = causal_pairs(prompt.context, prompt.length) - causal_pairs(0, 2048) * prompt.length / 2048
     return _PAIR * max(beyond, 0.0)
+
+
+def _launched(rows: int) -> float:
+    """Milliseconds of a pass that Python launches, kernel by kernel."""
+    return max(_at(_PASS, rows), _LAUNCHING if rows else 0.0)
 
 
 def _at(points: Points, rows: int) -> float:

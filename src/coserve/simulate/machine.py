@@ -24,6 +24,7 @@ from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.pipelined import PipelinedExecutor
+from coserve.simulate.replay import Pressing, nobody
 from coserve.simulate.simulated import SimulatedExecutor
 from coserve.simulate.times import Times
 from coserve.workload.requests import TimedJob, TimedRequest, greedy
@@ -102,11 +103,11 @@ class SimulatedMachine:
         self._go_on(name)
         return partial(self._stop, name)
 
-    def step(self, arrival: float = float("inf")) -> list[Event]:
+    def step(self, pressing: Pressing = nobody) -> list[Event]:
         """One step, during which the next request that stops training arrives if it takes until then."""
         interruptible = self.scheduler.config.interruptible
         return self._go_on_with(
-            self._launch(arrival) if interruptible else self.executor.step(self.scheduler)
+            self._launch(pressing) if interruptible else self.executor.step(self.scheduler)
         )
 
     def _executor(self, stages: int, interference: tuple[float, float]) -> SimulatedExecutor:
@@ -134,12 +135,13 @@ class SimulatedMachine:
         taken, self._reads = self._reads, WeightReads()
         return taken
 
-    def _launch(self, arrival: float) -> list[Event]:
+    def _launch(self, pressing: Pressing) -> list[Event]:
         """A step that an arrival stops: as many layers of its training run as take until then."""
         executor, scheduler, predict = self.executor, self.scheduler, self._times.predict
         plan = scheduler.plan(executor.now).only
         executor.launch(plan)
-        if plan.pausable and plan.training and arrival < float("inf"):
+        arrival = pressing(scheduler.seconds_under_way) if plan.pausable and plan.training else float("inf")
+        if arrival < float("inf"):
             layers = sum(len(segment.span) for segment in plan.training)
             inference = predict(BasePlan(inference=plan.inference))
             training = predict(plan) - inference

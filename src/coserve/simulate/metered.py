@@ -16,6 +16,7 @@ from coserve.core.events import Event
 from coserve.core.plan import BasePlan, BaseResult, StepResult, TrainingSegment
 from coserve.core.request import BASE
 from coserve.simulate.machine import MachineSettings, SimulatedMachine
+from coserve.simulate.replay import Pressing, nobody
 from coserve.simulate.simulated import SimulatedExecutor
 from coserve.simulate.times import Times
 
@@ -125,14 +126,15 @@ class MeteredMachine(SimulatedMachine):
         """Sleeps, at most for a moment."""
         time.sleep(min(_NAP, seconds))
 
-    def step(self, arrival: float = float("inf")) -> list[Event]:
-        """One step of the engine's loop. A request that arrives during it stops its training."""
+    def step(self, pressing: Pressing = nobody) -> list[Event]:
+        """One step of the engine's loop. A request that arrives during it and does not bear its time stops
+        its training."""
         executor, scheduler = self.executor, self.scheduler
-        executor.pause_at = arrival
         if not scheduler.under_way:
             executor.launch(scheduler.plan(clock()).only)
         while scheduler.under_way <= executor.plans_ahead and (ahead := scheduler.plan_ahead(clock())):
             executor.launch(ahead.only)
+        executor.pause_at = pressing(scheduler.seconds_under_way)
         result = executor.collect()
         assert result is not None, "a plan was launched"
         applied = scheduler.apply(StepResult({BASE: result}), clock())

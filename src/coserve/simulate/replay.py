@@ -122,6 +122,16 @@ class LoadResult:
         return begin * self.seconds <= at - self.started < end * self.seconds
 
 
+Pressing = Callable[
+    [float], float
+]  # when the next request comes that does not bear a step of so many seconds
+
+
+def nobody(seconds: float) -> float:
+    """The `Pressing` without any such request."""
+    return float("inf")
+
+
 class LoadTarget(Protocol):
     """A machine that a workload is replayed on, with a clock of its own."""
 
@@ -142,8 +152,8 @@ class LoadTarget(Protocol):
     def start(self, job: TimedJob) -> Callable[[], None]:
         """Starts a job, and gives what cancels it."""
 
-    def step(self, arrival: float = ...) -> list[Event]:
-        """One step; the next request comes at `arrival`."""
+    def step(self, pressing: Pressing = ...) -> list[Event]:
+        """One step, whose training stops where a request comes that does not bear to wait for it."""
 
 
 def replay(target: LoadTarget, workload: Workload, patience: float = float("inf")) -> LoadResult:
@@ -208,7 +218,7 @@ class _Replay:
         self._open[sequence.key] = answered, sequence
 
     def _step(self) -> None:
-        events = self._target.step(self._load.started + next_pressing(reversed(self._requests)))
+        events = self._target.step(self._pressing)
         now = self._target.clock()
         for event in events:
             if isinstance(event, TokenEvent) and event.token is not None:
@@ -223,6 +233,9 @@ class _Replay:
         if trained := tokens_trained(events):
             self._load.trained.append((now, trained))
 
+    def _pressing(self, seconds: float) -> float:
+        return self._load.started + next_pressing(reversed(self._requests), seconds)
+
     def _give_up(self) -> None:
         """Cancels what is left, so that the engine is free for another load."""
         for answered, sequence in self._open.values():
@@ -233,9 +246,10 @@ class _Replay:
         self._target.step()
 
 
-def next_pressing(coming: Iterable[TimedRequest]) -> float:
-    """Arrival of the next request that stops training under way, among the next few; infinite for none."""
-    pressing = (one.at for one in islice(coming, _LOOKED_AT) if not one.slo.bounds_deferral_alone)
+def next_pressing(coming: Iterable[TimedRequest], seconds: float) -> float:
+    """Arrival of the next request that stops the training of a step of so many seconds, among the next few;
+    infinite for none."""
+    pressing = (one.at for one in islice(coming, _LOOKED_AT) if not one.slo.bears(seconds))
     return next(pressing, float("inf"))
 
 

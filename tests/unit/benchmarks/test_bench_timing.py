@@ -192,7 +192,8 @@ class Announcing:
 @pytest.mark.parametrize("after", [-1.0, 0.0, 0.05])
 def test_who_arrives_during_a_step_is_announced_until_it_ends(after: float) -> None:
     it = Announcing()
-    with announced(cast(Engine, it), it.clock() + after):
+    arrival = it.clock() + after
+    with announced(cast(Engine, it), lambda _: arrival):
         assert it.asked.wait(PATIENCE)
         assert it.arrivals._coming == 1
     assert it.arrivals._coming == 0
@@ -201,6 +202,7 @@ def test_who_arrives_during_a_step_is_announced_until_it_ends(after: float) -> N
 @pytest.mark.parametrize("after", [0.9, 60.0, float("inf")])
 def test_who_arrives_after_a_step_is_not_announced(after: float) -> None:
     it = Announcing()
-    with announced(cast(Engine, it), it.clock() + after):
+    arrival = it.clock() + after
+    with announced(cast(Engine, it), lambda _: arrival):
         pass
     assert not it.asked.is_set() and it.arrivals._coming == 0

@@ -22,7 +22,7 @@ from coserve.engine.completion import Completion
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Received
 from coserve.errors import TogetherFailed
 from coserve.executors.scripted import ScriptedExecutor
-from coserve.schedule.policies.base import Allowance, View
+from coserve.schedule.policies.base import INFINITE, Allowance, View
 from coserve.train.example import Example
 from coserve.train.pause import LayerAbandoned, TrainingPause
 from coserve.train.save_policy import SavePolicy
@@ -53,6 +53,9 @@ class Watched:
         run = self.engine.executor.run
 
         def watched(plan: BasePlan) -> BaseResult:
+            unknown = plan.share is not None or self.engine.scheduler.policy.defers
+            taken = INFINITE if unknown else plan.predicted
+            assert self.engine.arrivals.under_way == taken, "who comes now judges by it"
             result = run(plan)
             self.steps.append((plan, result))
             return result
@@ -329,10 +332,11 @@ def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None
     request, news = Request("a", (1, 2)), Acknowledge(1)
     inbox.put(Received(connection, (request,)))  # before the engine is there
     inbox.pauses(arrivals)
-    patient = Request("b", (1, 2), slo=SLO(deferral=60.0))
+    arrivals.under_way = 1.0
+    patient, late = (Request("b", (1, 2), slo=slo) for slo in (SLO(deferral=60.0), SLO(first_token=20.0)))
     bound = Request("c", (1, 2), slo=SLO(deferral=60.0, first_token=9.0))
     items = [
-        Received(connection, (patient, news)), Received(connection, (patient, bound)),
+        Received(connection, (patient, late, news)), Received(connection, (patient, bound)),
         Connected(connection), Received(connection, (news,)), Received(connection, (news, request, request)),
         Done(int), Closed(connection, ""), Drained(),
     ]  # fmt: skip

@@ -86,6 +86,7 @@ def counted(
             found["mixed_layers"] += ((launched or prompts) and decodes) / DEPTH
             for window in here:
                 found["window_rows"] += window.length / DEPTH
+                found["window_wide_rows"] += max(window.length - 512, 0) / DEPTH
                 found["forward_attention"] += window.pairs / DEPTH
         if graphs and prompts and not windows:
             count = sum(one.length for one in rows)
@@ -95,6 +96,7 @@ def counted(
             w for w in training if w.direction is Direction.BACKWARD and w.span.first <= layer < w.span.last
         ]
         found["backward_rows"] += sum(window.length for window in back) / DEPTH
+        found["backward_wide_rows"] += sum(max(window.length - 512, 0) for window in back) / DEPTH
         found["backward_attention"] += sum(window.pairs for window in back) / DEPTH
         seen = set[str]()
         for window in back:  # another job's first window here shares the visit

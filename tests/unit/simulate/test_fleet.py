@@ -153,6 +153,9 @@ def test_answers_that_training_deferred_beyond_their_bound_are_late(policy: str)
 
 
 def test_who_bears_a_step_does_not_stop_its_training() -> None:
-    flex = SLO(deferral=60.0)
-    asked = [TimedRequest(float(at), (1,), 4, slo=slo) for at, slo in enumerate([flex, flex, SLO(), flex])]
-    assert next_pressing(asked) == 2.0 and next_pressing(asked[3:]) == float("inf")
+    flex, soon, whole = SLO(deferral=60.0), SLO(first_token=1.0), SLO(first_token=9.0, end_to_end=2.0)
+    bounds = [flex, whole, soon, SLO(between_tokens=9.0), replace(soon, slowdown=2.0), flex]
+    asked = [TimedRequest(float(at), (1,), 4, slo=slo) for at, slo in enumerate(bounds)]
+    found = [next_pressing(asked, seconds) for seconds in (9.0, 0.09, 0.06, 0.04)]
+    assert found == [1.0, 2.0, 2.0, 3.0], "a step is to be a small part of what bounds the first token"
+    assert next_pressing(asked[4:], 0.04) == 4.0 and next_pressing(asked[5:], 9.0) == float("inf")

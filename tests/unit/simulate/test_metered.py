@@ -73,7 +73,7 @@ def test_an_arrival_that_was_announced_does_the_same() -> None:
     machine.start(TimedJob(0.0, "job", ((0,) * 1024,) * 8, 8, epochs=1000, rows=4096))
     machine.step()
     began = machine.clock()
-    machine.step(began + 0.02)
+    machine.step(lambda _: began + 0.02)
     assert machine.clock() - began < 0.2, "not the half second of a quantum"
     machine.ask(TimedRequest(0.0, (0,) * 32, 3, slo=SLO()), began + 0.02)
     tokens = 0

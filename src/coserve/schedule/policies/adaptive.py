@@ -64,6 +64,7 @@ class Adaptive(Hybrid):
     """
 
     whole = True
+    defers = True
 
     def __init__(self) -> None:
         self._newest: deque[_RecentRequest] = deque(maxlen=_REMEMBERED)

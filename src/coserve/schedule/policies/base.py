@@ -95,11 +95,14 @@ class Policy(ABC):
 
     Each step calls `holds`, then `admit` unless it holds, then `allow` if there is a job. `whole`: a window
     may be a whole micro-batch of any length, which takes more memory. `pausable`: an arriving request pauses
-    training under way behind its present slice. `shares`: training always runs beside answers.
+    training under way behind its present slice, unless it bears the step (`SLO.bears`) and the policy leaves
+    it time for that, as one that `defers` requests to the last moment does not. `shares`: training always
+    runs beside answers.
     """
 
     whole = False
     pausable = False
+    defers = False
     shares = False
 
     def holds(self, view: View) -> bool:
