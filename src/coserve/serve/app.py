@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -28,6 +28,15 @@ _UPLOADS = ("/v1/files", "/v1/adapters")
 # Requests that create something and have no number of their own, by which to know one that comes again.
 CREATING = (*_UPLOADS, "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/api/v1/create_session")
 STREAMED = ("/v1/chat/completions", "/v1/completions")  # requests for text
+
+
+# Forms of errors below these paths; elsewhere they are OpenAI's.
+SHAPES: Final[dict[str, errors.ErrorShape]] = {}
+
+
+def error_shape_of(path: str) -> errors.ErrorShape:
+    """The form of errors at a path."""
+    return next((shape for start, shape in SHAPES.items() if path.startswith(start)), errors.OPENAI)
 
 
 def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
@@ -71,7 +80,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     app.add_middleware(SizeLimits, body_limit=body_limit)
     app.add_middleware(AllowedOrigins, allowed=settings.cors_origins)
     app.add_middleware(TrustedHosts, settings=settings, is_open=lambda: serves_without_keys(state))
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, shape_of=error_shape_of)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 
