@@ -165,14 +165,17 @@ def not_found(message: str, param: str | None = None, code: str | None = None) -
     return ApiError(404, message, param=param, code=code)
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route: these statuses, and those that any route may answer."""
+def error_responses(
+    *statuses: int, shape: ErrorShape = OPENAI, model: type[BaseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route: these statuses, and those that any route may answer. `model` is that of
+    errors of this form."""
     every = sorted({400, 401, 413, 414, 429, 431, 503, *statuses})
     return {
         status: {
-            "model": ErrorBody,
+            "model": model,
             "description": HTTPStatus(status).phrase,
-            "content": {"application/json": {"example": _example(status)}},
+            "content": {"application/json": {"example": shape.body(_example(status), "req_0123")}},
         }
         for status in every
     }
@@ -318,5 +321,5 @@ def _headers_of(status: int, code: str | None) -> dict[str, str]:
     return {}
 
 
-def _example(status: int) -> dict[str, Any]:
-    return ApiError(status, f"{HTTPStatus(status).phrase}: one sentence that says what to change.").body()
+def _example(status: int) -> ApiError:
+    return ApiError(status, f"{HTTPStatus(status).phrase}: one sentence that says what to change.")

@@ -164,7 +164,7 @@ class RequestBuilder:
         # A missing seed is drawn, so that another engine can continue the answer.
         seed = secrets.randbelow(SEEDS) if sampling.seed is None else sampling.seed % SEEDS
         asked = Request(
-            id=f"{kind}-{secrets.token_hex(12)}",
+            id=kind + secrets.token_hex(12),
             prompt=(),
             sampling=replace(sampling, seed=seed, stop=()),
             adapter=self.model.key,

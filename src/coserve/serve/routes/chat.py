@@ -40,7 +40,7 @@ async def create_chat_completion(
         raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
     builder = await builder_for(state, caller, body)
     call = await builder.chat(
-        "chatcmpl",
+        "chatcmpl-",
         [{"role": message.role, "content": message.text} for message in body.messages],
         sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None),
         RequestSize(

@@ -46,7 +46,7 @@ async def create_completion(
         scores = 0  # an answer may be empty only where the prompt is scored
     builder = await builder_for(state, caller, body)
     call = await builder.completion(
-        "cmpl",
+        "cmpl-",
         body.prompts,
         sampling_of(body, body.logprobs, scores),
         RequestSize(

@@ -52,7 +52,7 @@ async def _sample(
     _check(body, most)
     room = min(most, builder.hello.cache_tokens) - body.prompt.length
     size = RequestSize(choices=body.num_samples, max_tokens=body.sampling_params.max_tokens or max(room, 1))
-    call = await builder.completion("cmpl", [body.prompt.tokens], _sampling(body), size)
+    call = await builder.completion("cmpl-", [body.prompt.tokens], _sampling(body), size)
     future.why = lambda: _why(sessions, call, future)
     while True:
         try:
