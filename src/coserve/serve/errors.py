@@ -127,6 +127,11 @@ class ErrorShape:
 OPENAI: Final = ErrorShape(lambda error, _: error.body(), EVENT_BEGIN, EVENT_END + DONE, "x-request-id")
 
 
+def openai_shape(path: str) -> ErrorShape:
+    """OpenAI's form, for every path."""
+    return OPENAI
+
+
 def error_shape(scope: Scope) -> ErrorShape:
     """The form of errors in the dialect of a request (`middleware.RequestIds`)."""
     found: ErrorShape = scope.get("state", {}).get("error_shape", OPENAI)

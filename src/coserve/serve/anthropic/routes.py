@@ -11,8 +11,8 @@ from coserve.serve.anthropic.errors import ERRORS
 from coserve.serve.anthropic.events import MessageFormat
 from coserve.serve.anthropic.schema import (
     CountTokensRequest,
-    Message,
     MessageError,
+    MessageReply,
     MessagesRequest,
     TokensCount,
 )
@@ -29,7 +29,7 @@ _RESPONSES: Final = error_responses(404, 500, shape=ERRORS, model=MessageError)
 router = APIRouter(route_class=JsonRoute, tags=["Messages"])
 
 
-@router.post(MESSAGES, response_model=Message, responses=_RESPONSES, summary="Continue a chat")
+@router.post(MESSAGES, response_model=MessageReply, responses=_RESPONSES, summary="Continue a chat")
 async def create_message(body: MessagesRequest, request: Request, caller: Caller, state: Shared) -> Response:
     """Answers a chat, whole or (`stream`) as server-sent events.
 

@@ -119,7 +119,7 @@ class MessageUsage(BaseModel):
     output_tokens: int
 
 
-class Message(BaseModel):
+class MessageReply(BaseModel):
     """A whole answer."""
 
     id: str

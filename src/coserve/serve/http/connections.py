@@ -17,7 +17,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coserve.core.owners import LOOPBACK, owner_of
-from coserve.serve.errors import OPENAI, ApiError, ErrorShape
+from coserve.serve.errors import OPENAI, ApiError, ErrorShape, openai_shape
 from coserve.serve.http.middleware import new_request_id
 from coserve.serve.http.shedding import LoadShedder, path_of
 
@@ -48,7 +48,7 @@ class Connections:
         self,
         limits: ConnectionLimits,
         shedder: LoadShedder | None = None,
-        shape_of: Callable[[str], ErrorShape] = lambda path: OPENAI,
+        shape_of: Callable[[str], ErrorShape] = openai_shape,
     ) -> None:
         self.limits, self.shedder, self.shape_of = limits, shedder, shape_of
         self._open: dict[HttpConnection, str] = {}  # with their owners, in order of arrival

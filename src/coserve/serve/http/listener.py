@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from coserve.serve.answering.cost import MOST_HEADER_BYTES
-from coserve.serve.errors import OPENAI, ErrorShape
+from coserve.serve.errors import ErrorShape, openai_shape
 from coserve.serve.http.connections import ConnectionLimits, Connections, HttpConnection
 from coserve.serve.http.shedding import LoadShedder
 
@@ -32,7 +32,7 @@ class Listener:
         listener: socket.socket,
         limits: ConnectionLimits = ConnectionLimits(),
         shedder: LoadShedder | None = None,
-        shape_of: Callable[[str], ErrorShape] = lambda path: OPENAI,
+        shape_of: Callable[[str], ErrorShape] = openai_shape,
     ) -> None:
         self._socket = listener
         self._connections = Connections(limits, shedder, shape_of)

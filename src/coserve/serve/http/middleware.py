@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
-from coserve.serve.errors import OPENAI, ApiError, ErrorShape
+from coserve.serve.errors import ApiError, ErrorShape, openai_shape
 
 _LONGEST_ID = 128
 
@@ -20,7 +20,7 @@ class RequestIds:
     """Gives each request an id, returned in `x-request-id`, and the form of its errors, which `shape_of` has
     for a path; an id in the client's header is kept."""
 
-    def __init__(self, app: ASGIApp, shape_of: Callable[[str], ErrorShape] = lambda path: OPENAI) -> None:
+    def __init__(self, app: ASGIApp, shape_of: Callable[[str], ErrorShape] = openai_shape) -> None:
         self.app, self._shape_of = app, shape_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
