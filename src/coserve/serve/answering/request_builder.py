@@ -37,9 +37,10 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 
 @dataclass(frozen=True, slots=True)
 class RequestBuilder:
-    """Builds the calls of one client for one model, of the service tier `tier`, with at most `most_choices`
-    answers to a prompt. Those of one `salt` share the prompts' cache; approximations of the model may answer
-    those that are `adaptive`. `hello` is the engine's, with the properties of the model's base."""
+    """Builds the calls of one client for one model, whose ids begin with `kind`, of the service tier `tier`,
+    with at most `most_choices` answers to a prompt. Those of one `salt` share the prompts' cache;
+    approximations of the model may answer those that are `adaptive`. For `by_token` see `Call`. `hello` is
+    the engine's, with the properties of the model's base."""
 
     state: State
     tenant: Tenant
@@ -47,9 +48,11 @@ class RequestBuilder:
     hello: Hello
     arrived: float
     most_choices: int
-    tier: str = "default"
-    salt: str = ""
-    adaptive: bool = False
+    kind: str
+    tier: str
+    salt: str
+    adaptive: bool
+    by_token: bool
 
     @classmethod
     async def of(
@@ -57,11 +60,13 @@ class RequestBuilder:
         state: State,
         tenant: Tenant,
         model: str,
+        kind: str = "",
         *,
         most_choices: int | None = None,
         tier: str = "default",
         salt: str | None = None,
         adaptive: bool | None = None,
+        by_token: bool | None = None,
     ) -> "RequestBuilder":
         """`most_choices` None is that of the settings. Raises ApiError 404 for an unknown model, 503 before
         the first engine has connected."""
@@ -69,40 +74,32 @@ class RequestBuilder:
         hello = state.link.hello or await state.link.wait_ready(CONNECTING)
         found = await state.catalog.find(tenant, model)
         most, own = most_choices or state.settings.max_n, hello.of(found.base_id)
-        return cls(state, tenant, found, own, arrived, most, tier, salt or "", bool(adaptive))
+        served = kind, tier, salt or "", bool(adaptive), bool(by_token)
+        return cls(state, tenant, found, own, arrived, most, *served)
 
     async def chat(
         self,
-        kind: str,
         turns: Sequence[Mapping[str, str]],
         sampling: SamplingParams,
         size: RequestSize,
-        *,
         schema: Mapping[str, Any] | None = None,
-        by_token: bool = False,
     ) -> Call:
-        """Builds the call of a chat, whose id begins with `kind`. Turns have a role and a content, `sampling`
-        has stop strings, and `size` counts answers and their tokens. Answers match a JSON `schema`. Raises
-        ApiError for an invalid call."""
+        """Builds the call of a chat, whose turns have a role and a content. `sampling` has stop strings, and
+        `size` counts answers and their tokens, in place of `sampling.max_tokens`. Answers match a JSON
+        `schema`. Raises ApiError for an invalid call."""
         prompt = await self.chat_tokens(turns)
         if schema is not None:
             grammar = await self.state.prompts.run(self.tenant.id, _compiled, schema)
             sampling = replace(sampling, grammar=grammar)
-        return self._call(kind, [prompt], sampling, size, by_token=by_token)
+        return self._call([prompt], sampling, size)
 
     async def completion(
-        self,
-        kind: str,
-        prompts: Sequence[str | Sequence[int]],
-        sampling: SamplingParams,
-        size: RequestSize,
-        *,
-        by_token: bool = False,
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, size: RequestSize
     ) -> Call:
         """As `chat`, of texts or token ids that answers go on with."""
         size = replace(size, scores_prompt=sampling.prompt_logprobs is not None)
         tokens = await self._prompts(prompts, size)
-        return self._call(kind, tokens, sampling, size, goes_on=True, by_token=by_token)
+        return self._call(tokens, sampling, size, goes_on=True)
 
     async def chat_tokens(self, turns: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Tokens of a chat with the generation prompt. Raises ApiError for one that is too long, or that the
@@ -139,12 +136,10 @@ class RequestBuilder:
 
     def _call(
         self,
-        kind: str,
         prompts: Sequence[tuple[int, ...]],
         sampling: SamplingParams,
         size: RequestSize,
         goes_on: bool = False,
-        by_token: bool = False,
     ) -> Call:
         self._check_ids(prompts, sampling)
         size = replace(
@@ -164,7 +159,7 @@ class RequestBuilder:
         # A missing seed is drawn, so that another engine can continue the answer.
         seed = secrets.randbelow(SEEDS) if sampling.seed is None else sampling.seed % SEEDS
         asked = Request(
-            id=kind + secrets.token_hex(12),
+            id=self.kind + secrets.token_hex(12),
             prompt=(),
             sampling=replace(sampling, seed=seed, stop=()),
             adapter=self.model.key,
@@ -184,7 +179,7 @@ class RequestBuilder:
             tier=self.tier,
             stops=sampling.stop,
             goes_on=goes_on,
-            by_token=by_token,
+            by_token=self.by_token,
         )
 
     def _limits(self) -> RequestLimits:

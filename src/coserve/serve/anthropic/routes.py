@@ -36,9 +36,9 @@ async def create_message(body: MessagesRequest, request: Request, caller: Caller
     Blocks of a turn, and neighbouring messages of one role, are joined by line breaks. A stream goes on from
     where it was if the engine dies in the middle of it.
     """
-    builder = await RequestBuilder.of(state, caller, body.model)
+    builder = await RequestBuilder.of(state, caller, body.model, "msg_")
     size = RequestSize(max_tokens=body.max_tokens)
-    call = await builder.chat("msg_", turns_of(body), sampling_of(body), size)
+    call = await builder.chat(turns_of(body), sampling_of(body), size)
     return await reply(request, state, call, MessageFormat(call, bool(body.stream)))
 
 

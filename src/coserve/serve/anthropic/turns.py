@@ -7,7 +7,6 @@ from typing import Final
 from coserve.core.request import SamplingParams
 from coserve.serve.anthropic.schema import Content, MessagePrompt, MessagesRequest
 from coserve.serve.errors import ApiError
-from coserve.serve.schema.common import MOST_TOKEN_ID
 
 _BETWEEN: Final = "\n"  # blocks of a turn, and messages that are one turn
 
@@ -36,9 +35,8 @@ def _text(content: Content) -> str:
 
 
 def sampling_of(body: MessagesRequest) -> SamplingParams:
-    """Sampling parameters of a body, without `max_tokens`, which depends on the prompt."""
+    """Sampling parameters of a body, but for `max_tokens`."""
     return SamplingParams(
-        max_tokens=MOST_TOKEN_ID,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=body.top_k or 0,
         top_p=1.0 if body.top_p is None else body.top_p,

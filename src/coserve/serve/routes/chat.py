@@ -38,9 +38,8 @@ async def create_chat_completion(
     """
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
-    builder = await builder_for(state, caller, body)
+    builder = await builder_for(state, caller, body, "chatcmpl-")
     call = await builder.chat(
-        "chatcmpl-",
         [{"role": message.role, "content": message.text} for message in body.messages],
         sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None),
         RequestSize(
@@ -48,8 +47,7 @@ async def create_chat_completion(
             max_tokens=body.max_completion_tokens or body.max_tokens,
             max_tokens_name="max_completion_tokens" if body.max_tokens is None else "max_tokens",
         ),
-        schema=_schema(body),
-        by_token=bool(body.return_token_ids),
+        _schema(body),
     )
     return await reply(request, state, call, _ChatFormat(body, call, builder.hello, state.logprobs))
 

@@ -18,19 +18,26 @@ from coserve.serve.store.records import Tenant
 from coserve.wire.messages import Hello
 
 
-async def builder_for(state: State, tenant: Tenant, body: Generation) -> RequestBuilder:
+async def builder_for(state: State, tenant: Tenant, body: Generation, kind: str) -> RequestBuilder:
     """As `RequestBuilder.of`, for a body."""
     return await RequestBuilder.of(
-        state, tenant, body.model, tier=body.tier, salt=body.cache_salt, adaptive=body.adaptive
+        state,
+        tenant,
+        body.model,
+        kind,
+        tier=body.tier,
+        salt=body.cache_salt,
+        adaptive=body.adaptive,
+        by_token=body.return_token_ids,
     )
 
 
 def sampling_of(
     body: Generation, logprobs: int | None = None, prompt_logprobs: int | None = None
 ) -> SamplingParams:
-    """Sampling parameters of a body, without `max_tokens`, which depends on the prompt."""
+    """Sampling parameters of a body, but for `max_tokens`."""
     return SamplingParams(
-        max_tokens=MOST_TOKEN_ID,
+        max_tokens=MOST_TOKEN_ID,  # `min_tokens` may be any number below the answer's, which is not known yet
         min_tokens=body.min_tokens or 0,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=max(body.top_k or 0, 0),

@@ -44,16 +44,14 @@ async def create_completion(
     scores = body.logprobs if body.echo else None
     if body.max_tokens == 0 and scores is None:
         scores = 0  # an answer may be empty only where the prompt is scored
-    builder = await builder_for(state, caller, body)
+    builder = await builder_for(state, caller, body, "cmpl-")
     call = await builder.completion(
-        "cmpl-",
         body.prompts,
         sampling_of(body, body.logprobs, scores),
         RequestSize(
             choices=body.n or 1,
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         ),
-        by_token=bool(body.return_token_ids),
     )
     shape = _CompletionFormat(body, call, builder.hello, state.text, state.logprobs)
     return await reply(request, state, call, shape)

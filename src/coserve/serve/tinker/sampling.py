@@ -10,7 +10,6 @@ from coserve.serve.answering.cost import RequestSize, at_most
 from coserve.serve.answering.replies import whole_answers
 from coserve.serve.answering.request_builder import RequestBuilder
 from coserve.serve.errors import ApiError
-from coserve.serve.schema.common import MOST_TOKEN_ID
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant, TinkerSampler
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
@@ -47,12 +46,14 @@ async def _sample(
     future: TinkerFuture,
 ) -> Payload:
     state = sessions.state
-    builder = await RequestBuilder.of(state, tenant, sampler.model, most_choices=_most_samples(state))
+    builder = await RequestBuilder.of(
+        state, tenant, sampler.model, "cmpl-", most_choices=_most_samples(state)
+    )
     most = builder.hello.positions
     _check(body, most)
     room = min(most, builder.hello.cache_tokens) - body.prompt.length
     size = RequestSize(choices=body.num_samples, max_tokens=body.sampling_params.max_tokens or max(room, 1))
-    call = await builder.completion("cmpl-", [body.prompt.tokens], _sampling(body), size)
+    call = await builder.completion([body.prompt.tokens], _sampling(body), size)
     future.why = lambda: _why(sessions, call, future)
     while True:
         try:
@@ -94,12 +95,11 @@ def _check(body: SampleRequest, most: int) -> None:
 
 
 def _sampling(body: SampleRequest) -> SamplingParams:
-    """The sampling parameters of a sample, without `max_tokens`."""
+    """The sampling parameters of a sample, but for `max_tokens`."""
     asked = body.sampling_params
     stop = [asked.stop] if isinstance(asked.stop, str) else (asked.stop or [])
     alternatives = max(body.topk_prompt_logprobs, body.topk_sample_logprobs)
     return SamplingParams(
-        max_tokens=MOST_TOKEN_ID,
         temperature=asked.temperature,
         top_k=max(asked.top_k, 0),
         top_p=asked.top_p,

@@ -10,7 +10,6 @@ from coserve.core.request import SamplingParams
 from coserve.serve.anthropic.schema import CountTokensRequest, MessagesRequest
 from coserve.serve.anthropic.turns import sampling_of, turns_of
 from coserve.serve.errors import ApiError
-from coserve.serve.schema.common import MOST_TOKEN_ID
 
 
 def test_turns_are_the_texts_of_neighbours_of_one_role() -> None:
@@ -55,9 +54,9 @@ def test_an_answer_that_has_begun_is_refused() -> None:
 def test_sampling_parameters_are_those_of_the_body() -> None:
     chat: Any = [{"role": "user", "content": "x"}]
     plain = MessagesRequest(model="m", max_tokens=3, messages=chat)
-    assert sampling_of(plain) == SamplingParams(max_tokens=MOST_TOKEN_ID, temperature=1.0)
+    assert sampling_of(plain) == SamplingParams(temperature=1.0)
     all_set = MessagesRequest(
         model="m", max_tokens=3, messages=chat, temperature=0.0, top_p=0.5, top_k=4, stop_sequences=["a", "b"]
     )
-    wanted = SamplingParams(max_tokens=MOST_TOKEN_ID, top_p=0.5, top_k=4, stop=("a", "b"))
+    wanted = SamplingParams(top_p=0.5, top_k=4, stop=("a", "b"))
     assert sampling_of(all_set) == wanted
