@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from coserve.core.plan import BasePlan, BaseResult
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, TrainingSegment
 from coserve.executors.remote import RemoteExecutor
 from coserve.model import load
 from coserve.model.base import Base
 from coserve.model.chain import Chain
 from coserve.train import backward
 from coserve.train.tail import Tail
+from coserve.train.window_group import ForwardWindow
 from coserve.worker import training_passes
 from coserve.worker.fused_pass import FusedPass
+from coserve.worker.inference import InferenceBatch
 from coserve.worker.opening import open_remote
 from coserve.worker.sampler import Sampler
 from coserve.worker.worker import Worker
@@ -61,6 +64,7 @@ def compute_as_tests_do(shared: int) -> None:
     load.load_model = loaded
     run_short(is_exact, setattr)
     plant(is_exact, setattr)
+    plant_errors(setattr)
     for name in ("run", "call"):
         setattr(Worker, name, exactly(getattr(Worker, name)))
 
@@ -196,6 +200,55 @@ def shortages(part: str, after: int, times: int, between: int) -> Iterator[Calla
         yield lambda: _MEMORY[8]
     finally:
         _MEMORY[7] = 0
+
+
+POISON = 61  # the first token of a prompt whose answer fails in the middle of a pass; others have none
+POISONED = "poisoned"  # a job that fails on its way forward, in its third micro-batch
+_SEEN: dict[str, set[int]] = {}  # keys of the micro-batches of such jobs
+
+
+class PoisonedBatch(InferenceBatch):
+    """Rows of which one request's raise an error in the second layer, which has written keys and values."""
+
+    def take(self, layer: int, hidden: torch.Tensor) -> None:
+        super().take(layer, hidden)
+        if layer > 0:
+            raise ValueError("planted")
+
+
+class PoisonedWindow(ForwardWindow):
+    """A window that raises an error in the second layer, in place of keeping its output."""
+
+    def take(self, layer: int, hidden: torch.Tensor) -> None:
+        if layer > 0:
+            raise ValueError("planted")
+        super().take(layer, hidden)
+
+
+def plant_errors(patch: Callable[[object, str, Any], object]) -> None:
+    """Has rows of `POISON` and of jobs whose names begin with `POISONED` raise errors."""
+    plain_batch, plain_window = FusedPass._batch, training_passes._forward_window
+
+    def batch(fused: FusedPass, segments: Sequence[InferenceSegment], *rest: Any) -> InferenceBatch:
+        made = plain_batch(fused, segments, *rest)
+        own = [fused.table[segment.key] for segment in segments]
+        fails = any(one.request.prompt[0] == POISON and len(one.output) > 2 for one in own)
+        return PoisonedBatch(**_fields(made)) if fails else made
+
+    def window(segment: TrainingSegment, *rest: Any) -> ForwardWindow:
+        made = plain_window(segment, *rest)
+        if not segment.job.startswith(POISONED):
+            return made
+        seen = _SEEN.setdefault(segment.job, set())
+        seen.add(segment.key)
+        return PoisonedWindow(**_fields(made)) if len(seen) > 2 else made
+
+    patch(FusedPass, "_batch", batch)
+    patch(training_passes, "_forward_window", window)
+
+
+def _fields(made: Any) -> dict[str, Any]:
+    return {field.name: getattr(made, field.name) for field in fields(made)}
 
 
 def run_short_here(patch: pytest.MonkeyPatch) -> None:

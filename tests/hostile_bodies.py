@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 CHAT, TEXT, JOB = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/jobs"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 Body = tuple[str, bytes]  # path, JSON
 
 
@@ -25,20 +26,22 @@ def text(**fields: Any) -> dict[str, Any]:
 
 def _parts(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     message = {"role": "user", "content": [{"type": "text", "text": ""}] * 256}
-    return CHAT, chat(messages=[message] * (nbytes // 8_000))
+    return draw.choice([CHAT, MESSAGES]), chat(messages=[message] * (nbytes // 8_000))
 
 
 def _messages(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     count = draw.choice([2000, nbytes // 35])
-    return CHAT, chat(messages=[{"role": "user", "content": "a b"}] * count)
+    return draw.choice([CHAT, MESSAGES]), chat(messages=[{"role": "user", "content": "a b"}] * count)
 
 
 def _long(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     unit = draw.choice(["a", "ab ", '"', "\\", "{[", "\U0001f600", "\x00", " ", "<|im_start|>"])
     words = unit * (nbytes // len(json.dumps(unit)))
-    return draw.choice(
-        [(TEXT, text(prompt=words)), (CHAT, chat(messages=[{"role": "user", "content": words}]))]
-    )
+    said = chat(messages=[{"role": "user", "content": words}])
+    counted = {"model": "tiny", "system": words, "messages": chat()["messages"]}
+    return draw.choice([
+        (TEXT, text(prompt=words)), (CHAT, said), (MESSAGES, said), (COUNT_TOKENS, counted),
+    ])  # fmt: skip
 
 
 def _prompts(draw: random.Random, nbytes: int) -> tuple[str, Any]:
@@ -51,26 +54,29 @@ def _ids(draw: random.Random, nbytes: int) -> tuple[str, Any]:
 
 
 def _unknown(draw: random.Random, nbytes: int) -> tuple[str, Any]:
-    path, start = draw.choice(
-        [(CHAT, chat()), (TEXT, text()), (JOB, {"model": "tiny", "training_file": "f"})]
-    )
+    path, start = draw.choice([
+        (CHAT, chat()), (TEXT, text()), (MESSAGES, chat()), (JOB, {"model": "tiny", "training_file": "f"}),
+    ])  # fmt: skip
     unit = draw.choice([b"{}", b'""', b"0", b"[]", b"1e9", b'{"a":0}', b"null"])
     many = b",".join([unit] * (nbytes // (len(unit) + 1)))
     return path, json.dumps(start).encode()[:-1] + b',"metadata":[' + many + b"]}"
 
 
 def _keys(draw: random.Random, nbytes: int) -> tuple[str, Any]:
-    name = draw.choice(["logit_bias", "metadata", "prediction", "response_format"])
+    path, name = draw.choice([
+        (CHAT, "logit_bias"), (CHAT, "metadata"), (CHAT, "prediction"), (CHAT, "response_format"),
+        (MESSAGES, "metadata"), (MESSAGES, "tools"), (MESSAGES, "thinking"), (MESSAGES, "cache_control"),
+    ])  # fmt: skip
     named = {f"{i}": draw.choice([0, "x", None]) for i in range(nbytes // 12)}
-    return CHAT, chat(**{name: named})
+    return path, chat(**{name: named})
 
 
 def _nested(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     one, other = draw.choice([(b"[", b"]"), (b'{"a":', b"}")])
     depth = draw.choice([900, nbytes // (len(one) + 1)])
-    return CHAT, json.dumps(chat()).encode()[
-        :-1
-    ] + b',"prediction":' + one * depth + b"0" + other * depth + b"}"
+    path, name = draw.choice([(CHAT, b"prediction"), (MESSAGES, b"tools")])
+    start = json.dumps(chat()).encode()[:-1] + b',"' + name + b'":'
+    return path, start + one * depth + b"0" + other * depth + b"}"
 
 
 def _schema(draw: random.Random, nbytes: int) -> tuple[str, Any]:

@@ -36,8 +36,9 @@
     └── ConfigError              a setting is out of its range
 
 Each has one sentence that a person can act on. Any other exception is a bug. In work for one tenant it ends
-that work, only at the places listed in `core.contained`; in a step, which computes for all tenants, it ends
-the process, and work under way is on probation in the next one (`serve.engine.probation`).
+that work, only at the places listed in `core.contained`, among them the passes of a step; elsewhere in a
+step, which computes for all tenants, it ends the process, and work under way is on probation in the next one
+(`serve.engine.probation`).
 """
 
 _BEGIN, _END = 900, 300  # characters of a text that is longer than both

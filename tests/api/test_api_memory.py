@@ -8,7 +8,7 @@ import pytest
 
 from coserve.serve.answering import replies
 from coserve.serve.answering.answers import PieceStream
-from coserve.serve.answering.request_builder import GenerationRequest
+from coserve.serve.answering.call import Call
 from coserve.serve.state import State
 from coserve.wire.messages import (
     CheckJob,
@@ -265,11 +265,11 @@ def test_an_answer_under_way_does_not_hold_the_text_of_its_call(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A body of 8 MiB is tokens by then, and a tenant may have hundreds of streams."""
-    seen, answer = list[GenerationRequest](), replies.answer
+    seen, answer = list[Call](), replies.answer
 
-    def watched(state: State, generation: GenerationRequest) -> PieceStream:
-        seen.append(generation)
-        return answer(state, generation)
+    def watched(state: State, call: Call) -> PieceStream:
+        seen.append(call)
+        return answer(state, call)
 
     monkeypatch.setattr(replies, "answer", watched)
 
@@ -280,6 +280,6 @@ def test_an_answer_under_way_does_not_hold_the_text_of_its_call(
             sent = {"model": "tiny", "max_tokens": 3, "stream": True, **asked}
             assert "[DONE]" in (await world.http.post(f"/v1/{path}", json=sent)).text
         assert len(seen) == 2 and all(len(one.prompts[0]) > 20 for one in seen)
-        assert not any(text[:12] in repr(one.body) for one in seen)
+        assert not any(text[:12] in repr(one) for one in seen)
 
     play(story)

@@ -21,7 +21,8 @@ def headers_without_a_key(draw: random.Random) -> list[tuple[bytes, bytes]]:
     ])  # fmt: skip
     kind = draw.choice([b"application/json", b"multipart/form-data; boundary=x", b"text/plain", b""])
     length = draw.choice([b"0", b"17", b"8000000", b"500000000", b""])
-    found = {b"authorization": credentials, b"content-type": kind, b"content-length": length}
+    name = draw.choice([b"authorization", b"authorization", b"x-api-key"])
+    found = {name: credentials, b"content-type": kind, b"content-length": length}
     return [(b"host", b"localhost"), *((name, value) for name, value in found.items() if value)]
 
 

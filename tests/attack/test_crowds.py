@@ -17,10 +17,11 @@ import crowd
 import httpx2
 import pytest
 
+from coserve.serve.app import STREAMED, error_shape_of
 from coserve.serve.http.connections import ConnectionLimits
 from coserve.serve.http.listener import Listener
 from coserve.serve.http.shedding import LoadShedder
-from hostile_bodies import TEXT, text
+from hostile_bodies import MESSAGES, TEXT, chat, text
 from serving import Play, World
 from whole_server import PATIENCE, Server, until
 
@@ -63,9 +64,20 @@ def test_refusals_do_not_wait_for_what_is_accepted(play: Play, seed: int) -> Non
     play(story, engine={"max_running": 1, "step_seconds": 0.001}, max_queue_tenant=accepted - 2)
 
 
-def test_what_is_there_as_a_whole_is_refused_before_the_application(play: Play) -> None:
+@pytest.mark.parametrize(
+    ("path", "key", "other"),
+    [
+        (TEXT, "Authorization: Bearer a", "Authorization: Bearer x"),
+        (MESSAGES, "x-api-key: a", "x-api-key: x"),
+    ],
+    ids=["openai", "anthropic"],
+)
+def test_what_is_there_as_a_whole_is_refused_before_the_application(
+    play: Play, path: str, key: str, other: str
+) -> None:
     """And nothing else is: who still sends, who asks for something else, another key, a browser's page."""
-    body = json.dumps(text(max_tokens=200)).encode()
+    asks = chat if path == MESSAGES else text
+    body = json.dumps(asks(max_tokens=200)).encode()
 
     async def story(world: World) -> None:
         asked = list[str]()
@@ -74,7 +86,7 @@ def test_what_is_there_as_a_whole_is_refused_before_the_application(play: Play) 
             asked.append(scope["path"])
             await world.app(scope, receive, send)
 
-        shedder = LoadShedder(world.state.queue, [TEXT])
+        shedder = LoadShedder(world.state.queue, STREAMED)
         async with _listening(app, shedder) as address:
 
             async def send(raw: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -82,21 +94,21 @@ def test_what_is_there_as_a_whole_is_refused_before_the_application(play: Play) 
                 writer.write(raw)
                 return reader, writer
 
-            running = [await send(_post(body)) for _ in range(6)]
+            def post(body: bytes, *headers: str) -> bytes:
+                return _post(f"{path}?beta=true", body, *(headers or (key,)))
+
+            running = [await send(post(body)) for _ in range(6)]
             await world.until(lambda: world.state.queue.waiting == 4)
             asked.clear()
-            reader, _ = await send(_post(body))
+            reader, _ = await send(post(body))
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 429 ") and b"onnection: close" in answer and not asked
             assert b"retry-after: " in answer.lower() and b"x-request-id: req_" in answer
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "rate_limit_exceeded"
+            told = json.loads(answer.partition(b"\r\n\r\n")[2])
+            assert told["error"]["type"] == "rate_limit_error"
+            assert ("request_id" in told) is (b"\r\nrequest-id: req_" in answer) is (path == MESSAGES)
 
-            half = _post(body)[:-5]
-            for raw in (
-                half,
-                _post(body, "Origin: http://localhost"),
-                _post(body, "Authorization: Bearer x"),
-            ):
+            for raw in (post(body)[:-5], post(body, key, "Origin: http://localhost"), post(body, other)):
                 asked.clear()
                 reader, writer = await send(raw)
                 assert (await reader.readline())[9:12] == b"429" and asked, raw
@@ -105,7 +117,7 @@ def test_what_is_there_as_a_whole_is_refused_before_the_application(play: Play) 
                 writer.close()
             await world.until(lambda: not shedder._in_flight)
             await world.until(lambda: not world.state.queue.inside)
-            reader, writer = await send(_post(json.dumps(text(max_tokens=1)).encode()))
+            reader, writer = await send(post(json.dumps(asks(max_tokens=1)).encode()))
             assert (await reader.readline())[9:12] == b"200"
             writer.close()
 
@@ -168,7 +180,8 @@ def _print(whose: str, kind: str, told: dict[str, Any]) -> None:
 @asynccontextmanager
 async def _listening(app: Any, shedder: LoadShedder) -> AsyncIterator[tuple[str, int]]:
     """The application behind a real socket; its address."""
-    server = Listener(app, socket.create_server(("127.0.0.1", 0)), ConnectionLimits(), shedder)
+    own = socket.create_server(("127.0.0.1", 0))
+    server = Listener(app, own, ConnectionLimits(), shedder, error_shape_of)
     task = asyncio.create_task(server.run())
     try:
         await server.started()
@@ -178,8 +191,8 @@ async def _listening(app: Any, shedder: LoadShedder) -> AsyncIterator[tuple[str,
         await task
 
 
-def _post(body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {TEXT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+def _post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 

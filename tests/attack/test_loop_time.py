@@ -26,7 +26,7 @@ from coserve import tiny
 from coserve.core.request import Request
 from coserve.serve.settings import ServerSettings
 from fake_engine import FakeEngine
-from hostile_bodies import CHAT, JOB, TEXT, chat, hostile, text
+from hostile_bodies import CHAT, COUNT_TOKENS, JOB, MESSAGES, TEXT, chat, hostile, text
 from serving import Play, World
 from watched_api import LoopClock, watched_api
 
@@ -133,7 +133,13 @@ def largest(size: int, model: str, sampler: str, draw: random.Random) -> Iterato
     many = max(size * 600 // 128, 8)
     for stream in (False, True):
         yield post(CHAT, "chat", **chat(n=16, max_tokens=many, ignore_eos=True, stream=stream, **likely))
-    yield post(CHAT, "messages", **chat(messages=[{"role": "user", "content": "a b"}] * min(16 * size, 2000)))
+    turns = [{"role": role, "content": "a b"} for role in ("user", "assistant")] * min(8 * size, 1000)
+    for path in (CHAT, MESSAGES):
+        yield post(path, "turns", **chat(messages=[*turns[1:], turns[0]]))
+    blocks = [{"type": "text", "text": "a b " * size}] * 256
+    counted = {"model": "tiny", "system": blocks, "messages": [{"role": "user", "content": blocks}]}
+    yield post(COUNT_TOKENS, "blocks", **counted)
+    yield post(MESSAGES, "streamed", **chat(max_tokens=15 * size, stream=True))
     numbers = b",".join([b"1e308"] * (8_000 * size))
     yield post(TEXT, "numbers", content=b'{"model":"tiny","prompt":[' + numbers + b"]}")
     for _ in range(4):
@@ -240,8 +246,8 @@ async def settled(campaign: Campaign, size: int) -> dict[str, list[Any]]:
         f"{TINKER}/create_model", session_id=one, model_seq_id=0, base_model="tiny", lora_config={"rank": 1}
     )
     await post(f"{TINKER}/retrieve_future", request_id=made["request_id"])
-    for path in (CHAT, TEXT):
-        await post(path, **(chat() if path == CHAT else text()))  # what is built with the first request
+    for path in (CHAT, MESSAGES, TEXT):
+        await post(path, **(text() if path == TEXT else chat()))  # what is built with the first request
     campaign.clock.take()
     return {
         "model": ["tiny"], "base_model": ["tiny"], "session_id": sessions[:3], "sampler_id": [sampler],

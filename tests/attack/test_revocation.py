@@ -12,7 +12,7 @@ from coserve.serve.http import revocation
 from coserve.serve.store.store import Store
 from serving import Play, World, listening
 
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -25,15 +25,20 @@ def test_what_is_under_way_ends_with_its_key(play: Play, seed: int, monkeypatch:
         made = [await world.state.store.tenants.create_key(name) for name in ("ann", "ann", "bob")]
         chosen, (gone, _) = draw.choice(list(enumerate(made)))
 
-        async def ask(http: httpx2.AsyncClient, number: int) -> tuple[int, int, bool, str]:
+        async def ask(http: httpx2.AsyncClient, number: int) -> tuple[int, int, bool, bool, str]:
             path, stream = draw.choice(PATHS), draw.random() < 0.6
-            text: Any = (
-                {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
-            )
-            body = {"model": "tiny", "max_tokens": 150, "stream": stream, "n": draw.choice((1, 2)), **text}
+            text: Any = {"messages": [{"role": "user", "content": "x"}]}
+            body = {"model": "tiny", "max_tokens": 150, "stream": stream, **text}
             headers = {"authorization": f"Bearer {made[number][1]}"}
+            if path == "/v1/messages":
+                headers = {"x-api-key": made[number][1]}
+            else:
+                body["n"] = draw.choice((1, 2))
+            if path == "/v1/completions":
+                body["prompt"] = "x"
+                del body["messages"]
             answer = await http.post(path, json=body, headers=headers)
-            return number, answer.status_code, stream, answer.text
+            return number, answer.status_code, stream, path == "/v1/messages", answer.text
 
         async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
             asked = [asyncio.create_task(ask(http, number % 3)) for number in range(9)]
@@ -42,21 +47,30 @@ def test_what_is_under_way_ends_with_its_key(play: Play, seed: int, monkeypatch:
             with Store(world.state.settings.state) as elsewhere:
                 assert await elsewhere.tenants.revoke_key(gone.id)
             ours = [one for number, one in enumerate(asked) if number % 3 == chosen]
-            for number, status, stream, text in await asyncio.gather(*ours):
+            for number, status, stream, of_anthropic, text in await asyncio.gather(*ours):
                 assert number == chosen
                 if status == 401:
-                    assert json.loads(text)["error"]["code"] == "key_revoked"
+                    last = text
+                elif of_anthropic:
+                    assert stream and status == 200
+                    *_, last, rest = text.split("\n\n")
+                    assert last.startswith("event: error\n") and not rest
+                    last = last.removeprefix("event: error\ndata: ")
                 else:
                     assert stream and status == 200
                     *_, last, done, rest = text.split("\n\n")
-                    error = json.loads(last.removeprefix("data: "))["error"]
-                    assert (error["code"], done, rest) == ("key_revoked", "data: [DONE]", "")
+                    last = last.removeprefix("data: ")
+                    assert (done, rest) == ("data: [DONE]", "")
+                error = json.loads(last)["error"]
+                assert error["type"] == "authentication_error" and "was revoked" in error["message"]
+                assert of_anthropic or error["code"] == "key_revoked"
             others = [one for one in asked if one not in ours]
             assert not any(one.done() for one in others)
             world.engine.step_seconds = 0.0
-            for _, status, stream, text in await asyncio.gather(*others):
-                assert status == 200 and "key_revoked" not in text
-                assert not stream or text.endswith("data: [DONE]\n\n")
+            for _, status, stream, of_anthropic, text in await asyncio.gather(*others):
+                assert status == 200 and "revoked" not in text
+                end = 'data: {"type":"message_stop"}\n\n' if of_anthropic else "data: [DONE]\n\n"
+                assert not stream or text.endswith(end)
             queue = world.state.queue
             await world.until(lambda: not (world.engine.running or queue.inside or queue.waiting))
 

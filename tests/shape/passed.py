@@ -39,7 +39,8 @@ from coserve.wire.control import EngineStart
 
 # Types that carry some work of a step, or what comes of it.
 STEP: Final = {"StepPlan", "BasePlan", "StepResult", "BaseResult", "Tensor"}
-PROMPT: Final = STEP | {*REQUESTS, "InferenceSegment", "Sampled", "TokenEvent", "Token", "AnswerPiece"}
+PROMPT: Final = STEP | {*REQUESTS, "ChatRequest", "InferenceSegment", "Sampled", "TokenEvent", "Token"}
+PROMPT |= {"AnswerPiece"}
 EXAMPLE: Final = STEP | {*JOBS, "MicroBatch", "MicroBatchStart", "TrainingSegment", "OptimStep", "Updated"}
 EXAMPLE |= {"Example", "Prepared", "JobStep", "StepDone"}
 LESSON: Final = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}

@@ -119,6 +119,16 @@ def test_imports_go_down_only(file: Path) -> None:
         assert allowed, f"{module} imports {imported}: {other} is not below {room}"
 
 
+DIALECTS = tuple(f"coserve.serve.{room}" for room in ("routes", "schema", "tinker", "anthropic"))
+
+
+def test_what_answers_knows_no_dialect() -> None:
+    """Routes translate bodies into calls and answers out of them; nothing behind them does."""
+    for file in [*(SOURCE / "serve/answering").rglob("*.py"), *(SOURCE / "serve/engine").rglob("*.py")]:
+        found = [one for one in imports_of(ast.parse(file.read_text())) if one.startswith(DIALECTS)]
+        assert not found, f"{file.name} imports {found}"
+
+
 def all_imports_of(tree: ast.AST) -> Iterator[str]:
     """Modules of the project imported anywhere: in functions and under TYPE_CHECKING, too."""
     for node in ast.walk(tree):

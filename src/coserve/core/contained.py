@@ -2,9 +2,10 @@
 
 `contained` is called only where such work runs: `engine.background` (reading on threads),
 `engine.served_engine` (commands), `engine.served_sessions` (commands that waited), `engine.jobs`,
-`engine.training` and `engine.sessions` (a job or a session between two steps), `train.shortage` (a job's rows
-in a step), `adapters.paging.reader` (weights), `split.executor` (a client's call), and the server's
-`training.controller` (news of a job). Exceptions of a step, which computes for all tenants, end the process.
+`engine.training` and `engine.sessions` (a job or a session between two steps), `memory.exhausted` (rows of a
+step: of several, which are computed apart then, and of one alone), `adapters.paging.reader` (weights),
+`split.executor` (a client's call), and the server's `training.controller` (news of a job). Other exceptions
+of a step, which computes for all tenants, end the process, as do those of its device.
 """
 
 import logging

@@ -444,11 +444,11 @@ class BaseResult:
     `stream_seconds` are those of answers and of training that ran beside each other, 0 for none or
     unfinished. `reads` is what was read of a streamed base's weights meanwhile, `moved` the copies that were
     written or read. `lost` are sequences that end with an error: offloaded ones whose keys and values could
-    not be written or read, those that run out of memory alone, and those that have no next token;
-    `offload_reads` what was read of all of them. `outputs` are those of micro-batches that report and have
-    ended, by key. `unfilled` are adapters whose virtual tokens ran out of memory: pages that the plan has
-    filled with them are not to be read. Where rows of answers that a graph should have held were
-    `launched` kernel by kernel, all of them shared a pass.
+    not be written or read, those whose rows fail alone, for lack of memory or any other reason, and those
+    that have no next token; `offload_reads` what was read of all of them. `outputs` are those of
+    micro-batches that report and have ended, by key. `unfilled` are adapters whose virtual tokens failed:
+    pages that the plan has filled with them are not to be read. Where rows of answers that a graph should
+    have held were `launched` kernel by kernel, all of them shared a pass.
 
     `together_failed` tells that a pass that several share ran out of memory. The plan has run again as a
     narrower one, or its training has stopped there, as by a pause.

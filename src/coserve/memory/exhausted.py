@@ -1,4 +1,4 @@
-"""Recognises out-of-memory errors, and makes them outcomes of a pass or of one alone."""
+"""Recognises out-of-memory errors, and makes errors outcomes of a pass or of one alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,9 +6,20 @@ from typing import Final, TypeVar
 
 import torch
 
-from coserve.errors import TogetherFailed
+from coserve.core.contained import contained
+from coserve.errors import (
+    CoserveError,
+    InternalError,
+    OutOfMemory,
+    PassFailed,
+    ServerError,
+    TogetherFailed,
+)
 
 T = TypeVar("T")
+# Errors that are no outcome of any one's work: of a whole pass, of the process, of a device, which computes
+# nothing after one.
+_NOBODYS: Final = (PassFailed, ServerError, torch.AcceleratorError)
 
 # Messages of torch's allocator and of oneDNN on a CPU, which has no class of error for it.
 _WORDS: Final = ("can't allocate memory", "not enough memory", "out of memory", "out_of_memory", "bad_alloc")
@@ -35,6 +46,39 @@ def run_shared(work: Callable[[], T]) -> T:
             raise
         words = words_of(error)
     raise TogetherFailed(words)  # after the error, whose frames hold their tensors
+
+
+def run_together(what: str, work: Callable[[], T]) -> T | None:
+    """Runs a pass of `what`, which several share. Raises TogetherFailed where memory runs out; None where it
+    fails for another reason, which is in the log, and for which one of them fails alone as well."""
+    try:
+        return run_shared(work)
+    except _NOBODYS:
+        raise
+    except BaseException as error:
+        contained(error, what)
+        return None
+
+
+@contextmanager
+def failing_alone(
+    what: str, fail: Callable[[CoserveError], object], kind: type[CoserveError] = InternalError
+) -> Iterator[None]:
+    """Surrounds work for one alone: where memory runs out, or any other error is raised, it ends, and `fail`
+    is given the error, of `kind` if nobody foresaw it. The words of an allocator are kept, the tensors of the
+    failed frames are not."""
+    failure: CoserveError | None = None
+    try:
+        yield
+    except BaseException as error:
+        if is_out_of_memory(error):
+            failure = OutOfMemory(f"{what} ran out of memory: {words_of(error)}")
+        elif isinstance(error, _NOBODYS):
+            raise
+        else:
+            failure = contained(error, what, kind)
+    if failure is not None:  # after the error, whose frames hold their tensors
+        fail(failure)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment
 from coserve.core.request import FinishReason, Request
 from coserve.core.sequence import Sequence
-from coserve.errors import CoserveError, OutOfMemory
+from coserve.errors import CoserveError, RequestError
 from coserve.schedule import answers
 from coserve.schedule.newcomers import LATELY
 from coserve.schedule.places import Places
@@ -152,8 +152,8 @@ class OpenRequests:
             self.finish(sequence.key, reason)
 
     def _readers_of_spoiled(self, base: str, plan: BasePlan, result: BaseResult) -> dict[int, CoserveError]:
-        """Sequences with pages that lack of memory left without their contents, and the error. Nobody else
-        will find these pages."""
+        """Sequences with pages that a failure left without their contents, and its error. Nobody else will
+        find these pages."""
         pages = self.queues.caches[base].pages
         spoiled: dict[int, CoserveError] = {}
         for prefix in plan.prefixes if result.unfilled else ():
@@ -162,7 +162,9 @@ class OpenRequests:
                 spoiled |= dict.fromkeys(its, result.unfilled[prefix.adapter])
         for segment in plan.inference if result.lost else ():
             sequence, error = self.sequences.get(segment.key), result.lost.get(segment.key)
-            if sequence is not None and isinstance(error, OutOfMemory) and not segment.offloaded:
+            if sequence is None or error is None or segment.offloaded:
+                continue
+            if not isinstance(error, RequestError):  # else its rows have passed, and no token can follow
                 first, end = segment.context, segment.context + segment.length
                 written = slice(first // pages.page_size, pages.pages_for(end))
                 spoiled |= dict.fromkeys(sequence.pages[written], error)

@@ -405,7 +405,8 @@ class Scheduler:
         self.requests.charge(training, now)
         if is_beside:
             self.cost.observe_beside(plan, result, host)
-        elif not any(part.together_failed for part in result.bases.values()):  # else more ran than planned
+        elif not any(one.together_failed or one.lost or one.failed for one in result.bases.values()):
+            # else more ran than planned, or less
             self.cost.observe(StepFeatures.of(plan), result, host)
         self.stats.steps += 1
         self.stats.fused_steps += any(part.is_fused for part in plan.bases.values())

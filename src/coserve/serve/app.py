@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from coserve.serve import errors
 from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
+from coserve.serve.anthropic import routes as anthropic
+from coserve.serve.anthropic.errors import ERRORS
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import AllowedOrigins, TrustedHosts
 from coserve.serve.http.idempotency import Idempotency
@@ -27,7 +29,16 @@ _FORM_BYTES = 2 * 2**20  # around the large file in an upload
 _UPLOADS = ("/v1/files", "/v1/adapters")
 # Requests that create something and have no number of their own, by which to know one that comes again.
 CREATING = (*_UPLOADS, "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/api/v1/create_session")
-STREAMED = ("/v1/chat/completions", "/v1/completions")  # requests for text
+STREAMED = ("/v1/chat/completions", "/v1/completions", anthropic.MESSAGES)  # requests for text
+
+
+# Forms of errors below these paths; elsewhere they are OpenAI's.
+SHAPES: Final = {anthropic.MESSAGES: ERRORS}
+
+
+def error_shape_of(path: str) -> errors.ErrorShape:
+    """The form of errors at a path."""
+    return next((shape for start, shape in SHAPES.items() if path.startswith(start)), errors.OPENAI)
 
 
 def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
@@ -40,7 +51,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     )
     app.state.coserve, settings = state, state.settings
     errors.install(app)
-    for room in (chat, completions, models, adapters, transfers, files, jobs, health, docs):
+    for room in (chat, completions, anthropic, models, adapters, transfers, files, jobs, health, docs):
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     app.state.tinker = Dialect(state, clock)
@@ -50,7 +61,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
             return settings.max_file_bytes + _FORM_BYTES
-        return MOST_BODY_BYTES if path in (*STREAMED, *tinker.LARGE) else MOST_SMALL_BODY_BYTES
+        is_large = path in (*STREAMED, anthropic.COUNT_TOKENS, *tinker.LARGE)
+        return MOST_BODY_BYTES if is_large else MOST_SMALL_BODY_BYTES
 
     rates = TokenBuckets(settings.max_requests_minute, clock)
     bad_keys = TokenBuckets(settings.max_bad_keys_minute, clock)
@@ -71,7 +83,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     app.add_middleware(SizeLimits, body_limit=body_limit)
     app.add_middleware(AllowedOrigins, allowed=settings.cors_origins)
     app.add_middleware(TrustedHosts, settings=settings, is_open=lambda: serves_without_keys(state))
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, shape_of=error_shape_of)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 

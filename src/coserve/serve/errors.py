@@ -1,19 +1,23 @@
-"""Errors in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Errors: a status, and a body in the dialect of their request: `{"error": {"message", "type", "param",
+"code"}}` in OpenAI's."""
 
 import errno
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from coserve import errors
+from coserve.serve.http.streams import DONE, EVENT_BEGIN, EVENT_END
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +100,61 @@ class ApiError(Exception):
         detail = ErrorDetail(message=_said(self.message), type=self.type, param=param, code=self.code)
         return ErrorBody(error=detail).model_dump()
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, self.headers)
+    def response(self) -> "ErrorResponse":
+        """The response to whatever request it is sent to."""
+        return ErrorResponse(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """Form of errors in a dialect: the `body` of one, given the id of its request, and what is around it in a
+    stream that it ends. Replies have the id in the header `id_header`."""
+
+    body: Callable[[ApiError, str], Mapping[str, Any]]
+    before: bytes
+    after: bytes
+    id_header: str
+
+    def written(self, error: ApiError, request_id: str) -> bytes:
+        """The body as JSON."""
+        return json.dumps(self.body(error, request_id)).encode()
+
+    def event(self, error: ApiError, scope: Scope) -> bytes:
+        """The events that end the stream of a request."""
+        return self.before + self.written(error, request_id(scope)) + self.after
+
+
+OPENAI: Final = ErrorShape(lambda error, _: error.body(), EVENT_BEGIN, EVENT_END + DONE, "x-request-id")
+
+
+def openai_shape(path: str) -> ErrorShape:
+    """OpenAI's form, for every path."""
+    return OPENAI
+
+
+def error_shape(scope: Scope) -> ErrorShape:
+    """The form of errors in the dialect of a request (`middleware.RequestIds`)."""
+    found: ErrorShape = scope.get("state", {}).get("error_shape", OPENAI)
+    return found
+
+
+def request_id(scope: Scope) -> str:
+    """The id of a request; empty before it has one."""
+    found: str = scope.get("state", {}).get("request_id", "")
+    return found
+
+
+class ErrorResponse(Response):
+    """The response to an error, in the dialect of the request that it is sent to."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(status_code=error.status)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error, body = self._error, error_shape(scope).written(self._error, request_id(scope))
+        told = Response(body, error.status, error.headers, "application/json")
+        await told(scope, receive, send)
 
 
 class Refusal(HTTPException):
@@ -113,14 +170,17 @@ def not_found(message: str, param: str | None = None, code: str | None = None) -
     return ApiError(404, message, param=param, code=code)
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route: these statuses, and those that any route may answer."""
+def error_responses(
+    *statuses: int, shape: ErrorShape = OPENAI, model: type[BaseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route: these statuses, and those that any route may answer. `model` is that of
+    errors of this form."""
     every = sorted({400, 401, 413, 414, 429, 431, 503, *statuses})
     return {
         status: {
-            "model": ErrorBody,
+            "model": model,
             "description": HTTPStatus(status).phrase,
-            "content": {"application/json": {"example": _example(status)}},
+            "content": {"application/json": {"example": shape.body(_example(status), "req_0123")}},
         }
         for status in every
     }
@@ -130,19 +190,19 @@ def install(app: FastAPI) -> None:
     """Installs handlers that give all errors this format."""
 
     @app.exception_handler(ApiError)
-    async def _api(request: Request, error: ApiError) -> JSONResponse:
+    async def _api(request: Request, error: ApiError) -> Response:
         return error.response()
 
     @app.exception_handler(errors.CoserveError)
-    async def _coserve(request: Request, error: errors.CoserveError) -> JSONResponse:
+    async def _coserve(request: Request, error: errors.CoserveError) -> Response:
         return ApiError.of(error).response()
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
         return _validation(error).response()
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http(request: Request, error: HTTPException) -> Response:
         if isinstance(error, Refusal):
             return error.told.response()
         told = ApiError(error.status_code, str(error.detail), headers=error.headers)
@@ -154,18 +214,18 @@ def install(app: FastAPI) -> None:
         return told.response()
 
     @app.exception_handler(OSError)
-    async def _disk(request: Request, error: OSError) -> JSONResponse:
+    async def _disk(request: Request, error: OSError) -> Response:
         if error.errno not in _FULL:
             raise error  # a bug
         return ApiError(503, "The server's disk is full.", code="storage_unavailable").response()
 
     @app.exception_handler(Exception)
-    async def _bug(request: Request, error: Exception) -> JSONResponse:
+    async def _bug(request: Request, error: Exception) -> Response:
         # The server's own error middleware stands outside all others, so this answer adds its id itself.
         told = ApiError(500, "The server had an error while processing your request.")
-        request_id = getattr(request.state, "request_id", "")
-        log.error("request %s failed", request_id)
-        return JSONResponse(told.body(), 500, {"x-request-id": request_id})
+        id, shape = request_id(request.scope), error_shape(request.scope)
+        log.error("request %s failed", id)
+        return Response(shape.written(told, id), 500, {shape.id_header: id}, "application/json")
 
 
 def _validation(error: RequestValidationError) -> ApiError:
@@ -266,5 +326,5 @@ def _headers_of(status: int, code: str | None) -> dict[str, str]:
     return {}
 
 
-def _example(status: int) -> dict[str, Any]:
-    return ApiError(status, f"{HTTPStatus(status).phrase}: one sentence that says what to change.").body()
+def _example(status: int) -> ApiError:
+    return ApiError(status, f"{HTTPStatus(status).phrase}: one sentence that says what to change.")

@@ -26,16 +26,21 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""  # the longest end of the text so far that a stop string could begin with
-        self.stopped = False
+        self.matched: str | None = None  # the stop string that has ended the text
+
+    @property
+    def stopped(self) -> bool:
+        return self.matched is not None
 
     def push(self, text: str) -> str:
         """Adds a piece; returns the text that cannot belong to a stop string."""
         if self.stopped:
             return ""
         text = self._held + text
-        if (cut := self._first_match(text)) is not None:
-            self.stopped, self._held = True, ""
-            return text[:cut]
+        if (found := self._first_match(text)) is not None:
+            start, end = found
+            self.matched, self._held = text[start:end], ""
+            return text[:start]
         undecided = self._undecided(text)
         self._held = text[len(text) - undecided :]
         return text[: len(text) - undecided]
@@ -45,10 +50,13 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> int | None:
-        """Start of the first complete stop string; None if there is none."""
+    def _first_match(self, text: str) -> tuple[int, int] | None:
+        """(start, end) of the first complete stop string; None if there is none."""
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        if not found:
+            return None
+        end, start = min(found)
+        return start, end
 
     def _undecided(self, text: str) -> int:
         """Length of the longest end of `text` that is the beginning of a stop string."""
@@ -80,6 +88,11 @@ class TextStream:
     def stopped(self) -> bool:
         """Tells whether a stop string has ended the text."""
         return self._matcher.stopped
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._matcher.matched
 
     @property
     def length(self) -> int:

@@ -7,7 +7,6 @@ two while it rests (FlexLLM 6.1, algorithm 2, lines 12-20). A layer that an arri
 windows as they were.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,19 +19,15 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
 from coserve.core.sequence import Direction, Span
-from coserve.errors import PassFailed
 from coserve.kernels.rows import concat_rows, split_rows
-from coserve.memory.exhausted import run_shared
+from coserve.memory.exhausted import run_together
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.train.activations import ActivationStore
 from coserve.train.native_backward import ReplayedLayer, native_gradients, recognised
-from coserve.train.pause import LayerAbandoned
 from coserve.train.shortage import Shortages
 from coserve.train.window import KV, Window
 from coserve.train.window_group import ReplayedRows
-
-_log = logging.getLogger(__name__)
 
 JobWindow = tuple[str, "BackwardWindow"]  # a window, and the job it belongs to
 Leaves = Mapping[int, tuple[Tensor, ...]]  # by stage: the parameters that train, in the graph's dtype
@@ -81,25 +76,14 @@ def _backward_group(
     """Takes a group back through a layer in one pass; where that fails for another reason than memory, each
     of its windows in one of its own, which only the job fails that is the cause."""
     group = [window for window in group if window[0] not in short]  # a job may have failed at another window
-    found = _gradients_together(layer, [window for _, window in group], check) if len(group) > 1 else None
+    found = None
+    if len(group) > 1:
+        work = partial(layer_gradients, layer, [window for _, window in group], check)
+        found = run_together(f"windows of several jobs in layer {layer}, on their way back", work)
     for number, (job, window) in enumerate(group):
         with short.of(job):
             gradients = layer_gradients(layer, [window], check)[0] if found is None else found[number]
             window.accumulate(layer, gradients)
-
-
-def _gradients_together(
-    layer: int, windows: "Sequence[BackwardWindow]", check: Callable[[], object]
-) -> "list[LayerGradients] | None":
-    """As `layer_gradients`. Raises TogetherFailed where memory runs out; None for another failure, which one
-    of the jobs has alone as well."""
-    try:
-        return run_shared(partial(layer_gradients, layer, windows, check))
-    except (LayerAbandoned, PassFailed):
-        raise
-    except Exception:
-        _log.exception("windows of several jobs cannot go back through layer %d together", layer)
-        return None
 
 
 class LayerGradients(NamedTuple):

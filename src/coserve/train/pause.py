@@ -7,7 +7,7 @@ from collections.abc import Callable
 from coserve.errors import PassFailed
 
 
-class LayerAbandoned(Exception):
+class LayerAbandoned(PassFailed):
     """Raised inside a layer that is given up for an arrival. Nothing of it counts: it runs anew
     later."""
 

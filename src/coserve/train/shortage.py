@@ -1,12 +1,11 @@
 """A failure in a job's rows, lack of memory or any other, fails that job alone."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
-from coserve.core.contained import contained
-from coserve.errors import CoserveError, JobError, OutOfMemory, PassFailed
-from coserve.memory.exhausted import is_out_of_memory, words_of
-from coserve.train.pause import LayerAbandoned
+from coserve.errors import CoserveError, JobError
+from coserve.memory.exhausted import failing_alone
 
 
 class Shortages:
@@ -20,24 +19,14 @@ class Shortages:
     def __contains__(self, job: str) -> bool:
         return job in self._failed
 
-    @contextmanager
-    def of(self, job: str) -> Iterator[None]:
+    def of(self, job: str) -> AbstractContextManager[None]:
         """Surrounds work for `job`: if memory runs out, or any other error is raised, this job fails and
-        others are not affected. The allocator's message is kept, the tensors of the failed frames are not. An
-        abandoned layer and a failed pass are nobody's failure, and raised."""
-        failure: CoserveError | None = None
-        try:
-            yield
-        except (LayerAbandoned, PassFailed):
-            raise
-        except BaseException as error:
-            if is_out_of_memory(error):
-                failure = OutOfMemory(f"job {job} ran out of memory: {words_of(error)}")
-            else:
-                failure = contained(error, f"job {job}", JobError)
-        if failure is not None:  # after the error, whose frames hold their tensors
-            self._failed[job] = failure
-            self._free(job)
+        others are not affected."""
+        return failing_alone(f"job {job}", partial(self._fail, job), JobError)
+
+    def _fail(self, job: str, error: CoserveError) -> None:
+        self._failed[job] = error
+        self._free(job)
 
     def take(self) -> dict[str, CoserveError]:
         """Removes and returns the failed jobs and their errors."""

@@ -13,8 +13,8 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
 from coserve.core.plan import BasePlan, InferenceSegment, PassesAlone, Prefix, Sampled, TrainingSegment
-from coserve.errors import TogetherFailed
-from coserve.memory.exhausted import exhaustion
+from coserve.errors import CoserveError
+from coserve.memory.exhausted import failing_alone, run_shared, run_together
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, ListedRows, PassGraphs, Record
@@ -48,6 +48,10 @@ class _GraphedRows:
     def passed(self) -> PassedRows:
         """Replays the graph."""
         return PassedRows(self.segments, self.counts, self.replay())
+
+
+# Draws, graphs that sample and have not been replayed, and windows with the layers that they have passed.
+Passed = tuple[list[Drawn], Sequence[_GraphedRows], list[TrainingSegment]]
 
 
 class FusedPass:
@@ -93,59 +97,66 @@ class FusedPass:
         two slices.
 
         Raises TogetherFailed where memory runs out, unless each sequence passes alone. Nothing is sampled
-        then: all of it may pass again, and overwrite its results.
+        then: all of it may pass again, and overwrite its results. Where the pass fails for another reason
+        each of its rows passes alone at once, and who is the cause fails.
         """
         self.is_launched = False
         if plan.alone is PassesAlone.ALL:
             return self._one_by_one(plan.inference), []
-        training = plan.fused
-        short: list[str] = []
-        drawn: list[Drawn] = []
-        with exhaustion(short.append):
-            graphs = self._graphs(plan)
-            keys = {segment.key for graph in graphs for segment in graph.segments}
-            inference = [segment for segment in plan.inference if segment.key not in keys]
-            self.is_launched = self._should_be_replayed(inference, plan)
-            trained: list[TrainingSegment] = []
-            if inference:
-                windows, reached = self._training.forward_slices(training, self.forward), 0
-                batch = self._inference_rows(inference)
-                for part in windows.parts(plan.slice_layers):
-                    if self._pause.is_due:
-                        break
-                    self.forward([batch], range(reached, part.start))
-                    self.forward([batch, *windows.going], part)
-                    self._pause.passed()
-                    reached = part.stop
-                self.forward([batch], range(reached, self.base.depth))
-                drawn.append(self.sampler.draw(batch))
-                trained = self._training.done(training, windows.end())
-            if graphs:
-                self.base.chain.on_layer()
-            drawn += [self.sampler.draw(graph.passed()) for graph in graphs if not graph.samples]
-            found = self.sampler.note(drawn)
-            for graph in graphs:
-                if graph.samples:  # not before the others, which may fail and pass again
-                    found |= self.sampler.sampled_rows(graph.segments, graph.replay())
-            return found, trained
-        raise TogetherFailed(short[0])
+        passed = run_together("a pass that several share", partial(self._pass, plan))
+        if passed is None:
+            windows = self._training.run(plan.fused, plan.slice_layers, self.forward, alone=True)
+            return self._one_by_one(plan.inference), windows
+        drawn, graphs, trained = passed
+        return run_shared(partial(self._note, drawn, graphs)), trained
+
+    def _pass(self, plan: BasePlan) -> Passed:
+        """Takes a plan's rows through the layers, and draws of them, but for those of graphs that sample too.
+        Notes nothing: the pass may be repeated."""
+        graphs, drawn, trained = self._graphs(plan), list[Drawn](), list[TrainingSegment]()
+        keys = {segment.key for graph in graphs for segment in graph.segments}
+        inference = [segment for segment in plan.inference if segment.key not in keys]
+        self.is_launched = self._should_be_replayed(inference, plan)
+        if inference:
+            windows, reached = self._training.forward_slices(plan.fused, self.forward), 0
+            batch = self._inference_rows(inference)
+            for part in windows.parts(plan.slice_layers):
+                if self._pause.is_due:
+                    break
+                self.forward([batch], range(reached, part.start))
+                self.forward([batch, *windows.going], part)
+                self._pause.passed()
+                reached = part.stop
+            self.forward([batch], range(reached, self.base.depth))
+            drawn.append(self.sampler.draw(batch))
+            trained = self._training.done(plan.fused, windows.end())
+        if graphs:
+            self.base.chain.on_layer()
+        drawn += [self.sampler.draw(graph.passed()) for graph in graphs if not graph.samples]
+        return drawn, [graph for graph in graphs if graph.samples], trained
+
+    def _note(self, drawn: Sequence[Drawn], graphs: Sequence[_GraphedRows]) -> dict[int, Sampled]:
+        """Notes what was drawn, then replays the graphs that sample: others may fail and pass again."""
+        found = self.sampler.note(drawn)
+        for graph in graphs:
+            found |= self.sampler.sampled_rows(graph.segments, graph.replay())
+        return found
 
     def _one_by_one(self, segments: Sequence[InferenceSegment]) -> dict[int, Sampled]:
-        """Runs each sequence's rows in a pass of their own; a sequence for which memory does not last is
-        lost. Notes what is drawn once all have passed, as weights that cannot be read have the whole plan run
-        again."""
+        """Runs each sequence's rows in a pass of their own; a sequence whose pass fails is lost. Notes what
+        is drawn once all have passed, as weights that cannot be read have the whole plan run again."""
         drawn: dict[int, list[Drawn]] = {}
-        short: dict[int, str] = {}
+        lost: dict[int, CoserveError] = {}
         for segment in segments:
-            with exhaustion(partial(short.__setitem__, segment.key)):
+            with failing_alone("the request", partial(lost.__setitem__, segment.key)):
                 drawn[segment.key] = self._drawn([segment])
         found = {segment.key: Sampled(None) for segment in segments}
         for segment in segments:
-            if segment.key not in short:
-                with exhaustion(partial(short.__setitem__, segment.key)):
+            if segment.key not in lost:
+                with failing_alone("the request", partial(lost.__setitem__, segment.key)):
                     found |= self.sampler.note(drawn[segment.key])
-            if segment.key in short:
-                self.sampler.skip(segment, short[segment.key])
+            if segment.key in lost:
+                self.sampler.skip(segment, lost[segment.key])
         return found
 
     def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:

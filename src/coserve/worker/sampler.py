@@ -10,7 +10,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
-from coserve.errors import CoserveError, OutOfMemory, RequestError
+from coserve.errors import CoserveError, RequestError
 from coserve.kernels.rows import concat_rows
 from coserve.model.base import Base
 from coserve.model.sample import NO_TOKEN, sample, sample_plain, token_logprobs
@@ -50,14 +50,14 @@ class Sampler:
         failed, self._failed = self._failed, {}
         return failed
 
-    def run_out(self, key: int, words: str) -> None:
-        """Notes that memory does not last for a sequence alone."""
-        self._failed[key] = OutOfMemory(f"the request ran out of memory: {words}")
+    def fail(self, key: int, error: CoserveError) -> None:
+        """Notes that a sequence fails alone."""
+        self._failed[key] = error
 
-    def skip(self, segment: InferenceSegment, words: str) -> None:
-        """Notes that memory does not last for a segment, which has no pass: in rows that are planned already
-        the sequence goes on with token 0."""
-        self.run_out(segment.key, words)
+    def skip(self, segment: InferenceSegment, error: CoserveError) -> None:
+        """Notes that a segment fails alone, which has no pass: in rows that are planned already the sequence
+        goes on with token 0."""
+        self.fail(segment.key, error)
         if segment.start + segment.length == self.table[segment.key].length:
             self.table[segment.key].output.append(0)
 

@@ -12,9 +12,9 @@ from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata,
 from coserve.core.plan import InferenceSegment
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence as Answer
-from coserve.errors import TogetherFailed
+from coserve.errors import CoserveError, TogetherFailed
 from coserve.kernels.row_tiles import RowTiles
-from coserve.memory.exhausted import exhaustion, run_shared
+from coserve.memory.exhausted import failing_alone, run_shared
 from coserve.model.sampling_table import SamplingTable
 
 NEWEST: Final = -1  # in place of a token that only the device knows: its sequence's newest
@@ -67,17 +67,16 @@ class SequenceTable:
     def __getitem__(self, key: int) -> Answer:
         return self._answers[key]
 
-    def extend(self, segments: Iterable[InferenceSegment]) -> dict[int, str]:
+    def extend(self, segments: Iterable[InferenceSegment]) -> dict[int, CoserveError]:
         """Adds rows for the sequences that a plan names first, and appends its new pages to their block
         tables: once, however often the plan's rows are run again for lack of memory. Returns, by key, the
-        allocator's words for sequences for which memory does not last here: their rows give nothing that
-        counts."""
-        short: dict[int, str] = {}
+        errors of sequences that fail here: their rows give nothing that counts."""
+        lost: dict[int, CoserveError] = {}
         grown: list[InferenceSegment] = []
         for segment in segments:
             if segment.request is not None:
                 self._name(segment.key, segment.request)
-                with exhaustion(partial(short.__setitem__, segment.key)):
+                with failing_alone("the request", partial(lost.__setitem__, segment.key)):
                     self._enter(segment.key, segment.request)
             if segment.new_pages and not segment.offloaded:
                 self._answers[segment.key].pages += segment.new_pages
@@ -86,9 +85,9 @@ class SequenceTable:
             run_shared(partial(self._give_pages, grown))
         except TogetherFailed:
             for segment in grown:
-                with exhaustion(partial(short.__setitem__, segment.key)):
+                with failing_alone("the request", partial(lost.__setitem__, segment.key)):
                     self._give_pages([segment])
-        return short
+        return lost
 
     def _give_pages(self, segments: Iterable[InferenceSegment]) -> None:
         """Lists the segments' new pages in the block table and prepares them."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from coserve.core.plan import TrainingSegment
-from coserve.memory.exhausted import run_shared
+from coserve.memory.exhausted import run_together
 from coserve.train.backward import BackwardWindow, backward_layers
 from coserve.train.pause import TrainingPause
 from coserve.train.shortage import Shortages
@@ -71,15 +71,18 @@ class ForwardSlices(WindowSlices[ForwardWindow]):
         return [window for segment, window in self._windows.items() if segment.job not in self._short]
 
     def _run(self, layers: range) -> None:
-        """Raises TogetherFailed where memory does not last for several; a job whose only window it is
-        fails."""
-        if len(self._windows) > 1:
-            run_shared(partial(self._forward, self.going, layers))
+        """Raises TogetherFailed where memory does not last for several. Where they fail together for another
+        reason each goes on alone from where it is, and fails if it is the cause."""
+        if len(self._windows) > 1 and run_together("windows of several jobs", partial(self._go, layers)):
             return
-        for segment in self._windows:
+        for segment, window in self._windows.items():
             if segment.job not in self._short:
                 with self._short.of(segment.job):
-                    self._forward(self.going, layers)
+                    self._forward([window], range(max(window.reached, layers.start), layers.stop))
+
+    def _go(self, layers: range) -> bool:
+        self._forward(self.going, layers)
+        return True
 
 
 class TailSlice:

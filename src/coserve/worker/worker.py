@@ -23,9 +23,9 @@ from coserve.core.plan import (
     TrainingSegment,
     WeightReads,
 )
-from coserve.errors import CoserveError, OutOfMemory, TogetherFailed
+from coserve.errors import CoserveError, TogetherFailed
 from coserve.executors.executor import CloseSession, Command, ExecutorSpec, R, RestartStep
-from coserve.memory.exhausted import exhaustion
+from coserve.memory.exhausted import failing_alone
 from coserve.model.base import Base
 from coserve.model.together import linears_together
 from coserve.streamed.planner import Streaming
@@ -224,7 +224,8 @@ class Worker:
         """Takes up what a plan names for the first time."""
         self._unfilled = {}
         for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
-            with exhaustion(partial(self._leave_unfilled, prefix.adapter)):
+            what = f"filling pages with the virtual tokens of adapter {prefix.adapter}"
+            with failing_alone(what, partial(self._unfilled.__setitem__, prefix.adapter)):
                 self.fused.fill(prefix)
         used = [self.table.release(key) for key in plan.released]
         fresh = (segment.adapter for segment in plan.inference if segment.request is not None)
@@ -235,18 +236,13 @@ class Worker:
             if micro_batch.job not in self._short:
                 with self._short.of(micro_batch.job):
                     self.sessions[micro_batch.job].begin(micro_batch)
-        for key, words in self.table.extend(plan.inference).items():
-            self.fused.sampler.run_out(key, words)
+        for key, error in self.table.extend(plan.inference).items():
+            self.fused.sampler.fail(key, error)
         if self._offloaded is not None:
             for segment in plan.inference:
                 if segment.offloaded and segment.new_pages:
                     self._offloaded.begin(segment.key, len(segment.new_pages))
         self._has_begun = True
-
-    def _leave_unfilled(self, adapter: str, words: str) -> None:
-        self._unfilled[adapter] = OutOfMemory(
-            f"the virtual tokens of adapter {adapter} ran out of memory: {words}"
-        )
 
     def pause_training(self) -> None:
         """See `Executor`."""

@@ -1,4 +1,5 @@
-"""Memory that runs out inside a job is that job's alone: others and answers go on, and it tries once more."""
+"""Memory that runs out inside a job is that job's alone: others and answers go on, and it tries once more.
+Another error in a pass is that of one of those who share it, too."""
 
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import Prefix
 from coserve.engine.finetuning import FineTuning
-from coserve.errors import JobError, OutOfMemory
+from coserve.errors import CoserveError, InternalError, JobError, OutOfMemory
 from coserve.train.activations import HiddenStates
 from coserve.train.backward import Backward, BackwardWindow
 from coserve.train.example import Example
@@ -38,6 +39,12 @@ SETTINGS = TrainingConfig(batch_size=4, rows=64, keep=SavePolicy.EVERYTHING, lea
 WORDS = (
     "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 )
+# What a pass fails with, and the class and the words of the error of whoever is the cause.
+FAULTS: list[tuple[Exception, type[CoserveError], str]] = [
+    (RuntimeError(WORDS), OutOfMemory, "ran out of memory: .*can't allocate"),
+    (ValueError("shapes do not match"), InternalError, "failed: ValueError: shapes do not match"),
+]
+faults = pytest.mark.parametrize(("fault", "kind", "words"), FAULTS, ids=["memory", "another"])
 
 
 def make_engine() -> Engine:
@@ -185,29 +192,35 @@ def test_another_error_is_no_lack_of_memory(
     assert len(calls) == 1 and not job.notes and answer.tokens == undisturbed[0]
 
 
-def test_a_request_that_runs_out_alone_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three that pass together, and a job's window, memory lasts for each but one."""
+@faults
+def test_a_request_that_fails_alone_fails_no_other(
+    fault: Exception, kind: type[CoserveError], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three that pass together, and a job's window, memory lasts for each but one, or one is broken."""
     engine, wanted = make_engine(), make_engine()
     real = engine.executor.worker.fused.forward
 
     def forward(travellers: Sequence[Traveller], layers: range | None = None) -> None:
         keys = [s.key for one in travellers if isinstance(one, InferenceBatch) for s in one.segments]
         if len(keys) > 1 or large.sequence.key in keys:
-            raise RuntimeError(WORDS)
+            raise fault
         real(travellers, layers)
 
     answers, large = [ask(engine), ask(engine)], ask(engine)
     job = start(engine, "one")
     monkeypatch.setattr(engine.executor.worker.fused, "forward", forward)
     engine.run()
-    with pytest.raises(OutOfMemory, match=r"the request ran out of memory: .*can't allocate"):
+    with pytest.raises(kind, match=f"the request {words}"):
         large.result()
     assert [one.result().tokens for one in answers] == [ask(wanted).result().tokens] * 2
     monkeypatch.undo()
     assert job.status == "succeeded" and len(ask(engine).result().tokens) == 40, "the engine lives on"
 
 
-def test_draws_that_run_out_together_are_repeated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@faults
+def test_draws_that_fail_together_are_repeated_one_by_one(
+    fault: Exception, kind: type[CoserveError], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory lasts for the head and the draw of one sequence, but for one request's; nothing that was drawn
     before it ran out counts."""
     engine, wanted = make_engine(), ask(make_engine()).result().tokens
@@ -217,19 +230,24 @@ def test_draws_that_run_out_together_are_repeated_one_by_one(monkeypatch: pytest
         drawn, keys = real(self, batch), [segment.key for segment in batch.segments]
         if len(keys) > 1 or (large.sequence.key in keys and len(large.tokens) == 5):
             short.append(len(keys))
-            raise RuntimeError(WORDS)
+            raise fault
         return drawn
 
     monkeypatch.setattr(Sampler, "draw", draw)
     engine.run()
-    with pytest.raises(OutOfMemory, match=r"the request ran out of memory: .*can't allocate"):
+    with pytest.raises(kind, match=f"the request {words}"):
         large.result()
     assert large.tokens == wanted[:5] and {*short} == {1, 2, 3}
     assert [answer.tokens for answer in answers] == [wanted] * 2
 
 
-def test_virtual_tokens_that_run_out_fail_their_readers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@faults
+def test_virtual_tokens_that_fail_fail_their_readers(
+    fault: Exception,
+    kind: type[CoserveError],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """All answers of that adapter that wait for them, and no others; the next one fills them again."""
     for name in ("prefix", "prompt"):
@@ -254,7 +272,7 @@ def test_virtual_tokens_that_run_out_fail_their_readers(
         real(self, prefix)
         if prefix.rows:
             self.attention.clean(prefix.pages)
-            raise RuntimeError(WORDS)
+            raise fault
 
     with monkeypatch.context() as patched:
         patched.setattr(FusedPass, "fill", fill)
@@ -262,7 +280,7 @@ def test_virtual_tokens_that_run_out_fail_their_readers(
         engine.run()
     for name, answer in zip(names, answers, strict=True):
         if name == "prompt":
-            with pytest.raises(OutOfMemory, match=r"virtual tokens of adapter prompt.* ran out of memory"):
+            with pytest.raises(kind, match=f"virtual tokens of adapter prompt.* {words}"):
                 answer.result()
         else:
             assert answer.result().tokens == wanted[name]
@@ -270,7 +288,10 @@ def test_virtual_tokens_that_run_out_fail_their_readers(
         assert asked(engine, name).result().tokens == wanted[name]
 
 
-def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+@faults
+def test_windows_that_set_out_together_are_told_apart(
+    fault: Exception, kind: type[CoserveError], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two jobs' rows and an answer's in one pass: only the job that fails alone as well has failed."""
     engine = make_engine()
     together: list[int] = []
@@ -282,7 +303,7 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
         for session in engine.executor.worker.sessions.values():
             stores = [batch.store for batch in session.micro_batches.values()]
             if session.job == "two" and any(window.store in stores for window in windows):
-                raise RuntimeError(WORDS)
+                raise fault
         real(travellers, layers)
 
     ask(engine)
@@ -290,6 +311,8 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine.executor.worker.fused, "forward", forward)
     engine.run()
     assert max(together) > 1 and [job.status for job in jobs] == ["succeeded", "failed"]
+    with pytest.raises(kind if kind is OutOfMemory else JobError, match=f"job two {words}"):
+        jobs[1].result()
 
 
 def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

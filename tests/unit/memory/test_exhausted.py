@@ -1,4 +1,4 @@
-"""Telling that memory ran out."""
+"""Telling that memory ran out, and whose an error is."""
 
 import resource
 import subprocess
@@ -7,7 +7,17 @@ import sys
 import pytest
 import torch
 
-from coserve.memory.exhausted import is_out_of_memory
+from coserve.errors import (
+    AdapterError,
+    CoserveError,
+    InternalError,
+    JobError,
+    OutOfMemory,
+    TogetherFailed,
+    WeightsUnreadable,
+    WrongAnswer,
+)
+from coserve.memory.exhausted import failing_alone, is_out_of_memory, run_together
 
 CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
 
@@ -26,6 +36,49 @@ def test_memory_ran_out(error: Exception) -> None:
 )
 def test_something_else_went_wrong(error: Exception) -> None:
     assert not is_out_of_memory(error)
+
+
+NOBODYS = [
+    WeightsUnreadable("not now"),
+    WrongAnswer("lies"),
+    torch.AcceleratorError("CUDA error"),
+    SystemExit(),
+]
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("error", NOBODYS, ids=repr)
+def test_errors_of_all_are_raised(error: BaseException) -> None:
+    """Of a pass that runs again, of the process, and of a device, which computes nothing after one."""
+    failed = list[CoserveError]()
+    with pytest.raises(type(error)):
+        run_together("rows", lambda: raises(error))
+    with pytest.raises(type(error)), failing_alone("the request", failed.append):
+        raise error
+    assert not failed
+
+
+def test_an_error_is_that_of_several_or_of_one() -> None:
+    known, failed = AdapterError("as it is"), list[CoserveError]()
+    assert (
+        run_together("rows", lambda: 3) == 3 and run_together("rows", lambda: raises(KeyError("x"))) is None
+    )
+    with pytest.raises(TogetherFailed, match="can't allocate"):
+        run_together("rows", lambda: raises(RuntimeError(CPU)))
+    for error in (known, ValueError("shapes"), torch.AcceleratorError("CUDA error: out of memory")):
+        with failing_alone("job a", failed.append, JobError):
+            raise error
+    with failing_alone("the request", failed.append):
+        raise ValueError("shapes")
+    assert failed[0] is known and [type(one) for one in failed[1:]] == [JobError, OutOfMemory, InternalError]
+    assert [str(one) for one in failed[1:]] == [
+        "job a failed: ValueError: shapes",
+        "job a ran out of memory: CUDA error: out of memory",
+        "the request failed: ValueError: shapes",
+    ]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are enforced on Linux")

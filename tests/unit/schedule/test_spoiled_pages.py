@@ -1,10 +1,12 @@
-"""Pages that lack of memory left without their contents: their readers end with the error, also those of
+"""Pages that a failed pass left without their contents: their readers end with the error, also those of
 plans that were made meanwhile, and nobody finds the pages any more."""
+
+import pytest
 
 from coserve.core.events import RequestFailed
 from coserve.core.plan import BasePlan, BaseResult, Sampled, StepPlan, StepResult
 from coserve.core.request import BASE, Request, SamplingParams
-from coserve.errors import OutOfMemory
+from coserve.errors import CoserveError, InternalError, OutOfMemory, RequestError
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -13,7 +15,8 @@ from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 
 PAGE = 4
-SHORT = OutOfMemory("there was no memory")
+ERRORS = [OutOfMemory("there was no memory"), InternalError("shapes do not match")]
+errors = pytest.mark.parametrize("error", ERRORS, ids=repr)
 
 
 class Desk:
@@ -43,7 +46,8 @@ class Desk:
         return {event.request_id: str(event.error) for event in events if isinstance(event, RequestFailed)}
 
 
-def test_virtual_tokens_are_filled_again_after_memory_ran_out_for_them() -> None:
+@errors
+def test_virtual_tokens_are_filled_again_after_their_pass_failed(error: CoserveError) -> None:
     desk = Desk()
     for name in ("one", "two"):
         desk.submit(name, adapter="a@1")
@@ -53,7 +57,7 @@ def test_virtual_tokens_are_filled_again_after_memory_ran_out_for_them() -> None
     desk.submit("three", adapter="a@1")  # finds the pages
     second = desk.it.plan_ahead(0.0)
     assert second is not None and not second.only.prefixes
-    assert desk.ended(first, unfilled={"a@1": SHORT}) == dict.fromkeys(("one", "two", "three"), str(SHORT))
+    assert desk.ended(first, unfilled={"a@1": error}) == dict.fromkeys(("one", "two", "three"), str(error))
     assert desk.ended(second) == {}
     desk.submit("four", adapter="a@1")
     third = desk.it.plan(0.0)
@@ -63,8 +67,10 @@ def test_virtual_tokens_are_filled_again_after_memory_ran_out_for_them() -> None
     assert not desk.it.plan(0.0).only.prefixes
 
 
-def test_nobody_reads_the_pages_of_rows_that_ran_out_of_memory() -> None:
-    """A prompt's second chunk runs out after its pages have been found by another's plan."""
+@pytest.mark.parametrize("error", [*ERRORS, RequestError("no token can come next")], ids=repr)
+def test_nobody_reads_the_pages_of_rows_whose_pass_failed(error: CoserveError) -> None:
+    """A prompt's second chunk fails after its pages have been found by another's plan. Where it has passed,
+    and no token can follow, they are as they should be."""
     desk = Desk(prefill=16)
     key = desk.submit("one")
     first = desk.it.plan(0.0)
@@ -75,8 +81,10 @@ def test_nobody_reads_the_pages_of_rows_that_ran_out_of_memory() -> None:
     assert third is not None
     (start,) = [segment.start for segment in third.only.inference if segment.key == reader]
     assert start > 16, "its pages are found before they are known to be written"
-    assert desk.ended(second, lost={key: SHORT}) == {"one": str(SHORT), "two": str(SHORT)}
+    is_written = isinstance(error, RequestError)
+    names = ("one",) if is_written else ("one", "two")
+    assert desk.ended(second, lost={key: error}) == dict.fromkeys(names, str(error))
     assert desk.ended(third) == {}
     last = desk.submit("three")
     (start,) = [segment.start for segment in desk.it.plan(0.0).only.inference if segment.key == last]
-    assert start == 16, "what the first chunk wrote is as it was"
+    assert start > 16 if is_written else start == 16, "what the first chunk wrote is as it was"

@@ -8,8 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from coserve import errors
 from coserve.errors import error_named
+from coserve.serve.anthropic.errors import ERRORS
 from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
-from coserve.serve.errors import ApiError, install
+from coserve.serve.errors import OPENAI, ApiError, install
 from coserve.serve.http.middleware import Draining, RequestIds, SizeLimits
 
 
@@ -151,8 +152,10 @@ def test_places_in_a_query_are_named() -> None:
 
 def test_what_is_repeated_of_a_request_is_short_and_is_text() -> None:
     name = "\ud800" + "x" * 5000
-    error = ApiError(400, f"Unknown parameter: '{name}'.", param=name).response()
-    assert len(bytes(error.body)) < 3000 and rb"\\ud800xxx" in bytes(error.body)
+    error = ApiError(400, f"Unknown parameter: '{name}'.", param=name)
+    for shape in (OPENAI, ERRORS):
+        body = shape.written(error, "req_1")
+        assert len(body) < 3000 and rb"\\ud800xxx" in body
 
 
 def test_unknown_places_and_methods() -> None:

@@ -91,13 +91,14 @@ def test_special_tokens_are_skipped(tokenizer: PreTrainedTokenizerFast) -> None:
     assert "".join(stream.push(token) for token in ids) + stream.finish() == "fox"
 
 
-def cut(text: str, stops: list[str]) -> tuple[str, bool]:
+def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     """The slow definition: read character by character until some stop string is complete."""
     for end in range(1, len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            return text[: min(starts)], True
-    return text, False
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
 
 
 def test_stop_strings_cut_any_split_of_any_text_at_the_same_place(draws: random.Random) -> None:
@@ -113,8 +114,9 @@ def test_stop_strings_cut_any_split_of_any_text_at_the_same_place(draws: random.
             rest = rest[length:]
             assert want.startswith(got), (text, stops)
         got += matcher.finish()
-        assert (got, matcher.stopped) == (want, stopped), (text, stops)
-        matched += stopped
+        assert (got, matcher.matched) == (want, stopped), (text, stops)
+        assert matcher.stopped is (stopped is not None)
+        matched += matcher.stopped
     assert 300 < matched < 2700
 
 

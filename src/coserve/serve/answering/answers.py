@@ -9,8 +9,8 @@ from typing import Final, TypeAlias
 
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
+from coserve.serve.answering.call import Call
 from coserve.serve.answering.fair import Ticket
-from coserve.serve.answering.request_builder import GenerationRequest
 from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
 from coserve.wire.messages import Token
@@ -26,8 +26,9 @@ class AnswerPiece:
     `tokens` are all tokens, including final ones outside of the text. If log-probabilities are requested,
     `scores` has those of `tokens`, and `prompt_scores` those of the prompt after its first token; `starts`
     are offsets in the answer's text, in characters, of the tokens that belong to it, which come first. Tokens
-    that share a character have the same offset. The last piece has the number of `cached` prompt tokens and
-    the `chain` that answered, or those that did, in order.
+    that share a character have the same offset. The first piece has the number of `cached` prompt tokens. The
+    last one has the `chain` that answered, or those that did, in order, and the `stop` string that ended the
+    answer, if one did.
     """
 
     index: int
@@ -39,23 +40,24 @@ class AnswerPiece:
     cached: int = 0
     scores: Scores = NONE
     chain: str = ""
+    stop: str | None = None
 
 
 PieceStream: TypeAlias = AsyncGenerator[AnswerPiece, None]
 
 
-async def answer(state: State, generation: GenerationRequest) -> PieceStream:
-    """All answers to a request, piece by piece as they arrive. Closing the iterator cancels them.
+async def answer(state: State, call: Call) -> PieceStream:
+    """All answers to a call, piece by piece as they arrive. Closing the iterator cancels them.
 
     Raises, before the first piece, ApiError 429 where the queue is full and ApiError 404 for a model that has
     just been unloaded; at any time the engine's errors, or EngineLost.
     """
-    costs = [generation.cost.prompts[index // generation.choices] for index in range(len(generation))]
+    costs = [call.cost.prompts[index // call.choices] for index in range(len(call))]
     with (
-        state.catalog.use(generation.model),
-        state.queue.enter(generation.tenant, costs, generation.body.tier) as tickets,
+        state.catalog.use(call.model),
+        state.queue.enter(call.tenant, costs, call.tier) as tickets,
     ):
-        one_by_one = [_one(state, generation, index, ticket) for index, ticket in enumerate(tickets)]
+        one_by_one = [_one(state, call, index, ticket) for index, ticket in enumerate(tickets)]
         async with aclosing(merged(one_by_one)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -93,26 +95,26 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(state: State, generation: GenerationRequest, index: int, ticket: Ticket) -> PieceStream:
-    timing = AnswerTiming(state.metrics, generation.model.base, generation.asked.arrival)
+async def _one(state: State, call: Call, index: int, ticket: Ticket) -> PieceStream:
+    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival)
     await ticket.admitted()
     timing.admitted(time.monotonic())
-    writer = Writer(state, generation, index)
-    request = generation.request(index, ticket.is_newcomer)
+    writer = Writer(state, call, index)
+    request = call.request(index, ticket.is_newcomer)
     try:
-        async with aclosing(state.link.generate(request, generation.model.folders)) as tokens:
+        async with aclosing(state.link.generate(request, call.model.folders)) as tokens:
             async for token in tokens:
                 if token.finish is FinishReason.CANCELLED:
                     raise EngineLost("the engine gave this answer up")
                 if token.token is not None:
                     timing.token(time.monotonic())
-                    ticket.served(generation.cost.token)
+                    ticket.served(call.cost.token)
                 piece = writer.take(token)
                 if piece is not None:
                     if piece.finish is not None:
                         timing.finished(piece.finish)
-                        if generation.model.chains:
-                            names = generation.model.name, piece.chain
+                        if call.model.chains:
+                            names = call.model.name, piece.chain
                             state.metrics.answers_by_chain.labels(*names).inc()
                         state.queue.leave(ticket)  # the next sequence may enter while this piece is sent
                     yield piece
@@ -125,13 +127,10 @@ async def _one(state: State, generation: GenerationRequest, index: int, ticket: 
 class Writer:
     """Turns one answer's tokens into pieces of whole characters, without stop strings."""
 
-    def __init__(self, state: State, generation: GenerationRequest, index: int) -> None:
+    def __init__(self, state: State, call: Call, index: int) -> None:
         self.has_finished = False
-        self._index, self._text, self._chain_of = index, state.text, generation.chain
-        self._stream = state.text.stream(generation.body.stops, generation.text_before(index))
-        self._eager = bool(
-            generation.body.return_token_ids
-        )  # each token is then a piece of its own, even without text
+        self._index, self._chain_of, self._by_token = index, call.chain, call.by_token
+        self._stream = state.text.stream(call.stops, call.prompt(index) if call.goes_on else ())
         self._tokens: list[int] = []
         self._scores: list[Scores] = []
         self._starts: list[int] = []
@@ -157,7 +156,7 @@ class Writer:
         if finish is not None:
             text += self._stream.finish()
             finish = FinishReason.STOP if self._stream.stopped else finish
-        if text or finish is not None or self._eager:
+        if text or finish is not None or self._by_token:
             return self._piece(text, finish)
         return None
 
@@ -167,10 +166,12 @@ class Writer:
         starts = self._starts
         if self._stream.stopped:  # without the tokens of the stop string
             starts = [start for start in starts if start < self._given]
+        is_last = finish is not None
         piece = AnswerPiece(
             self._index, text, tuple(self._tokens), tuple(starts), Scores.joined(self._prompt_scores), finish,
-            self._cached if finish is not None else 0, Scores.joined(self._scores),
-            _CHANGE.join(self._chains) if finish is not None else "",
+            self._cached, Scores.joined(self._scores), _CHANGE.join(self._chains) if is_last else "",
+            self._stream.stopped_by if is_last else None,
         )  # fmt: skip
         self._tokens, self._scores, self._starts, self._prompt_scores = [], [], [], []
+        self._cached = 0
         return piece

@@ -56,7 +56,7 @@ class RequestLimits:
 class RequestSize:
     """Counts of a request that determine its cost; `max_tokens` is None where the request sets none."""
 
-    prompts: Sequence[int]  # tokens in each
+    prompts: Sequence[int] = ()  # tokens in each
     choices: int = 1
     max_tokens: int | None = None
     max_tokens_name: str = "max_tokens"

@@ -74,7 +74,8 @@ class Authentication:
 
 
 def secret_of(request: HTTPConnection) -> str | None:
-    """The key in a request's headers, unchecked: a bearer's, or a `tinker` client's."""
+    """The key in a request's headers, unchecked: a bearer's, or that of a `tinker` or an `anthropic`
+    client."""
     scheme, given = get_authorization_scheme_param(request.headers.get("authorization"))
     if scheme.lower() != "bearer":
         given = request.headers.get("x-api-key", "")
@@ -97,7 +98,7 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
     if await serves_without_keys(state):
         return LOCAL
     if secret is None:
-        message = "You didn't provide an API key: send it as 'Authorization: Bearer KEY'."
+        message = "You didn't provide an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
         raise ApiError(401, message, code="missing_api_key")
     raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
 

@@ -5,7 +5,6 @@ does not read. Its parser, h11, accepts some messages that proxies may parse dif
 """
 
 import asyncio
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,9 +17,9 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coserve.core.owners import LOOPBACK, owner_of
-from coserve.serve.errors import ApiError
+from coserve.serve.errors import OPENAI, ApiError, ErrorShape, openai_shape
 from coserve.serve.http.middleware import new_request_id
-from coserve.serve.http.shedding import LoadShedder
+from coserve.serve.http.shedding import LoadShedder, path_of
 
 _LEAST_RATE: Final = 1024  # bytes per second of a body on its way in, or of an answer on its way out
 _MOST_UNREAD: Final = 2**20  # bytes of an unwanted body that are read, so that the client reads the answer
@@ -42,11 +41,16 @@ class ConnectionLimits:
 class Connections:
     """All connections of one listener. For one event loop.
 
-    Without a `shedder` all requests reach the application.
+    Without a `shedder` all requests reach the application. `shape_of` has the form of errors for a path.
     """
 
-    def __init__(self, limits: ConnectionLimits, shedder: LoadShedder | None = None) -> None:
-        self.limits, self.shedder = limits, shedder
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        shedder: LoadShedder | None = None,
+        shape_of: Callable[[str], ErrorShape] = openai_shape,
+    ) -> None:
+        self.limits, self.shedder, self.shape_of = limits, shedder, shape_of
         self._open: dict[HttpConnection, str] = {}  # with their owners, in order of arrival
         self._count: Counter[str] = Counter()
 
@@ -141,6 +145,7 @@ class HttpConnection(H11Protocol):
         self._unsent: tuple[float, int] | None = None  # time and bytes at the last check
         self._unread = 0  # bytes of a body whose request has its answer
         self._counted: bytes | None = None  # the argument for the shedder's `leave`
+        self._shape = OPENAI  # of the last request's errors
 
     @property
     def is_idle(self) -> bool:
@@ -174,7 +179,7 @@ class HttpConnection(H11Protocol):
         try:
             super().handle_events()
         except ApiError as refusal:
-            self.transport.write(_written(refusal))
+            self.transport.write(_written(refusal, self._shape))
             self.transport.close()
 
     def on_response_complete(self) -> None:
@@ -203,6 +208,7 @@ class HttpConnection(H11Protocol):
             self._end(408, f"The request took longer than {self._stall:g} seconds to come.")
 
     def _enter(self, request: h11.Request, arrived: int) -> None:
+        self._shape = self._all.shape_of(path_of(request).decode("latin-1"))
         if self._all.shedder is not None:
             self._counted = self._all.shedder.enter(request, arrived)
 
@@ -242,7 +248,7 @@ class HttpConnection(H11Protocol):
             cycle.disconnected = True
             cycle.message_event.set()
         if has_asked and not has_begun:
-            self.transport.write(_written(ApiError(status, message)))
+            self.transport.write(_written(ApiError(status, message), self._shape))
         self.transport.close()
 
 
@@ -261,11 +267,12 @@ class _OpenTransport:
             self._transport.write(data)
 
 
-def _written(error: ApiError) -> bytes:
-    body = json.dumps(error.body()).encode()
+def _written(error: ApiError, shape: ErrorShape) -> bytes:
+    id = new_request_id()
+    body = shape.written(error, id)
     headers = {
         **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)),
-        "x-request-id": new_request_id(), "Connection": "close",
+        "x-request-id": id, shape.id_header: id, "Connection": "close",
     }  # fmt: skip
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]

@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from coserve.serve.answering.cost import MOST_HEADER_BYTES
+from coserve.serve.errors import ErrorShape, openai_shape
 from coserve.serve.http.connections import ConnectionLimits, Connections, HttpConnection
 from coserve.serve.http.shedding import LoadShedder
 
@@ -31,9 +32,10 @@ class Listener:
         listener: socket.socket,
         limits: ConnectionLimits = ConnectionLimits(),
         shedder: LoadShedder | None = None,
+        shape_of: Callable[[str], ErrorShape] = openai_shape,
     ) -> None:
         self._socket = listener
-        self._connections = Connections(limits, shedder)
+        self._connections = Connections(limits, shedder, shape_of)
         protocol: Any = partial(HttpConnection, self._connections)
         self._server = _Server(
             uvicorn.Config(

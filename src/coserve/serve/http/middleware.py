@@ -11,27 +11,30 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
-from coserve.serve.errors import ApiError
+from coserve.serve.errors import ApiError, ErrorShape, openai_shape
 
 _LONGEST_ID = 128
 
 
 class RequestIds:
-    """Gives each request an id, returned in `x-request-id`; an id in the client's header is kept."""
+    """Gives each request an id, returned in `x-request-id`, and the form of its errors, which `shape_of` has
+    for a path; an id in the client's header is kept."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, shape_of: Callable[[str], ErrorShape] = openai_shape) -> None:
+        self.app, self._shape_of = app, shape_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = _given_id(scope) or new_request_id()
-        scope.setdefault("state", {})["request_id"] = request_id
+        request_id, shape = _given_id(scope) or new_request_id(), self._shape_of(scope["path"])
+        scope.setdefault("state", {}).update(request_id=request_id, error_shape=shape)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+                headers = MutableHeaders(scope=message)
+                for name in ("x-request-id", shape.id_header):
+                    headers.setdefault(name, request_id)
             await send(message)
 
         await self.app(scope, receive, send_with_id)

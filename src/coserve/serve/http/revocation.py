@@ -1,7 +1,6 @@
 """Ends answers under way within about a second after their key is revoked."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Collection
 
@@ -9,9 +8,8 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.errors import StateError
-from coserve.serve.errors import ApiError
+from coserve.serve.errors import ApiError, error_shape
 from coserve.serve.http.auth import secret_of
-from coserve.serve.http.streams import DONE, event
 from coserve.serve.store.keys import digest_of
 from coserve.serve.store.tenants import TenantStore
 
@@ -60,7 +58,7 @@ class Revocation:
             if not has_begun:
                 await refusal.response()(scope, receive, send)
             elif not has_ended:  # a stream: a whole answer is sent in one piece
-                last = event(json.dumps(refusal.body())) + DONE
+                last = error_shape(scope).event(refusal, scope)
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._leave(key, ending)

@@ -21,7 +21,7 @@ _APPLICATIONS: Final = frozenset({b"origin", b"x-request-id"})  # the applicatio
 class LoadShedder:
     """Admission check of a connection by a request's headers, before the application.
 
-    Counts requests for text by their `Authorization` header, without a key lookup, and refuses those beyond
+    Counts requests for text by the header that has their key, without looking it up, and refuses those beyond
     the limit of one tenant. `ConcurrencyLimit` handles tenants with several keys, and totals. For one event
     loop.
     """
@@ -37,10 +37,10 @@ class LoadShedder:
         A request with an incomplete body is never refused here: a client that is still sending would not read
         the response.
         """
-        if request.target not in self._paths:
+        if path_of(request) not in self._paths:
             return None
         headers = dict(request.headers)
-        who = headers.get(b"authorization", b"")
+        who = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
         is_whole = (
             arrived >= int(headers.get(b"content-length", b"0")) and b"transfer-encoding" not in headers
         )
@@ -54,6 +54,11 @@ class LoadShedder:
         self._in_flight[who] -= 1
         if not self._in_flight[who]:
             del self._in_flight[who]
+
+
+def path_of(request: h11.Request) -> bytes:
+    """The path of a request, without its query."""
+    return request.target.partition(b"?")[0]
 
 
 class ConcurrencyLimit:

@@ -74,14 +74,9 @@ class Pause:
             self._since = monotonic()
 
 
-def event(data: bytes | str) -> bytes:
-    """One server-sent event."""
-    return EVENT_BEGIN + (data.encode() if isinstance(data, str) else data) + EVENT_END
-
-
-EVENT_BEGIN: Final = b"data: "
+EVENT_BEGIN: Final = b"data: "  # of a server-sent event
 EVENT_END: Final = b"\n\n"
-DONE: Final = event("[DONE]")
+DONE: Final = EVENT_BEGIN + b"[DONE]" + EVENT_END
 
 
 async def _departure(receive: Receive) -> None:

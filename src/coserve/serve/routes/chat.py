@@ -6,16 +6,19 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from coserve.serve.answering.answers import AnswerPiece
+from coserve.serve.answering.call import Call, CallUsage
+from coserve.serve.answering.cost import RequestSize
 from coserve.serve.answering.logprobs import LogprobWriter
-from coserve.serve.answering.replies import choice_fields, common_fields, finish_name, reply
-from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
-from coserve.serve.errors import error_responses
+from coserve.serve.answering.replies import reply
+from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson
-from coserve.serve.schema.chat import ChatCompletion, ChatRequest
+from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of, usage_of
+from coserve.serve.schema.chat import ChatCompletion, ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from coserve.serve.schema.common import JsonObject
 from coserve.serve.state import Shared
+from coserve.wire.messages import Hello
 
 router = APIRouter(route_class=JsonRoute, tags=["Answers"])
 
@@ -33,16 +36,43 @@ async def create_chat_completion(
 
     A stream goes on from where it was if the engine dies in the middle of it.
     """
-    generation = await (await RequestBuilder.of(state, caller, body.model)).chat(body)
-    return await reply(request, state, generation, _ChatFormat(state.logprobs, generation))
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
+    builder = await builder_for(state, caller, body, "chatcmpl-")
+    call = await builder.chat(
+        [{"role": message.role, "content": message.text} for message in body.messages],
+        sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None),
+        RequestSize(
+            choices=body.n or 1,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_tokens_name="max_completion_tokens" if body.max_tokens is None else "max_tokens",
+        ),
+        _schema(body),
+    )
+    return await reply(request, state, call, _ChatFormat(body, call, builder.hello, state.logprobs))
 
 
-class _ChatFormat:
-    def __init__(self, writer: LogprobWriter, generation: GenerationRequest) -> None:
-        self._writer, self._generation = writer, generation
-        self._has_begun = False
-        self._common = common_fields(generation)
-        self._usage: dict[str, Any] = {"usage": None} if generation.body.includes_usage else {}
+def _schema(body: ChatRequest) -> JsonObject | None:
+    """The JSON schema that answers must match."""
+    match body.response_format:
+        case JsonObjectFormat():
+            schema: JsonObject = {"type": "object"}
+        case JsonSchemaFormat(json_schema=asked):
+            schema = {} if asked.schema_ is None else asked.schema_
+        case _:
+            return None
+    for param in ("min_tokens", "ignore_eos"):
+        if getattr(body, param):
+            message = f"'{param}' is not allowed with response_format, which says where an answer ends."
+            raise ApiError(400, message, param=param, code="invalid_value")
+    return schema
+
+
+class _ChatFormat(ChoicesFormat):
+    def __init__(self, body: ChatRequest, call: Call, hello: Hello, writer: LogprobWriter) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(body, call, hello, kind)
+        self._writer, self._has_begun = writer, False
 
     def size(self, piece: AnswerPiece) -> int:
         return len(piece.tokens) * (1 + piece.scores.width)
@@ -50,48 +80,31 @@ class _ChatFormat:
     def chunks(self, piece: AnswerPiece) -> Iterator[JsonObject]:
         if not self._has_begun:  # clients expect first chunks in the order of the answers
             self._has_begun = True
-            yield from map(self._first_chunk, range(len(self._generation)))
-        yield self._chunk({
-            "index": piece.index,
-            "delta": {"content": piece.text} if piece.text else {},
-            "logprobs": self._logprobs(piece),
-            "finish_reason": None if piece.finish is None else finish_name(piece.finish),
-            **choice_fields(self._generation, piece),
-        })  # fmt: skip
+            yield from map(self._first_chunk, range(len(self.call)))
+        delta = {"content": piece.text} if piece.text else {}
+        yield {"choices": [{"delta": delta, "logprobs": self._logprobs(piece), **self.choice(piece)}]}
 
-    def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        return {"object": "chat.completion.chunk", **self._common, "choices": [], "usage": usage}
-
-    def whole(self, answers: list[AnswerPiece], usage: JsonObject) -> JsonObject:
-        choices = [self._choice(piece) for piece in answers]
-        whole = {"object": "chat.completion", **self._common, "choices": choices, "usage": usage}
-        return whole | self._prompt_ids()
-
-    def _choice(self, piece: AnswerPiece) -> JsonObject:
-        assert piece.finish is not None
-        return {
-            "index": piece.index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": self._logprobs(piece),
-            "finish_reason": finish_name(piece.finish),
-            **choice_fields(self._generation, piece),
-        }
+    def whole(self, answers: list[AnswerPiece], usage: CallUsage) -> JsonObject:
+        choices = [
+            {
+                "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                "logprobs": self._logprobs(piece),
+                **self.choice(piece),
+            }
+            for piece in answers
+        ]
+        return {**self.common, "choices": choices, "usage": usage_of(usage), **self._prompt_ids()}
 
     def _first_chunk(self, index: int) -> JsonObject:
         delta = {"role": "assistant", "content": ""}
         first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk(first) | self._prompt_ids()
-
-    def _chunk(self, choice: JsonObject) -> JsonObject:
-        return {"object": "chat.completion.chunk", **self._common, **self._usage, "choices": [choice]}
+        return {"choices": [first], **self._prompt_ids()}
 
     def _prompt_ids(self) -> dict[str, Any]:
-        if not self._generation.body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": list(self._generation.prompts[0])}
+        return {"prompt_token_ids": list(self.call.prompts[0])} if self.tells_ids else {}
 
     def _logprobs(self, piece: AnswerPiece) -> WrittenJson | None:
-        if self._generation.asked.sampling.logprobs is None:
+        if self.call.asked.sampling.logprobs is None:
             return None
         count = len(piece.starts)  # those of the text: the token that ends an answer is not told
         return self._writer.chat(piece.tokens[:count], piece.scores.rows(0, count))

@@ -1,22 +1,28 @@
 """`POST /v1/completions`."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from coserve.serve.answering.answers import AnswerPiece
+from coserve.serve.answering.call import Call, CallUsage
+from coserve.serve.answering.cost import RequestSize
 from coserve.serve.answering.logprobs import LogprobWriter
-from coserve.serve.answering.replies import choice_fields, common_fields, finish_name, reply
-from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
+from coserve.serve.answering.replies import reply
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, written_later
+from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of, usage_of
 from coserve.serve.schema.common import JsonObject
-from coserve.serve.schema.completions import CompletionRequest, CreateCompletionResponse
+from coserve.serve.schema.completions import (
+    DEFAULT_MAX_TOKENS,
+    CompletionRequest,
+    CreateCompletionResponse,
+)
 from coserve.serve.state import Shared
 from coserve.text import Text
+from coserve.wire.messages import Hello
 from coserve.wire.scores import Scores
 
 router = APIRouter(route_class=JsonRoute, tags=["Answers"])
@@ -35,42 +41,49 @@ async def create_completion(
 
     With `echo` and `max_tokens` 0 it only scores the prompt.
     """
-    generation = await (await RequestBuilder.of(state, caller, body.model)).completion(body)
-    shape = _CompletionFormat(state.text, state.logprobs, generation, body)
-    return await reply(request, state, generation, shape)
+    scores = body.logprobs if body.echo else None
+    if body.max_tokens == 0 and scores is None:
+        scores = 0  # an answer may be empty only where the prompt is scored
+    builder = await builder_for(state, caller, body, "cmpl-")
+    call = await builder.completion(
+        body.prompts,
+        sampling_of(body, body.logprobs, scores),
+        RequestSize(
+            choices=body.n or 1,
+            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        ),
+    )
+    shape = _CompletionFormat(body, call, builder.hello, state.text, state.logprobs)
+    return await reply(request, state, call, shape)
 
 
-class _CompletionFormat:
+class _CompletionFormat(ChoicesFormat):
     def __init__(
-        self, text: Text, writer: LogprobWriter, generation: GenerationRequest, body: CompletionRequest
+        self, body: CompletionRequest, call: Call, hello: Hello, text: Text, writer: LogprobWriter
     ) -> None:
-        self._text, self._writer, self._generation = text, writer, generation
+        super().__init__(body, call, hello, "text_completion")
+        self._text, self._writer = text, writer
         self._echo, self._logprobs = bool(body.echo), body.logprobs
         self._offsets: dict[int, int] = {}  # by answer that has begun: characters before its own
-        self._common: dict[str, Any] = {"object": "text_completion", **common_fields(generation)}
-        self._usage: dict[str, Any] = {"usage": None} if body.includes_usage else {}
 
     def size(self, piece: AnswerPiece) -> int:
-        echoed = len(self._generation.prompt(piece.index)) if piece.index not in self._offsets else 0
+        echoed = len(self.call.prompt(piece.index)) if piece.index not in self._offsets else 0
         scores = len(piece.scores.ids) + len(piece.prompt_scores.ids)
         return len(piece.tokens) + (echoed if self._echo else 0) + scores // 4
 
     def chunks(self, piece: AnswerPiece) -> Iterator[JsonObject]:
-        yield {**self._common, **self._usage, "choices": [self._choice(piece)]}
+        yield {"choices": [self._choice(piece)]}
 
-    def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        return {**self._common, "choices": [], "usage": usage}
-
-    def whole(self, answers: list[AnswerPiece], usage: JsonObject) -> JsonObject:
+    def whole(self, answers: list[AnswerPiece], usage: CallUsage) -> JsonObject:
         choices = [WrittenJson(written_later(self._choice, piece)) for piece in answers]
-        return {**self._common, "choices": choices, "usage": usage}
+        return {**self.common, "choices": choices, "usage": usage_of(usage)}
 
     def _choice(self, piece: AnswerPiece) -> JsonObject:
-        prompt, is_first = self._generation.prompt(piece.index), piece.index not in self._offsets
+        prompt, is_first = self.call.prompt(piece.index), piece.index not in self._offsets
         echoed = self._text.decode(prompt) if is_first and self._echo else ""
         offset = self._offsets.setdefault(piece.index, len(echoed))
-        asked = choice_fields(self._generation, piece)
-        if self._generation.body.return_token_ids and is_first:
+        asked = self.choice(piece)
+        if self.tells_ids and is_first:
             asked["prompt_token_ids"] = list(prompt)
         logprobs = None
         if self._logprobs is not None:
@@ -81,10 +94,4 @@ class _CompletionFormat:
                 tokens, starts = (*prompt, *tokens), [*self._text.starts(prompt), *starts]
                 scores = Scores.joined((piece.prompt_scores, scores))
             logprobs = self._writer.completion(tokens, starts, scores, self._logprobs, is_echo)
-        return {
-            "index": piece.index,
-            "text": echoed + piece.text,
-            "logprobs": logprobs,
-            "finish_reason": None if piece.finish is None else finish_name(piece.finish),
-            **asked,
-        }
+        return {"text": echoed + piece.text, "logprobs": logprobs, **asked}

@@ -31,21 +31,21 @@ _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
 
 def without_unsupported_chat(body: Any) -> Any:
     """The body without unsupported parameters that have no effect. Raises ApiError 400 for any other."""
-    return _without(body, _CHAT)
+    return without(body, _CHAT)
 
 
 def without_unsupported_completion(body: Any) -> Any:
     """As `without_unsupported_chat`. `best_of` may also equal `n`."""
     if isinstance(body, dict) and body.get("best_of") is not None and body["best_of"] == body.get("n", 1):
         body = {name: value for name, value in body.items() if name != "best_of"}
-    return _without(body, _COMPLETIONS)
+    return without(body, _COMPLETIONS)
 
 
 def without_unsupported_message(message: Any) -> Any:
     """As `without_unsupported_chat`, for one message."""
     if isinstance(message, dict) and message.get("role") in ("tool", "function"):
         raise _refusal("tools", "messages")
-    return _without(message, _MESSAGE, "messages")
+    return without(message, _MESSAGE, "messages")
 
 
 def refuse_part(kind: str) -> None:
@@ -56,7 +56,9 @@ def refuse_part(kind: str) -> None:
     )  # fmt: skip
 
 
-def _without(body: Any, table: Mapping[str, tuple[Any, ...]], param: str | None = None) -> Any:
+def without(body: Any, table: Mapping[str, tuple[Any, ...]], param: str | None = None) -> Any:
+    """A body, or a part of it at `param`, without the parameters in a table, which has the values of each
+    that ask for nothing. Raises ApiError 400 for any other value."""
     if not isinstance(body, dict):
         return body
     for name, idle in table.items():

@@ -1,16 +1,15 @@
 """Sampling: a request of a sampling session is checked, and answered like any request for text."""
 
 import asyncio
-from typing import Any, Final
+from typing import Final
 
-from pydantic import ValidationError
-
+from coserve.core.request import SamplingParams
 from coserve.serve.answering.answers import answer
-from coserve.serve.answering.cost import at_most
+from coserve.serve.answering.call import Call
+from coserve.serve.answering.cost import RequestSize, at_most
 from coserve.serve.answering.replies import whole_answers
-from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
+from coserve.serve.answering.request_builder import RequestBuilder
 from coserve.serve.errors import ApiError
-from coserve.serve.schema.completions import CompletionRequest
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant, TinkerSampler
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
@@ -47,12 +46,18 @@ async def _sample(
     future: TinkerFuture,
 ) -> Payload:
     state = sessions.state
-    builder = await RequestBuilder.of(state, tenant, sampler.model, _most_samples(state))
-    generation = await builder.completion(_completion(body, builder))
-    future.why = lambda: _why(sessions, generation, future)
+    builder = await RequestBuilder.of(
+        state, tenant, sampler.model, "cmpl-", most_choices=_most_samples(state)
+    )
+    most = builder.hello.positions
+    _check(body, most)
+    room = min(most, builder.hello.cache_tokens) - body.prompt.length
+    size = RequestSize(choices=body.num_samples, max_tokens=body.sampling_params.max_tokens or max(room, 1))
+    call = await builder.completion([body.prompt.tokens], _sampling(body), size)
+    future.why = lambda: _why(sessions, call, future)
     while True:
         try:
-            answers = await whole_answers(answer(state, generation), len(generation))
+            answers = await whole_answers(answer(state, call), len(call))
             break
         except ApiError as refusal:
             if refusal.status != 429:
@@ -70,61 +75,54 @@ def _most_samples(state: State) -> int:
     return min(state.settings.max_queue, state.settings.max_queue_tenant)
 
 
-def _completion(body: SampleRequest, builder: RequestBuilder) -> CompletionRequest:
-    """A sample as a plain completion. Raises ApiError 400 for what only one of the two has."""
-    asked, length = body.sampling_params, body.prompt.length
-    if asked.temperature > 2:
+def _check(body: SampleRequest, most: int) -> None:
+    """Raises ApiError 400 for what a plain completion of `most` tokens does not have."""
+    length = body.prompt.length
+    if body.sampling_params.temperature > 2:
         raise ApiError(400, "Invalid value for 'temperature': at most 2 is allowed.", param="temperature")
     if not length:
         raise ApiError(400, "A prompt needs at least one token.", param="prompt")
-    most = builder.hello.positions
     if length >= most:
         message = f"This model takes {most} tokens at most; the prompt has {length}."
         raise ApiError(400, message, param="prompt", code="context_length_exceeded")
-    scores_prompt = bool(body.prompt_logprobs)
-    if (body.topk_prompt_logprobs or body.prompt_logprobs_last_n) and not scores_prompt:
+    if (body.topk_prompt_logprobs or body.prompt_logprobs_last_n) and not body.prompt_logprobs:
         raise ApiError(
             400, "Log-probabilities of the prompt need 'prompt_logprobs'.", param="prompt_logprobs"
         )
     if (body.prompt_logprobs_last_n or 0) >= length > 1:
         message = f"The prompt has {length} tokens, of which {length - 1} have log-probabilities."
         raise ApiError(400, message, param="prompt_logprobs_last_n")
+
+
+def _sampling(body: SampleRequest) -> SamplingParams:
+    """The sampling parameters of a sample, but for `max_tokens`."""
+    asked = body.sampling_params
     stop = [asked.stop] if isinstance(asked.stop, str) else (asked.stop or [])
-    room = min(most, builder.hello.cache_tokens) - length
-    fields: dict[str, Any] = {
-        "model": builder.model.name,
-        "prompt": body.prompt.tokens,
-        "max_tokens": asked.max_tokens or max(room, 1),
-        "n": body.num_samples,
-        "seed": asked.seed,
-        "temperature": asked.temperature,
-        "top_k": asked.top_k,
-        "top_p": asked.top_p,
-        "stop": [one for one in stop if isinstance(one, str)] or None,
-        "stop_token_ids": [one for one in stop if isinstance(one, int)],
-        "ignore_eos": asked.stop == [],
-        "logprobs": max(body.topk_prompt_logprobs, body.topk_sample_logprobs),
-        "echo": scores_prompt,
-    }
-    try:
-        return CompletionRequest.model_validate(fields)
-    except ValidationError as error:
-        (told, *_) = error.errors(include_url=False)
-        param = ".".join(map(str, told["loc"][:1]))
-        raise ApiError(400, f"Invalid value for '{param}': {told['msg']}", param=param) from error
+    alternatives = max(body.topk_prompt_logprobs, body.topk_sample_logprobs)
+    return SamplingParams(
+        temperature=asked.temperature,
+        top_k=max(asked.top_k, 0),
+        top_p=asked.top_p,
+        seed=asked.seed,
+        stop=tuple(one for one in stop if isinstance(one, str)),
+        stop_token_ids=tuple(one for one in stop if isinstance(one, int)),
+        ignore_eos=asked.stop == [],
+        logprobs=alternatives,
+        prompt_logprobs=alternatives if body.prompt_logprobs else None,
+    )
 
 
-def _why(sessions: ClientSessions, generation: GenerationRequest, future: TinkerFuture) -> Waiting:
+def _why(sessions: ClientSessions, call: Call, future: TinkerFuture) -> Waiting:
     """The reason for which a sample is not done: it runs, or it waits for a place in the engine, for an
     engine, or for an adapter."""
-    state, names = sessions.state, [f"{generation.asked.id}-{index}" for index in range(len(generation))]
+    state, names = sessions.state, [f"{call.asked.id}-{index}" for index in range(len(call))]
     live = [name for name in names if name in state.link.live]
     if not state.link.ready:
         return Waiting("paused_capacity", "the engine is being started again")
     if any(state.link.live[name].tokens for name in live):
         return Waiting()
     if live:
-        key = generation.model.key
+        key = call.model.key
         is_loaded = key is None or key in state.link.resident
         return Waiting("active", None if is_loaded else "its weights wait for room in the engine's memory")
     own = [one for one in sessions.futures.of(future.tenant, "") if one.kind == KIND and one.outcome is None]

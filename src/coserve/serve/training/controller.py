@@ -246,7 +246,7 @@ class JobController:
             details = {
                 "adapter": request.adapter,
                 "prompt": list(request.prompt),
-                "sampling": msgspec.to_builtins(request.sampling),
+                "sampling": msgspec.to_builtins(request.sampling, enc_hook=dict),  # read-only mappings
             }
         async with self._turn:
             await self._store.quarantine.add(kind, subject, guilty.reason, details)

@@ -1,0 +1,75 @@
+"""A call for answers: what routes make of their bodies, and what is answered, in no dialect."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from coserve.core.request import Request
+from coserve.serve.adapter_registry.catalog import EXACT, Model
+from coserve.serve.answering.cost import RequestCost
+from coserve.serve.store.records import Tenant
+
+SEEDS: Final = 2**63
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked call of a tenant, with `choices` answers to each of its prompts. Answers are numbered by
+    prompt, then by choice. `asked` is what their requests have in common, with the call's id.
+
+    `stops` end the text of an answer, which the server handles. An answer that `goes_on` continues the text
+    of its prompt. Each token of an answer `by_token` is told by itself, even one without text.
+    """
+
+    asked: Request
+    prompts: Sequence[tuple[int, ...]]
+    tenant: Tenant
+    model: Model
+    cost: RequestCost
+    choices: int = 1
+    tier: str = "default"
+    stops: tuple[str, ...] = ()
+    goes_on: bool = False
+    by_token: bool = False
+
+    def __len__(self) -> int:
+        return len(self.prompts) * self.choices
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """The prompt of answer `index`."""
+        return self.prompts[index // self.choices]
+
+    def chain(self, alternative: int) -> str:
+        """The name of the chain that answers: of the model itself (0), or of its approximation of that
+        number."""
+        return self.model.chains[alternative - 1].name if alternative else EXACT
+
+    def request(self, index: int, newcomer: bool = False) -> Request:
+        """The request for answer `index`."""
+        sampling, prompt = self.asked.sampling, index // self.choices
+        assert sampling.seed is not None
+        seed = (sampling.seed + index % self.choices) % SEEDS
+        sampling = replace(sampling, max_tokens=self.cost.max_tokens[prompt], seed=seed)
+        return msgspec.structs.replace(
+            self.asked,
+            id=f"{self.asked.id}-{index}",
+            prompt=self.prompts[prompt],
+            sampling=sampling,
+            newcomer=newcomer,
+        )
+
+
+class CallUsage(msgspec.Struct, frozen=True):
+    """Tokens of a call that were read and written; `cached` of those read were in the cache already."""
+
+    read: int
+    written: int
+    cached: int
+
+    @classmethod
+    def of(cls, call: Call, written: int, cached: Sequence[int]) -> "CallUsage":
+        """`cached` has the number of each answer. A prompt with several answers counts once, with the fewest
+        cached tokens."""
+        found = sum(min(cached[i : i + call.choices]) for i in range(0, len(cached), call.choices))
+        return cls(sum(map(len, call.prompts)), written, found)

@@ -1,0 +1,1 @@
+"""Anthropic's API of messages: its bodies become calls, answers and errors take its form."""

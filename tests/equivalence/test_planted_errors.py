@@ -1,0 +1,125 @@
+"""Errors other than a lack of memory in passes that several share: whoever is the cause fails with its error
+alone, and all others have the answers, the losses and the weights of a run without it."""
+
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.errors import InternalError, JobError
+from coserve.model.chain import Chain
+from coserve.train.example import Example
+from coserve.worker.inference import InferenceBatch
+from forked_executors import POISON, POISONED, fork_executors, plant_errors
+from models import tiny, with_lora
+
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"logprobs": 2, "repetition_penalty": 1.2, "temperature": 0.7, "top_k": 9},
+)
+SETTINGS = TrainingConfig(batch_size=2, rows=64, learning_rate=1e-3)
+
+Answer = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of the answers and jobs that are no cause of an error, and the errors of those that are."""
+
+    answers: list[Answer]
+    jobs: list[tuple[list[float], Tensor]]
+    errors: list[str]
+
+
+def run(seed: int, folder: Path, poisoned: bool, **fields: Any) -> Outcome:
+    """An engine with answers of the base and of an adapter, and jobs, some of both `poisoned`."""
+    draws = random.Random(seed)
+    config = EngineConfig(dtype="float64", calibrate=False, cache_tokens=512, page_size=4, **fields)
+    engine = Engine(tiny("llama", torch.float64), config)
+    engine.adapters.load("lora", folder)
+    jobs, answers, errors = [], [], list[str]()
+    for name in ("one", POISONED, "two"):
+        drawn = [[draws.randrange(3, 60) for _ in range(draws.randint(4, 30))] for _ in range(10)]
+        data = [Example((*tokens,), (*tokens[1:], -100)) for tokens in drawn]
+        if name != POISONED or poisoned:
+            jobs.append(engine.finetune(data, name, LoRAConfig(rank=4), SETTINGS, job=f"{name} {seed}"))
+    for number in range(6):
+        prompt = [draws.randrange(3, 60) for _ in range(draws.randint(2, 20))]
+        if number == 3:
+            prompt = [POISON, *prompt]
+        sampling = SamplingParams(max_tokens=8, ignore_eos=True, seed=number, **SAMPLING[number % 2])
+        if number != 3 or poisoned:
+            adapter = (None, "lora")[number % 2]
+            answers.append(engine.generate(prompt, adapter=adapter, sampling=sampling))
+    engine.run()
+    found, ended = list[Answer](), list[tuple[list[float], Tensor]]()
+    for answer in answers:
+        if answer.sequence.request.prompt[0] == POISON:
+            with pytest.raises(InternalError) as failed:
+                answer.result()
+            errors.append(str(failed.value))
+            assert len(answer.tokens) == 3, "those before it"
+        else:
+            done = answer.result()
+            found.append((done.tokens, [one.chosen for one in done.logprobs]))
+    for job in jobs:
+        if job.job.startswith(POISONED):
+            with pytest.raises(JobError) as failed_job:
+                job.result()
+            errors.append(str(failed_job.value))
+            assert len(job.history) == 2, "steps before it"
+            continue
+        own = engine.adapters.weights(job.adapter).parameters()
+        weights = torch.cat([own[name].flatten() for name in sorted(own)])
+        ended.append(([step.loss for step in job.history], weights))
+    if fields.get("executor") == "remote":
+        engine.executor.close()  # type: ignore[attr-defined]
+    return Outcome(found, ended, errors)
+
+
+@pytest.mark.local  # opens processes of its own
+@pytest.mark.parametrize("mode", ["local", "remote", "deterministic"])
+def test_only_who_is_the_cause_fails(mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fork_executors(monkeypatch)
+    plant_errors(monkeypatch.setattr)
+    with torch.no_grad():
+        with_lora(tiny("llama"), 1, 0.6).save_pretrained(str(tmp_path))
+    fields = {"deterministic": True} if mode == "deterministic" else {"executor": mode}
+    seed = secrets.randbits(31)
+    print(f"seed {seed}")
+    wanted = run(seed, tmp_path, False, **({} if mode == "remote" else fields))
+    together, forward = list[tuple[int, int]](), Chain.forward
+
+    def noted(chain: Chain, travellers: Sequence[Any], *rest: Any, **named: Any) -> None:
+        try:
+            forward(chain, travellers, *rest, **named)
+        except ValueError:
+            batches = [one for one in travellers if isinstance(one, InferenceBatch)]
+            together.append((sum(len(one.segments) for one in batches), len(travellers) - len(batches)))
+            raise
+
+    monkeypatch.setattr(Chain, "forward", noted)
+    found = run(seed, tmp_path, True, **fields)
+    assert found.errors == [
+        "the request failed: ValueError: planted",
+        f"job {POISONED} {seed} failed: ValueError: planted",
+    ]
+    if mode != "remote":
+        assert any(answers > 1 for answers, _ in together) and (1, 0) in together and (0, 1) in together
+    if mode == "local":
+        assert any(windows > 1 for _, windows in together), "windows of several jobs"
+    for own, other in zip(found.answers, wanted.answers, strict=True):
+        assert own[0] == other[0], "tokens"
+        assert own[1] == (other[1] if mode == "deterministic" else pytest.approx(other[1], rel=1e-9))
+    for own_job, other_job in zip(found.jobs, wanted.jobs, strict=True):
+        exactly = mode == "deterministic"
+        assert own_job[0] == (other_job[0] if exactly else pytest.approx(other_job[0], rel=1e-9))
+        bounds = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-7, "atol": 1e-10}
+        torch.testing.assert_close(own_job[1], other_job[1], **bounds)

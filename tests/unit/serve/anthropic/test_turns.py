@@ -1,0 +1,62 @@
+"""Bodies of Anthropic's messages as turns, against a plain account of what a turn is."""
+
+import random
+import secrets
+from typing import Any
+
+import pytest
+
+from coserve.core.request import SamplingParams
+from coserve.serve.anthropic.schema import CountTokensRequest, MessagesRequest
+from coserve.serve.anthropic.turns import sampling_of, turns_of
+from coserve.serve.errors import ApiError
+
+
+def test_turns_are_the_texts_of_neighbours_of_one_role() -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    draw, lengths = random.Random(seed), set[int]()
+
+    def drawn() -> Any:
+        texts = [draw.choice(("", "a", "b c", "\n")) for _ in range(draw.randint(0, 3))]
+        if len(texts) == 1 and draw.random() < 0.5:
+            return texts[0], texts
+        return [{"type": "text", "text": text} for text in texts], texts
+
+    for _ in range(200):
+        body, plain = dict[str, Any](), list[tuple[str, list[str]]]()
+        if draw.random() < 0.5:
+            body["system"], texts = drawn()
+            plain.append(("system", texts))
+        body["messages"] = []
+        roles = draw.choices(("user", "assistant", "system"), k=draw.randint(0, 5))
+        for role in [*roles, draw.choice(("user", "system"))]:
+            content, texts = drawn()
+            body["messages"].append({"role": role, "content": content})
+            plain.append((role, texts))
+        wanted = list[dict[str, str]]()
+        for role, texts in plain:
+            if wanted and wanted[-1]["role"] == role:
+                wanted[-1]["content"] += "\n" + "\n".join(texts)
+            else:
+                wanted.append({"role": role, "content": "\n".join(texts)})
+        assert turns_of(CountTokensRequest(model="m", **body)) == wanted
+        lengths.add(len(wanted))
+    assert {1, 2, 3} < lengths
+
+
+def test_an_answer_that_has_begun_is_refused() -> None:
+    chat: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    with pytest.raises(ApiError, match="cannot be continued"):
+        turns_of(CountTokensRequest(model="m", messages=chat))
+
+
+def test_sampling_parameters_are_those_of_the_body() -> None:
+    chat: Any = [{"role": "user", "content": "x"}]
+    plain = MessagesRequest(model="m", max_tokens=3, messages=chat)
+    assert sampling_of(plain) == SamplingParams(temperature=1.0)
+    all_set = MessagesRequest(
+        model="m", max_tokens=3, messages=chat, temperature=0.0, top_p=0.5, top_k=4, stop_sequences=["a", "b"]
+    )
+    wanted = SamplingParams(top_p=0.5, top_k=4, stop=("a", "b"))
+    assert sampling_of(all_set) == wanted
