@@ -105,6 +105,26 @@ class Saved:
             raise AdapterMismatch(f"{self.folder}: {name} is missing")
         return self._moved(name)
 
+    def indices(self, name: str, bounds: Sequence[int], count: int) -> Tensor:
+        """Takes whole numbers [len(bounds), count], those of each row below its bound, in 32 bits. Raises
+        AdapterMismatch for others."""
+        given = self._tensors.pop(name, None)
+        shape = None if given is None else tuple(given.shape)
+        if given is None or shape != (len(bounds), count):
+            raise AdapterMismatch(
+                f"{self.folder}: {name} must be of shape {(len(bounds), count)}, not {shape}"
+            )
+        found = given.to(self.device, torch.int32)
+        if found.is_meta or not count:
+            return found
+        highest = torch.tensor(bounds, dtype=torch.int32, device=self.device)[:, None]
+        is_whole = torch.equal(found.to(given.dtype), given.to(self.device))  # PEFT on Windows writes floats
+        if not is_whole or not bool(((found >= 0) & (found < highest)).all()):
+            raise AdapterMismatch(
+                f"{self.folder}: {name} must have numbers below {' and '.join(map(str, bounds))}"
+            )
+        return found.clone() if found.data_ptr() == given.data_ptr() else found
+
     def dtype_of(self, name: str) -> torch.dtype:
         """The type that a tensor has in the file."""
         return self._tensors[name].dtype

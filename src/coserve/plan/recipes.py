@@ -20,6 +20,19 @@ METHODS: Final[Mapping[str, Fields]] = {
     "prefix_tuning": {"type": "prefix_tuning", "num_virtual_tokens": 16},
     "prompt_tuning": {"type": "prompt_tuning", "num_virtual_tokens": 16},
     "p_tuning": {"type": "p_tuning", "num_virtual_tokens": 16},
+    "lokr": {"type": "lokr", "rank": 8},
+    "loha": {"type": "loha", "rank": 8},
+    "vera": {"type": "vera", "rank": 256},
+    "oft": {"type": "oft", "block_size": 32},
+    "trainable_tokens": {"type": "trainable_tokens", "tokens": [0, 1]},
+    "miss": {"type": "miss", "rank": 64},
+    "randlora": {"type": "randlora", "rank": 32},
+    "hra": {"type": "hra", "rank": 8},
+    "shira": {"type": "shira", "rank": 8},
+    "fourierft": {"type": "fourierft"},
+    "vblora": {"type": "vblora", "vector_length": 64},
+    "c3a": {"type": "c3a", "block_size": 64},
+    "road": {"type": "road"},
 }
 
 

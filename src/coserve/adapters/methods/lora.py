@@ -16,7 +16,7 @@ from coserve.adapters.bypass import Bypass, Dense, Part, Place, SequentialBypass
 from coserve.adapters.dora import MAGNITUDE, DoRABypass
 from coserve.adapters.lora_variants import TIED, VARIANTS, expect_unchanged_base
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
-from coserve.adapters.method import Written, chosen
+from coserve.adapters.method import MOST_ALPHA, MOST_RANK, Written, chosen
 from coserve.adapters.methods.bitfit import BitFitBypass
 from coserve.adapters.parameters import of_modules, take_weights
 from coserve.adapters.patterns import UnsupportedPattern, check_patterns, first_entries, peft_entries
@@ -35,8 +35,6 @@ from coserve.errors import AdapterError, AdapterMismatch
 _Number = TypeVar("_Number", int, float)
 Biases = Literal["none", "lora_only", "all"]
 
-MOST_ALPHA: Final = 65_504  # float16's largest number: a factor beyond it makes infinities of anything
-MOST_RANK: Final = 16_384  # full rank of the widest models
 _KINDS: Final = (Kind.LINEAR, Kind.EMBEDDING)
 
 
