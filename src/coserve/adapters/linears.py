@@ -8,7 +8,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
@@ -40,6 +40,15 @@ _NAMES: Final = "several names, not one"
 Tensors = Mapping[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
 C = TypeVar("C", bound="LinearConfig")
+
+
+@dataclass(frozen=True, slots=True)
+class Varies:
+    """The note of a field with patterns: of the setting that they change."""
+
+    setting: str
+
+
 _Self = TypeVar("_Self", bound="LinearBypass[Any]")
 
 
@@ -49,11 +58,9 @@ class LinearConfig:
 
     `targets` are names or path endings of linears, empty for all in the decoder layers; `modules_to_save` are
     endings of paths of linears, norms and embeddings that train whole. Defaults are PEFT's. A setting with
-    the note `Range` is checked against it, and one that is `Literal` against its values. `varied` are
-    settings that differ by linear, by the field with the patterns that say where.
+    the note `Range` is checked against it, and one that is `Literal` against its values. One with the note
+    `Varies` has patterns of paths, at which another setting differs.
     """
-
-    varied: ClassVar[Mapping[str, str]] = {}
 
     targets: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
@@ -71,22 +78,18 @@ class LinearConfig:
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 values = ", ".join(map(str, get_args(hint)))
                 raise AdapterError(f"{kind} {name} is one of {values}, not {shown(getattr(self, name))}")
-        for patterns in self.varied:
+        for patterns in noted(type(self), Varies):
             check_patterns(patterns, getattr(self, patterns))
 
     def at(self: C, paths: Iterable[str]) -> dict[str, C]:
         """The settings at each of these linears. Raises AdapterError for patterns that take too long, or give
         a setting that is out of its range."""
         paths = tuple(paths)
-        plain = replace(self, **{patterns: {} for patterns in self.varied})
-        found = {
-            patterns: first_entries(patterns, getattr(self, patterns), paths) for patterns in self.varied
-        }
+        varied = noted(type(self), Varies)
+        plain = replace(self, **{patterns: {} for patterns in varied})
+        found = {patterns: first_entries(patterns, getattr(self, patterns), paths) for patterns in varied}
         return {
-            path: replace(
-                plain,
-                **{self.varied[name]: entries[path] for name, entries in found.items() if path in entries},
-            )
+            path: replace(plain, **{varied[n].setting: own[path] for n, own in found.items() if path in own})
             for path in paths
         }
 
@@ -210,8 +213,9 @@ def _unit_rows(weight: Tensor) -> Iterable[Tensor]:
 class LinearMethod(Generic[C]):
     """A method with one bypass at each of its linears: a `Method`.
 
-    `ignored` are fields of a file that say how the adapter was drawn, `forgone` those of dropouts that coserve
-    has not, which matter to training alone. With `transposed` PEFT has the method beside GPT-2's linears, too.
+    `ignored` are fields of a file that say how the adapter was drawn, `forgone` those of dropouts that
+    coserve has not, which matter to training alone. With `transposed` PEFT has the method beside GPT-2's
+    linears, too.
     """
 
     name: str
@@ -269,7 +273,7 @@ class LinearMethod(Generic[C]):
             if one.name not in _SELECTED
         }
         return self.config(
-            **own | {name: peft_entries(name, own[name], paths) for name in self.config.varied}
+            **own | {name: peft_entries(name, own[name], paths) for name in noted(self.config, Varies)}
         )
 
     def written_fields(self, config: C) -> dict[str, Any]:
@@ -332,21 +336,22 @@ class LinearMethod(Generic[C]):
         config = part.config
         assert isinstance(config, self.config)
         replaced, tensors = written_replacements(part.bypasses)
-        varied: dict[str, dict[str, Any]] = {patterns: {} for patterns in config.varied}
+        varied = noted(self.config, Varies)
+        found: dict[str, dict[str, Any]] = {patterns: {} for patterns in varied}
         paths = []
         for place, bypass in part.bypasses.items():
             if not isinstance(bypass, self.bypass):
                 continue
             paths.append(place.path)
-            for patterns, name in config.varied.items():
-                if (value := getattr(bypass.settings, name)) != getattr(config, name):
-                    varied[patterns][place.path] = value
+            for patterns, one in varied.items():
+                if (value := getattr(bypass.settings, one.setting)) != getattr(config, one.setting):
+                    found[patterns][place.path] = value
             for name, tensor in bypass.parameters().items():
                 owner = MODEL if name in bypass.shared else f"{PREFIX}{place.path}."
                 tensors[f"{owner}{name}"] = tensor
             tensors |= self.written_frozen(place.path, bypass)
         modules = {"target_modules": sorted(paths), "modules_to_save": sorted(replaced) or None}
-        return Written({**self.written_fields(config), **varied, **modules}, tensors)
+        return Written({**self.written_fields(config), **found, **modules}, tensors)
 
     def written_frozen(self, path: str, bypass: LinearBypass[C]) -> Tensors:
         """Tensors that never train by their names in files; those of all bypasses are asked for by each."""
@@ -361,7 +366,8 @@ class LinearMethod(Generic[C]):
         for site in sites:
             if site.transposed and not self.transposed:
                 raise AdapterMismatch(
-                    f"{site.path} is a linear of GPT-2's kind, and {self.name} stands beside others only, in PEFT too"
+                    f"{site.path} is a linear of GPT-2's kind, and {self.name} stands beside others only, in "
+                    "PEFT too"
                 )
 
     def _take_forgone(self, saved: Saved) -> str:
@@ -380,8 +386,8 @@ def take_shaped(saved: Saved, name: str, *shape: int) -> Tensor:
 
 
 def take_frozen(saved: Saved, shapes: Shapes) -> Frozen:
-    """Takes tensors of a file that never train. They are copied: a file's may lie in it, and somebody may write
-    to it."""
+    """Takes tensors of a file that never train. They are copied: a file's may lie in it, and somebody may
+    write to it."""
     return Frozen(
         {name: take_shaped(saved, f"{MODEL}{name}", *shape).clone() for name, shape in shapes.items()}
     )
@@ -398,7 +404,7 @@ def zeros(shape: tuple[int, ...]) -> Tensor:
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A matrix as PEFT draws most of them: uniform within one over the root of its width (Kaiming with √5)."""
+    """A matrix as PEFT draws most of them: uniform within one over the root of its width."""
     bound = shape[-1] ** -0.5
     return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
 

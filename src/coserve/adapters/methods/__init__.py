@@ -1,5 +1,5 @@
-"""Adapter methods: one file each. Each file in this folder that defines `METHOD` is registered as a method, and
-each that defines `READER` reads files of another type as adapters of these methods."""
+"""Adapter methods: one file each. Each file in this folder that defines `METHOD` is registered as a
+method, and each that defines `READER` reads files of another type as adapters of these methods."""
 
 import importlib
 import pkgutil

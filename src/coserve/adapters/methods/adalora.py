@@ -1,5 +1,5 @@
-"""AdaLoRA's saved files, y + s B (E ⊙ A x), are read as the LoRA adapters that they are: E ⊙ A is LoRA's A. Zhang
-et al. 2023, 2303.10512.
+"""AdaLoRA's saved files, y + s B (E ⊙ A x), are read as the LoRA adapters that they are: E ⊙ A is LoRA's A.
+Zhang et al. 2023, 2303.10512.
 
 While it trains AdaLoRA moves ranks between linears; a saved file has the ranks that were left, and they stay.
 """

@@ -4,12 +4,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Final
 
 import torch
 from torch import Generator, Tensor
 
-from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, zeros
+from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, Varies, zeros
 from coserve.adapters.method import MOST_RANK
 from coserve.adapters.sites import Site
 from coserve.core.setting import Range
@@ -22,10 +22,8 @@ _KERNEL: Final = "c3a_kernel"
 class C3AConfig(LinearConfig):
     """Settings of C3A: the width of a block, which divides the inputs and outputs of each linear."""
 
-    varied: ClassVar[Mapping[str, str]] = {"block_size_pattern": "block_size"}
-
     block_size: Annotated[int, Range(1, MOST_RANK)] = 256
-    block_size_pattern: Mapping[str, int] = field(default_factory=dict)
+    block_size_pattern: Annotated[Mapping[str, int], Varies("block_size")] = field(default_factory=dict)
 
 
 class C3ABypass(AddingBypass[C3AConfig]):
@@ -51,8 +49,8 @@ class C3A(LinearMethod[C3AConfig]):
         width = settings.block_size
         if site.inputs % width or site.outputs % width:
             raise AdapterError(
-                f"C3A blocks of {width} do not divide {site.path}, {site.inputs} -> {site.outputs}: set block_size, "
-                "or block_size_pattern"
+                f"C3A blocks of {width} do not divide {site.path}, {site.inputs} -> {site.outputs}: set "
+                "block_size, or block_size_pattern"
             )
         return {_KERNEL: (site.outputs // width, site.inputs // width, width)}
 

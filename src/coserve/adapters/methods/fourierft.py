@@ -1,15 +1,15 @@
-"""FourierFT: y + scaling · Re F⁻¹(S) x, a change of the weights of which a few Fourier coefficients S train. Gao
-et al. 2024, 2405.03003.
+"""FourierFT: y + scaling · Re F⁻¹(S) x, a change of the weights of which a few Fourier coefficients S train.
+Gao et al. 2024, 2405.03003.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Final
 
 import torch
 from torch import Generator, Tensor
 
-from coserve.adapters.linears import AddingBypass, Frozen, LinearConfig, LinearMethod, Shapes, zeros
+from coserve.adapters.linears import AddingBypass, Frozen, LinearConfig, LinearMethod, Shapes, Varies, zeros
 from coserve.adapters.saved import Saved
 from coserve.adapters.sites import Site
 from coserve.core.ranges import MOST_COUNT
@@ -26,16 +26,15 @@ class FourierFTConfig(LinearConfig):
     """Settings of FourierFT: the number of coefficients at each linear, at places that the `seed` draws, and
     what their transform is multiplied by."""
 
-    varied: ClassVar[Mapping[str, str]] = {"n_frequency_pattern": "n_frequency"}
-
     n_frequency: Annotated[int, Range(1, MOST_FREQUENCIES)] = 1000
     scaling: Annotated[float, Range(-1e9, 1e9)] = 150.0
     seed: Annotated[int, Range(0, MOST_COUNT)] = 777
-    n_frequency_pattern: Mapping[str, int] = field(default_factory=dict)
+    n_frequency_pattern: Annotated[Mapping[str, int], Varies("n_frequency")] = field(default_factory=dict)
 
 
 class FourierFTBypass(AddingBypass[FourierFTConfig]):
-    """`fourierft_spectrum` [count]; the frozen `places` [2, count] are its rows and columns in S [out, in]."""
+    """`fourierft_spectrum` [count]; the frozen `places` [2, count] are its rows and columns in S [out,
+    in]."""
 
     exact = True  # torch transforms no bfloat16
 
@@ -57,7 +56,8 @@ class FourierFT(LinearMethod[FourierFTConfig]):
     def shapes(self, settings: FourierFTConfig, site: Site) -> Shapes:
         if settings.n_frequency > site.inputs * site.outputs:
             raise AdapterError(
-                f"FourierFT has {settings.n_frequency} coefficients, and {site.path} {site.inputs * site.outputs} weights"
+                f"FourierFT has {settings.n_frequency} coefficients, and {site.path} has "
+                f"{site.inputs * site.outputs} weights"
             )
         return {_SPECTRUM: (settings.n_frequency,)}
 
@@ -67,25 +67,26 @@ class FourierFT(LinearMethod[FourierFTConfig]):
     def frozen_at(
         self, settings: FourierFTConfig, site: Site, saved: Saved | None, generator: Generator | None
     ) -> Frozen:
-        count = settings.n_frequency
-        if saved is not None and saved.device.type == "meta":
-            return Frozen({_PLACES: torch.empty(2, count, dtype=torch.int64, device="meta")})
-        return _places(site.outputs, site.inputs, count, settings.seed)
+        has_values = saved is None or saved.device.type != "meta"
+        return _places(site.outputs, site.inputs, settings.n_frequency, settings.seed, has_values)
 
 
 # Drawing some takes seconds for the widest linears, of which a model has few shapes.
 _KNOWN: Final[dict[tuple[int, ...], Frozen]] = {}
-_MOST_KNOWN: Final = 32
+_MOST_KNOWN: Final = 64
 
 
-def _places(outputs: int, inputs: int, count: int, seed: int) -> Frozen:
+def _places(outputs: int, inputs: int, count: int, seed: int, has_values: bool) -> Frozen:
     """The places that PEFT draws, the same at all linears of one shape."""
-    key = outputs, inputs, count, seed
+    key = outputs, inputs, count, seed, has_values
     if (known := _KNOWN.get(key)) is not None:
         return known
-    drawn = torch.randperm(outputs * inputs, generator=Generator().manual_seed(seed))[:count]
+    if has_values:
+        drawn = torch.randperm(outputs * inputs, generator=Generator().manual_seed(seed))[:count]
+    else:
+        drawn = torch.empty(count, dtype=torch.int64, device="meta")
     found = Frozen({_PLACES: torch.stack([drawn // inputs, drawn % inputs])})
-    if not is_fake(drawn):
+    if not is_fake(drawn) and drawn.is_meta != has_values:  # not those of a plan, which has no values at all
         _KNOWN[key] = found
         while len(_KNOWN) > _MOST_KNOWN:
             _KNOWN.pop(next(iter(_KNOWN)), None)  # another thread may have been quicker

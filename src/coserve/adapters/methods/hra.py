@@ -1,4 +1,6 @@
-"""HRA: W H₁ … Hᵣ x, with Householder reflections H = I − 2 u uᵀ of the inputs. Yuan et al. 2024, 2405.17484."""
+"""HRA: W H₁ … Hᵣ x, with Householder reflections H = I − 2 u uᵀ of the inputs. Yuan et al. 2024,
+2405.17484.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Final

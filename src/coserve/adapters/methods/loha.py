@@ -1,15 +1,15 @@
-"""LoHa: y + (alpha / rank) ((W1a W1b) ⊙ (W2a W2b)) x, an elementwise product of two low-rank matrices. Hyeon-Woo
-et al. 2022, 2108.06098 (FedPara); Yeh et al. 2023, 2309.14859 (LyCORIS).
+"""LoHa: y + (alpha / rank) ((W1a W1b) ⊙ (W2a W2b)) x, an elementwise product of two low-rank matrices.
+Hyeon-Woo et al. 2022, 2108.06098 (FedPara); Yeh et al. 2023, 2309.14859 (LyCORIS).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Final
 
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, uniform, zeros
+from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, Varies, uniform, zeros
 from coserve.adapters.method import MOST_ALPHA, MOST_RANK
 from coserve.adapters.sites import Site
 from coserve.core.setting import Range
@@ -22,12 +22,10 @@ class LoHaConfig(LinearConfig):
     """Settings of LoHa: the rank of each of the two matrices, and alpha, by whose quotient their product is
     multiplied."""
 
-    varied: ClassVar[Mapping[str, str]] = {"rank_pattern": "rank", "alpha_pattern": "alpha"}
-
     rank: Annotated[int, Range(1, MOST_RANK)] = 8
     alpha: Annotated[float, Range(-MOST_ALPHA, MOST_ALPHA)] = 8.0
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Annotated[Mapping[str, int], Varies("rank")] = field(default_factory=dict)
+    alpha_pattern: Annotated[Mapping[str, float], Varies("alpha")] = field(default_factory=dict)
 
 
 class LoHaBypass(AddingBypass[LoHaConfig]):

@@ -5,11 +5,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Final
 
 from torch import Generator, Tensor
 
-from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, uniform, zeros
+from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, Varies, uniform, zeros
 from coserve.adapters.method import MOST_ALPHA, MOST_RANK
 from coserve.adapters.sites import Site
 from coserve.core.setting import Range
@@ -24,14 +24,12 @@ class LoKrConfig(LinearConfig):
     the first one's, too.
     """
 
-    varied: ClassVar[Mapping[str, str]] = {"rank_pattern": "rank", "alpha_pattern": "alpha"}
-
     rank: Annotated[int, Range(1, MOST_RANK)] = 8
     alpha: Annotated[float, Range(-MOST_ALPHA, MOST_ALPHA)] = 8.0
     decompose_both: bool = False
     decompose_factor: Annotated[int, Range(-1, MOST_RANK)] = -1
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Annotated[Mapping[str, int], Varies("rank")] = field(default_factory=dict)
+    alpha_pattern: Annotated[Mapping[str, float], Varies("alpha")] = field(default_factory=dict)
 
 
 class LoKrBypass(AddingBypass[LoKrConfig]):

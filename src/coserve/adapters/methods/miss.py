@@ -51,7 +51,8 @@ class MiSS(LinearMethod[MiSSConfig]):
         rank, mini = settings.rank, settings.mini_rank
         if rank > site.inputs or (mini and site.outputs % mini):
             raise AdapterError(
-                f"MiSS of rank {rank} and mini_rank {mini} does not fit {site.path}, {site.inputs} -> {site.outputs}"
+                f"MiSS of rank {rank} and mini_rank {mini} does not fit {site.path}, {site.inputs} -> "
+                f"{site.outputs}"
             )
         return {_BLOCK: (rank, mini or site.outputs)}
 
@@ -63,8 +64,8 @@ class MiSS(LinearMethod[MiSSConfig]):
         init = saved.fields.get("init_weights", True)
         if init == "bat" or (isinstance(init, str) and init != "mini"):
             raise AdapterError(
-                f"{saved.folder}: init_weights={shown(init)} is not supported: its change depends on the base's "
-                "weights (BAT); of strings only 'mini' is"
+                f"{saved.folder}: init_weights={shown(init)} is not supported: BAT's change depends on the "
+                "base's weights, and of strings only 'mini' is"
             )
         if init != "mini":
             saved.ignore("mini_r")

@@ -1,5 +1,5 @@
-"""OFT: W (R x), with a block-diagonal R that rotates the inputs. Qiu et al. 2023, 2306.07280; Qiu et al. 2025,
-2506.19847.
+"""OFT: W (R x), with a block-diagonal R that rotates the inputs. Qiu et al. 2023, 2306.07280; Qiu et al.
+2025, 2506.19847.
 
 R is the Cayley transform of skew-symmetric blocks Q, (I − Q)(I + Q)⁻¹, or the first terms of its Neumann
 series.
@@ -102,7 +102,8 @@ class OFT(LinearMethod[OFTConfig]):
     def shapes(self, settings: OFTConfig, site: Site) -> Shapes:
         if (settings.blocks == 0) == (settings.block_size == 0):
             raise AdapterError(
-                f"OFT has either blocks or block_size, and here are {settings.blocks} and {settings.block_size}"
+                f"OFT has either blocks or block_size, and here are {settings.blocks} and "
+                f"{settings.block_size}"
             )
         width = settings.width(site.inputs)
         count = 1 if settings.block_share else site.inputs // width
@@ -115,14 +116,15 @@ class OFT(LinearMethod[OFTConfig]):
         saved.refuse("coft", "its rotations are bounded while they are applied (constrained OFT)")
         if "oft_block_size" not in saved.fields:
             raise AdapterError(
-                f"{saved.folder}: oft_block_size is missing: PEFT before 0.14 had another OFT, and reads its files alone"
+                f"{saved.folder}: oft_block_size is missing: PEFT before 0.14 had another OFT, and reads its "
+                "files alone"
             )
         config = super().read_config(saved, paths)
         version = saved.fields.get("peft_version")
         if config.use_cayley_neumann and not _is_since(version):
             raise AdapterError(
-                f"{saved.folder}: peft_version={shown(version)} has other terms of use_cayley_neumann than PEFT "
-                "from 0.18 on, so that the adapter would answer otherwise: train it anew"
+                f"{saved.folder}: peft_version={shown(version)} has other terms of use_cayley_neumann than "
+                "PEFT from 0.18 on, so that the adapter would answer otherwise: train it anew"
             )
         return config
 

@@ -1,5 +1,5 @@
-"""RandLoRA: y + (alpha / rank) Σ Bₙ (λₙ ⊙ A ⊙ γₙ) x, a sum over as many random bases as make its rank full, with
-learned λ and γ; A and B are random, and all linears share them. Albert et al. 2025, 2502.00987.
+"""RandLoRA: y + (alpha / rank) Σ Bₙ (λₙ ⊙ A ⊙ γₙ) x, a sum over as many random bases as make its rank full,
+with learned λ and γ; A and B are random, and all linears share them. Albert et al. 2025, 2502.00987.
 
 On the narrower side of a linear stands A: its inputs where it has no more of them than outputs.
 """
@@ -99,7 +99,9 @@ class RandLoRA(LinearMethod[RandLoRAConfig]):
             for name in self.copied(config, sites) & {*saved.left}:
                 copy, own = saved.tensor(name), found.tensors[name.rpartition(".")[2]]
                 if copy.shape != own.shape or not (copy.is_meta or torch.equal(copy, own)):
-                    raise AdapterMismatch(f"{saved.folder}: {name} is no copy of the matrix that all linears share")
+                    raise AdapterMismatch(
+                        f"{saved.folder}: {name} is no copy of the matrix that all linears share"
+                    )
             return found
         if saved is not None and saved.device.type == "meta":
             return without_values(shapes)

@@ -1,4 +1,5 @@
-"""RoAd: R y at the outputs of linears, where R turns and scales pairs of features. Petrushkov 2024, 2409.00119.
+"""RoAd: R y at the outputs of linears, where R turns and scales pairs of features. Liao and Monz 2024,
+2409.00119.
 
 A group's first half is paired with its second. The pair (p, q) becomes (c p − s q, s' p + c' q), with
 c = α cos θ and s = α sin θ for each feature.
@@ -63,7 +64,8 @@ class RoAd(LinearMethod[RoAdConfig]):
         size = settings.group_size
         if size % 2 or site.outputs % size:
             raise AdapterError(
-                f"RoAd's groups of {size} outputs, an even number, do not divide those of {site.path}, {site.outputs}"
+                f"RoAd's groups of {size} outputs, an even number, do not divide the {site.outputs} of "
+                f"{site.path}"
             )
         count = site.outputs * _HALVES[settings.variant] // 2
         return {_THETA: (count,), _ALPHA: (count,)}

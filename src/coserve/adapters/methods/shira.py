@@ -59,7 +59,8 @@ class SHiRA(LinearMethod[SHiRAConfig]):
         count = settings.rank * (site.inputs + site.outputs)
         if count > site.inputs * site.outputs:
             raise AdapterError(
-                f"SHiRA of rank {settings.rank} has more weights than {site.path}, {site.inputs} -> {site.outputs}"
+                f"SHiRA of rank {settings.rank} has more weights than {site.path}, {site.inputs} -> "
+                f"{site.outputs}"
             )
         return {_WEIGHT: (count,)}
 

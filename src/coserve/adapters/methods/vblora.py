@@ -1,5 +1,5 @@
-"""VB-LoRA: LoRA whose matrices are made of vectors of a bank that all linears share: each piece is the sum of a
-few of them, with weights by softmax. Li et al. 2024, 2405.15179.
+"""VB-LoRA: LoRA whose matrices are made of vectors of a bank that all linears share: each piece is the sum
+of a few of them, with weights by softmax. Li et al. 2024, 2405.15179.
 """
 
 from collections.abc import Collection
@@ -25,8 +25,8 @@ _A, _B, _BANK = "vblora_logits_A", "vblora_logits_B", "vblora_vector_bank"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VBLoRAConfig(LinearConfig):
-    """Settings of VB-LoRA: the rank, the bank's vectors, their length, which divides the inputs and outputs of
-    each linear, and how many of them make a piece. Logits and bank begin as PEFT draws them."""
+    """Settings of VB-LoRA: the rank, the bank's vectors, their length, which divides the inputs and outputs
+    of each linear, and how many of them make a piece. Logits and bank begin as PEFT draws them."""
 
     rank: Annotated[int, Range(1, MOST_RANK)] = 4
     num_vectors: Annotated[int, Range(1, 1 << 20)] = 256
@@ -38,8 +38,8 @@ class VBLoRAConfig(LinearConfig):
 
 
 class VBLoRABypass(AddingBypass[VBLoRAConfig]):
-    """`vblora_logits_A` [rank, in / length, vectors], `vblora_logits_B` [out / length, rank, vectors], and the
-    bank [vectors, length]."""
+    """`vblora_logits_A` [rank, in / length, vectors], `vblora_logits_B` [out / length, rank, vectors], and
+    the bank [vectors, length]."""
 
     exact = True  # rounded logits choose other vectors
     shared = frozenset({_BANK})
@@ -93,8 +93,8 @@ class VBLoRA(LinearMethod[VBLoRAConfig]):
         length, vectors = settings.vector_length, settings.num_vectors
         if site.inputs % length or site.outputs % length:
             raise AdapterError(
-                f"VB-LoRA's vectors of {length} do not divide {site.path}, {site.inputs} -> {site.outputs}: set "
-                "vector_length"
+                f"VB-LoRA's vectors of {length} do not divide {site.path}, {site.inputs} -> {site.outputs}: "
+                "set vector_length"
             )
         if settings.topk > vectors:
             raise AdapterError(
