@@ -1,6 +1,6 @@
 """PEFT's methods beside linears and in the embedding, all by one contract, against PEFT, one adapter at a
-time: what is served alone and in one batch with all others, gradients, files both ways, merged weights, bytes,
-and what is trained here. A new method adds a line to `THEIRS` and one to `OURS`.
+time: what is served alone and in one batch with all others, gradients, files both ways, merged weights,
+bytes, and what is trained here. A new method adds a line to `THEIRS` and one to `OURS`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

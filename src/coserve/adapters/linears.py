@@ -40,6 +40,7 @@ _NAMES: Final = "several names, not one"
 Tensors = Mapping[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
 C = TypeVar("C", bound="LinearConfig")
+_Self = TypeVar("_Self", bound="LinearBypass[Any]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,6 @@ class Varies:
     """The note of a field with patterns: of the setting that they change."""
 
     setting: str
-
-
-_Self = TypeVar("_Self", bound="LinearBypass[Any]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,32 +64,35 @@ class LinearConfig:
     modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        kind = type(self).__name__.removesuffix("Config")
+        kind: Any = type(self)
+        method = kind.__name__.removesuffix("Config")
         for name in _SELECTED:
             if isinstance(names := getattr(self, name), str):
-                raise AdapterError(f"{kind} {name} are {_NAMES}: ({shown(names)},)")
+                raise AdapterError(f"{method} {name} are {_NAMES}: ({shown(names)},)")
         numbers = {one.name: type(one.default) for one in dataclasses.fields(self)}
-        for name, bounds in noted(type(self), Range).items():
+        for name, bounds in noted(kind, Range).items():
             value, number = getattr(self, name), numbers[name]
-            check_range(f"{kind} {name}", value, bounds.least, bounds.most, number, AdapterError)  # type: ignore[arg-type]
+            check_range(f"{method} {name}", value, bounds.least, bounds.most, number, AdapterError)  # type: ignore[arg-type]
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 values = ", ".join(map(str, get_args(hint)))
-                raise AdapterError(f"{kind} {name} is one of {values}, not {shown(getattr(self, name))}")
-        for patterns in noted(type(self), Varies):
+                raise AdapterError(f"{method} {name} is one of {values}, not {shown(getattr(self, name))}")
+        for patterns in _varied(type(self)):
             check_patterns(patterns, getattr(self, patterns))
 
     def at(self: C, paths: Iterable[str]) -> dict[str, C]:
         """The settings at each of these linears. Raises AdapterError for patterns that take too long, or give
         a setting that is out of its range."""
         paths = tuple(paths)
-        varied = noted(type(self), Varies)
-        plain = replace(self, **{patterns: {} for patterns in varied})
+        varied = _varied(type(self))
+        none: dict[str, Any] = {patterns: {} for patterns in varied}
+        plain = replace(self, **none)
         found = {patterns: first_entries(patterns, getattr(self, patterns), paths) for patterns in varied}
-        return {
-            path: replace(plain, **{varied[n].setting: own[path] for n, own in found.items() if path in own})
+        changes = {
+            path: {varied[name].setting: own[path] for name, own in found.items() if path in own}
             for path in paths
         }
+        return {path: replace(plain, **own) if own else plain for path, own in changes.items()}
 
 
 class Frozen:
@@ -273,7 +274,7 @@ class LinearMethod(Generic[C]):
             if one.name not in _SELECTED
         }
         return self.config(
-            **own | {name: peft_entries(name, own[name], paths) for name in noted(self.config, Varies)}
+            **own | {name: peft_entries(name, own[name], paths) for name in _varied(self.config)}
         )
 
     def written_fields(self, config: C) -> dict[str, Any]:
@@ -336,14 +337,13 @@ class LinearMethod(Generic[C]):
         config = part.config
         assert isinstance(config, self.config)
         replaced, tensors = written_replacements(part.bypasses)
-        varied = noted(self.config, Varies)
-        found: dict[str, dict[str, Any]] = {patterns: {} for patterns in varied}
+        found: dict[str, dict[str, Any]] = {patterns: {} for patterns in _varied(self.config)}
         paths = []
         for place, bypass in part.bypasses.items():
             if not isinstance(bypass, self.bypass):
                 continue
             paths.append(place.path)
-            for patterns, one in varied.items():
+            for patterns, one in _varied(self.config).items():
                 if (value := getattr(bypass.settings, one.setting)) != getattr(config, one.setting):
                     found[patterns][place.path] = value
             for name, tensor in bypass.parameters().items():
@@ -398,6 +398,11 @@ def without_values(shapes: Shapes) -> Frozen:
     return Frozen({n: torch.empty(s, dtype=torch.float32, device="meta") for n, s in shapes.items()})
 
 
+def pieces(x: Tensor, width: int) -> Tensor:
+    """The features of x [..., count · width] in consecutive pieces, [..., count, width]."""
+    return x.reshape(*x.shape[:-1], -1, width)
+
+
 def zeros(shape: tuple[int, ...]) -> Tensor:
     """Zeros of the type of master weights."""
     return torch.zeros(shape, dtype=torch.float32)
@@ -407,6 +412,11 @@ def uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """A matrix as PEFT draws most of them: uniform within one over the root of its width."""
     bound = shape[-1] ** -0.5
     return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+
+
+def _varied(kind: Any) -> Mapping[str, Varies]:
+    """The fields of settings of this class that have patterns."""
+    return noted(kind, Varies)
 
 
 def _default(one: dataclasses.Field[Any]) -> Any:

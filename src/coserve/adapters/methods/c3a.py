@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import torch
 from torch import Generator, Tensor
 
-from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, Varies, zeros
+from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, Varies, pieces, zeros
 from coserve.adapters.method import MOST_RANK
 from coserve.adapters.sites import Site
 from coserve.core.setting import Range
@@ -34,16 +34,17 @@ class C3ABypass(AddingBypass[C3AConfig]):
     def product(self, x: Tensor) -> Tensor:
         kernel = self.tensors[_KERNEL]
         width = kernel.shape[-1]
-        blocks = torch.fft.rfft(x.unflatten(-1, (-1, width)))
+        blocks = torch.fft.rfft(pieces(x, width))
         product = torch.einsum("nif,oif->nof", blocks, torch.fft.rfft(kernel).conj())
-        return torch.fft.irfft(product, n=width).flatten(1) / self.site.inputs
+        found: Tensor = torch.fft.irfft(product, n=width)
+        return found.flatten(1) / self.site.inputs
 
 
 class C3A(LinearMethod[C3AConfig]):
     """Circular convolutions."""
 
     name, peft_type, config, bypass = "c3a", "C3A", C3AConfig, C3ABypass
-    aliases: Final = {"target_modules": "targets"}
+    aliases: Mapping[str, str] = {"target_modules": "targets"}
 
     def shapes(self, settings: C3AConfig, site: Site) -> Shapes:
         width = settings.block_size

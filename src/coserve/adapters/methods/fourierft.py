@@ -43,14 +43,15 @@ class FourierFTBypass(AddingBypass[FourierFTConfig]):
         rows, columns = self.frozen.tensors[_PLACES]
         spectrum = torch.fft.ifft(x)[:, columns] * self.tensors[_SPECTRUM]
         gathered = spectrum.new_zeros(len(x), self.site.outputs).index_add(1, rows, spectrum)
-        return torch.fft.ifft(gathered).real * self.settings.scaling
+        product: Tensor = torch.fft.ifft(gathered).real
+        return product * self.settings.scaling
 
 
 class FourierFT(LinearMethod[FourierFTConfig]):
     """Fourier coefficients of a change."""
 
     name, peft_type, config, bypass = "fourierft", "FOURIERFT", FourierFTConfig, FourierFTBypass
-    aliases: Final = {"random_loc_seed": "seed", "target_modules": "targets"}
+    aliases: Mapping[str, str] = {"random_loc_seed": "seed", "target_modules": "targets"}
     transposed = True
 
     def shapes(self, settings: FourierFTConfig, site: Site) -> Shapes:

@@ -2,6 +2,7 @@
 2405.17484.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -32,23 +33,23 @@ class HRABypass(TurningBypass[HRAConfig]):
     def change(self, y: Tensor) -> Tensor:
         u = self._directions().to(y.dtype)
         if self.settings.apply_gs:
-            return -2 * (y @ u) @ u.t()
+            return (y @ u) @ (-2 * u.t())
         # Each reflection meets what the ones after it have made of y.
-        turned = y
+        change = torch.zeros_like(y)
         for direction in reversed(u.unbind(1)):
-            turned = turned - 2 * torch.outer(turned @ direction, direction)
-        return turned - y
+            change = change - 2 * torch.outer((y + change) @ direction, direction)
+        return change
 
     def _directions(self) -> Tensor:
         """Of length one, [in, rank]."""
         u = self.tensors[_U]
         if not self.settings.apply_gs:
-            return u / u.norm(dim=0)
+            return u / torch.linalg.vector_norm(u, dim=0)
         found: list[Tensor] = []
         for direction in u.unbind(1):
             for earlier in found:
                 direction = direction - (earlier @ direction) * earlier
-            found.append(direction / direction.norm())
+            found.append(direction / torch.linalg.vector_norm(direction))
         return torch.stack(found, dim=1)
 
 
@@ -56,7 +57,7 @@ class HRA(LinearMethod[HRAConfig]):
     """Reflected inputs."""
 
     name, peft_type, config, bypass = "hra", "HRA", HRAConfig, HRABypass
-    aliases: Final = {"r": "rank", "apply_GS": "apply_gs", "target_modules": "targets"}
+    aliases: Mapping[str, str] = {"r": "rank", "apply_GS": "apply_gs", "target_modules": "targets"}
     side = Side.INPUT
 
     def shapes(self, settings: HRAConfig, site: Site) -> Shapes:

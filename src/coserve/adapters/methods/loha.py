@@ -47,7 +47,7 @@ class LoHa(LinearMethod[LoHaConfig]):
     """Elementwise products of low-rank matrices."""
 
     name, peft_type, config, bypass = "loha", "LOHA", LoHaConfig, LoHaBypass
-    aliases: Final = {"r": "rank", "target_modules": "targets"}
+    aliases: Mapping[str, str] = {"r": "rank", "target_modules": "targets"}
     ignored = ("init_weights", "use_effective_conv2d")
     forgone = ("rank_dropout", "module_dropout")
 

@@ -5,11 +5,20 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import Annotated
 
 from torch import Generator, Tensor
 
-from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, Varies, uniform, zeros
+from coserve.adapters.linears import (
+    AddingBypass,
+    LinearConfig,
+    LinearMethod,
+    Shapes,
+    Varies,
+    pieces,
+    uniform,
+    zeros,
+)
 from coserve.adapters.method import MOST_ALPHA, MOST_RANK
 from coserve.adapters.sites import Site
 from coserve.core.setting import Range
@@ -38,8 +47,9 @@ class LoKrBypass(AddingBypass[LoKrConfig]):
 
     def product(self, x: Tensor) -> Tensor:
         left, right = self._factor("lokr_w1"), self._factor("lokr_w2")
-        inner = x.unflatten(-1, (left.shape[1], right.shape[1])) @ right.t()
-        return (left @ inner).flatten(-2) * (self.settings.alpha / self.settings.rank)
+        inner = pieces(x, right.shape[1]) @ right.t()
+        product: Tensor = left @ inner
+        return product.flatten(-2) * (self.settings.alpha / self.settings.rank)
 
     def _factor(self, name: str) -> Tensor:
         whole = self.tensors.get(name)
@@ -50,7 +60,7 @@ class LoKr(LinearMethod[LoKrConfig]):
     """Kronecker products."""
 
     name, peft_type, config, bypass = "lokr", "LOKR", LoKrConfig, LoKrBypass
-    aliases: Final = {"r": "rank", "target_modules": "targets"}
+    aliases: Mapping[str, str] = {"r": "rank", "target_modules": "targets"}
     ignored = ("init_weights", "use_effective_conv2d", "rank_dropout_scale")
     forgone = ("rank_dropout", "module_dropout")
 

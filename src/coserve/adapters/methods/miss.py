@@ -2,14 +2,14 @@
 2409.15371 (first Bone).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, zeros
+from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes, pieces, zeros
 from coserve.adapters.method import MOST_RANK
 from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Site
@@ -35,7 +35,7 @@ class MiSSBypass(AddingBypass[MiSSConfig]):
     def product(self, x: Tensor) -> Tensor:
         block = self.tensors[_BLOCK]
         rank = len(block)
-        shards = F.pad(x, (0, -x.shape[-1] % rank)).unflatten(-1, (-1, rank)).sum(-2)
+        shards = pieces(F.pad(x, (0, -x.shape[-1] % rank)), rank).sum(-2)
         return (shards @ block).repeat(1, self.site.outputs // block.shape[1])
 
 
@@ -43,7 +43,7 @@ class MiSS(LinearMethod[MiSSConfig]):
     """Sums of shards."""
 
     name, peft_type, config, bypass = "miss", "MISS", MiSSConfig, MiSSBypass
-    aliases: Final = {
+    aliases: Mapping[str, str] = {
         "r": "rank", "miss_dropout": "dropout", "mini_r": "mini_rank", "target_modules": "targets",
     }  # fmt: skip
 

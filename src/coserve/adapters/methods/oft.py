@@ -5,6 +5,7 @@ R is the Cayley transform of skew-symmetric blocks Q, (I − Q)(I + Q)⁻¹, or 
 series.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Final
@@ -13,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from coserve.adapters.bypass import InTypes, Side
-from coserve.adapters.linears import LinearConfig, LinearMethod, Shapes, TurningBypass, zeros
+from coserve.adapters.linears import LinearConfig, LinearMethod, Shapes, TurningBypass, pieces, zeros
 from coserve.adapters.method import MOST_RANK
 from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Site
@@ -75,9 +76,9 @@ class OFTBypass(TurningBypass[OFTConfig]):
         q = q.index_put((torch.arange(len(upper), device=upper.device)[:, None], rows, columns), upper)
         q = q - q.transpose(1, 2)
         if not self.settings.use_cayley_neumann:
-            return torch.linalg.solve(
-                torch.eye(width, dtype=q.dtype, device=q.device) + q, -2 * q, left=False
-            )
+            eye = torch.eye(width, dtype=q.dtype, device=q.device)
+            solved: Tensor = torch.linalg.solve(eye + q, -2 * q, left=False)
+            return solved
         terms = self.settings.num_cayley_neumann_terms
         if terms <= 2:
             return (terms - 1) * 2 * q
@@ -94,7 +95,7 @@ class OFT(LinearMethod[OFTConfig]):
     """Rotated inputs."""
 
     name, peft_type, config, bypass = "oft", "OFT", OFTConfig, OFTBypass
-    aliases: Final = {"r": "blocks", "oft_block_size": "block_size", "target_modules": "targets"}
+    aliases: Mapping[str, str] = {"r": "blocks", "oft_block_size": "block_size", "target_modules": "targets"}
     side = Side.INPUT
     ignored = ("init_weights", "eps")
     forgone = ("module_dropout",)
@@ -143,8 +144,8 @@ def nearest_divisor(size: int, wanted: int) -> int:
 
 def _apply(y: Tensor, turns: Tensor) -> Tensor:
     """y [rows, in] by blocks [blocks or 1, width, width]."""
-    blocks = y.unflatten(-1, (-1, turns.shape[-1])).transpose(0, 1)
-    return (blocks @ turns.to(y.dtype)).transpose(0, 1).flatten(1)
+    turned: Tensor = pieces(y, turns.shape[-1]).transpose(0, 1) @ turns.to(y.dtype)
+    return turned.transpose(0, 1).flatten(1)
 
 
 def _is_since(version: object) -> bool:

@@ -5,7 +5,7 @@ On the narrower side of a linear stands A: its inputs where it has no more of th
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -74,7 +74,7 @@ class RandLoRA(LinearMethod[RandLoRAConfig]):
     """Sums of random bases."""
 
     name, peft_type, config, bypass = "randlora", "RANDLORA", RandLoRAConfig, RandLoRABypass
-    aliases: Final = {
+    aliases: Mapping[str, str] = {
         "r": "rank", "randlora_alpha": "alpha", "randlora_dropout": "dropout",
         "projection_prng_key": "seed", "target_modules": "targets",
     }  # fmt: skip

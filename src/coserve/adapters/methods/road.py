@@ -5,6 +5,7 @@ A group's first half is paired with its second. The pair (p, q) becomes (c p −
 c = α cos θ and s = α sin θ for each feature.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -34,8 +35,8 @@ class RoAdBypass(TurningBypass[RoAdConfig]):
 
     def change(self, y: Tensor) -> Tensor:
         half = self.settings.group_size // 2
-        own, other = (factor.unflatten(-1, (-1, 2, half)).to(y.dtype) for factor in self._factors())
-        pairs = y.unflatten(-1, (-1, 2, half))
+        own, other = (factor.view(-1, 2, half).to(y.dtype) for factor in self._factors())
+        pairs = y.reshape(*y.shape[:-1], -1, 2, half)
         swapped = torch.stack([-pairs[..., 1, :], pairs[..., 0, :]], dim=-2)
         return (pairs * own + swapped * other).flatten(-3)
 
@@ -58,7 +59,7 @@ class RoAd(LinearMethod[RoAdConfig]):
     """Turned outputs."""
 
     name, peft_type, config, bypass = "road", "ROAD", RoAdConfig, RoAdBypass
-    aliases: Final = {"target_modules": "targets"}
+    aliases: Mapping[str, str] = {"target_modules": "targets"}
 
     def shapes(self, settings: RoAdConfig, site: Site) -> Shapes:
         size = settings.group_size

@@ -1,8 +1,8 @@
 """SHiRA: y + S x, with a sparse S whose places are chosen beforehand. Bhardwaj et al. 2024, 2406.13175."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ class SHiRA(LinearMethod[SHiRAConfig]):
     """Sparse changes of weights."""
 
     name, peft_type, config, bypass = "shira", "SHIRA", SHiRAConfig, SHiRABypass
-    aliases: Final = {"r": "rank", "target_modules": "targets"}
+    aliases: Mapping[str, str] = {"r": "rank", "target_modules": "targets"}
     ignored = ("init_weights", "mask_type", "random_seed")
 
     def shapes(self, settings: SHiRAConfig, site: Site) -> Shapes:

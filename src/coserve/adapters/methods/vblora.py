@@ -2,10 +2,10 @@
 of a few of them, with weights by softmax. Li et al. 2024, 2405.15179.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Final
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +85,7 @@ class VBLoRA(LinearMethod[VBLoRAConfig]):
     """Matrices out of a bank of vectors."""
 
     name, peft_type, config, bypass = "vblora", "VBLORA", VBLoRAConfig, VBLoRABypass
-    aliases: Final = {"r": "rank", "vblora_dropout": "dropout", "target_modules": "targets"}
+    aliases: Mapping[str, str] = {"r": "rank", "vblora_dropout": "dropout", "target_modules": "targets"}
     transposed = True
     ignored = ()
 

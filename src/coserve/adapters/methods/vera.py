@@ -3,9 +3,9 @@ share. Kopiczko et al. 2024, 2310.11454.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ class VeRA(LinearMethod[VeRAConfig]):
     """Vectors between random matrices."""
 
     name, peft_type, config, bypass = "vera", "VERA", VeRAConfig, VeRABypass
-    aliases: Final = {
+    aliases: Mapping[str, str] = {
         "r": "rank", "vera_dropout": "dropout", "projection_prng_key": "seed", "target_modules": "targets",
     }  # fmt: skip
     transposed = True
