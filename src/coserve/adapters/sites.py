@@ -128,6 +128,11 @@ class FrozenParameters(ABC):
     def embedded(self, tokens: Tensor) -> Tensor:
         """Input embeddings [n, width] of token ids [n]."""
 
+    def rows(self, path: str, tokens: Tensor) -> Tensor:
+        """Rows of the weight of the embedding at `path`, for token ids. Raises what `dense` does."""
+        weight = self.dense(path).weight
+        return weight[tokens.to(weight.device)]
+
     def weights(self, path: str) -> Weights:
         """Weights of the linear at `path`, for bypasses, in a pass or outside of one. Raises NotOffered where
         the placement does not offer the norms of its rows."""

@@ -31,20 +31,23 @@ class HRABypass(TurningBypass[HRAConfig]):
     """`hra_u` [in, rank]: a direction a column, of any length."""
 
     def change(self, y: Tensor) -> Tensor:
-        u = self._directions().to(y.dtype)
+        """H₁ … Hᵣ is I − U M⁻¹ Uᵀ, with U's products above M's diagonal and halves on it (Schreiber and Van
+        Loan 1989); y is a row here, so the transpose of that is meant."""
+        u = self._directions()
         if self.settings.apply_gs:
-            return (y @ u) @ (-2 * u.t())
-        # Each reflection meets what the ones after it have made of y.
-        change = torch.zeros_like(y)
-        for direction in reversed(u.unbind(1)):
-            change = change - 2 * torch.outer((y + change) @ direction, direction)
-        return change
+            down, up = u, 2 * u.t()
+        else:
+            halves = torch.full((u.shape[1],), 0.5, dtype=u.dtype, device=u.device)
+            lower = (u.t() @ u).tril(-1) + torch.diag(halves)
+            down, up = u, torch.linalg.solve_triangular(lower, u.t(), upper=False)
+        return -(y @ down.to(y.dtype)) @ up.to(y.dtype)
 
     def _directions(self) -> Tensor:
         """Of length one, [in, rank]."""
         u = self.tensors[_U]
         if not self.settings.apply_gs:
-            return u / torch.linalg.vector_norm(u, dim=0)
+            lengths: Tensor = torch.linalg.vector_norm(u, dim=0)
+            return u / lengths
         found: list[Tensor] = []
         for direction in u.unbind(1):
             for earlier in found:

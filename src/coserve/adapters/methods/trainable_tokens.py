@@ -82,8 +82,7 @@ class TrainableTokens:
         """Starts from copies of the base's rows."""
         site = embedding_of(frame)
         _expect_within(config, site)
-        weight = frame.frozen.dense(site.path).weight
-        rows = weight[torch.tensor(config.tokens, device=weight.device)]
+        rows = frame.frozen.rows(site.path, torch.tensor(config.tokens))
         return _part(config, frame, rows.detach().to("cpu", exact_type(rows.dtype), copy=True))
 
     def read(self, saved: Saved, frame: Frame) -> Part:
