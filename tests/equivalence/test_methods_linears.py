@@ -1,6 +1,6 @@
 """PEFT's methods beside linears and in the embedding, all by one contract, against PEFT, one adapter at a
 time: what is served alone and in one batch with all others, gradients, files both ways, merged weights,
-bytes, and what is trained here. A new method adds a line to `THEIRS` and one to `OURS`.
+bytes, and what is trained here. A new method adds a line to `peft_methods.THEIRS` and one to `OURS`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from peft.tuners.c3a import layer as c3a
 from peft.tuners.c3a.utils import get_circulant_fast
 from safetensors.torch import load_file
@@ -29,53 +28,10 @@ from coserve.train.needs import _adapter_bytes
 from methods import SMALL, case_of, engine_of, served, windowed_errors, with_peft
 from mixed import make_examples
 from models import Exact, logits_of, save, tiny
+from peft_methods import ALL, BOTH, THEIRS, TOKENS
 from rounding import allowed, both_ways, error
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
-BOTH = ["q_proj", "v_proj"]  # square, and with fewer outputs than inputs
-ALL = ["k_proj", "up_proj", "down_proj"]  # 64 -> 32, 64 -> 96, 96 -> 64
-TOKENS = [7, 3, 19, 0]
-# By method, whose name each begins with: PEFT's class of the configuration, and its fields.
-THEIRS: Mapping[str, tuple[type[PeftConfig], dict[str, Any]]] = {
-    "lokr": (peft.LoKrConfig, {"r": 2, "alpha": 3, "target_modules": ALL}),
-    "lokr, both": (peft.LoKrConfig, {"r": 1, "decompose_both": True, "target_modules": ALL}),
-    "lokr, by factor": (peft.LoKrConfig, {
-        "r": 2, "decompose_factor": 5, "rank_pattern": {"up_proj": 20},
-        "alpha_pattern": {r"layers\.0\..*": 5}, "target_modules": ALL, "rank_dropout": 0.2,
-        "layers_to_transform": [0]}),
-    "loha": (peft.LoHaConfig, {"r": 2, "alpha": 5, "target_modules": ALL, "module_dropout": 0.1}),
-    "loha, wide": (peft.LoHaConfig, {"r": 9, "alpha": 18, "target_modules": r".*\.(down|q)_proj"}),
-    "vera": (peft.VeraConfig, {"r": 6, "target_modules": ALL}),
-    "vera, drawn": (peft.VeraConfig, {"r": 5, "save_projection": False, "projection_prng_key": 4,
-                                      "target_modules": BOTH}),
-    "oft": (peft.OFTConfig, {"oft_block_size": 8, "target_modules": ALL}),
-    "oft, exact": (peft.OFTConfig, {"r": 5, "oft_block_size": 0, "use_cayley_neumann": False,
-                                    "block_share": True, "target_modules": ALL}),
-    "oft, of many terms": (peft.OFTConfig, {"oft_block_size": 6, "num_cayley_neumann_terms": 7,
-                                            "target_modules": BOTH}),
-    "miss": (peft.MissConfig, {"r": 4, "target_modules": ALL}),
-    "miss, with a rest": (peft.MissConfig, {"r": 10, "target_modules": ALL}),
-    "miss, mini": (peft.MissConfig, {"r": 6, "init_weights": "mini", "mini_r": 8, "target_modules": BOTH}),
-    "randlora": (peft.RandLoraConfig, {"r": 10, "randlora_alpha": 20, "target_modules": ALL}),
-    "randlora, drawn": (peft.RandLoraConfig, {"r": 16, "save_projection": False, "target_modules": BOTH}),
-    "randlora, sparse": (peft.RandLoraConfig, {"r": 16, "sparse": True, "save_projection": False,
-                                               "target_modules": ALL}),
-    "hra": (peft.HRAConfig, {"r": 4, "target_modules": ALL}),
-    "hra, orthogonal": (peft.HRAConfig, {"r": 3, "apply_GS": True, "target_modules": BOTH}),
-    "shira": (peft.ShiraConfig, {"r": 2, "random_seed": 3, "target_modules": ALL}),
-    "fourierft": (peft.FourierFTConfig, {"n_frequency": 40, "n_frequency_pattern": {"up_proj": 70},
-                                         "scaling": 300.0, "target_modules": ALL}),
-    "vblora": (peft.VBLoRAConfig, {"r": 2, "num_vectors": 12, "vector_length": 16, "topk": 2,
-                                   "init_vector_bank_bound": 0.5, "target_modules": ALL}),
-    "c3a": (peft.C3AConfig, {"block_size": 16, "block_size_pattern": {"up_proj": 32}, "target_modules": ALL}),
-    "road": (peft.RoadConfig, {"group_size": 8, "target_modules": ALL}),
-    "road, of two": (peft.RoadConfig, {"variant": "road_2", "group_size": 32, "target_modules": ALL}),
-    "road, of four": (peft.RoadConfig, {"variant": "road_4", "group_size": 16, "target_modules": BOTH}),
-    "trainable_tokens": (peft.TrainableTokensConfig, {"token_indices": TOKENS}),
-    "trainable_tokens, tied": (peft.TrainableTokensConfig, {"token_indices": TOKENS}),
-    "adalora": (peft.AdaLoraConfig, {"init_r": 5, "target_r": 2, "lora_alpha": 7, "total_step": 9,
-                                     "target_modules": ALL}),
-}  # fmt: skip
 WHOLE = ("norm", "layers.0.self_attn.o_proj")  # train whole beside these
 WITH_WHOLE = ("lokr",)
 # Settings of jobs here, in coserve's words and PEFT's.
@@ -94,6 +50,7 @@ OURS: Mapping[str, dict[str, Any]] = {
     "road": {"group_size": 16, "variant": "road_2"},
     "trainable_tokens": {"token_indices": TOKENS},
 }
+TURNED = ("vera", "randlora", "fourierft", "vblora", "adalora")  # that PEFT has beside GPT-2's linears
 CHANGING = ("vblora",)  # fresh ones that change answers, as PEFT's do
 FLOAT32 = ("fourierft",)  # PEFT transforms in float32 whatever the model's type is
 COPIED = ("randlora_A", "randlora_B")  # that PEFT writes once more for each linear
@@ -102,15 +59,17 @@ ANSWER = SamplingParams(max_tokens=3, prompt_logprobs=SMALL, logprobs=SMALL, ign
 
 
 def fields_of(case: str) -> dict[str, Any]:
-    """What the model of a case has beside the usual."""
+    """The fields of a case's model that differ from the usual."""
     return {**LAYERS, "tie_word_embeddings": "tied" in case}
 
 
 def adapted(case: str, dtype: torch.dtype, name: str = "llama", **changes: Any) -> PeftModel:
     """PEFT's model with random weights. Of AdaLoRA some ranks are gone, of one linear all."""
     kind, fields = THEIRS[case]
-    if case in WITH_WHOLE and name == "llama":
+    if case in WITH_WHOLE:
         fields = {**fields, "modules_to_save": list(WHOLE)}
+    if name == "gpt2":
+        fields = {**fields, "target_modules": ["c_attn", "mlp.c_proj"]}
     model = with_peft(name, kind(task_type="CAUSAL_LM", **fields), dtype, **{**fields_of(case), **changes})
     if case == "adalora":
         _prune(model)
@@ -139,6 +98,8 @@ def test_every_method_of_these_is_here() -> None:
         "prompt_tuning",
         "p_tuning",
     }
+    turned = {n for n, method in methods().items() if getattr(method, "transposed", False)}
+    assert turned == set(TURNED) - {"adalora"}
     assert tested - {"adalora"} == set(OURS) == set(methods()) - elsewhere
     assert set(readers()) - {method.peft_type for method in methods().values()} == {"ADALORA"}
 
@@ -156,13 +117,15 @@ def logprobs(model: Any, prompt: Sequence[int] = PROMPT) -> Tensor:
     return logits_of(model, prompt)[:-1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("case", THEIRS)
-def test_served_saved_and_merged(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "name"), [*((case, "llama") for case in THEIRS), *((case, "gpt2") for case in TURNED)]
+)
+def test_served_saved_and_merged(case: str, name: str, tmp_path: Path) -> None:
     """PEFT's answers from its files, from those that coserve writes of them, and from a merged model."""
     fields = {**fields_of(case), "vocab_size": SMALL}
-    theirs = adapted(case, torch.float32, vocab_size=SMALL)
+    theirs = adapted(case, torch.float32, name, vocab_size=SMALL)
     theirs.save_pretrained(str(tmp_path / "theirs"))
-    engine = engine_of("llama", **fields)
+    engine = engine_of(name, **fields)
     engine.adapters.load("mine", tmp_path / "theirs")
     mine = served(engine, PROMPT, "mine")
     assert exact(case, mine, theirs, logprobs)
@@ -175,9 +138,9 @@ def test_served_saved_and_merged(case: str, tmp_path: Path) -> None:
         copies = {n for n in before if n.startswith("base_model.model.") and n.endswith(COPIED)}
         assert before.keys() - copies == after.keys()
         assert all(torch.equal(before[n].to(after[n].dtype), after[n]) for n in after)
-    again = PeftModel.from_pretrained(tiny("llama", **fields), str(tmp_path / "mine")).eval()
+    again = PeftModel.from_pretrained(tiny(name, **fields), str(tmp_path / "mine")).eval()
     assert error(logprobs(again), logprobs(theirs).double()) <= 1e-5
-    base = save(tiny("llama", **fields), tmp_path / "base")
+    base = save(tiny(name, **fields), tmp_path / "base")
     if "tied" in case:
         with pytest.raises(AdapterError, match="shares its weight"):
             merge_adapter(base, tmp_path / "theirs", tmp_path / "out")

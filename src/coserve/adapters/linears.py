@@ -1,4 +1,4 @@
-"""What methods beside linears have in common: settings, bypasses made of named tensors, and their files.
+"""Methods beside linears share their settings, bypasses made of named tensors, and files.
 
 A method's own file says which tensors stand beside a linear and what its rows become. How modules are chosen,
 tensors read, refused and written is here, once for all of them.
@@ -214,9 +214,9 @@ def _unit_rows(weight: Tensor) -> Iterable[Tensor]:
 class LinearMethod(Generic[C]):
     """A method with one bypass at each of its linears: a `Method`.
 
-    `ignored` are fields of a file that say how the adapter was drawn, `forgone` those of dropouts that
-    coserve has not, which matter to training alone. With `transposed` PEFT has the method beside GPT-2's
-    linears, too.
+    `ignored` are fields of a file that say how the adapter was drawn, `inits` the values of `init_weights`
+    where PEFT refuses others, `forgone` fields of dropouts that coserve has not, which matter to training
+    alone. With `transposed` PEFT has the method beside GPT-2's linears, too.
     """
 
     name: str
@@ -227,6 +227,7 @@ class LinearMethod(Generic[C]):
     side: Side = Side.OUTPUT
     transposed: bool = False
     ignored: Collection[str] = ("init_weights",)
+    inits: Collection[object] = ()
     forgone: Collection[str] = ()
 
     @abstractmethod
@@ -304,6 +305,9 @@ class LinearMethod(Generic[C]):
         selection = select(saved, frame, (Kind.LINEAR,), has_layers=True)
         sites = {site.path: site for site in selection.targets}
         self._expect_linears(sites.values())
+        init = saved.fields.get("init_weights", True)
+        if self.inits and init not in self.inits:
+            raise AdapterError(f"{saved.folder}: init_weights={shown(init)} is no beginning of {self.name}'s")
         saved.ignore("fan_in_fan_out", *self.ignored)
         if (bias := saved.take("bias", "none")) != "none":
             raise AdapterError(

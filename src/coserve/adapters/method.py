@@ -28,7 +28,7 @@ class Written:
     own: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Reader(Protocol):
+class FileReader(Protocol):
     """Reads files of one `peft_type` as parts of some method."""
 
     peft_type: str
@@ -38,7 +38,7 @@ class Reader(Protocol):
         AdapterError."""
 
 
-class Method(Reader, Protocol):
+class Method(FileReader, Protocol):
     """One adapter method.
 
     `name` is its name in requests and command lines, `peft_type` in files, `config` the frozen dataclass of

@@ -175,7 +175,7 @@ def test_float8_is_refused_by_name(folder: Path) -> None:
         read_outline(folder, "mine", FRAME, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["ADALORA", "LOHA", "ia3", None, 3])
+@pytest.mark.parametrize("kind", ["BOFT", "XLORA", "ia3", None, 3])
 def test_other_methods_are_refused(folder: Path, kind: object) -> None:
     edit_config(folder, peft_type=kind)
     assert repr(kind) in refusal(folder)
@@ -261,7 +261,7 @@ def test_corrupt_weights(folder: Path) -> None:
 
 def test_no_matrices(folder: Path) -> None:
     save_file({}, folder / "adapter_model.safetensors")
-    assert "no tensors of a lora adapter" in refusal(folder)
+    assert "no tensors of its LORA adapter" in refusal(folder)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from coserve.adapters.method import Method, Reader
+from coserve.adapters.method import FileReader, Method
 from coserve.adapters.peft_types import INSTEAD
 from coserve.adapters.saved import shown
 from coserve.errors import AdapterError
@@ -20,13 +20,13 @@ def methods() -> Mapping[str, Method]:
 
 
 @cache
-def readers() -> Mapping[str, Reader]:
-    """What reads files, by their `peft_type`."""
+def readers() -> Mapping[str, FileReader]:
+    """Readers of files by their `peft_type`: all methods, and those of other types."""
     return {reader.peft_type: reader for reader in (*methods().values(), *_defined("READER"))}
 
 
 def _defined(name: str) -> list[Any]:
-    """What the files of this folder define by this name."""
+    """The objects that files of this folder define by this name."""
     modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     return [getattr(module, name) for module in modules if hasattr(module, name)]
 
@@ -58,8 +58,8 @@ def method_of_type(peft_type: object) -> Method:
     raise _unknown(peft_type, [method.peft_type for method in methods().values()])
 
 
-def reader_of(peft_type: object) -> Reader:
-    """What reads files of this `peft_type`. Raises what `method_of_type` does."""
+def reader_of(peft_type: object) -> FileReader:
+    """The reader of files of this `peft_type`. Raises AdapterError as `method_of_type` does."""
     if isinstance(peft_type, str) and peft_type in readers():
         return readers()[peft_type]
     raise _unknown(peft_type, readers())

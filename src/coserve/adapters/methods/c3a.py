@@ -45,6 +45,7 @@ class C3A(LinearMethod[C3AConfig]):
 
     name, peft_type, config, bypass = "c3a", "C3A", C3AConfig, C3ABypass
     aliases: Mapping[str, str] = {"target_modules": "targets"}
+    inits = (True, False, "gaussian", "kaiming_uniform", "xavier_uniform")
 
     def shapes(self, settings: C3AConfig, site: Site) -> Shapes:
         width = settings.block_size

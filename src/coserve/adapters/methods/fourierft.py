@@ -28,7 +28,7 @@ class FourierFTConfig(LinearConfig):
 
     n_frequency: Annotated[int, Range(1, MOST_FREQUENCIES)] = 1000
     scaling: Annotated[float, Range(-1e9, 1e9)] = 150.0
-    seed: Annotated[int, Range(0, MOST_COUNT)] = 777
+    seed: Annotated[int, Range(-MOST_COUNT, MOST_COUNT)] = 777
     n_frequency_pattern: Annotated[Mapping[str, int], Varies("n_frequency")] = field(default_factory=dict)
 
 

@@ -98,6 +98,7 @@ class OFT(LinearMethod[OFTConfig]):
     aliases: Mapping[str, str] = {"r": "blocks", "oft_block_size": "block_size", "target_modules": "targets"}
     side = Side.INPUT
     ignored = ("init_weights", "eps")
+    inits = (True, False)
     forgone = ("module_dropout",)
 
     def shapes(self, settings: OFTConfig, site: Site) -> Shapes:

@@ -47,7 +47,7 @@ class RandLoRAConfig(LinearConfig):
     rank: Annotated[int, Range(1, MOST_RANK)] = 32
     alpha: Annotated[float, Range(-MOST_ALPHA, MOST_ALPHA)] = 640.0
     dropout: Annotated[float, Range(0.0, BELOW_ONE)] = 0.0
-    seed: Annotated[int, Range(0, MOST_COUNT)] = 0
+    seed: Annotated[int, Range(-MOST_COUNT, MOST_COUNT)] = 0
     save_projection: bool = True
     sparse: bool = False
     very_sparse: bool = False

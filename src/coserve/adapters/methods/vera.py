@@ -40,7 +40,7 @@ class VeRAConfig(LinearConfig):
 
     rank: Annotated[int, Range(1, MOST_RANK)] = 256
     dropout: Annotated[float, Range(0.0, BELOW_ONE)] = 0.0
-    seed: Annotated[int, Range(0, MOST_COUNT)] = 0
+    seed: Annotated[int, Range(-MOST_COUNT, MOST_COUNT)] = 0
     save_projection: bool = True
     d_initial: Annotated[float, Range(-1e4, 1e4)] = 0.1
 
