@@ -50,6 +50,7 @@ OURS: Mapping[str, dict[str, Any]] = {
     "road": {"group_size": 16, "variant": "road_2"},
     "trainable_tokens": {"token_indices": TOKENS},
 }
+AS_LORA = ("adalora", "vblora, chosen")  # that are read as LoRA, and written so
 TURNED = ("vera", "randlora", "fourierft", "vblora", "adalora")  # that PEFT has beside GPT-2's linears
 CHANGING = ("vblora",)  # fresh ones that change answers, as PEFT's do
 FLOAT32 = ("fourierft",)  # PEFT transforms in float32 whatever the model's type is
@@ -100,7 +101,7 @@ def test_every_method_of_these_is_here() -> None:
     }
     turned = {n for n, method in methods().items() if getattr(method, "transposed", False)}
     assert turned == set(TURNED) - {"adalora"}
-    assert tested - {"adalora"} == set(OURS) == set(methods()) - elsewhere
+    assert tested - {"adalora", "lora"} == set(OURS) == set(methods()) - elsewhere
     assert set(readers()) - {method.peft_type for method in methods().values()} == {"ADALORA"}
 
 
@@ -131,7 +132,7 @@ def test_served_saved_and_merged(case: str, name: str, tmp_path: Path) -> None:
     assert exact(case, mine, theirs, logprobs)
     assert error(mine, served(engine, PROMPT, None).double()) > 1e-2
     engine.adapters.save("mine", tmp_path / "mine")
-    if case != "adalora":  # which is LoRA afterwards
+    if case not in AS_LORA:
         before, after = (
             load_file(tmp_path / who / "adapter_model.safetensors") for who in ("theirs", "mine")
         )
@@ -149,7 +150,7 @@ def test_served_saved_and_merged(case: str, name: str, tmp_path: Path) -> None:
     assert exact(case, logprobs(merged.eval()), theirs, logprobs)
 
 
-@pytest.mark.parametrize("case", [case for case in THEIRS if case != "adalora"])
+@pytest.mark.parametrize("case", [case for case in THEIRS if case not in AS_LORA])
 def test_gradients(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of windows that are cut and kept in every way. In float64, as PEFT's, where PEFT computes in it. (The
     gradient that PEFT 0.21.2 gives C3A's input is that of another product: its own matrix is the oracle.)
@@ -218,7 +219,7 @@ def test_trained_here(tmp_path: Path) -> None:
         learning_rate=3e-2, batch_size=2, max_steps=4, warmup_ratio=0.0, weight_decay=0.0
     )
     jobs = {}
-    for kind, own in OURS.items():
+    for kind, own in {**OURS, "lora": {"r": 2, "trainable_token_indices": TOKENS}}.items():
         settings = settings_of({"type": kind, **own})
         jobs[kind] = engine.finetune(make_examples(kind), kind, settings, training)
         fresh = error(served(engine, PROMPT, f"{kind}@0"), base.double())

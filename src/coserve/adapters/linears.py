@@ -309,10 +309,7 @@ class LinearMethod(Generic[C]):
         if self.inits and init not in self.inits:
             raise AdapterError(f"{saved.folder}: init_weights={shown(init)} is no beginning of {self.name}'s")
         saved.ignore("fan_in_fan_out", *self.ignored)
-        if (bias := saved.take("bias", "none")) != "none":
-            raise AdapterError(
-                f"{saved.folder}: bias={shown(bias)} is not supported: of {self.name} only 'none'"
-            )
+        saved.expect_no_biases(self.name)
         note = self._take_forgone(saved)
         config = self.read_config(saved, sites)
         config = replace(config, modules_to_save=tuple(saved.names("modules_to_save")))

@@ -85,6 +85,13 @@ class Saved:
         if value not in _EMPTY:
             raise AdapterError(f"{self.folder}: {name}={shown(value)} is not supported: {why}")
 
+    def expect_no_biases(self, method: str) -> None:
+        """Takes `bias`. Raises AdapterError where the file has biases of the base."""
+        if (bias := self.take("bias", "none")) != "none":
+            raise AdapterError(
+                f"{self.folder}: bias={shown(bias)} is not supported: of {method} only 'none', and LoRA has others"
+            )
+
     def ending(self, ending: str) -> dict[str, Tensor]:
         """The tensors with names `path.ending`, by path; they count as taken."""
         found = {}
@@ -105,25 +112,25 @@ class Saved:
             raise AdapterMismatch(f"{self.folder}: {name} is missing")
         return self._moved(name)
 
-    def indices(self, name: str, bounds: Sequence[int], count: int) -> Tensor:
-        """Takes whole numbers [len(bounds), count], those of each row below its bound, in 32 bits. Raises
+    def indices(self, name: str, shape: tuple[int, ...], bounds: Sequence[int]) -> Tensor:
+        """Takes whole numbers of this shape below a bound, or in each row below its own, in 32 bits. Raises
         AdapterMismatch for others."""
         given = self._tensors.pop(name, None)
-        shape = None if given is None else tuple(given.shape)
-        if given is None or shape != (len(bounds), count):
-            raise AdapterMismatch(
-                f"{self.folder}: {name} must be of shape {(len(bounds), count)}, not {shape}"
-            )
-        found = given.to(self.device, torch.int32)
-        if found.is_meta or not count:
+        found_shape = None if given is None else tuple(given.shape)
+        if given is None or found_shape != shape:
+            raise AdapterMismatch(f"{self.folder}: {name} must be of shape {shape}, not {found_shape}")
+        found = given.to(self.device, torch.int32, copy=True)
+        if found.is_meta:
             return found
-        highest = torch.tensor(bounds, dtype=torch.int32, device=self.device)[:, None]
+        highest = torch.tensor(bounds, dtype=torch.int32, device=self.device)
         is_whole = torch.equal(found.to(given.dtype), given.to(self.device))  # PEFT on Windows writes floats
-        if not is_whole or not bool(((found >= 0) & (found < highest)).all()):
+        if not is_whole or not bool(
+            ((found >= 0) & (found < highest[(..., *[None] * (len(shape) - 1))])).all()
+        ):
             raise AdapterMismatch(
-                f"{self.folder}: {name} must have numbers below {' and '.join(map(str, bounds))}"
+                f"{self.folder}: {name} must have whole numbers below {' and '.join(map(str, bounds))}"
             )
-        return found.clone() if found.data_ptr() == given.data_ptr() else found
+        return found
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The type that a tensor has in the file."""

@@ -38,8 +38,7 @@ class AdaLoRA:
         for name, why in VARIANTS.items():
             saved.refuse(name, why)
         saved.refuse("use_dora", "AdaLoRA has none, in PEFT neither")
-        if (bias := saved.take("bias", "none")) != "none":
-            raise AdapterError(f"{saved.folder}: bias={shown(bias)} is not supported: of AdaLoRA only 'none'")
+        saved.expect_no_biases("adalora")
         saved.ignore(*_IGNORED)
         first, alpha = saved.take("init_r", 12), saved.take("lora_alpha", 8.0)
         dropout, kept = saved.take("lora_dropout", 0.0), saved.take("rank_pattern", {})

@@ -74,7 +74,7 @@ class SHiRA(LinearMethod[SHiRAConfig]):
         count = settings.rank * (inputs + outputs)
         if saved is not None:
             return Frozen(
-                {_INDICES: saved.indices(f"{PREFIX}{site.path}.{_INDICES}", (outputs, inputs), count)}
+                {_INDICES: saved.indices(f"{PREFIX}{site.path}.{_INDICES}", (2, count), (outputs, inputs))}
             )
         places, _ = torch.randperm(outputs * inputs, generator=generator)[:count].sort()
         return Frozen({_INDICES: torch.stack([places // inputs, places % inputs]).int()})

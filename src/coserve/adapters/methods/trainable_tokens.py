@@ -19,7 +19,7 @@ from coserve.adapters.sites import Frame, Kind, Site
 from coserve.adapters.virtual import embedding_of
 from coserve.errors import AdapterError, AdapterMismatch
 
-_DELTA: Final = "trainable_tokens_delta"  # PEFT's name for the whole rows, which are no differences
+DELTA: Final = "trainable_tokens_delta"  # PEFT's name for the whole rows, which are no differences
 _TOKENS, _ORDER = "tokens", "order"
 MOST_TRAINED: Final = 65_536  # tokens
 
@@ -31,11 +31,9 @@ class TrainableTokensConfig:
     tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        whole = all(type(token) is int and token >= 0 for token in self.tokens)
-        if not whole or not 1 <= len(self.tokens) <= MOST_TRAINED or len({*self.tokens}) < len(self.tokens):
-            raise AdapterError(
-                f"trainable tokens are 1 to {MOST_TRAINED} ids, each once, not {shown(list(self.tokens))}"
-            )
+        if not self.tokens:
+            raise AdapterError("trainable tokens need the ids of some tokens")
+        check_tokens(self.tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,16 +41,16 @@ class TokensBypass(Bypass):
     """`rows` [count, width] of the embedding, or of the head that is tied to it; the frozen `tokens` are
     their ids in ascending order, and `order` the rows of these."""
 
-    shared = frozenset({_DELTA})
+    shared = frozenset({DELTA})
     rows: Tensor
     frozen: Frozen
     site: Site
 
     def parameters(self) -> Mapping[str, Tensor]:
-        return {_DELTA: self.rows}
+        return {DELTA: self.rows}
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "TokensBypass":
-        rows = parameters[_DELTA]
+        rows = parameters[DELTA]
         return replace(self, rows=rows, frozen=self.frozen.like(rows))
 
     @property
@@ -80,10 +78,7 @@ class TrainableTokens:
 
     def fresh(self, config: TrainableTokensConfig, frame: Frame, generator: torch.Generator) -> Part:
         """Starts from copies of the base's rows."""
-        site = embedding_of(frame)
-        _expect_within(config, site)
-        rows = frame.frozen.rows(site.path, torch.tensor(config.tokens))
-        return _part(config, frame, rows.detach().to("cpu", exact_type(rows.dtype), copy=True))
+        return Part(self.name, config, place_tokens(config.tokens, frame, fresh_rows(config.tokens, frame)))
 
     def read(self, saved: Saved, frame: Frame) -> Part:
         site = embedding_of(frame)
@@ -92,24 +87,51 @@ class TrainableTokens:
             if [one.path for one in chosen] != [site.path]:
                 raise AdapterMismatch(f"{saved.folder}: trainable tokens stand at {site.path} alone")
         saved.ignore("target_modules", "init_weights")
-        tokens = saved.take("token_indices", [])
-        config = TrainableTokensConfig(tuple(tokens))
-        _expect_within(config, site)
-        names = [f"{PREFIX}{one.path}.{_DELTA}" for one in _sites(frame)]
+        config = TrainableTokensConfig(tuple(saved.take("token_indices", [])))
+        names = [f"{PREFIX}{one.path}.{DELTA}" for one in _sites(frame)]
         saved.expect(names)
         rows, *copies = map(saved.tensor, names)
-        expect_shape(site, _DELTA, rows, len(tokens), site.outputs)
         if not rows.is_meta and not all(torch.equal(rows, copy) for copy in copies):
             raise AdapterMismatch(f"{saved.folder}: {names[0]} and {names[1]} differ, and are one tensor")
-        return _part(config, frame, rows)
+        return Part(self.name, config, place_tokens(config.tokens, frame, rows))
 
     def write(self, part: Part) -> Written:
         """Writes the rows once for each module, as PEFT does."""
         config, (place, *_) = part.config, part.bypasses
         assert isinstance(config, TrainableTokensConfig)
         fields = {"token_indices": list(config.tokens), "target_modules": [place.path]}
-        rows = {f"{PREFIX}{at.path}.{_DELTA}": one.parameters()[_DELTA] for at, one in part.bypasses.items()}
+        rows = {f"{PREFIX}{at.path}.{DELTA}": one.parameters()[DELTA] for at, one in part.bypasses.items()}
         return Written(fields, rows)
+
+
+def check_tokens(tokens: tuple[int, ...]) -> None:
+    """Raises AdapterError for ids that are none, or are there twice, or too many."""
+    whole = all(type(token) is int and token >= 0 for token in tokens)
+    if not whole or len(tokens) > MOST_TRAINED or len({*tokens}) < len(tokens):
+        raise AdapterError(
+            f"trainable tokens are up to {MOST_TRAINED} ids, each once, not {shown(list(tokens))}"
+        )
+
+
+def fresh_rows(tokens: tuple[int, ...], frame: Frame) -> Tensor:
+    """Copies of the base's rows for these tokens. Raises AdapterMismatch for a token that it has not."""
+    site = embedding_of(frame)
+    _expect_within(tokens, site)
+    rows = frame.frozen.rows(site.path, torch.tensor(tokens))
+    return rows.detach().to("cpu", exact_type(rows.dtype), copy=True)
+
+
+def place_tokens(tokens: tuple[int, ...], frame: Frame, rows: Tensor) -> dict[Place, Bypass]:
+    """The rows of these tokens at the embedding, and at a head that is tied to it. Raises AdapterMismatch
+    where they do not fit the base."""
+    sites = _sites(frame)
+    _expect_within(tokens, sites[0])
+    expect_shape(sites[0], DELTA, rows, len(tokens), sites[0].outputs)
+    if any(site.has_bias for site in sites):
+        raise AdapterMismatch("trainable tokens of a base whose tied head has a bias are not supported")
+    ascending, order = torch.tensor(tokens).sort()
+    frozen = Frozen({_TOKENS: ascending, _ORDER: order}).like(rows)
+    return {Place(site.path): TokensBypass(rows, frozen, site) for site in sites}
 
 
 def _sites(frame: Frame) -> list[Site]:
@@ -120,20 +142,9 @@ def _sites(frame: Frame) -> list[Site]:
     return sites
 
 
-def _part(config: TrainableTokensConfig, frame: Frame, rows: Tensor) -> Part:
-    """The part at these sites."""
-    sites = _sites(frame)
-    tokens, order = torch.tensor(config.tokens).sort()
-    frozen = Frozen({_TOKENS: tokens, _ORDER: order}).like(rows)
-    if any(site.has_bias for site in sites):
-        raise AdapterMismatch("trainable tokens of a base whose tied head has a bias are not supported")
-    bypasses: dict[Place, Bypass] = {Place(site.path): TokensBypass(rows, frozen, site) for site in sites}
-    return Part(METHOD.name, config, bypasses)
-
-
-def _expect_within(config: TrainableTokensConfig, site: Site) -> None:
-    if max(config.tokens) >= site.inputs:
-        raise AdapterMismatch(f"the base has {site.inputs} tokens, and {max(config.tokens)} is none of them")
+def _expect_within(tokens: tuple[int, ...], site: Site) -> None:
+    if max(tokens) >= site.inputs:
+        raise AdapterMismatch(f"the base has {site.inputs} tokens, and {max(tokens)} is none of them")
 
 
 METHOD = TrainableTokens()

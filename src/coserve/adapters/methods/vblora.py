@@ -2,7 +2,7 @@
 of a few of them, with weights by softmax. Li et al. 2024, 2405.15179.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -11,11 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from coserve.adapters.bypass import InTypes
-from coserve.adapters.linears import AddingBypass, LinearConfig, LinearMethod, Shapes
+from coserve.adapters.bypass import Bypass, InTypes, Part, Place
+from coserve.adapters.linears import MODEL, AddingBypass, LinearConfig, LinearMethod, Shapes, take_shaped
+from coserve.adapters.lowrank import LoRABypass, expect_product
 from coserve.adapters.method import MOST_RANK
-from coserve.adapters.saved import Saved
-from coserve.adapters.sites import Site
+from coserve.adapters.methods.lora import METHOD as LORA
+from coserve.adapters.methods.lora import LoRAConfig
+from coserve.adapters.replace import copies_of, expect_copies, take_replacements
+from coserve.adapters.saved import PREFIX, Saved
+from coserve.adapters.selection import select
+from coserve.adapters.sites import Frame, Kind, Site
 from coserve.core.ranges import BELOW_ONE
 from coserve.core.setting import Range
 from coserve.errors import AdapterError
@@ -119,12 +124,59 @@ class VBLoRA(LinearMethod[VBLoRAConfig]):
         bank = torch.empty(self.shared_shapes(config)[_BANK], dtype=torch.float32)
         return {_BANK: bank.uniform_(-bound, bound, generator=generator)}
 
-    def read_config(self, saved: Saved, paths: Collection[str]) -> VBLoRAConfig:
-        saved.refuse(
-            "save_only_topk_weights",
-            "its logits are not in the file: save it with save_only_topk_weights=False",
+    def read(self, saved: Saved, frame: Frame) -> Part:
+        """Reads logits; of a file that has the chosen vectors alone, which cannot train on, the LoRA adapter
+        that they make."""
+        is_chosen = saved.take("save_only_topk_weights", False)
+        return self._read_chosen(saved, frame) if is_chosen else super().read(saved, frame)
+
+    def _read_chosen(self, saved: Saved, frame: Frame) -> Part:
+        selection = select(saved, frame, (Kind.LINEAR,), has_layers=True)
+        sites = {site.path: site for site in selection.targets}
+        saved.ignore("fan_in_fan_out")
+        saved.expect_no_biases(self.name)
+        config = self.read_config(saved, sites)
+        names = [
+            f"{PREFIX}{path}.{ending}" for path in sites for side in (_A, _B) for ending in _chosen(side)
+        ]
+        bank_name = f"{MODEL}{_BANK}"
+        saved.expect([*names, bank_name, *selection.within], allowed=copies_of(frame))
+        bank = take_shaped(saved, bank_name, *self.shared_shapes(config)[_BANK])
+        bypasses: dict[Place, Bypass] = {}
+        for path, site in sites.items():
+            shapes = self.shapes(config, site)
+            a, b = (
+                _pieces_of(saved, f"{PREFIX}{path}.", side, shapes[side], config, bank) for side in (_A, _B)
+            )
+            a, b = a.flatten(1), b.transpose(1, 2).flatten(0, 1)
+            expect_product(saved, path, a, b, 1.0)
+            bypasses[Place(path)] = LoRABypass(a, b, 1.0, config.dropout)
+        replaced = take_replacements(saved, frame, selection.within)
+        expect_copies(saved, frame)
+        of_lora = LoRAConfig(
+            rank=config.rank,
+            alpha=config.rank,
+            dropout=config.dropout,
+            modules_to_save=tuple(saved.names("modules_to_save")),
         )
-        return super().read_config(saved, paths)
+        return Part(LORA.name, of_lora, {**bypasses, **replaced})
+
+
+def _chosen(side: str) -> tuple[str, str]:
+    """The endings of the tensors with the chosen vectors' numbers and weights."""
+    return f"{side}_topk_indices", f"{side}_topk_weights"
+
+
+def _pieces_of(
+    saved: Saved, owner: str, side: str, shape: tuple[int, ...], config: VBLoRAConfig, bank: Tensor
+) -> Tensor:
+    """The sums of chosen vectors, [..., length]. The last weight is what the others leave of one."""
+    numbers, weights = (owner + ending for ending in _chosen(side))
+    which = saved.indices(numbers, (*shape[:-1], config.topk), (config.num_vectors,))
+    first = take_shaped(saved, weights, *shape[:-1], config.topk - 1)
+    every = torch.cat([first, 1 - first.sum(-1, keepdim=True)], dim=-1)
+    found: Tensor = (every[..., None] * bank[which.long()]).sum(-2)
+    return found
 
 
 METHOD = VBLoRA()
