@@ -26,6 +26,7 @@ _LISTED: Final = 3  # tensors that an error names; it counts the others
 # float8 has no comparisons on CPUs, and PEFT's files hold no scales for it.
 TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _KNOWN_TYPES: Final = frozenset(TYPES.values())
+_INDICES: Final = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32)  # types of indices
 
 
 @dataclass(slots=True)
@@ -89,7 +90,8 @@ class Saved:
         """Takes `bias`. Raises AdapterError where the file has biases of the base."""
         if (bias := self.take("bias", "none")) != "none":
             raise AdapterError(
-                f"{self.folder}: bias={shown(bias)} is not supported: of {method} only 'none', and LoRA has others"
+                f"{self.folder}: bias={shown(bias)} is not supported: of {method} only 'none' (LoRA trains "
+                "biases, too)"
             )
 
     def ending(self, ending: str) -> dict[str, Tensor]:
@@ -123,10 +125,10 @@ class Saved:
         if found.is_meta:
             return found
         highest = torch.tensor(bounds, dtype=torch.int32, device=self.device)
-        is_whole = torch.equal(found.to(given.dtype), given.to(self.device))  # PEFT on Windows writes floats
-        if not is_whole or not bool(
-            ((found >= 0) & (found < highest[(..., *[None] * (len(shape) - 1))])).all()
-        ):
+        highest = highest[(..., *[None] * (len(shape) - 1))]
+        # PEFT on Windows writes them as float32.
+        is_whole = given.dtype in _INDICES and torch.equal(found.to(given.dtype), given.to(self.device))
+        if not is_whole or not bool(((found >= 0) & (found < highest)).all()):
             raise AdapterMismatch(
                 f"{self.folder}: {name} must have whole numbers below {' and '.join(map(str, bounds))}"
             )

@@ -363,8 +363,9 @@ def _read_tokens(saved: Saved, frame: Frame) -> tuple[int, ...]:
     if isinstance(given, dict):
         path = embedding_of(frame).path
         if len(given) != 1 or not all(named(path, (name,)) for name in given):
-            raise AdapterMismatch(
-                f"{saved.folder}: trainable_token_indices={shown(given)} names other modules than {path}"
+            raise AdapterError(
+                f"{saved.folder}: trainable_token_indices={shown(given)} is not supported: tokens of {path} "
+                "alone have rows of their own"
             )
         (given,) = given.values()
     if not isinstance(given, list):
