@@ -143,8 +143,11 @@ def windowed_errors(
         passage = Passage(case, keep)
         passage.travel(size, size, draws if pieces else None)
         loss = passage.finish()
-        got = in_files(case.adapter.with_parameters(passage.gradients))
-        assert got.keys() == case.wanted.keys(), got.keys() ^ case.wanted.keys()
+        got, given = in_files(case.adapter.with_parameters(passage.gradients)), in_files(case.adapter)
+        # What is beside is frozen, and as it was.
+        beside = got.keys() - case.wanted.keys()
+        assert got.keys() >= case.wanted.keys() and all(got[n].equal(given[n]) for n in beside), beside
+        got = {name: got[name] for name in case.wanted}
         got = {name: tensor.reshape(case.wanted[name].shape) for name, tensor in got.items()}
         errors[f"{keep.value}/{size}"] = largest(
             [worst(got, case.wanted, floor), abs(loss - case.loss) / abs(case.loss)]
@@ -168,8 +171,11 @@ def _gradients_in_files(adapted: PeftModel) -> Gradients:
         name: _gradient(p) if p.requires_grad else None
         for name, p in adapted.named_parameters(remove_duplicate=False)
     }
-    found = get_peft_model_state_dict(adapted, state_dict=gradients, save_embedding_layers=False)
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+    frozen = dict.fromkeys(name for name, _ in adapted.named_buffers(remove_duplicate=False))
+    found = get_peft_model_state_dict(adapted, state_dict=frozen | gradients, save_embedding_layers=False)
+    return {
+        n: gradient for n, gradient in found.items() if gradient is not None and gradient.is_floating_point()
+    }
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

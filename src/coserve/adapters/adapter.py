@@ -57,15 +57,15 @@ class AdapterVersion:
 
     def in_type(self, dtype: torch.dtype, copy: bool = False) -> "AdapterVersion":
         """Returns the adapter for a base in `dtype`; with `copy` also tensors of that type are copied."""
-        parts = (
-            replace(part, bypasses={p: b.in_type(dtype, copy) for p, b in part.bypasses.items()})
-            for part in self.parts
-        )
-        return replace(self, parts=tuple(parts))
+        return replace(self, parts=tuple(part.in_type(dtype, copy) for part in self.parts))
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.parameters().values())
+        """Bytes of its tensors, those included that never train, and of what is made of them."""
+        bypasses = [bypass for _, bypass in self.placed()]
+        fixed = {id(tensor): tensor.nbytes for bypass in bypasses for tensor in bypass.fixed}
+        trained = sum(tensor.nbytes for tensor in self.parameters().values())
+        return trained + sum(fixed.values()) + sum(bypass.made for bypass in bypasses)
 
     def _prefix(self, number: int) -> str:
         return "" if len(self.parts) == 1 else f"{number}:"

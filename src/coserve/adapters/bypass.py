@@ -70,6 +70,7 @@ class Bypass(ABC):
     """
 
     exact: ClassVar[bool] = False
+    shared: ClassVar[frozenset[str]] = frozenset()  # names of parameters that all of a part have together
     dropout: float = 0.0
     note: str = ""  # what is worth saying when somebody trains it further
 
@@ -81,6 +82,16 @@ class Bypass(ABC):
     @property
     def saved(self) -> int:
         """Bytes of the module's own parameters, where the bypass `replaces` it; else none."""
+        return 0
+
+    @property
+    def fixed(self) -> Collection[Tensor]:
+        """Tensors of the adapter's own that never train; its other bypasses may have the same ones."""
+        return ()
+
+    @property
+    def made(self) -> int:
+        """Bytes of what it makes of its parameters at its first use, and keeps."""
         return 0
 
     @abstractmethod
@@ -145,6 +156,14 @@ class SequentialBypass(Bypass):
 
     def in_type(self, dtype: torch.dtype, copy: bool = False) -> "SequentialBypass":
         return SequentialBypass([b.in_type(dtype, copy) for b in self.links], self.dropout)
+
+    @property
+    def fixed(self) -> Collection[Tensor]:
+        return [tensor for bypass in self.links for tensor in bypass.fixed]
+
+    @property
+    def made(self) -> int:
+        return sum(bypass.made for bypass in self.links)
 
     @property
     def replaces(self) -> bool:
@@ -213,18 +232,38 @@ class Part:
     bypasses: Mapping[Place, Bypass]
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Trained parameters, by names stable across checkpoints."""
-        for place, bypass in self.bypasses.items():
-            for name, tensor in bypass.parameters().items():
-                yield f"{place.path}.{name}", tensor
+        """Trained parameters, by names stable across checkpoints; a shared one is there once."""
+        yield from {
+            _name(place, bypass, name): tensor
+            for place, bypass in self.bypasses.items()
+            for name, tensor in bypass.parameters().items()
+        }.items()
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "Part":
         """Returns the part with other tensors under the same names."""
         made = {
-            place: bypass.with_parameters({n: parameters[f"{place.path}.{n}"] for n in bypass.parameters()})
+            place: bypass.with_parameters(
+                {n: parameters[_name(place, bypass, n)] for n in bypass.parameters()}
+            )
             for place, bypass in self.bypasses.items()
         }
         return Part(self.method, self.config, made)
+
+    def in_type(
+        self, dtype: torch.dtype, copy: bool = False, rest: Callable[[], None] = lambda: None
+    ) -> "Part":
+        """Returns the part for a base in `dtype`; `rest` is called after each bypass."""
+        made = {}
+        for place, bypass in self.bypasses.items():
+            made[place] = bypass.in_type(dtype, copy)
+            rest()
+        found = Part(self.method, self.config, made)
+        is_shared = any(bypass.shared for bypass in made.values())  # then each has converted one of its own
+        return found.with_parameters(dict(found.parameters())) if is_shared else found
+
+
+def _name(place: Place, bypass: Bypass, name: str) -> str:
+    return name if name in bypass.shared else f"{place.path}.{name}"
 
 
 def exact_type(dtype: torch.dtype) -> torch.dtype:

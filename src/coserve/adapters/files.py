@@ -23,7 +23,7 @@ from coserve.adapters.folder import CONFIG as CONFIG
 from coserve.adapters.folder import WEIGHTS as WEIGHTS
 from coserve.adapters.folder import unreadable
 from coserve.adapters.method import Written
-from coserve.adapters.methods import method_in_file, method_named
+from coserve.adapters.methods import method_named, reader_of
 from coserve.adapters.parameters import mistaken, name_weights
 from coserve.adapters.replace import copies_of
 from coserve.adapters.saved import TYPES, Saved, expect_numbers, shown
@@ -31,8 +31,11 @@ from coserve.adapters.sites import Frame
 from coserve.errors import AdapterError
 
 _LIST: Final = "COSERVE_LIST"
-# Of tensors that are refused by the names of their types.
-_OTHER_TYPES: Final = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+# Of indices, and of tensors that are refused by the names of their types.
+_OTHER_TYPES: Final = {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U8": torch.uint8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 _LONGEST_NAME: Final = 300  # characters; those of real models have a third of that
 _TASKS: Final = (
     None,
@@ -68,14 +71,8 @@ def read_adapter(
     except (OSError, SafetensorError) as error:
         raise unreadable(folder / WEIGHTS, error) from error
     # A tensor that is in its type already still lies in the file, which somebody may write to.
-    exact, parts = _assemble(name, folder, fields, tensors, frame, dtype, device, rest), []
-    for part in exact.parts:
-        copied = {}
-        for place, bypass in part.bypasses.items():
-            copied[place] = bypass.in_type(dtype, copy=True)
-            rest()
-        parts.append(replace(part, bypasses=copied))
-    return replace(exact, parts=tuple(parts))
+    exact = _assemble(name, folder, fields, tensors, frame, dtype, device, rest)
+    return replace(exact, parts=tuple(part.in_type(dtype, copy=True, rest=rest) for part in exact.parts))
 
 
 def read_outline(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype) -> AdapterVersion:
@@ -132,15 +129,15 @@ def _assemble(
             )
     parts = []
     for own_fields, own_tensors in _split(fields, tensors, folder):
-        method, largest = method_in_file(own_fields.get("peft_type")), torch.finfo(dtype).max
+        reader, largest = reader_of(own_fields.get("peft_type")), torch.finfo(dtype).max
         if (task := own_fields.get("task_type")) not in _TASKS:
             raise AdapterError(f"{folder}: task_type={shown(task)} is none of PEFT's")
         if not own_tensors:
-            raise AdapterError(f"{folder / WEIGHTS} holds no tensors of a {method.name} adapter")
+            raise AdapterError(f"{folder / WEIGHTS} holds no tensors of its {reader.peft_type} adapter")
         saved = Saved(
             str(folder), own_fields, own_tensors, exact_type(dtype), device, largest, rest, is_known
         )
-        parts.append(method.read(saved, frame))
+        parts.append(reader.read(saved, frame))
         saved.finish()
     return AdapterVersion(name, 0, tuple(parts))
 
@@ -239,7 +236,8 @@ def _config(part: Part, written: Written, base_name: str) -> dict[str, Any]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", exact_type(tensor.dtype)).contiguous().clone()
+    kind = exact_type(tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", kind).contiguous().clone()
 
 
 def _read_fields(file: Path) -> Mapping[str, Any]:

@@ -29,10 +29,6 @@ VARIANTS: Final[Mapping[str, str]] = {
     "kasa_config": "it changes the base's weights (KaSA): merge_and_unload with PEFT, and serve the result",
     "velora_config": f"it is a variant (VeLoRA) for training with PEFT, and {_PLAIN}; {_MERGED}",
     "monteclora_config": f"its matrices are drawn anew (MonteCLoRA), and {_PLAIN}; {_MERGED}",
-    "trainable_token_indices": (
-        "single rows of the embedding have no place here; modules_to_save=['embed_tokens'] trains all rows, "
-        f"or {_MERGED}"
-    ),
     "megatron_config": "it is for models that Megatron runs; save the adapter without it where none does",
 }
 

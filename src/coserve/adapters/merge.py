@@ -88,6 +88,11 @@ class OwnParameters(FrozenParameters):
         found: Tensor = self._model.get_input_embeddings()(tokens)
         return found
 
+    def rows(self, path: str, tokens: Tensor) -> Tensor:
+        weight = self._module(path).weight
+        assert isinstance(weight, Tensor)
+        return weight.detach()[tokens.to(weight.device)]
+
     def gain(self, path: str) -> Tensor:
         return gain_of(self._module(path))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from coserve.adapters.bypass import Part
 from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterMismatch
+
+MOST_ALPHA: Final = 65_504  # float16's largest number: a factor beyond it makes infinities of anything
+MOST_RANK: Final = 16_384  # full rank of the widest models
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,17 @@ class Written:
     own: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Method(Protocol):
+class FileReader(Protocol):
+    """Reads files of one `peft_type` as parts of some method."""
+
+    peft_type: str
+
+    def read(self, saved: Saved, frame: Frame) -> Part:
+        """Reads a part from a file. Fields and tensors not taken from `saved` are refused. Raises
+        AdapterError."""
+
+
+class Method(FileReader, Protocol):
     """One adapter method.
 
     `name` is its name in requests and command lines, `peft_type` in files, `config` the frozen dataclass of
@@ -33,17 +46,12 @@ class Method(Protocol):
     """
 
     name: str
-    peft_type: str
     config: type[Any]
     aliases: Mapping[str, str]
 
     def fresh(self, config: Any, frame: Frame, generator: torch.Generator) -> Part:
         """An initial part that changes nothing, or as little as the method allows, in float32 on the CPU.
         Raises AdapterMismatch where the base lacks the places."""
-
-    def read(self, saved: Saved, frame: Frame) -> Part:
-        """Reads a part from a file. Fields and tensors not taken from `saved` are refused. Raises
-        AdapterError."""
 
     def write(self, part: Part) -> Written:
         """Writes a part into a file."""

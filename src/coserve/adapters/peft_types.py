@@ -12,14 +12,18 @@ from typing import Final
 @dataclass(frozen=True, slots=True)
 class Instead:
     """A type that is refused: what it does, and the method of coserve's that is nearest for a new job.
-    `merges`: PEFT (0.21) writes a finished adapter of it into its base's weights."""
+    `merges`: PEFT (0.21) writes a finished adapter of it into its base's weights. Files that are `read` are
+    refused to jobs alone."""
 
     what: str
     method: str
     merges: bool = True
+    read: bool = False
 
     def __str__(self) -> str:
         job = f"for a job use {self.method!r}"
+        if self.read:
+            return f"{self.what}; {job}; a finished one is read as it is"
         if not self.merges:
             return f"{self.what}; {job}; a finished one stays with PEFT, which cannot merge it either"
         return (
@@ -29,47 +33,36 @@ class Instead:
 
 
 INSTEAD: Final[Mapping[str, Instead]] = {
-    "ADALORA": Instead("LoRA whose ranks are redistributed while it trains (Zhang et al. 2023)", "lora"),
+    "ADALORA": Instead(
+        "LoRA whose ranks are redistributed while it trains (Zhang et al. 2023)", "lora", read=True
+    ),
     "ADAMSS": Instead("several subspaces of each weight, chosen while it trains", "lora"),
     "ADAPTION_PROMPT": Instead(
         "prompts with gates inside of attention (LLaMA-Adapter)", "prefix_tuning", merges=False
     ),
     "BEFT": Instead("biases of some projections", "bitfit"),
     "BOFT": Instead("products with butterfly-factored rotations (Liu et al. 2024)", "lora"),
-    "C3A": Instead("block-circular convolutions", "lora"),
     "CARTRIDGE": Instead("keys and values distilled from a text", "prefix_tuning", merges=False),
     "CPT": Instead("a trained prompt made of examples (context-aware)", "prompt_tuning", merges=False),
     "DEFT": Instead("a low-rank change, with the weights' own part in its directions taken out", "lora"),
     "DELORA": Instead("LoRA with a learned, bounded strength (DeLoRA)", "lora"),
-    "FOURIERFT": Instead("a few coefficients of the change's Fourier transform", "lora"),
     "FROD": Instead("a sparse change in a basis that layers share", "lora"),
     "GLORA": Instead("scales and shifts of weights, inputs and biases (GLoRA)", "lora"),
     "GRALORA": Instead("LoRA in blocks of the weight", "lora"),
     "HIRA": Instead("a low-rank factor that multiplies the weight elementwise", "lora"),
-    "HRA": Instead("products with Householder reflections", "lora"),
     "LILY": Instead("LoRA whose matrices layers share, mixed by a router", "lora", merges=False),
-    "LOHA": Instead("elementwise products of two low-rank matrices (LyCORIS)", "lora"),
-    "LOKR": Instead("Kronecker products (LyCORIS)", "lora"),
-    "MISS": Instead("one small matrix, repeated along the weight (formerly Bone)", "lora"),
     "MULTITASK_PROMPT_TUNING": Instead(
         "a prompt shared by tasks, with a factor for each", "prompt_tuning", merges=False
     ),
-    "OFT": Instead("products with block-diagonal rotations (Qiu et al. 2023)", "lora"),
     "OSF": Instead("training of the weights' minor singular directions", "lora"),
     "PEANUT": Instead("small networks of the weights", "lora"),
     "POLY": Instead("LoRAs that each task mixes", "lora", merges=False),
     "PSOFT": Instead("rotations within the weights' main directions", "lora"),
     "PVERA": Instead("VeRA with random strengths", "lora"),
-    "RANDLORA": Instead("sums of products of shared random matrices", "lora"),
-    "ROAD": Instead("rotations of pairs of outputs", "ia3"),
     "SHADOW": Instead("a small network beside the whole model", "bottleneck", merges=False),
-    "SHIRA": Instead("a sparse change of the weights", "lora"),
     "SUPERTUNING": Instead("a sparse change of the weights", "lora"),
     "TINYLORA": Instead("a few numbers that all layers share", "lora"),
-    "TRAINABLE_TOKENS": Instead("rows of the embedding", "lora"),
     "UNILORA": Instead("LoRA whose matrices come of one shared vector", "lora"),
-    "VBLORA": Instead("LoRA whose matrices come of a shared bank of vectors", "lora"),
-    "VERA": Instead("strengths of random matrices that layers share (Kopiczko et al. 2024)", "lora"),
     "WAVEFT": Instead("a few coefficients of the change's wavelet transform", "lora"),
     "XLORA": Instead("LoRAs that a network of its own mixes for each token", "lora", merges=False),
 }

@@ -26,6 +26,7 @@ _LISTED: Final = 3  # tensors that an error names; it counts the others
 # float8 has no comparisons on CPUs, and PEFT's files hold no scales for it.
 TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _KNOWN_TYPES: Final = frozenset(TYPES.values())
+_INDICES: Final = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32)  # types of indices
 
 
 @dataclass(slots=True)
@@ -85,6 +86,14 @@ class Saved:
         if value not in _EMPTY:
             raise AdapterError(f"{self.folder}: {name}={shown(value)} is not supported: {why}")
 
+    def expect_no_biases(self, method: str) -> None:
+        """Takes `bias`. Raises AdapterError where the file has biases of the base."""
+        if (bias := self.take("bias", "none")) != "none":
+            raise AdapterError(
+                f"{self.folder}: bias={shown(bias)} is not supported: of {method} only 'none' (LoRA trains "
+                "biases, too)"
+            )
+
     def ending(self, ending: str) -> dict[str, Tensor]:
         """The tensors with names `path.ending`, by path; they count as taken."""
         found = {}
@@ -104,6 +113,26 @@ class Saved:
         if name not in self._tensors:
             raise AdapterMismatch(f"{self.folder}: {name} is missing")
         return self._moved(name)
+
+    def indices(self, name: str, shape: tuple[int, ...], bounds: Sequence[int]) -> Tensor:
+        """Takes whole numbers of this shape below a bound, or in each row below its own, in 32 bits. Raises
+        AdapterMismatch for others."""
+        given = self._tensors.pop(name, None)
+        found_shape = None if given is None else tuple(given.shape)
+        if given is None or found_shape != shape:
+            raise AdapterMismatch(f"{self.folder}: {name} must be of shape {shape}, not {found_shape}")
+        found = given.to(self.device, torch.int32, copy=True)
+        if found.is_meta:
+            return found
+        highest = torch.tensor(bounds, dtype=torch.int32, device=self.device)
+        highest = highest[(..., *[None] * (len(shape) - 1))]
+        # PEFT on Windows writes them as float32.
+        is_whole = given.dtype in _INDICES and torch.equal(found.to(given.dtype), given.to(self.device))
+        if not is_whole or not bool(((found >= 0) & (found < highest)).all()):
+            raise AdapterMismatch(
+                f"{self.folder}: {name} must have whole numbers below {' and '.join(map(str, bounds))}"
+            )
+        return found
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The type that a tensor has in the file."""

@@ -8,8 +8,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from coserve.adapters.decodable import decodable
+from coserve.adapters.linears import LinearConfig
 from coserve.adapters.method import Method
-from coserve.adapters.methods import method_in_file, method_named
+from coserve.adapters.methods import method_named, method_of_type
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.lora import LoRAConfig
@@ -40,7 +41,9 @@ def settings_of(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tupl
 def left_untrained(frame: Frame, methods: Sequence[object]) -> str:
     """A sentence about fused experts that a fresh adapter at "all linears" leaves as they are, though a
     caller may expect them among these (PEFT trains those of bases that it can convert); else empty."""
-    asks_all = any(isinstance(one, LoRAConfig | IA3Config) and one.targets == () for one in methods)
+    asks_all = any(
+        isinstance(one, LoRAConfig | IA3Config | LinearConfig) and one.targets == () for one in methods
+    )
     fused = [path for path in frame.modules.paths if path in frame.modules.fused]
     if not (asks_all and fused) or any(isinstance(one, BottleneckConfig) for one in methods):
         return ""
@@ -84,5 +87,5 @@ def _method(fields: Mapping[str, Any]) -> Method:
     if "type" in fields and "peft_type" in fields:
         raise ConfigError("peft: give either type or peft_type")
     if "peft_type" in fields:
-        return method_in_file(fields["peft_type"])
+        return method_of_type(fields["peft_type"])
     return method_named(fields.get("type", "lora"))

@@ -62,6 +62,7 @@ class Modules:
     linears: frozenset[str]
     fused: frozenset[str]
     parameters: tuple[str, ...]
+    tied: bool = False
 
     @staticmethod
     def of(model: PreTrainedModel) -> "Modules":
@@ -74,6 +75,7 @@ class Modules:
             frozenset(p for p, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head),
             frozenset(path for path, module in modules.items() if _is_fused(module)),
             tuple(name for name, _ in model.named_parameters(remove_duplicate=False)),
+            head is not None and head.weight is model.get_input_embeddings().weight,
         )
 
 
@@ -125,6 +127,11 @@ class FrozenParameters(ABC):
     @abstractmethod
     def embedded(self, tokens: Tensor) -> Tensor:
         """Input embeddings [n, width] of token ids [n]."""
+
+    def rows(self, path: str, tokens: Tensor) -> Tensor:
+        """Rows of the weight of the embedding at `path`, for token ids. Raises what `dense` does."""
+        weight = self.dense(path).weight
+        return weight[tokens.to(weight.device)]
 
     def weights(self, path: str) -> Weights:
         """Weights of the linear at `path`, for bypasses, in a pass or outside of one. Raises NotOffered where

@@ -9,7 +9,8 @@ from coserve.errors import ConfigError
 
 Fields = Mapping[str, Any]
 
-# As a request would ask for them. DoRA is LoRA with another option, and counts as a method here.
+# As a request would ask for them. DoRA is LoRA with another option, and counts as a method here. These are
+# compared where none is named,
 METHODS: Final[Mapping[str, Fields]] = {
     "lora": {"type": "lora", "rank": 8},
     "dora": {"type": "lora", "rank": 8, "use_dora": True},
@@ -21,6 +22,22 @@ METHODS: Final[Mapping[str, Fields]] = {
     "prompt_tuning": {"type": "prompt_tuning", "num_virtual_tokens": 16},
     "p_tuning": {"type": "p_tuning", "num_virtual_tokens": 16},
 }
+# and those by name alone.
+NAMED: Final[Mapping[str, Fields]] = {
+    "lokr": {"type": "lokr", "rank": 8},
+    "loha": {"type": "loha", "rank": 8},
+    "vera": {"type": "vera", "rank": 256},
+    "oft": {"type": "oft", "block_size": 32},
+    "trainable_tokens": {"type": "trainable_tokens", "tokens": [0, 1]},
+    "miss": {"type": "miss", "rank": 64},
+    "randlora": {"type": "randlora", "rank": 32},
+    "hra": {"type": "hra", "rank": 8},
+    "shira": {"type": "shira", "rank": 8},
+    "fourierft": {"type": "fourierft"},
+    "vblora": {"type": "vblora", "vector_length": 64},
+    "c3a": {"type": "c3a", "block_size": 64},
+    "road": {"type": "road"},
+}
 
 
 def read_recipe(text: str) -> tuple[str, Sequence[Fields]]:
@@ -29,9 +46,10 @@ def read_recipe(text: str) -> tuple[str, Sequence[Fields]]:
     if text.lstrip().startswith(("{", "[")):
         return text, _checked(_json(text))
     name, _, options = text.partition(":")
-    if name not in METHODS:
-        raise ConfigError(f"there is no adapter method {name!r}; there are {', '.join(METHODS)}")
-    fields = {**METHODS[name]}
+    known = {**METHODS, **NAMED}
+    if name not in known:
+        raise ConfigError(f"there is no adapter method {name!r}; there are {', '.join(known)}")
+    fields = {**known[name]}
     for pair in filter(None, options.split(",")):
         key, equals, value = pair.partition("=")
         if not (key and equals and value):

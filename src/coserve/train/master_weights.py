@@ -69,7 +69,10 @@ class MasterWeights:
         self.leaves: dict[int, tuple[Tensor, ...]] = {}
         for place, bypass in self.in_graph.placed():
             stage = self._base.sites[place.path].stage
-            self.leaves[stage] = (*self.leaves.get(stage, ()), *bypass.parameters().values())
+            # A leaf that bypasses share is there once in each of their stages, where it has one gradient.
+            known = {id(leaf): leaf for leaf in self.leaves.get(stage, ())}
+            known |= {id(leaf): leaf for leaf in bypass.parameters().values()}
+            self.leaves[stage] = tuple(known.values())
 
 
 def _in_order(adapter: AdapterVersion, base: Base) -> AdapterVersion:

@@ -94,12 +94,16 @@ def job_needs(
 
 def _adapter_bytes(adapter: AdapterVersion, dtype: torch.dtype) -> tuple[int, int]:
     """Counts trained numbers, and the bytes of one published version on a base in `dtype`."""
-    numbers = nbytes = 0
+    trained, nbytes = dict[int, int](), dict[int, int]()  # by tensor, as bypasses may share one
+    made = 0
     for _, bypass in adapter.placed():
         own = exact_type(dtype) if bypass.exact else dtype
-        count = sum(tensor.numel() for tensor in bypass.parameters().values())
-        numbers, nbytes = numbers + count, nbytes + count * own.itemsize
-    return numbers, nbytes
+        trained |= {id(tensor): tensor.numel() for tensor in bypass.parameters().values()}
+        for tensor in (*bypass.parameters().values(), *bypass.fixed):
+            width = own.itemsize if tensor.is_floating_point() else tensor.itemsize
+            nbytes[id(tensor)] = tensor.numel() * width
+        made += bypass.made
+    return sum(trained.values()), sum(nbytes.values()) + made
 
 
 def rows_at_once(

@@ -98,7 +98,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     ("field", "value"),
     [
         ("target_parameters", ["experts.gate_up_proj"]),
-        ("trainable_token_indices", [1, 2]),
+        ("trainable_token_indices", {"lm_head": [1, 2]}),
         ("alora_invocation_tokens", [1, 2]),
         ("layer_replication", [[0, 2]]),
         ("use_qalora", True),
@@ -127,7 +127,6 @@ def test_what_would_change_the_result_is_refused_by_name(folder: Path, field: st
         ({"init_lora_weights": "corda"}, "path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "loftq"}, "save the base as LoftQ left it"),
         ({"init_lora_weights": "unheard"}, "no way to begin that is known here: eva, gaussian"),
-        ({"trainable_token_indices": [1, 2]}, r"modules_to_save=\['embed_tokens'\]"),
         ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, "train without it"),
         ({"r": 10**18}, "r=10{18} is too large"),
         ({"r": 20_000}, "rank of 1 to 16384, not 20000"),
@@ -175,7 +174,7 @@ def test_float8_is_refused_by_name(folder: Path) -> None:
         read_outline(folder, "mine", FRAME, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["ADALORA", "LOHA", "ia3", None, 3])
+@pytest.mark.parametrize("kind", ["BOFT", "XLORA", "ia3", None, 3])
 def test_other_methods_are_refused(folder: Path, kind: object) -> None:
     edit_config(folder, peft_type=kind)
     assert repr(kind) in refusal(folder)
@@ -261,7 +260,7 @@ def test_corrupt_weights(folder: Path) -> None:
 
 def test_no_matrices(folder: Path) -> None:
     save_file({}, folder / "adapter_model.safetensors")
-    assert "no tensors of a lora adapter" in refusal(folder)
+    assert "no tensors of its LORA adapter" in refusal(folder)
 
 
 @pytest.mark.parametrize(

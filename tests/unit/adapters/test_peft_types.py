@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 
 from coserve.adapters.files import read_adapter
-from coserve.adapters.methods import method_in_file, methods
+from coserve.adapters.methods import method_of_type, methods, readers
 from coserve.adapters.peft_types import INSTEAD
 from coserve.adapters.settings import settings_of
 from coserve.errors import AdapterError
@@ -24,8 +24,10 @@ SUPPORTED = {method.peft_type for method in methods().values()}
 @pytest.mark.parametrize("kind", PeftType)
 def test_every_type_is_read_or_in_the_table(kind: PeftType) -> None:
     assert (kind.value in SUPPORTED) != (kind.value in INSTEAD)
+    is_read = kind.value in INSTEAD and INSTEAD[kind.value].read
+    assert (kind.value in readers()) == (kind.value in SUPPORTED or is_read)
     if kind.value in SUPPORTED:
-        assert method_in_file(kind.value).peft_type == kind.value
+        assert method_of_type(kind.value).peft_type == kind.value
         return
     with pytest.raises(AdapterError, match=f"peft_type '{kind.value}' is not supported: .*for a job use '"):
         settings_of({"peft_type": kind.value, "r": 4})
@@ -71,8 +73,8 @@ def _merges(layer: type) -> bool:
 
 def test_a_file_of_such_a_type_is_refused_by_name(tmp_path: Path) -> None:
     engine = engine_of("llama")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "VERA", "r": 4}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "BOFT", "r": 4}))
     save_file({}, tmp_path / "adapter_model.safetensors")
     base = engine.base
-    with pytest.raises(AdapterError, match=r"'VERA' is not supported: .*merge_and_unload"):
+    with pytest.raises(AdapterError, match=r"'BOFT' is not supported: .*merge_and_unload"):
         read_adapter(tmp_path, "a", base, base.dtype, base.device)

@@ -5,12 +5,13 @@ import pytest
 from coserve.adapters.methods import methods
 from coserve.adapters.settings import settings_of
 from coserve.errors import CoserveError
-from coserve.plan.recipes import METHODS, read_recipe
+from coserve.plan.recipes import METHODS, NAMED, read_recipe
 
 
 def test_every_method_has_a_recipe() -> None:
-    assert {str(fields["type"]) for fields in METHODS.values()} == set(methods())
-    for fields in METHODS.values():
+    recipes = {**METHODS, **NAMED}
+    assert {str(fields["type"]) for fields in recipes.values()} == set(methods())
+    for fields in recipes.values():
         settings_of(fields)
 
 

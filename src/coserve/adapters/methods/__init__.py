@@ -1,12 +1,13 @@
 """Adapter methods: one file each. Each file in this folder that defines `METHOD` is registered as a
-method."""
+method, and each that defines `READER` reads files of another type as adapters of these methods."""
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import Any
 
-from coserve.adapters.method import Method
+from coserve.adapters.method import FileReader, Method
 from coserve.adapters.peft_types import INSTEAD
 from coserve.adapters.saved import shown
 from coserve.errors import AdapterError
@@ -15,9 +16,19 @@ from coserve.errors import AdapterError
 @cache
 def methods() -> Mapping[str, Method]:
     """Every method by its name."""
+    return {method.name: method for method in _defined("METHOD")}
+
+
+@cache
+def readers() -> Mapping[str, FileReader]:
+    """Readers of files by their `peft_type`: all methods, and those of other types."""
+    return {reader.peft_type: reader for reader in (*methods().values(), *_defined("READER"))}
+
+
+def _defined(name: str) -> list[Any]:
+    """The objects that files of this folder define by this name."""
     modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
-    found = [module.METHOD for module in modules if hasattr(module, "METHOD")]
-    return {method.name: method for method in found}
+    return [getattr(module, name) for module in modules if hasattr(module, name)]
 
 
 def method_named(name: object) -> Method:
@@ -38,13 +49,23 @@ def method_of(config: object) -> Method:
     raise AdapterError(f"{type(config).__name__} are no settings of an adapter method")
 
 
-def method_in_file(peft_type: object) -> Method:
-    """The method of a file's `peft_type`. Raises AdapterError; for a type of PEFT's that there is no method
-    for, with what to use instead."""
+def method_of_type(peft_type: object) -> Method:
+    """The method of this `peft_type`. Raises AdapterError; for a type of PEFT's that there is no method for,
+    with what to use instead."""
     for method in methods().values():
         if method.peft_type == peft_type:
             return method
+    raise _unknown(peft_type, [method.peft_type for method in methods().values()])
+
+
+def reader_of(peft_type: object) -> FileReader:
+    """The reader of files of this `peft_type`. Raises AdapterError as `method_of_type` does."""
+    if isinstance(peft_type, str) and peft_type in readers():
+        return readers()[peft_type]
+    raise _unknown(peft_type, readers())
+
+
+def _unknown(peft_type: object, known: Iterable[str]) -> AdapterError:
     if isinstance(peft_type, str) and (instead := INSTEAD.get(peft_type)) is not None:
-        raise AdapterError(f"peft_type {peft_type!r} is not supported: {instead}")
-    known = ", ".join(sorted(method.peft_type for method in methods().values()))
-    raise AdapterError(f"peft_type {shown(peft_type)} is not supported, only {known}")
+        return AdapterError(f"peft_type {peft_type!r} is not supported: {instead}")
+    return AdapterError(f"peft_type {shown(peft_type)} is not supported, only {', '.join(sorted(known))}")

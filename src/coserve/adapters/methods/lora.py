@@ -16,8 +16,15 @@ from coserve.adapters.bypass import Bypass, Dense, Part, Place, SequentialBypass
 from coserve.adapters.dora import MAGNITUDE, DoRABypass
 from coserve.adapters.lora_variants import TIED, VARIANTS, expect_unchanged_base
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
-from coserve.adapters.method import Written, chosen
+from coserve.adapters.method import MOST_ALPHA, MOST_RANK, Written, chosen, named
 from coserve.adapters.methods.bitfit import BitFitBypass
+from coserve.adapters.methods.trainable_tokens import (
+    DELTA,
+    TokensBypass,
+    check_tokens,
+    fresh_rows,
+    place_tokens,
+)
 from coserve.adapters.parameters import of_modules, take_weights
 from coserve.adapters.patterns import UnsupportedPattern, check_patterns, first_entries, peft_entries
 from coserve.adapters.replace import (
@@ -30,14 +37,14 @@ from coserve.adapters.replace import (
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown
 from coserve.adapters.selection import select
 from coserve.adapters.sites import DenseWeights, Frame, Kind, Site, Weights
+from coserve.adapters.virtual import embedding_of
 from coserve.errors import AdapterError, AdapterMismatch
 
 _Number = TypeVar("_Number", int, float)
 Biases = Literal["none", "lora_only", "all"]
 
-MOST_ALPHA: Final = 65_504  # float16's largest number: a factor beyond it makes infinities of anything
-MOST_RANK: Final = 16_384  # full rank of the widest models
 _KINDS: Final = (Kind.LINEAR, Kind.EMBEDDING)
+_ROWS: Final = f"token_adapter.{DELTA}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,8 @@ class LoRAConfig:
     `targets` are names or path endings of linears and of the input embedding; empty means all linears in the
     decoder layers. The patterns set other ranks and alphas by name, path ending or regular expression, as in
     PEFT. `bias` selects the base's biases that train, too: those of the targets, or all; `lora_bias` adds a
-    bias to each B. `modules_to_save` are endings of paths of linears, norms and embeddings that train whole.
+    bias to each B. `modules_to_save` are endings of paths of linears, norms and embeddings that train whole;
+    `tokens` are ids of tokens whose own embeddings do.
     """
 
     rank: int = 8
@@ -61,6 +69,7 @@ class LoRAConfig:
     bias: Biases = "none"
     lora_bias: bool = False
     modules_to_save: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *self.rank_pattern.values()):
@@ -82,6 +91,7 @@ class LoRAConfig:
             raise AdapterError(f"LoRA trains biases {', '.join(get_args(Biases))}, not {shown(self.bias)}")
         if self.dora and self.lora_bias:  # PEFT takes the bias for a part of the weights then
             raise AdapterError("dora and lora_bias together are not supported")
+        check_tokens(self.tokens)
         check_patterns("rank_pattern", self.rank_pattern)
         check_patterns("alpha_pattern", self.alpha_pattern)
 
@@ -116,7 +126,7 @@ class LoRA:
     name, peft_type, config = "lora", "LORA", LoRAConfig
     aliases: Final = {
         "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
-        "use_rslora": "rslora", "use_dora": "dora",
+        "use_rslora": "rslora", "use_dora": "dora", "trainable_token_indices": "tokens",
     }  # fmt: skip
 
     def fresh(self, config: LoRAConfig, frame: Frame, generator: torch.Generator) -> Part:
@@ -133,16 +143,21 @@ class LoRA:
             norms = _weights(frame, site).row_norms().cpu() if config.dora else None
             bypasses[Place(path)] = _with_magnitude(frame, site, low, norms)
         biases = _fresh_biases(frame, _biased(config, frame, _paths(bypasses), _paths(replaced)))
-        return Part(self.name, config, {**_with_biases(bypasses, biases), **replaced})
+        tokens: dict[Place, Bypass] = {}
+        if config.tokens:
+            tokens = place_tokens(config.tokens, frame, fresh_rows(config.tokens, frame))
+        _expect_apart(tokens, {**bypasses, **replaced})
+        return Part(self.name, config, {**_with_biases(bypasses, biases), **replaced, **tokens})
 
     def read(self, saved: Saved, frame: Frame) -> Part:
         by_weight = take_weights(saved, frame)
         selection = select(saved, frame, _KINDS, has_layers=True, by_weight=by_weight)
         sites = [*selection.targets, *(frame.sites[path] for path in by_weight)]
-        config = _read_config(saved, by_weight, [site.path for site in sites])
+        config = _read_config(saved, frame, by_weight, [site.path for site in sites])
         biases = _bias_names(config, frame, (site.path for site in sites), selection.replaced)
         _expect_untied(saved, frame, [*(site.path for site in sites), *selection.replaced])
-        wanted = [*_names(config, sites), *biases.values(), *selection.within]
+        rows = f"{PREFIX}{embedding_of(frame).path}.{_ROWS}" if config.tokens else ""
+        wanted = [*_names(config, sites), *biases.values(), *selection.within, *[rows] * bool(rows)]
         saved.expect(wanted, allowed=copies_of(frame))
         magnitudes = saved.ending(MAGNITUDE) if config.dora else {}
         bypasses: dict[Place, Bypass] = {}
@@ -166,7 +181,9 @@ class LoRA:
         replaced = take_replacements(saved, frame, selection.within)
         expect_copies(saved, frame)
         trained = {path: _read_bias(saved, frame, path, name) for path, name in biases.items()}
-        return Part(self.name, config, {**_with_biases(bypasses, trained), **replaced})
+        tokens = place_tokens(config.tokens, frame, saved.tensor(rows)) if rows else {}
+        _expect_apart(tokens, {**bypasses, **replaced})
+        return Part(self.name, config, {**_with_biases(bypasses, trained), **replaced, **tokens})
 
     def write(self, part: Part) -> Written:
         config = part.config
@@ -174,6 +191,8 @@ class LoRA:
         ranks: dict[str, int] = {}
         paths, tensors = written_replacements(part.bypasses)
         for place, bypass in part.bypasses.items():
+            if isinstance(bypass, TokensBypass) and bypass.site.kind is Kind.EMBEDDING:
+                tensors[f"{PREFIX}{place.path}.{_ROWS}"] = bypass.rows
             links = bypass.links if isinstance(bypass, SequentialBypass) else (bypass,)
             for link in links:
                 if isinstance(link, BitFitBypass):
@@ -196,6 +215,7 @@ class LoRA:
             "lora_bias": config.lora_bias,
             "target_modules": sorted(ranks),
             "modules_to_save": sorted(paths) or None,
+            "trainable_token_indices": list(config.tokens) or None,
         }
         return Written(fields, tensors)
 
@@ -293,7 +313,9 @@ def _bias_names(
     }
 
 
-def _read_config(saved: Saved, by_weight: Collection[str], targets: Collection[str]) -> LoRAConfig:
+def _read_config(
+    saved: Saved, frame: Frame, by_weight: Collection[str], targets: Collection[str]
+) -> LoRAConfig:
     """The settings of a file; patterns are rewritten as they apply to its linears `by_weight`, and where only
     Python's `re` can match them."""
     # `fan_in_fan_out` is read off the model; the others say how what is refused, or long done, would be done.
@@ -320,6 +342,7 @@ def _read_config(saved: Saved, by_weight: Collection[str], targets: Collection[s
         bias=saved.take("bias", "none"),
         lora_bias=saved.take("lora_bias", False),
         modules_to_save=tuple(saved.names("modules_to_save")),
+        tokens=_read_tokens(saved, frame),
     )
     if by_weight and (config.dora or config.lora_bias or config.dropout or is_turned):
         raise AdapterError(
@@ -331,6 +354,29 @@ def _read_config(saved: Saved, by_weight: Collection[str], targets: Collection[s
             f"{saved.folder}: lora_bias and init_lora_weights={shown(init)} exclude each other"
         )
     return config
+
+
+def _read_tokens(saved: Saved, frame: Frame) -> tuple[int, ...]:
+    """The tokens whose embeddings train; a file may name the embedding with them."""
+    given = saved.fields.get("trainable_token_indices") or []
+    saved.ignore("trainable_token_indices")
+    if isinstance(given, dict):
+        path = embedding_of(frame).path
+        if len(given) != 1 or not all(named(path, (name,)) for name in given):
+            raise AdapterError(
+                f"{saved.folder}: trainable_token_indices={shown(given)} is not supported: tokens of {path} "
+                "alone have rows of their own"
+            )
+        (given,) = given.values()
+    if not isinstance(given, list):
+        raise AdapterError(f"{saved.folder}: trainable_token_indices must be a list, not {shown(given)}")
+    return tuple(given)
+
+
+def _expect_apart(tokens: Iterable[Place], others: Collection[Place]) -> None:
+    """Raises AdapterError for an embedding with rows of its own that is a target or replaced, too."""
+    if both := [place.path for place in tokens if place in others]:
+        raise AdapterError(f"{both[0]} has trainable tokens, and is no target and not replaced beside them")
 
 
 def _as_names(field: str, patterns: Mapping[str, _Number], paths: Collection[str]) -> Mapping[str, _Number]:
