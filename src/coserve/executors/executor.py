@@ -30,7 +30,7 @@ R = TypeVar("R")
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
     """Constant facts of an executor. `sequences` is its largest number of sequences; `eos_ids` end an answer.
-    `cache_nbytes` are the bytes of keys and values, `grown` those that loading took and keeps beside the
+    `cache_nbytes` are the bytes of keys, values and states, `grown` those that loading took and keeps beside the
     weights, `host_room` those for host copies of adapters. `fingerprint` is the base's content hash, `dtype`
     its type's name, `row_buckets` the row counts of the device's steps, `sites` the base's sites for
     adapters, `streaming` how the base is streamed (None for one that was loaded as a whole). `swap_pages` are

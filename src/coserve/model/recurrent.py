@@ -178,9 +178,7 @@ class MixerRun:
             out = torch.cat(outputs, 1)
         return out.reshape(1, -1, out.shape[-1]), before
 
-    def _call(
-        self, x: Tensor, given: Mapping[str, Tensor], before: States | None
-    ) -> tuple[Tensor, States]:
+    def _call(self, x: Tensor, given: Mapping[str, Tensor], before: States | None) -> tuple[Tensor, States]:
         """The mixer's own forward of x [batch, rows, width], without the linear behind it; and the states."""
         its, cell = self._mixer.anatomy, self._mixer.cell
         is_one, in_graph = x.shape[1] == 1, torch.is_grad_enabled()

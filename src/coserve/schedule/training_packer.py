@@ -117,7 +117,10 @@ class TrainingPacker:
         # A row's head and loss may take as long as several of its layers; those of a pipeline's last stage.
         share = 4 if batch.direction.is_tail and self._overlap.cuts_layers else 1
         if self._config.training_window is not None:
-            return [min(max(1, self._config.training_window // share), batch.rows_left)]
+            window = max(1, self._config.training_window // share)
+            if batch.direction is Direction.BACKWARD:  # from the right, between the same rows as forward
+                return [(batch.rows_left - 1) % window + 1]
+            return [min(window, batch.rows_left)]
         most, least = self._allowance.rows, max(1, self._config.min_training_rows // share)
         if most is None:
             return [batch.rows_left]
