@@ -113,7 +113,7 @@ class PassStates:
         self._pieces = list[_Piece]()
         device, start = store.device, 0
         before, after = (torch.tensor(store.places(lines, late), device=device) for late in (False, True))
-        for first, count in _calls(query_lens, seq_lens):
+        for first, count in equal_lengths(query_lens, seq_lens):
             length = query_lens[first]
             rows, some = slice(start, start + count * length), slice(first, first + count)
             begins = seq_lens[first] == length
@@ -138,7 +138,7 @@ class PassStates:
         self._store.turn(self._lines)
 
 
-def _calls(query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[tuple[int, int]]:
+def equal_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[tuple[int, int]]:
     """(first sequence, sequences) of each call of a mixer: neighbours of equal length that all begin, or all go
     on."""
     found: list[tuple[int, int]] = []

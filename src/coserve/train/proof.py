@@ -7,6 +7,7 @@ be re-run for a window of rows or with stored outputs, are found before a job st
 """
 
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses, exact_type
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.sites import Kind
+from coserve.attention.states import Core
 from coserve.core.sequence import Direction, Span
 from coserve.errors import UnsupportedModel
 from coserve.kernels import reference
@@ -235,6 +237,10 @@ class _WholeRows(GraphRows):
                 reference.attention(queries, keys, values, spec.scale, allowed, spec.softcap, spec.sinks)
             )
         return torch.cat(outputs, 2).transpose(1, 2)
+
+    def mix(self, core: Core) -> Tensor:
+        spans = (slice(*span) for span in pairwise(accumulate(_EXAMPLES, initial=0)))
+        return torch.cat([core.run(rows, 1, None)[0] for rows in spans], 1)
 
 
 def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
