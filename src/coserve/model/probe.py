@@ -161,13 +161,22 @@ def _near(base: Base, own: Own) -> list[Callable[[], None]]:
     one, two = map(len, own.prompts)
     pages = -(-max(one, two) // _PAGE)
     attention = make_batched(base.caches, 2 * pages, _PAGE, base.dtype, base.device)
-    states = StateStore([mixer.shapes for mixer in base.mixers], 2, base.device)
     table = torch.arange(2 * pages, device=base.device).view(2, pages)
     begun, rest = [slice(0, one - 1), slice(0, _CUT)], [slice(one - 1, one), slice(_CUT, two)]
+    states = StateStore([mixer.shapes for mixer in base.mixers], 2, base.device)
+    of_begun = _states_of(begun, states)
+    of_begun.commit()  # the second pass reads what the first has written, which may be at work in a layer above
+    of_rest = _states_of(rest, states)
     return [
-        partial(_compare, base, own, attention, states, table, begun),
-        partial(_compare, base, own, attention, states, table, rest, num_decodes=1),
+        partial(_compare, base, own, attention, of_begun, table, begun),
+        partial(_compare, base, own, attention, of_rest, table, rest, num_decodes=1),
     ]
+
+
+def _states_of(spans: Sequence[slice], states: StateStore) -> PassStates:
+    """The states of a pass with these rows of each prompt."""
+    lens, ends = [span.stop - span.start for span in spans], [span.stop for span in spans]
+    return PassStates(states, range(len(spans)), lens, ends)
 
 
 @torch.no_grad()
@@ -175,7 +184,7 @@ def _compare(
     base: Base,
     own: Own,
     attention: BatchedBackend,
-    states: StateStore,
+    states: PassStates,
     block_table: Tensor,
     spans: Sequence[slice],
     num_decodes: int = 0,
@@ -185,8 +194,7 @@ def _compare(
     positions = torch.cat([torch.arange(span.start, span.stop, device=base.device) for span in spans])
     query_lens, seq_lens = [span.stop - span.start for span in spans], [span.stop for span in spans]
     common = CommonAttentionMetadata(block_table, positions, query_lens, seq_lens, num_decodes)
-    recurrent = PassStates(states, range(len(spans)), query_lens, seq_lens)
-    part = InferenceRows(attention, common, len(positions), recurrent)
+    part = InferenceRows(attention, common, len(positions), states)
     tokens = torch.cat([ids[span] for ids, span in zip(own.prompts, spans, strict=True)])
     near = TOLERANCE[base.dtype]
     hidden, calls = base.prologue(tokens, positions)
@@ -200,7 +208,6 @@ def _compare(
             )
             _expect(base, got[0], want[0], allowed[0], positions, f"layer {layer}")
             hidden = want
-    recurrent.commit()
     want = torch.cat([logits[span] for logits, span in zip(own.logits, spans, strict=True)])
     _expect(base, base.tail(hidden), want, near * want.float().norm(dim=-1), positions, "the logits")
 
