@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from adapters import lora_adapter
-from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
+from coserve import Engine, EngineConfig, SamplingParams, SavePolicy
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.sites import Kind
-from coserve.errors import ConfigError, CoserveError, UnsupportedModel
-from coserve.train.example import Example
 from models import Exact, logits_of, lora_parameters, prompts
 from passages import LORA, Case, Passage, examples, mean_loss, worst
 from recurrent import SHAPES, build, with_adapter
@@ -109,7 +107,12 @@ def case_of(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> Case:
             wanted[f"{path}.lora_{letter}"] = torch.zeros_like(leaf) if gradient is None else gradient
     flat = (torch.tensor(list(itertools.chain(*of))) for of in (tokens, labels))
     return Case(
-        engine_of(name, dtype), lengths, *flat, lora_adapter("probe", 0, LORA, bypasses), float(loss.detach()), wanted
+        engine_of(name, dtype),
+        lengths,
+        *flat,
+        lora_adapter("probe", 0, LORA, bypasses),
+        float(loss.detach()),
+        wanted,
     )
 
 

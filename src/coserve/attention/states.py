@@ -38,6 +38,9 @@ class RecurrentMixer(Protocol):
     @property
     def shapes(self) -> Sequence[StateShape]: ...
 
+    def graph_nbytes(self, rows: int) -> int:
+        """Bytes that the graph of a window of so many rows keeps."""
+
 
 class Core(Protocol):
     """A recurrent mixer between its projections, in one run of all rows. `number` is its place among the mixers of

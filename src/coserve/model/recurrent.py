@@ -25,7 +25,6 @@ from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.memory.fake_tensors import is_fake
 from coserve.model.base import Base
-from coserve.model.batch import BatchCell
 from coserve.model.linear import FrozenLinear, frozen
 from coserve.model.placement import Placement
 from coserve.model.refusal import unsupported
@@ -123,14 +122,13 @@ class Mixer:
     """A recurrent mixer of a base, in place of the bound `forward` of its module. `number` is its place among all,
     `layer` the layer that it is in."""
 
-    def __init__(
-        self, number: int, layer: int, path: str, model: nn.Module, cell: BatchCell, anatomy: _Anatomy
-    ) -> None:
+    def __init__(self, number: int, layer: int, path: str, base: Base, anatomy: _Anatomy) -> None:
         self.number, self.layer, self.path = number, layer, path
-        self.anatomy = anatomy
-        self.cell = cell
-        self._model = model
-        module = model.get_submodule(path)
+        self.anatomy, self.cell = anatomy, base.cell
+        self._model, self._block = base.model, base.chain.blocks[layer]
+        self._like = torch.empty(0, dtype=base.dtype, device=base.device)
+        self._graphs: dict[int, int] = {}  # bytes by rows
+        module = base.model.get_submodule(path)
         self.forward: Any = module.forward
         module.forward = self._pass
 
@@ -138,6 +136,23 @@ class Mixer:
     def shapes(self) -> tuple[StateShape, ...]:
         """The tensors of its state."""
         return self.anatomy.shapes
+
+    def graph_nbytes(self, rows: int) -> int:
+        """See `RecurrentMixer`. Counted once, in a run of random rows."""
+        if rows and rows not in self._graphs:
+            kept: dict[int, Tensor] = {}  # by their storages, and held so that these stay theirs
+
+            def note(x: Tensor) -> Tensor:
+                kept[x.untyped_storage()._cdata] = x
+                return x
+
+            width = self._model.config.get_text_config().hidden_size
+            x = self._like.new_empty(1, rows, width).normal_().requires_grad_()
+            saving = torch.autograd.graph.saved_tensors_hooks(note, _same)
+            with torch.enable_grad(), saving, self._block.visit(Direction.BACKWARD):
+                self.forward(x, **{self.anatomy.argument: WindowCache({}, True)})
+            self._graphs[rows] = sum(x.untyped_storage().nbytes() for x in kept.values())
+        return self._graphs.get(rows, 0)
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         rows, its = self.cell.rows, self.anatomy
@@ -256,7 +271,7 @@ def find_mixers(base: Base) -> list[Mixer]:
                     inside.append((path, anatomy))
         for path, anatomy in inside:
             if not any(other.startswith(f"{path}.") for other, _ in inside):
-                found.append(Mixer(len(found), layer, path, base.model, base.cell, anatomy))
+                found.append(Mixer(len(found), layer, path, base, anatomy))
     return found
 
 
