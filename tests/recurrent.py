@@ -117,8 +117,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **change
 def with_adapter(
     name: str, targets: list[str], dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> PeftModel:
-    """The model under PEFT's LoRA. PEFT refuses `out_proj` of models by their types, as Mamba's fused kernels do not
-    call it; here nothing is fused, so the type is another one."""
+    """The model under PEFT's LoRA. PEFT refuses `out_proj` of models by their types, as Mamba's fused kernels
+    do not call it; here nothing is fused, so the type is another one."""
     model = build(name, dtype)
     model.config.model_type = "of its own"
     return with_lora(model, seed, target_modules=targets)

@@ -1,7 +1,7 @@
 """Models with recurrent layers: answers and gradients are transformers' and PEFT's own.
 
-Rows of several sequences share each pass: prompts in chunks, decode rows, adapters beside each other. The oracle runs
-each sequence alone, as a whole, and without a cache.
+Rows of several sequences share each pass: prompts in chunks, decode rows, adapters beside each other. The
+oracle runs each sequence alone, as a whole, and without a cache.
 """
 
 import itertools
@@ -13,10 +13,14 @@ import pytest
 import torch
 
 from adapters import lora_adapter
-from coserve import Engine, EngineConfig, SamplingParams, SavePolicy
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.adapters.lowrank import LoRABypass
+from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.sites import Kind
-from models import Exact, logits_of, lora_parameters, prompts
+from coserve.errors import AdapterMismatch, ConfigError, CoserveError, UnsupportedModel
+from coserve.train.example import Example
+from models import Exact, logits_of, lora_parameters, prompts, save
 from passages import LORA, Case, Passage, examples, mean_loss, worst
 from recurrent import SHAPES, build, with_adapter
 
@@ -50,11 +54,11 @@ def expect_own(answer: object, prompt: list[int], oracle: torch.nn.Module, near:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_mixed_answers_are_the_models_own(name: str, tmp_path: Path) -> None:
-    """Two adapters and the base beside each other; later prompts arrive while others decode. In float64, of which
-    `Exact` keeps all.
+    """Two adapters and the base beside each other; later prompts arrive while others decode. In float64, of
+    which `Exact` keeps all.
 
-    Nemotron H's code for one row lacks the least time step that its code for several has (`time_step_min`), so its own
-    answers with a cache are 5e-6 away from its forward of whole sequences, too.
+    Nemotron H's code for one row lacks the least time step that its code for several has (`time_step_min`),
+    so its own answers with a cache are 5e-6 away from its forward of whole sequences, too.
     """
     with Exact():
         expect_own_answers(name, torch.float64, NEAR if name == "nemotron_h" else 1e-9, tmp_path)
@@ -118,8 +122,8 @@ def case_of(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> Case:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_in_windows_are_pefts(name: str) -> None:
-    """Examples are packed and cut by windows, also into windows of one row, and put down between layers: to 1e-8 in
-    float64."""
+    """Examples are packed and cut by windows, also into windows of one row, and put down between layers: to
+    1e-8 in float64."""
     with Exact():
         case = case_of(name, (9, 20, 4), torch.float64)
         passage = Passage(case, SavePolicy.PRUNED)
@@ -127,3 +131,129 @@ def test_gradients_in_windows_are_pefts(name: str) -> None:
         ended = passage.finish()
     assert abs(ended - case.loss) < 1e-8 * case.loss
     assert worst(passage.gradients, case.wanted, floor=0.01) < 1e-8
+
+
+def job_examples(seed: int, lengths: tuple[int, ...]) -> list[Example]:
+    tokens = prompts(random.Random(seed), lengths)
+    return [Example(tuple(own), (*own[1:], -100)) for own in tokens]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_a_job_in_small_windows_is_the_one_in_large_ones(name: str) -> None:
+    """Through the scheduler, beside answers: windows are cut at the same rows on both ways."""
+    data, found = job_examples(0, (9, 40, 4, 25, 33, 12)), []
+    settings = TrainingConfig(batch_size=3, rows=64, learning_rate=1e-2, epochs=2)
+    with Exact():
+        for window in (7, 128):
+            served = engine_of(
+                name, torch.float64, scheduler={"training_window": window, "max_prefill_rows": 16}
+            )
+            job = served.finetune(data, "own", LoRAConfig(rank=4), settings)
+            beside = served.generate([5, 6, 7], sampling=SamplingParams(max_tokens=9, ignore_eos=True))
+            served.run()
+            assert beside.result() and job.error is None
+            found.append([step.loss for step in job.history])
+    assert len(found[0]) == 4
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert found[0][2] != pytest.approx(found[0][0], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2", "mamba"])
+def test_no_example_sees_its_neighbour(name: str) -> None:
+    """Other tokens in the example before change nothing that an example has: not a bit, in windows of the
+    same rows."""
+    case = case_of(name, (9, 20), torch.float32)
+    case.labels[: case.lengths[0]] = -100  # only the second one has a loss
+    found = []
+    for _ in range(2):
+        passage = Passage(case, SavePolicy.INPUTS, order=(0, 1))
+        passage.travel(8, 8)
+        loss = passage.finish()
+        found.append((loss, passage.gradients))
+        case.tokens[: case.lengths[0]] = (case.tokens[: case.lengths[0]] + 17) % 90
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_preempted_sequences_begin_again(name: str) -> None:
+    """Pages are for two of the four; equal prompts share nothing, as a page has no state."""
+    asked = prompts(random.Random(3), (30, 25, 20))
+    asked.append(asked[0])
+    served, oracle = engine_of(name, cache_tokens=80), build(name)
+    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, logprobs=0)
+    given = [served.generate(prompt, sampling=sampling) for prompt in asked]
+    served.run()
+    given.append(served.generate(asked[0], sampling=sampling))
+    served.run()
+    for prompt, answer in zip([*asked, asked[0]], given, strict=True):
+        expect_own(answer.result(), prompt, oracle)
+    assert served.stats().preemptions > 0 and served.stats().found_tokens == 0
+
+
+@pytest.mark.local
+def test_a_pass_that_failed_is_repeated_from_the_states_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out behind the layers of some passes, which have written states by then: for all together,
+    and for each alone that follows."""
+    name = "qwen3_5_text"
+    served, oracle, passes = engine_of(name), build(name), itertools.count()
+    sampler = served.executor.worker.fused.sampler  # type: ignore[attr-defined]
+    draw = sampler.draw
+
+    def failing(batch: object) -> object:
+        drawn = draw(batch)
+        if next(passes) % 3 == 1:
+            raise RuntimeError("can't allocate memory")
+        return drawn
+
+    asked = prompts(random.Random(5), (9, 21, 30))
+    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, logprobs=0)
+    given = [served.generate(prompt, sampling=sampling) for prompt in asked]
+    monkeypatch.setattr(sampler, "draw", failing)
+    served.run()
+    kept = 0
+    for prompt, answer in zip(asked, given, strict=True):
+        try:
+            expect_own(answer.result(), prompt, oracle)
+            kept += 1
+        except CoserveError:  # alone, it had no memory either
+            continue
+    assert kept and next(passes) > 9
+
+
+def test_streamed_and_quantized_bases_have_states(tmp_path: Path) -> None:
+    """Streamed blocks give the same answers; a quantized base is proved against itself."""
+    folder = save(build("qwen3_5_text"), tmp_path)
+    asked = prompts(random.Random(7), (9, 30))
+    oracle = build("qwen3_5_text")
+    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, logprobs=0)
+    settings = {
+        "calibrate": False,
+        "cache_tokens": 256,
+        "page_size": 4,
+        "scheduler": {"max_prefill_rows": 16},
+    }
+    streamed = Engine(folder, EngineConfig(base_memory="240KiB", **settings))  # type: ignore[arg-type]
+    assert "blocks stay" in str(streamed.executor.spec.streaming)
+    given = [streamed.generate(prompt, sampling=sampling) for prompt in asked]
+    streamed.run()
+    for prompt, answer in zip(asked, given, strict=True):
+        expect_own(answer.result(), prompt, oracle)
+    packed = Engine(folder, EngineConfig(quantize="4bit", **settings))  # type: ignore[arg-type]
+    assert len(packed.generate(asked[1], sampling=sampling).result().tokens) == ANSWER
+
+
+def test_what_does_not_go_with_states_is_refused_in_a_sentence() -> None:
+    served = engine_of("falcon_h1", cache_tokens=64)
+    data = job_examples(1, (5,))
+    for method in (PrefixTuningConfig(3), PromptTuningConfig(3)):
+        with pytest.raises(AdapterMismatch, match="virtual tokens do not go with recurrent layers"):
+            served.finetune(data, "virtual", method, TrainingConfig(max_steps=1))
+    with pytest.raises(AdapterMismatch, match="conv1d"):
+        served.finetune(data, "conv", LoRAConfig(targets=("conv1d",)), TrainingConfig(max_steps=1))
+    with pytest.raises(CoserveError, match="the states of its recurrent layers stay on the device"):
+        served.generate([1] * 80, sampling=SamplingParams(max_tokens=5)).result()
+    with pytest.raises(ConfigError, match="training_window is a number"):
+        engine_of("falcon_h1", scheduler={"training_window": None})
+    with pytest.raises(UnsupportedModel, match="cannot be run in the deterministic mode: how its recurrent"):
+        engine_of("falcon_h1", deterministic=True, scheduler={})

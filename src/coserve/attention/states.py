@@ -1,9 +1,11 @@
-"""States of recurrent layers on the device: one of each mixer for every sequence, beside the sequence's pages.
+"""States of recurrent layers on the device: one of each mixer for every sequence, beside the sequence's
+pages.
 
-A *mixer* stands between a layer's input and output projections, as attention does; what a recurrent one has seen of
-a sequence is a few tensors of fixed size. A state cannot be cut, and computing rows again from a state that has
-already seen them is wrong, so a pass reads one half of the store and writes the other: the halves of its sequences
-change places when the pass counts (`PassStates.commit`), and a pass that failed can be run again.
+A *mixer* stands between a layer's input and output projections, as attention does; what a recurrent one has
+seen of a sequence is a few tensors of fixed size. A state cannot be cut, and computing rows again from a
+state that has already seen them is wrong, so a pass reads one half of the store and writes the other: the
+halves of its sequences change places when the pass counts (`PassStates.commit`), and a pass that failed can
+be run again.
 """
 
 from collections.abc import Sequence
@@ -43,23 +45,23 @@ class RecurrentMixer(Protocol):
 
 
 class Core(Protocol):
-    """A recurrent mixer between its projections, in one run of all rows. `number` is its place among the mixers of
-    the base."""
+    """A recurrent mixer between its projections, in one run of all rows. `number` is its place among the
+    mixers of the base."""
 
     number: int
 
     def run(self, rows: slice, batch: int, before: States | None) -> tuple[Tensor, States]:
-        """Output [1, rows, width] of some of the run's rows, `batch` sequences of equal length one after the other,
-        and the states after them. `before` are those before the rows; None is the state of a sequence that
-        begins. A run of one row each may write into `before`."""
+        """Output [1, rows, width] of some of the run's rows, `batch` sequences of equal length one after the
+        other, and the states after them. `before` are those before the rows; None is the state of a sequence
+        that begins. A run of one row each may write into `before`."""
 
     def zeros(self, rows: int) -> Tensor:
         """The output of rows of no sequence."""
 
 
 class StateStore:
-    """States of all mixers for `sequences` sequences on a `device`, in two halves of which one has a sequence's
-    current ones."""
+    """States of all mixers for `sequences` sequences on a `device`, in two halves of which one has a
+    sequence's current ones."""
 
     def __init__(self, mixers: Sequence[Sequence[StateShape]], sequences: int, device: torch.device) -> None:
         self._states = [
@@ -95,8 +97,8 @@ class StateStore:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows of sequences of equal length in a pass: the places of their states before, which sequences that begin
-    have none of, and after."""
+    """Rows of sequences of equal length in a pass: the places of their states before, which sequences that
+    begin have none of, and after."""
 
     rows: slice
     batch: int
@@ -105,8 +107,8 @@ class _Piece:
 
 
 class PassStates:
-    """The states of one pass's sequences, whose lines in the store are `lines`: decode rows in one call of each
-    mixer, every chunk of a prompt in one of its own."""
+    """The states of one pass's sequences, whose lines in the store are `lines`: decode rows in one call of
+    each mixer, every chunk of a prompt in one of its own."""
 
     def __init__(
         self, store: StateStore, lines: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
@@ -142,8 +144,8 @@ class PassStates:
 
 
 def equal_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[tuple[int, int]]:
-    """(first sequence, sequences) of each call of a mixer: neighbours of equal length that all begin, or all go
-    on."""
+    """(first sequence, sequences) of each call of a mixer: neighbours of equal length that all begin, or all
+    go on."""
     found: list[tuple[int, int]] = []
     kinds: list[tuple[int, bool]] = []
     for sequence, (rows, length) in enumerate(zip(query_lens, seq_lens, strict=True)):

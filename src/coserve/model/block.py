@@ -101,8 +101,8 @@ class Block(ModelPart):
     """One decoder layer. `run` computes it; within the model's own forward it returns a preset answer.
 
     `path` is its name in the model, `module` the layer, `returns` the number of values in the tuple that this
-    model's layers return, 0 where it is the hidden state alone (set once that is known), `shortcut` a faster way to the same output, which gives None
-    where it does not lead there.
+    model's layers return, 0 where it is the hidden state alone (set once that is known), `shortcut` a faster
+    way to the same output, which gives None where it does not lead there.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:

@@ -97,8 +97,8 @@ def own_forward(base: Base) -> Own:
 
 
 class ProbeRows:
-    """One sequence in windows; earlier keys and values, and states, are kept in tensors. `before` random ones precede its
-    first row."""
+    """One sequence in windows; earlier keys and values, and states, are kept in tensors. `before` random ones
+    precede its first row."""
 
     keeper = None
 
@@ -165,7 +165,7 @@ def _near(base: Base, own: Own) -> list[Callable[[], None]]:
     begun, rest = [slice(0, one - 1), slice(0, _CUT)], [slice(one - 1, one), slice(_CUT, two)]
     states = StateStore([mixer.shapes for mixer in base.mixers], 2, base.device)
     of_begun = _states_of(begun, states)
-    of_begun.commit()  # the second pass reads what the first has written, which may be at work in a layer above
+    of_begun.commit()  # the second pass, which may run a layer behind the first, reads what that has written
     of_rest = _states_of(rest, states)
     return [
         partial(_compare, base, own, attention, of_begun, table, begun),

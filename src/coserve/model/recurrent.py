@@ -1,13 +1,13 @@
 """Recurrent mixers of a base: Mamba, gated delta networks, short convolutions.
 
-A mixer is found by what it does, not by its name: a module of a layer that is given a cache asks it for states and
-hands back others (`get_recurrent_state`, `update_conv_state`, ... of transformers' caches). Its own code runs,
-given a cache that holds the states of the rows at hand.
+A mixer is found by what it does, not by its name: a module of a layer that is given a cache asks it for
+states and hands back others (`get_recurrent_state`, `update_conv_state`, ... of transformers' caches). Its
+own code runs, given a cache that holds the states of the rows at hand.
 
 The rows of a run are of several sequences, and a state is of one. So the mixer's linears compute all rows at
-once, as everywhere, with everybody's adapters: those that are given what the mixer is given (or what such a linear
-gave) before, and the one that gives the mixer's output behind. Between them the mixer's own forward is called for
-each sequence's rows, or for several sequences of equal length, with its linears standing aside.
+once, as everywhere, with everybody's adapters: those that are given what the mixer is given (or what such a
+linear gave) before, and the one that gives the mixer's output behind. Between them the mixer's own forward is
+called for each sequence's rows, or for several sequences of equal length, with its linears standing aside.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,8 +37,8 @@ StateKey = tuple[str, int]  # "conv" or "recurrent", and the number of the state
 class WindowCache:
     """The cache that a mixer is given for one window of rows: their states before, and after the run.
 
-    One that `is_recording` has convolutions return their columns as a graph; else a window of one row takes the
-    way of decode rows, which write states in place.
+    One that `is_recording` has convolutions return their columns as a graph; else a window of one row takes
+    the way of decode rows, which write states in place.
     """
 
     def __init__(self, before: Mapping[StateKey, Tensor], is_recording: bool) -> None:
@@ -92,8 +92,8 @@ class WindowCache:
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """A linear that computes all rows at once: given the mixer's input times `factor`, or the output of the flat
-    linear `source`."""
+    """A linear that computes all rows at once: given the mixer's input times `factor`, or the output of the
+    flat linear `source`."""
 
     path: str
     source: str = ""
@@ -102,10 +102,11 @@ class _Flat:
 
 @dataclass(frozen=True, slots=True)
 class _Anatomy:
-    """What a mixer does with a cache and its linears: the names of its first argument and of its cache, its states,
-    its flat linears in order, the linear that gives its output (empty where none does), the width behind which
-    that stands, and the number of values that it returns (0: one, in no tuple). One that goes on `by_rows` starts
-    a window of several rows without a state, and is called for each row after one (Mamba 1)."""
+    """What a mixer does with a cache and its linears: the names of its first argument and of its cache, its
+    states, its flat linears in order, the linear that gives its output (empty where none does), the width
+    behind which that stands, and the number of values that it returns (0: one, in no tuple). One that goes on
+    `by_rows` starts a window of several rows without a state, and is called for each row after one (Mamba
+    1)."""
 
     first: str
     argument: str
@@ -119,8 +120,8 @@ class _Anatomy:
 
 
 class Mixer:
-    """A recurrent mixer of a base, in place of the bound `forward` of its module. `number` is its place among all,
-    `layer` the layer that it is in."""
+    """A recurrent mixer of a base, in place of the bound `forward` of its module. `number` is its place among
+    all, `layer` the layer that it is in."""
 
     def __init__(self, number: int, layer: int, path: str, base: Base, anatomy: _Anatomy) -> None:
         self.number, self.layer, self.path = number, layer, path
@@ -172,8 +173,8 @@ class Mixer:
 
 
 class MixerRun:
-    """A mixer in one run: the `Core` of its rows, hidden [1, rows, width], whose flat linears have `given` their
-    outputs."""
+    """A mixer in one run: the `Core` of its rows, hidden [1, rows, width], whose flat linears have `given`
+    their outputs."""
 
     def __init__(self, mixer: Mixer, hidden: Tensor, given: Mapping[str, Tensor]) -> None:
         self.number, self.layer = mixer.number, mixer.layer
@@ -232,8 +233,8 @@ def _of(x: Tensor, rows: slice, batch: int) -> Tensor:
 
 
 class _Inside:
-    """Rows while a mixer runs between its linears: those before it have computed, the one behind it will. `left` is
-    what the latter was given."""
+    """Rows while a mixer runs between its linears: those before it have computed, the one behind it will.
+    `left` is what the latter was given."""
 
     def __init__(self, last: str, given: Mapping[str, Tensor]) -> None:
         self._last, self._given = last, given
@@ -259,8 +260,8 @@ class _Inside:
 
 @torch.no_grad()
 def find_mixers(base: Base) -> list[Mixer]:
-    """Finds the recurrent mixers of a base, and has them split the rows of a run by sequence; before sites are
-    hooked. Raises UnsupportedModel for one that cannot be run alone."""
+    """Finds the recurrent mixers of a base, and has them split the rows of a run by sequence; before sites
+    are hooked. Raises UnsupportedModel for one that cannot be run alone."""
     found: list[Mixer] = []
     for layer, block in enumerate(base.chain):
         with block.visit(Direction.INFER):

@@ -28,10 +28,10 @@ _NOTHING = Virtual("")
 class ActivationStore:
     """Activations of all rows of a micro-batch, filled window by window, layer by layer.
 
-    `hidden` has the layers' outputs, `saved` outputs kept from inside layers, `kv` keys and values, `states` those of recurrent layers. tokens,
-    labels [rows] (label -100 is none; a label belongs to the row that predicts it). Where `virtual` has
-    prompts their rows come first, once for all examples, as the first of `lengths`. The first layer's input
-    is embedded again when it is needed.
+    `hidden` has the layers' outputs, `saved` outputs kept from inside layers, `kv` keys and values, `states`
+    those of recurrent layers. tokens, labels [rows] (label -100 is none; a label belongs to the row that
+    predicts it). Where `virtual` has prompts their rows come first, once for all examples, as the first of
+    `lengths`. The first layer's input is embedded again when it is needed.
     """
 
     def __init__(

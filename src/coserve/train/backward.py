@@ -106,8 +106,8 @@ def _gradients_together(
 
 class LayerGradients(NamedTuple):
     """Gradients of one window's pass back through a layer: of the parameters that train there (None for those
-    without influence), of the tensors of `MicroBatchKV.past`, of the layer's input [1, rows, width] where it is
-    needed, and of the states before the window, by mixer."""
+    without influence), of the tensors of `MicroBatchKV.past`, of the layer's input [1, rows, width] where it
+    is needed, and of the states before the window, by mixer."""
 
     leaves: Sequence[Tensor | None]
     past: Sequence[Tensor]

@@ -155,8 +155,8 @@ def backward_bytes(base: Base, window: int) -> int:
 
 
 def replayed_bytes(base: Base, window: int) -> int:
-    """The most bytes of a window's rows in the graph of the widest layer, with what recurrent mixers keep there
-    and as much again for gradients."""
+    """The most bytes of a window's rows in the graph of the widest layer, with what recurrent mixers keep
+    there and as much again for gradients."""
     widest = max(sum(_wide(base, block.path)) for block in base.chain)
     kinds = {tuple(mixer.shapes): mixer for mixer in base.mixers}.values()
     mixed = max((2 * mixer.graph_nbytes(window) for mixer in kinds), default=0)

@@ -38,6 +38,8 @@ from coserve.train.window_group import ForwardWindow, KeptRows
 
 _EXAMPLES: Final = (8, 5)  # rows: 13 in all, a size that hardly occurs elsewhere in a model
 _WINDOWS: Final = ((0, 6), (6, 7))  # (start, rows): the second goes on within the first example
+# Some mixers have other code for one row after a state than for several.
+_STATE_WINDOWS: Final = ((0, 4), (4, 3), (7, 6))
 _RANK: Final = 2
 # Of the largest gradient: smaller ones (of queries that hardly choose) are mostly rounding.
 _SMALL: Final = 0.1
@@ -116,7 +118,8 @@ class _Proof:
         self._bypasses = Bypasses({}, self._adapter)
         (tokens,) = draw(base, sum(_EXAMPLES))
         self._store = ActivationStore(base, _EXAMPLES, tokens, tokens.roll(-1), fates)
-        self._windows = [self._store.window(*window) for window in _WINDOWS]
+        windows = _STATE_WINDOWS if base.mixers else _WINDOWS
+        self._windows = [self._store.window(*window) for window in windows]
         self._all = self._store.window(0, sum(_EXAMPLES))
         like = self._store.hidden.last(self._all)
         self._gradients = {layer: self._draw(*like.shape) for layer in layers}

@@ -1,8 +1,9 @@
 """States of recurrent layers where a micro-batch's windows begin, and the gradients that are owed to them.
 
-What keys and values are in attention (`train/kv.py`), a state is to a recurrent layer: a window that goes on within
-an example begins with the state that the window before it left, is re-run from it on its way back, and owes it a
-gradient, which waits for the window before. Every example begins without a state, so none sees its neighbour.
+What keys and values are in attention (`train/kv.py`), a state is to a recurrent layer: a window that goes on
+within an example begins with the state that the window before it left, is re-run from it on its way back, and
+owes it a gradient, which waits for the window before. Every example begins without a state, so none sees its
+neighbour.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ StateGrads = tuple[Tensor | None, ...]  # of a mixer's state; None where nothing
 
 
 class MicroBatchStates:
-    """States of all mixers at the rows of a micro-batch where windows begin within an example. `lengths` are those
-    of its examples."""
+    """States of all mixers at the rows of a micro-batch where windows begin within an example. `lengths` are
+    those of its examples."""
 
     def __init__(self, lengths: Sequence[int], lease: Lease) -> None:
         self._ends = frozenset(accumulate(lengths))
@@ -54,8 +55,8 @@ class MicroBatchStates:
 
 
 def mix_window(core: Core, window: Window, start: int, before: States | None) -> tuple[Tensor, States]:
-    """A mixer's output [1, window rows, width] for a window's rows, which begin at row `start` of the run: the first
-    example goes on from `before`. And the state [1, ...] of the last one."""
+    """A mixer's output [1, window rows, width] for a window's rows, which begin at row `start` of the run:
+    the first example goes on from `before`. And the state [1, ...] of the last one."""
     assert not (window.prompt or window.before), (
         "no adapter of a base with recurrent layers has virtual tokens"
     )

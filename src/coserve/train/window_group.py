@@ -123,10 +123,11 @@ def _checked(check: Callable[[], object], gradient: Tensor) -> None:
 class ReplayedRows(GraphRows):
     """A window group's rows while a layer is re-run for its gradient.
 
-    Stored outputs are not recomputed, nor those on which no gradient depends. `past` and `states` (those before it, by mixer) are one per window, as
-    leaves of the graph. `current` are the graph's own keys and values [1, groups, rows, width], None where
-    the layer reads another layer's. `check` is called between products, in both directions, and may raise
-    (`train.pause`); not where they are computed elsewhere, as answers under way are not left alone.
+    Stored outputs are not recomputed, nor those on which no gradient depends. `past` and `states` (those
+    before it, by mixer) are one per window, as leaves of the graph. `current` are the graph's own keys and
+    values [1, groups, rows, width], None where the layer reads another layer's. `check` is called between
+    products, in both directions, and may raise (`train.pause`); not where they are computed elsewhere, as
+    answers under way are not left alone.
     """
 
     def __init__(

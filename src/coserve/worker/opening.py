@@ -134,6 +134,8 @@ def open_stitched(
     if len(legs) != len(hosts):
         raise ConfigError("a chain of two bases needs both in one process: engine.executor = local")
     first, second = legs
+    if any(leg.base.mixers for leg in legs):
+        raise ConfigError("a chain of two bases has pages alone, and one of the two has recurrent layers")
     base = StitchedBase(first.base, second.base, Stitch.read(folder))
     worker = _make(base, config, grammars, 0, None, StitchedWorker)
     assert isinstance(worker, StitchedWorker)

@@ -44,7 +44,8 @@ class SequenceTable:
     in its block table and are only read; virtual tokens that do not fill a page are copied into its first own
     page.
 
-    `states` has the states of recurrent layers by the same rows. They need no cleaning: a sequence begins without.
+    `states` has the states of recurrent layers by the same rows. They need no cleaning: a sequence begins
+    without.
 
     A sequence gets its row with the plan that first names it and loses it when its key is released: when it
     ended, or was preempted, after which a later plan names it anew.
