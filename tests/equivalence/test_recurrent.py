@@ -67,7 +67,7 @@ def test_mixed_answers_are_the_models_own(name: str, tmp_path: Path) -> None:
     "name", ["qwen3_5_text", "granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "lfm2", "mamba2"]
 )
 def test_mixed_answers_in_float32(name: str, tmp_path: Path) -> None:
-    """What models compute in float32 whatever their type is, they do here, too."""
+    """Nothing is kept in float64: as models are served."""
     expect_own_answers(name, torch.float32, NEAR, tmp_path)
 
 

@@ -68,7 +68,6 @@ class StateStore:
             tuple(torch.zeros(2 * sequences, *own.shape, dtype=own.dtype, device=device) for own in shapes)
             for shapes in mixers
         ]
-        self.device = device
         self._current = [0] * sequences  # the half that has a sequence's state
 
     @property
@@ -85,9 +84,11 @@ class StateStore:
         for held, state in zip(self._states[number], states, strict=True):
             held.index_copy_(0, places, state.to(held.dtype))
 
-    def places(self, lines: Sequence[int], after: bool = False) -> list[int]:
-        """Where the sequences `lines` have their states, or get those `after` the pass under way."""
-        return [2 * line + (self._current[line] ^ after) for line in lines]
+    def places(self, lines: Sequence[int], after: bool = False) -> Tensor:
+        """Places [n] of the states of sequences by their lines; of those that they have `after` the pass
+        under way."""
+        places = [2 * line + (self._current[line] ^ after) for line in lines]
+        return torch.tensor(places, device=self._states[0][0].device)
 
     def turn(self, lines: Sequence[int]) -> None:
         """Makes the states that were written for these sequences their current ones."""
@@ -96,7 +97,7 @@ class StateStore:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Call:
     """Rows of sequences of equal length in a pass: the places of their states before, which sequences that
     begin have none of, and after."""
 
@@ -115,24 +116,23 @@ class PassStates:
     ) -> None:
         """`query_lens` are each sequence's rows in the pass, `seq_lens` its positions including them."""
         self._store, self._lines = store, lines
-        self._pieces = list[_Piece]()
-        device, start = store.device, 0
-        before, after = (torch.tensor(store.places(lines, late), device=device) for late in (False, True))
+        self._calls = list[_Call]()
+        before, after, start = store.places(lines), store.places(lines, after=True), 0
         for first, count in equal_lengths(query_lens, seq_lens):
             length = query_lens[first]
             rows, some = slice(start, start + count * length), slice(first, first + count)
             begins = seq_lens[first] == length
-            self._pieces.append(_Piece(rows, count, None if begins else before[some], after[some]))
+            self._calls.append(_Call(rows, count, None if begins else before[some], after[some]))
             start = rows.stop
         self._rows = start
 
     def mix(self, core: Core, count: int) -> Tensor:
         """A mixer's output [1, count, width] for the pass's rows and padding behind them."""
         outputs = []
-        for piece in self._pieces:
-            before = None if piece.before is None else self._store.read(core.number, piece.before)
-            out, after = core.run(piece.rows, piece.batch, before)
-            self._store.write(core.number, piece.after, after)
+        for call in self._calls:
+            before = None if call.before is None else self._store.read(core.number, call.before)
+            out, after = core.run(call.rows, call.batch, before)
+            self._store.write(core.number, call.after, after)
             outputs.append(out)
         if count > self._rows:
             outputs.append(core.zeros(count - self._rows))
@@ -157,3 +157,13 @@ def equal_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[tu
             found.append((sequence, 1))
             kinds.append(kind)
     return found
+
+
+def mixers_in(layer: int, mixers: Sequence[RecurrentMixer]) -> list[RecurrentMixer]:
+    """The mixers of a layer."""
+    return [mixer for mixer in mixers if mixer.layer == layer]
+
+
+def state_nbytes(mixers: Sequence[RecurrentMixer]) -> int:
+    """Bytes of the states of one sequence, in all mixers."""
+    return sum(shape.nbytes for mixer in mixers for shape in mixer.shapes)

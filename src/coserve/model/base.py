@@ -96,15 +96,6 @@ class Base:
         """Tells whether some layers attend to other layers' keys and values."""
         return any(cache.reads is not None for cache in self.caches)
 
-    def mixers_in(self, layer: int) -> list[RecurrentMixer]:
-        """The recurrent mixers of a layer."""
-        return [mixer for mixer in self.mixers if mixer.layer == layer]
-
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of the states of one sequence, in all recurrent layers."""
-        return sum(shape.nbytes for mixer in self.mixers for shape in mixer.shapes)
-
     @property
     def nbytes(self) -> int:
         """Bytes in memory of all weights in their current form, shared storage counted once."""

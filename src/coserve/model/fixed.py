@@ -96,8 +96,8 @@ def prove_fixed(base: Base) -> None:
     name = base.model.config.model_type
     if base.mixers:
         raise UnsupportedModel(
-            f"{name} cannot be run in the deterministic mode: how its recurrent layers add up a prompt depends "
-            "on where it is cut"
+            f"{name} cannot be run in the deterministic mode: how its recurrent layers add up a prompt "
+            "depends on where it is cut"
         )
     for block in base.chain:
         if experts := [path for path, p in block.module.named_parameters() if p.ndim > 2]:

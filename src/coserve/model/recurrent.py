@@ -10,6 +10,7 @@ linear gave) before, and the one that gives the mixer's output behind. Between t
 called for each sequence's rows, or for several sequences of equal length, with its linears standing aside.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from coserve.model.refusal import unsupported
 
 _ARGUMENTS: Final = ("cache_params", "past_key_values", "past_key_value")  # the cache's names
 _ROWS: Final = 5  # of the probe: unlike the kernel of any convolution
+_log = logging.getLogger(__name__)
+
 StateKey = tuple[str, int]  # "conv" or "recurrent", and the number of the state in its layer
 
 
@@ -102,8 +105,8 @@ class _Flat:
 
 @dataclass(frozen=True, slots=True)
 class _Anatomy:
-    """What a mixer does with a cache and its linears: the names of its first argument and of its cache, its
-    states, its flat linears in order, the linear that gives its output (empty where none does), the width
+    """Uses that a mixer makes of a cache and its linears: the names of its first argument and of its cache,
+    its states, its flat linears in order, the linear that gives its output (empty where none does), the width
     behind which that stands, and the number of values that it returns (0: one, in no tuple). One that goes on
     `by_rows` starts a window of several rows without a state, and is called for each row after one (Mamba
     1)."""
@@ -277,7 +280,7 @@ def find_mixers(base: Base) -> list[Mixer]:
 
 
 def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
-    """What a module does with a cache and its linears; None for one that uses no states."""
+    """The anatomy of a module that uses states of a cache; None for any other."""
     names = [*signature(type(module).forward).parameters][1:]
     argument = next((name for name in _ARGUMENTS if name in names), None)
     if argument is None:
@@ -299,7 +302,8 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
         except Exception as error:
             if not cache.is_asked:
                 return None  # attention, which asks for other arguments
-            part = f"its recurrent layer {path} cannot be run alone ({type(error).__name__})"
+            _log.warning("%s cannot be run alone: %s: %s", path, type(error).__name__, error)
+            part = "one of its recurrent layers cannot be run on its own (the log has the error)"
             raise unsupported(base.model.config.model_type, part) from error
     if not cache.after:
         return None

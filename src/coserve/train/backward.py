@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
-from coserve.attention.states import States
+from coserve.attention.states import States, mixers_in
 from coserve.core.sequence import Direction, Span
 from coserve.errors import PassFailed
 from coserve.kernels.rows import concat_rows, split_rows
@@ -164,7 +164,8 @@ def layer_gradients(
 def _states_before(layer: int, window: "BackwardWindow") -> dict[int, States]:
     """The states before a window in a layer, by mixer, as leaves of a graph; none where an example begins."""
     store = window.backward.store
-    kept = {m.number: store.states.before(m.number, window.window) for m in store.base.mixers_in(layer)}
+    mixers = mixers_in(layer, store.base.mixers)
+    kept = {mixer.number: store.states.before(mixer.number, window.window) for mixer in mixers}
     return {
         number: tuple(state.detach().requires_grad_() for state in states)
         for number, states in kept.items()
@@ -294,7 +295,7 @@ class BackwardWindow:
         self.backward.accumulate(self.backward.leaves(layer), gradients.leaves)
         kv.drop_grads(layer, self.window)
         kv.add_past_grads(layer, self.window, gradients.past)
-        for mixer in self.backward.store.base.mixers_in(layer):
+        for mixer in mixers_in(layer, self.backward.store.base.mixers):
             self.backward.store.states.owe(mixer.number, self.window, gradients.states.get(mixer.number, ()))
         self.reached = layer
         if gradients.input is not None:

@@ -13,6 +13,7 @@ import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import exact_type
+from coserve.attention.states import state_nbytes
 from coserve.core.row_buckets import RowBuckets
 from coserve.memory.ledger import Account
 from coserve.model.base import Base
@@ -89,7 +90,7 @@ def job_needs(
     }
     window = largest if steps.window is None else min(steps.window, largest)
     # A state where each window ends, and what one of them is owed.
-    own[Account.ACTIVATIONS] += (at_once // window + 1 + steps.in_flight) * base.state_nbytes
+    own[Account.ACTIVATIONS] += (at_once // window + 1 + steps.in_flight) * state_nbytes(base.mixers)
     shared = max(backward_bytes(base, window), moments if steps.offloaded else 0)
     return JobNeeds(own, shared)
 

@@ -7,6 +7,7 @@ neighbour.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import Tensor
@@ -19,6 +20,14 @@ from coserve.train.window import Window
 StateGrads = tuple[Tensor | None, ...]  # of a mixer's state; None where nothing depends on a part of it
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A mixer's state at a row, and the gradient that it is owed."""
+
+    states: States
+    owed: StateGrads | None = None
+
+
 class MicroBatchStates:
     """States of all mixers at the rows of a micro-batch where windows begin within an example. `lengths` are
     those of its examples."""
@@ -26,32 +35,33 @@ class MicroBatchStates:
     def __init__(self, lengths: Sequence[int], lease: Lease) -> None:
         self._ends = frozenset(accumulate(lengths))
         self._lease = lease
-        self._states: dict[tuple[int, int], States] = {}
-        self._owed: dict[tuple[int, int], StateGrads] = {}
+        self._kept: dict[tuple[int, int], _Kept] = {}  # by mixer and row
 
     def save(self, number: int, window: Window, after: States) -> None:
         """Stores the state [1, ...] of mixer `number` after a window, where its last example goes on."""
         if (end := window.span.stop) in self._ends:
             return
         key = number, end
-        if key not in self._states:
-            self._states[key] = tuple(self._lease.take(x.shape, x.dtype, x.device) for x in after)
-        for held, x in zip(self._states[key], after, strict=True):
+        if key not in self._kept:
+            self._kept[key] = _Kept(tuple(self._lease.take(x.shape, x.dtype, x.device) for x in after))
+        for held, x in zip(self._kept[key].states, after, strict=True):
             held.copy_(x)
 
     def before(self, number: int, window: Window) -> States | None:
         """The state [1, ...] of mixer `number` before a window; None where an example begins there."""
-        return self._states[number, window.start] if window.past else None
+        return self._kept[number, window.start].states if window.past else None
 
     def owe(self, number: int, window: Window, grads: StateGrads) -> None:
         """Keeps what a window owes to its state, and frees what was owed to it."""
-        self._owed.pop((number, window.span.stop), None)
+        if behind := self._kept.get((number, window.span.stop)):
+            behind.owed = None
         if window.past:
-            self._owed[number, window.start] = grads
+            self._kept[number, window.start].owed = grads
 
     def owed(self, number: int, window: Window) -> StateGrads | None:
         """The gradient of mixer `number`'s state after a window, from the window behind it; None if none."""
-        return self._owed.get((number, window.span.stop))
+        kept = self._kept.get((number, window.span.stop))
+        return None if kept is None else kept.owed
 
 
 def mix_window(core: Core, window: Window, start: int, before: States | None) -> tuple[Tensor, States]:

@@ -1,4 +1,4 @@
-"""The store of recurrent states against one plain state for each sequence: random passes, some of which do not count."""
+"""The store of recurrent states against a plain state for each sequence: random passes; some do not count."""
 
 import random
 
