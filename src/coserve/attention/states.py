@@ -97,7 +97,7 @@ class StateStore:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _MixerCall:
     """Rows of sequences of equal length in a pass: the places of their states before, which sequences that
     begin have none of, and after."""
 
@@ -116,13 +116,13 @@ class PassStates:
     ) -> None:
         """`query_lens` are each sequence's rows in the pass, `seq_lens` its positions including them."""
         self._store, self._lines = store, lines
-        self._calls = list[_Call]()
+        self._calls = list[_MixerCall]()
         before, after, start = store.places(lines), store.places(lines, after=True), 0
         for first, count in equal_lengths(query_lens, seq_lens):
             length = query_lens[first]
             rows, some = slice(start, start + count * length), slice(first, first + count)
             begins = seq_lens[first] == length
-            self._calls.append(_Call(rows, count, None if begins else before[some], after[some]))
+            self._calls.append(_MixerCall(rows, count, None if begins else before[some], after[some]))
             start = rows.stop
         self._rows = start
 

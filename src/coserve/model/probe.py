@@ -8,7 +8,7 @@ or masks that begin at some position show although they change little.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -163,20 +163,23 @@ def _near(base: Base, own: Own) -> list[Callable[[], None]]:
     attention = make_batched(base.caches, 2 * pages, _PAGE, base.dtype, base.device)
     table = torch.arange(2 * pages, device=base.device).view(2, pages)
     begun, rest = [slice(0, one - 1), slice(0, _CUT)], [slice(one - 1, one), slice(_CUT, two)]
-    states = StateStore([mixer.shapes for mixer in base.mixers], 2, base.device)
-    of_begun = _states_of(begun, states)
-    of_begun.commit()  # the second pass, which may run a layer behind the first, reads what that has written
-    of_rest = _states_of(rest, states)
+    of_begun, of_rest = _states(base, begun, rest)
     return [
         partial(_compare, base, own, attention, of_begun, table, begun),
         partial(_compare, base, own, attention, of_rest, table, rest, num_decodes=1),
     ]
 
 
-def _states_of(spans: Sequence[slice], states: StateStore) -> PassStates:
-    """The states of a pass with these rows of each prompt."""
-    lens, ends = [span.stop - span.start for span in spans], [span.stop for span in spans]
-    return PassStates(states, range(len(spans)), lens, ends)
+def _states(base: Base, *passes: Sequence[slice]) -> Iterator[PassStates | None]:
+    """The states of passes with these rows of each prompt, one after the other. A later one reads what those
+    before have written, which may be only a layer ahead."""
+    store = StateStore([mixer.shapes for mixer in base.mixers], 2, base.device) if base.mixers else None
+    for spans in passes:
+        lens, ends = [span.stop - span.start for span in spans], [span.stop for span in spans]
+        states = None if store is None else PassStates(store, range(len(spans)), lens, ends)
+        if states is not None:
+            states.commit()
+        yield states
 
 
 @torch.no_grad()
@@ -184,7 +187,7 @@ def _compare(
     base: Base,
     own: Own,
     attention: BatchedBackend,
-    states: PassStates,
+    states: PassStates | None,
     block_table: Tensor,
     spans: Sequence[slice],
     num_decodes: int = 0,
