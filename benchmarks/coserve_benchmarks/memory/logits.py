@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coserve.attention.states import Core
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows
@@ -51,6 +52,9 @@ class _WholeSequence:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         return attend(q, k, v, spec).transpose(1, 2)
+
+    def mix(self, core: Core, start: int) -> Tensor:
+        return core.run(slice(start, start + self.count), 1, None)[0]
 
 
 def _logits(base: Base, tokens: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class WholeModel:
         self.depth = len(layers)
         self.hidden_size = layer_width(model)
         self.frozen = OwnParameters(model, self.sites)
+        self.mixers: Sequence[object] = ()  # what they hold is no matter for weights
 
     @cached_property
     def caches(self) -> Sequence[CacheShape]:

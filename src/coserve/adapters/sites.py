@@ -189,6 +189,10 @@ class Frame(Protocol):
         """Keys and values of each layer."""
 
     @property
+    def mixers(self) -> Sequence[object]:
+        """Recurrent mixers, which have a state beside keys and values."""
+
+    @property
     def frozen(self) -> FrozenParameters: ...
 
 

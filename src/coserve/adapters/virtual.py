@@ -125,7 +125,10 @@ class Virtual:
 
 
 def embedding_of(frame: Frame) -> Site:
-    """The base's input embedding. Raises AdapterMismatch."""
+    """The base's input embedding. Raises AdapterMismatch, also for a base that has more than keys and values
+    of what comes before."""
+    if frame.mixers:
+        raise AdapterMismatch("virtual tokens do not go with recurrent layers, whose states no page holds")
     for site in frame.sites.values():
         if site.kind is Kind.EMBEDDING:
             return site

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from coserve.attention.states import Core, PassStates
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.row_tiles import RowTiles
 
@@ -122,13 +123,25 @@ class AttentionBackend(Protocol[Metadata]):
 
 class InferenceRows:
     """The inference rows of one pass, `count` with padding: a `BatchPart` of a fused run. In `backend` the
-    layers are `shift` further on than in the pass."""
+    layers are `shift` further on than in the pass. `states` are those of their sequences in recurrent
+    layers."""
 
     keeper = None
 
-    def __init__(self, backend: AttentionBackend[Any], common: CommonAttentionMetadata, count: int) -> None:
+    def __init__(
+        self,
+        backend: AttentionBackend[Any],
+        common: CommonAttentionMetadata,
+        count: int,
+        states: PassStates | None = None,
+    ) -> None:
         self.count, self.shift = count, 0
         self.backend, self.metadata = backend, backend.build(common)
+        self.states = states
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         return self.backend.attend(layer + self.shift, q, k, v, self.metadata, spec)
+
+    def mix(self, core: Core, start: int) -> Tensor:
+        assert self.states is not None and start == 0, "rows of answers come first"
+        return self.states.mix(core, self.count)

@@ -48,7 +48,7 @@ class KVPool:
             self._values.append(
                 store(c.groups, slots, c.value, dtype, device) if c.reads is None else self._values[c.reads]
             )
-        self._owns = [c.reads is None for c in caches]
+        self._owns = [c.width > 0 for c in caches]
 
     @property
     def nbytes(self) -> int:

@@ -493,7 +493,8 @@ class Engine:
     def _steps(self, policy: Policy, settings: SchedulerConfig) -> Steps:
         """Limits of a job's work under way at once."""
         window = settings.training_window or settings.reserved_rows
-        return Steps(settings.micro_batches_in_flight, None if policy.whole else window, self.config.offload)
+        is_whole = policy.whole and settings.training_window is None
+        return Steps(settings.micro_batches_in_flight, None if is_whole else window, self.config.offload)
 
     def _cache(self, settings: SchedulerConfig, tier: SwapTier) -> BaseCache:
         """The cache of this base's keys and values, also of those in the second tier."""

@@ -30,15 +30,15 @@ R = TypeVar("R")
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
     """Constant facts of an executor. `sequences` is its largest number of sequences; `eos_ids` end an answer.
-    `cache_nbytes` are the bytes of keys and values, `grown` those that loading took and keeps beside the
-    weights, `host_room` those for host copies of adapters. `fingerprint` is the base's content hash, `dtype`
-    its type's name, `row_buckets` the row counts of the device's steps, `sites` the base's sites for
+    `cache_nbytes` are the bytes of keys, values and states, `grown` those that loading took and keeps beside
+    the weights, `host_room` those for host copies of adapters. `fingerprint` is the base's content hash,
+    `dtype` its type's name, `row_buckets` the row counts of the device's steps, `sites` the base's sites for
     adapters, `streaming` how the base is streamed (None for one that was loaded as a whole). `swap_pages` are
     those that the second tier has room for, `offload_pages` the same for sequences that lie there as a whole;
-    `offload_refusal` says why there are none. `elsewhere` are paths of linears that base executors
-    compute. `graphs` tells whether answers that share no pass with windows are replayed as graphs. It runs
-    `plans` at once, as a pipeline of so many stages does, and `plan_rate` of them begin in the seconds that
-    one takes (`schedule.overlap.Overlap`)."""
+    `offload_refusal` says why there are none. `elsewhere` are paths of linears that base executors compute.
+    `graphs` tells whether answers that share no pass with windows are replayed as graphs. It runs `plans` at
+    once, as a pipeline of so many stages does, and `plan_rate` of them begin in the seconds that one takes
+    (`schedule.overlap.Overlap`)."""
 
     sequences: int
     eos_ids: tuple[int, ...]

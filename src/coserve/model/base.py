@@ -8,7 +8,7 @@ not patch.
 import threading
 import weakref
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.sites import EMBEDDED, FrozenParameters, decoder_of
 from coserve.attention.backend import CacheShape
+from coserve.attention.states import RecurrentMixer
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu import row_buckets
@@ -30,6 +31,7 @@ from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
 from coserve.model.parameters import held_bytes
+from coserve.model.refusal import takes_positions
 from coserve.model.short_prologue import Begun, ShortPrologue, find_short_prologue
 
 _FARTHEST: Final = 1 << 18  # position that a short prologue is compared at
@@ -40,9 +42,11 @@ class Base:
     results.
 
     Attributes: `model` (transformers' own), `cell` (the rows in the pass), `linears` by path, `sites` where
-    adapters may stand, `modules` (the names of all), `caches` per layer, `hidden_size`, `max_positions`,
+    adapters may stand, `modules` (the names of all), `caches` per layer, `mixers` (its recurrent ones),
+    `hidden_size`, `max_positions`,
     `parameters` (their number; tied ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint`
-    (content hash of all that), `chain` (its layers, and every loop over them), `frozen` (its frozen
+    (content hash of all that), `chain` (its layers, and every loop over them),
+    `takes_positions` (whether the model is told its rows' positions), `frozen` (its frozen
     parameters, wherever they are), `buffer_nbytes` (of buffers for parts that are not resident), `reader` (of
     these parts; None where all are resident).
     """
@@ -66,6 +70,7 @@ class Base:
         self.quantized = origin.quantized
         self.linears: dict[str, FrozenLinear] = {}
         self.caches: list[CacheShape] = []
+        self.mixers: Sequence[RecurrentMixer] = ()
         self.dtype = origin.dtype
         self.device = origin.device
         self.row_buckets = row_buckets(origin.device)
@@ -78,6 +83,7 @@ class Base:
         self._norm_and_head: tuple[Any, Any] | None = None  # where they are all of the tail
         self._short_prologue: ShortPrologue | None = None  # where the model does no more than that
         self._decoder: Any = decoder_of(model)
+        self.takes_positions = takes_positions(model)
         self._standing_aside = threading.RLock()  # a worker's two streams share the model
 
     @property
@@ -263,7 +269,8 @@ class Base:
             for block in self.chain:
                 block.answer_with(answer)
             try:
-                return module(input_ids=ids, position_ids=positions, use_cache=False)
+                told = {"position_ids": positions} if self.takes_positions else {}
+                return module(input_ids=ids, use_cache=False, **told)
             finally:
                 for block in self.chain:
                     block.answer_with(None)

@@ -18,6 +18,7 @@ from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.adapters.lora_batch import NO_ADAPTERS, LayerAdapters, LayerPaths, LoraBatch
 from coserve.attention.backend import InferenceRows
 from coserve.attention.batched import BatchedBackend
+from coserve.attention.states import Core
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.native.layer import LayerPages
 from coserve.model.group import GroupRows, Prepared
@@ -37,6 +38,9 @@ class Rows(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention of q [1, heads, rows, dk] with new k [1, groups, rows, dk], v [1, groups, rows, dv],
         after rotary embedding; returns [1, rows, heads, dv]."""
+
+    def mix(self, core: Core) -> Tensor:
+        """The output [1, rows, width] of a recurrent mixer, each sequence's rows from its own state."""
 
 
 class BatchCell(threading.local):
@@ -77,6 +81,9 @@ class BatchPart(Protocol):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """As `Rows.attend`, for the rows of this part."""
+
+    def mix(self, core: Core, start: int) -> Tensor:
+        """As `Rows.mix`, for the rows of this part, which begin at row `start` of the run."""
 
 
 class FusedRows(GroupRows):
@@ -244,6 +251,10 @@ class FusedRows(GroupRows):
             for rows, part in self._parts
         ]
         return torch.cat(outputs, dim=1)
+
+    def mix(self, core: Core) -> Tensor:
+        outputs = [part.mix(core, rows.start) for rows, part in self._parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,15 +100,15 @@ class ModelPart(ABC):
 class Block(ModelPart):
     """One decoder layer. `run` computes it; within the model's own forward it returns a preset answer.
 
-    `path` is its name in the model, `module` the layer, `returns_tuple` whether this model's layers wrap
-    their hidden state (set once that is known), `shortcut` a faster way to the same output, which gives None
-    where it does not lead there.
+    `path` is its name in the model, `module` the layer, `returns` the number of values in the tuple that this
+    model's layers return, 0 where it is the hidden state alone (set once that is known), `shortcut` a faster
+    way to the same output, which gives None where it does not lead there.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__()
         self.path, self.module = path, module
-        self.returns_tuple = False
+        self.returns = 0
         self.shortcut: Callable[[Tensor, Call], Tensor | None] | None = None
         self._forward: Callable[..., Any] = module.forward
         self._answer: Callable[[Tensor, Call], Tensor] | None = None
@@ -147,7 +147,7 @@ class Block(ModelPart):
             with self.visit(Direction.INFER):
                 return self._forward(hidden, *args, **kwargs)
         out = self._answer(hidden, (args, kwargs))
-        return (out,) if self.returns_tuple else out
+        return (out, *[None] * (self.returns - 1)) if self.returns else out
 
 
 class Ends(ModelPart):

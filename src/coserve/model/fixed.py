@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
+from coserve.attention.states import Core
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.base import Base
@@ -86,10 +87,18 @@ class _Selfish:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 
+    def mix(self, core: Core, start: int) -> Tensor:
+        raise AssertionError("a base with recurrent layers has no deterministic mode")
+
 
 def prove_fixed(base: Base) -> None:
     """Raises UnsupportedModel where a row's bits depend on its place among `ROWS` rows, or on the others."""
     name = base.model.config.model_type
+    if base.mixers:
+        raise UnsupportedModel(
+            f"{name} cannot be run in the deterministic mode: how its recurrent layers add up a prompt "
+            "depends on where it is cut"
+        )
     for block in base.chain:
         if experts := [path for path, p in block.module.named_parameters() if p.ndim > 2]:
             raise UnsupportedModel(

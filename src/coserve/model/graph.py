@@ -10,6 +10,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.adapters.lora_batch import LoraBatch
 from coserve.adapters.lowrank import is_lora
+from coserve.attention.states import Core
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.lora.segments import LoraSegments
 from coserve.kernels.rows import concat_rows, split_rows
@@ -20,7 +21,7 @@ from coserve.model.placement import Placement
 
 class GraphRows(GroupRows):
     """Rows in a graph where everything but bypasses is frozen: the first `sizes[0]` rows have the bypasses
-    `adapters[0]`, and so on for all rows. Has no attention."""
+    `adapters[0]`, and so on for all rows. Has neither attention nor mixers."""
 
     def __init__(self, adapters: Sequence[Bypasses], sizes: Sequence[int]) -> None:
         super().__init__()
@@ -57,6 +58,9 @@ class GraphRows(GroupRows):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         raise AssertionError("nothing attends outside of the layers")
+
+    def mix(self, core: Core) -> Tensor:
+        raise AssertionError("no mixer runs outside of the layers")
 
     def _segments(self, path: str, x: Tensor) -> tuple[Tensor | None, LoraSegments | None]:
         """The stand-in for the frozen product of x [..., in] if any, and its low-rank bypasses."""

@@ -109,6 +109,11 @@ class FrozenLinear(Placed):
         """The dense weight [out, in]; model code sometimes reads its dtype or device."""
         return self.placement.weight()
 
+    @property
+    def bias(self) -> Tensor | None:
+        """Bias [out], None where the linear has none; model code sometimes reads it."""
+        return self.placement.tensors().get("bias")
+
     def forward(self, x: Tensor) -> Tensor:
         rows = self.cell.rows
         return frozen(x, self.placement) if rows is None else rows.linear(self.path, self.placement, x)

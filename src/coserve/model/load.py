@@ -40,6 +40,7 @@ from coserve.model.placement import Placed, Placement, place_locally
 from coserve.model.placing import Holds, place_linears
 from coserve.model.probe import Own, ProbeRows, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
+from coserve.model.recurrent import find_mixers
 from coserve.model.refusal import (
     multimodal,
     reads_more_than_text,
@@ -144,7 +145,7 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
     a block at the latest when the pass comes to it."""
     masks = Masks(base.model.config.model_type)
     for block in base.chain:
-        block.returns_tuple = own.returns_tuple
+        block.returns = own.returns
     _fit(base, masks, placed)
     prove(base, own, masks, shorten=partial(find_native_layers, base))
     _refuse_shorter_cache(base)
@@ -242,6 +243,7 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
     AttentionInterface.register(name, attention_function(base.cell, caches, masks))
     AttentionMaskInterface.register(name, masks.make)
     model.set_attn_implementation(name)
+    base.mixers = find_mixers(base)
     with placed():
         base.learn_arguments()
         looking = _look(base)
@@ -254,6 +256,8 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
 
 
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
+    if base.mixers:  # layers beside them may have no attention: the proof sees one that attends unseen
+        caches |= {layer: CacheShape(0, 0, 0) for layer in range(base.depth) if layer not in caches}
     lacking = base.depth - len(caches)
     if lacking > 0:
         part = f"{lacking} of its {base.depth} layers have no attention, or compute it by code of their own"
@@ -342,7 +346,7 @@ def _keep_sites_that_layers_see(base: Base) -> None:
 def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
     """Raises UnsupportedModel for windows that are in masks alone. Masks are not used here, and the probe's
     prompts are shorter than most windows, so it would miss them."""
-    attended = {_felt(cache.window, base.max_positions) for cache in base.caches}
+    attended = {_felt(cache.window, base.max_positions) for cache in base.caches if cache.groups}
     asked = {_felt(window, base.max_positions) for window in masked}
     if not attended <= asked or not asked - {None} <= attended:
         shown = [", ".join(sorted(map(str, windows))) or "none" for windows in (asked, attended)]

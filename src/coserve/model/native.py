@@ -51,8 +51,12 @@ def _replace_norm(module: nn.Module) -> bool:
         return False
     own = _function_of(module)
     x = torch.cat([scale * (_random(weight, 4, len(weight)) + 0.5) for scale in _SCALES])[None]
+    try:
+        found = own(module, x)
+    except (TypeError, AttributeError):  # a norm with a gate
+        return False
     for centred in (False, True):
-        if _same(own(module, x), elementwise.rms_norm(x, weight, eps, centred)):
+        if _same(found, elementwise.rms_norm(x, weight, eps, centred)):
             break
     else:
         return False

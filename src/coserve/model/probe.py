@@ -8,7 +8,7 @@ or masks that begin at some position show although they change little.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.attention.paged import make_batched
+from coserve.attention.states import Core, PassStates, States, StateStore
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.base import Base, is_without_data
@@ -43,14 +44,14 @@ _SAME: Final = 1e-5  # relative difference of two forwards that do the same arit
 @dataclass(frozen=True, slots=True)
 class Own:
     """Results of the model's own forward on each of the probe's prompts: `hidden` [1, rows, width] behind
-    each layer, `logits` [rows, vocabulary], and its routers' choices. `returns_tuple` says whether its layers
-    wrap their hidden state."""
+    each layer, `logits` [rows, vocabulary], and its routers' choices. `returns` is the number of values
+    that its layers return in a tuple, 0 where they return their hidden state alone."""
 
     prompts: list[Tensor]
     hidden: list[list[Tensor]]
     logits: list[Tensor]
     choices: list[list[Tensor]]
-    returns_tuple: bool
+    returns: int
 
 
 def draw(base: Base, *lengths: int) -> list[Tensor]:
@@ -90,14 +91,14 @@ def own_forward(base: Base) -> Own:
         found = in_lockstep(base.chain.blocks, [partial(run, ids) for ids in prompts])
     hidden = [[out[0] if isinstance(out, tuple) else out for out in outs] for outs, _, _ in found]
     choices = [chosen for _, _, chosen in found]
-    return Own(
-        prompts, hidden, [logits for _, logits, _ in found], choices, isinstance(found[0][0][0], tuple)
-    )
+    out = found[0][0][0]
+    returns = len(out) if isinstance(out, tuple) else 0
+    return Own(prompts, hidden, [logits for _, logits, _ in found], choices, returns)
 
 
 class ProbeRows:
-    """One sequence in windows; earlier keys and values are kept in tensors. `before` random ones precede its
-    first row."""
+    """One sequence in windows; earlier keys and values, and states, are kept in tensors. `before` random ones
+    precede its first row."""
 
     keeper = None
 
@@ -105,6 +106,7 @@ class ProbeRows:
         self.count = count
         self._before = before
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[int, States] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if spec.reads is not None:
@@ -116,6 +118,11 @@ class ProbeRows:
             k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
         self._cache[layer] = (k, v)
         return attend(q, k, v, spec).transpose(1, 2)
+
+    def mix(self, core: Core, start: int) -> Tensor:
+        before = self._states.get(core.number)
+        out, self._states[core.number] = core.run(slice(start, start + self.count), 1, before)
+        return out
 
 
 def _random(seed: int, like: Tensor, count: int) -> Tensor:
@@ -140,7 +147,8 @@ def prove(base: Base, own: Own, masks: Masks, shorten: Callable[[], None] = lamb
     together. Without data nothing is compared."""
     if is_without_data(base):  # there is nothing to compare
         return shorten()
-    far = [_Far(base, masks, place) for place in _far_positions(base, masks)]
+    places = _far_positions(base, masks) if base.takes_positions else []
+    far = [_Far(base, masks, place) for place in places]
     passes = [*_near(base, own), *(run for one in far for run in (one.own, one.driven))]
     in_lockstep(base.chain.blocks, [*passes, shorten, *_near(base, own)])
     for one in far:
@@ -155,10 +163,23 @@ def _near(base: Base, own: Own) -> list[Callable[[], None]]:
     attention = make_batched(base.caches, 2 * pages, _PAGE, base.dtype, base.device)
     table = torch.arange(2 * pages, device=base.device).view(2, pages)
     begun, rest = [slice(0, one - 1), slice(0, _CUT)], [slice(one - 1, one), slice(_CUT, two)]
+    of_begun, of_rest = _states(base, begun, rest)
     return [
-        partial(_compare, base, own, attention, table, begun),
-        partial(_compare, base, own, attention, table, rest, num_decodes=1),
+        partial(_compare, base, own, attention, of_begun, table, begun),
+        partial(_compare, base, own, attention, of_rest, table, rest, num_decodes=1),
     ]
+
+
+def _states(base: Base, *passes: Sequence[slice]) -> Iterator[PassStates | None]:
+    """The states of passes with these rows of each prompt, one after the other. A later one reads what those
+    before have written, which may be only a layer ahead."""
+    store = StateStore([mixer.shapes for mixer in base.mixers], 2, base.device) if base.mixers else None
+    for spans in passes:
+        lens, ends = [span.stop - span.start for span in spans], [span.stop for span in spans]
+        states = None if store is None else PassStates(store, range(len(spans)), lens, ends)
+        if states is not None:
+            states.commit()
+        yield states
 
 
 @torch.no_grad()
@@ -166,6 +187,7 @@ def _compare(
     base: Base,
     own: Own,
     attention: BatchedBackend,
+    states: PassStates | None,
     block_table: Tensor,
     spans: Sequence[slice],
     num_decodes: int = 0,
@@ -175,7 +197,7 @@ def _compare(
     positions = torch.cat([torch.arange(span.start, span.stop, device=base.device) for span in spans])
     query_lens, seq_lens = [span.stop - span.start for span in spans], [span.stop for span in spans]
     common = CommonAttentionMetadata(block_table, positions, query_lens, seq_lens, num_decodes)
-    part = InferenceRows(attention, common, len(positions))
+    part = InferenceRows(attention, common, len(positions), states)
     tokens = torch.cat([ids[span] for ids, span in zip(own.prompts, spans, strict=True)])
     near = TOLERANCE[base.dtype]
     hidden, calls = base.prologue(tokens, positions)
@@ -217,7 +239,9 @@ class _Far:
         base, preceding = self._base, _Preceding(self._base.model.config, self._first)
         rows = FusedRows([ProbeRows(_FAR_ROWS, self._before)], [])
         with base.cell.set(rows), self._masks.checked():
-            out = base.model(input_ids=self._tokens[None], past_key_values=preceding, use_cache=True)
+            # Bamba counts from 0 unless it is told the positions, as `generate` does.
+            told = {"position_ids": self._positions[None]} if base.mixers else {}
+            out = base.model(input_ids=self._tokens[None], past_key_values=preceding, use_cache=True, **told)
         self._want: Tensor = out.logits[0]
 
     @torch.no_grad()

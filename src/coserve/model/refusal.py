@@ -21,13 +21,7 @@ from coserve.memory.exhausted import is_out_of_memory
 
 ENCODER_DECODER: Final = "it is an encoder-decoder model"
 INSTEAD: Final = "use a decoder such as Llama, Qwen3 or Gemma 3"
-# Types of layers as transformers names them, with the part that is not supported.
-_RECURRENT: Final = {
-    "linear_attention": "recurrent layers",
-    "conv": "convolution layers with a state",
-    "hybrid": "layers with a state beside their attention",
-    "hybrid_sliding": "layers with a state beside their attention",
-}
+# Types of layers as transformers names them.
 _SPARSE: Final = frozenset(
     {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 )
@@ -92,24 +86,25 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
         raise unsupported(config.model_type, ENCODER_DECODER)
     text, name = config.get_text_config(), config.model_type
     kinds = set(getattr(text, "layer_types", None) or ())
-    if found := sorted(kinds & _RECURRENT.keys()):
-        raise planned(name, f"it has {_RECURRENT[found[0]]}, which are")
     if kinds & _SPARSE:
         raise unsupported(name, "its sparse attention chooses keys by an index of its own")
-    # Its class says so of models without recurrent layers, too: Granite 4 has such.
-    if not kinds and getattr(model, "_is_stateful", False):
-        raise planned(name, "it has recurrent layers, which are")
     if getattr(text, "cross_attention_layers", None):
         raise multimodal(name)
     if model is not None and text.model_type.startswith("gemma3n"):
         raise unsupported(name, "it carries several hidden states from layer to layer")
-    if model is not None and "position_ids" not in signature(decoder_of(model).forward).parameters:
+    # Where all layers are recurrent there may be no positions; the proof sees one that counts its own.
+    if model is not None and not (takes_positions(model) or getattr(model, "_is_stateful", False)):
         raise unsupported(name, "it counts positions itself, where rows of several texts have their own")
     rope = getattr(text, "rope_parameters", None) or {}
     each = (rope, *(own for own in rope.values() if isinstance(own, dict)))
     if moving := {own.get("rope_type") for own in each} & {"dynamic", "longrope"}:
         part = f"its {moving.pop()} rotary scaling has tables that depend on the longest sequence present"
         raise unsupported(name, part)
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Tells whether a model is told the positions of its rows."""
+    return "position_ids" in signature(decoder_of(model).forward).parameters
 
 
 def refuse_quantized(fields: Mapping[str, Any], made_of: str = "") -> None:

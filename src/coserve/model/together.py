@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coserve.attention.states import Core
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.base import Base
 from coserve.model.group import Group
@@ -36,6 +37,9 @@ class _Watched:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
+
+    def mix(self, core: Core) -> Tensor:
+        return core.run(slice(0, 1), 1, None)[0]
 
 
 def join_siblings(base: Base) -> None:

@@ -1,9 +1,10 @@
 """Packs training into a step within its budget, by rows and layers (FlexLLM, 6.2)."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 from coserve.core.plan import OptimStep, TrainingSegment
@@ -19,10 +20,16 @@ _WORTH: Final = 0.99  # a larger window is awaited only where its rows cost less
 
 
 class TrainingPacker:
-    """Adds training to a builder while the allowance lasts. `left` are its remaining seconds."""
+    """Adds training to a builder while the allowance lasts. `left` are its remaining seconds, `windows` the
+    rows of every window of bases where that is fixed (`SchedulerConfig.training_window` of their own)."""
 
     def __init__(
-        self, builder: PlanBuilder, allowance: Allowance, cost: StepCosts, config: SchedulerConfig
+        self,
+        builder: PlanBuilder,
+        allowance: Allowance,
+        cost: StepCosts,
+        config: SchedulerConfig,
+        windows: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.left = allowance.seconds
         self._minimum = allowance.minimum
@@ -30,6 +37,7 @@ class TrainingPacker:
         self._builder = builder
         self._cost = cost
         self._config, self._overlap = config, config.overlap
+        self._windows = windows
         self._pairs: dict[tuple[int, int, int], int] = {}  # attended pairs, by (key, start, rows)
         self._before = (
             cost.predict_features(builder.trained) if builder.inference and builder.share is None else 0.0
@@ -52,7 +60,7 @@ class TrainingPacker:
         """Adds a window group: the whole windows of the first job and of as many others at the same layer as
         fit, which share each layer's pass over the weights."""
         most = self._allowance.rows
-        if not most or self._allowance.job is not None or self._config.training_window is not None:
+        if not most or self._allowance.job is not None or self._fixed(first.base) is not None:
             return False
         most = min(most, self._config.reserved_rows)
         if first.direction.is_tail or any(not s.direction.is_tail for s in self._builder.training):
@@ -111,13 +119,20 @@ class TrainingPacker:
         minimum, self._minimum = self._minimum, 0.0
         return minimum
 
+    def _fixed(self, base: str) -> int | None:
+        """Rows of every window of a base, None where they are free."""
+        return self._windows.get(base, self._config.training_window)
+
     def _sizes(self, batch: MicroBatch) -> list[int]:
         """Row counts that the next window may have, largest first; a paused window can be cut to any of
         them."""
         # A row's head and loss may take as long as several of its layers; those of a pipeline's last stage.
         share = 4 if batch.direction.is_tail and self._overlap.cuts_layers else 1
-        if self._config.training_window is not None:
-            return [min(max(1, self._config.training_window // share), batch.rows_left)]
+        if (fixed := self._fixed(batch.base)) is not None:
+            window = max(1, fixed // share)
+            if batch.direction is Direction.BACKWARD:  # from the right, between the same rows as forward
+                return [(batch.rows_left - 1) % window + 1]
+            return [min(window, batch.rows_left)]
         most, least = self._allowance.rows, max(1, self._config.min_training_rows // share)
         if most is None:
             return [batch.rows_left]

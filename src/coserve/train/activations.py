@@ -19,6 +19,7 @@ from coserve.model.graph import GraphRows
 from coserve.train.kv import MicroBatchKV
 from coserve.train.row_buffers import RowBuffers
 from coserve.train.save_policy import Fate, Fates
+from coserve.train.states import MicroBatchStates
 from coserve.train.window import Window
 
 _NOTHING = Virtual("")
@@ -27,10 +28,10 @@ _NOTHING = Virtual("")
 class ActivationStore:
     """Activations of all rows of a micro-batch, filled window by window, layer by layer.
 
-    `hidden` has the layers' outputs, `saved` outputs kept from inside layers, `kv` keys and values. tokens,
-    labels [rows] (label -100 is none; a label belongs to the row that predicts it). Where `virtual` has
-    prompts their rows come first, once for all examples, as the first of `lengths`. The first layer's input
-    is embedded again when it is needed.
+    `hidden` has the layers' outputs, `saved` outputs kept from inside layers, `kv` keys and values, `states`
+    those of recurrent layers. tokens, labels [rows] (label -100 is none; a label belongs to the row that
+    predicts it). Where `virtual` has prompts their rows come first, once for all examples, as the first of
+    `lengths`. The first layer's input is embedded again when it is needed.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ActivationStore:
         self.hidden = HiddenStates(embedded, base.depth, fates.lowest, self._lease)
         self.saved = SavedOutputs(fates, self.rows, self._lease)
         self.kv = MicroBatchKV([cache.reads for cache in base.caches], self.rows, virtual, self._lease)
+        self.states = MicroBatchStates(lengths, self._lease)
         self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
 
     def window(self, start: int, rows: int) -> Window:
@@ -86,7 +88,7 @@ class ActivationStore:
     def release(self) -> None:
         """Returns all memory to the arena, after which nothing can be read."""
         self._lease.release()
-        del self.hidden, self.saved, self.kv
+        del self.hidden, self.saved, self.kv, self.states
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
+from coserve.attention.states import States, mixers_in
 from coserve.core.sequence import Direction, Span
 from coserve.kernels.rows import concat_rows, split_rows
 from coserve.memory.exhausted import run_together
@@ -26,6 +27,7 @@ from coserve.model.batch import LayerCalls
 from coserve.train.activations import ActivationStore
 from coserve.train.native_backward import ReplayedLayer, native_gradients, recognised
 from coserve.train.shortage import Shortages
+from coserve.train.states import StateGrads
 from coserve.train.window import KV, Window
 from coserve.train.window_group import ReplayedRows
 
@@ -88,12 +90,13 @@ def _backward_group(
 
 class LayerGradients(NamedTuple):
     """Gradients of one window's pass back through a layer: of the parameters that train there (None for those
-    without influence), of the tensors of `MicroBatchKV.past`, and of the layer's input [1, rows, width] where
-    it is needed."""
+    without influence), of the tensors of `MicroBatchKV.past`, of the layer's input [1, rows, width] where it
+    is needed, and of the states before the window, by mixer."""
 
     leaves: Sequence[Tensor | None]
     past: Sequence[Tensor]
     input: Tensor | None
+    states: Mapping[int, StateGrads]
 
 
 def layer_gradients(
@@ -107,7 +110,8 @@ def layer_gradients(
     past = [store.kv.past(layer, window).as_leaves() for store, window in stored]
     needs_input_grad = windows[0].needs_input_grad(layer)
     x = concat_rows([w.input(layer) for w in windows], 1).requires_grad_(needs_input_grad)
-    rows = ReplayedRows(stored, [w.bypasses for w in windows], past, check)
+    states = [_states_before(layer, w) for w in windows]
+    rows = ReplayedRows(stored, [w.bypasses for w in windows], past, check, states)
     kv_grads = _kv_grads(layer, windows, rows) if base.caches[layer].reads is None else None
     gradient = concat_rows([w.gradient for w in windows], 1)
     leaves = [w.backward.leaves(layer) for w in windows]
@@ -128,12 +132,39 @@ def layer_gradients(
         if rows.current is not None and kv_grads is not None:
             outputs += rows.current
             gradients += kv_grads
-        every = vjp(outputs, gradients, [*trained, *earlier, *[x] * needs_input_grad])
+        for state, gradient in _owed_states(windows, rows):
+            outputs.append(state)
+            gradients.append(gradient)
+        begun = [state for own in states for kept in own.values() for state in kept]
+        every = vjp(outputs, gradients, [*trained, *earlier, *begun, *[x] * needs_input_grad])
     found = iter(every)
     of_leaves = [list(islice(found, len(own))) for own in leaves]
     of_past = [list(islice(found, len(own.tensors))) for own in past]
+    of_states = [{number: tuple(islice(found, len(kept))) for number, kept in own.items()} for own in states]
     of_input = split_rows(next(found), rows.sizes, 1) if needs_input_grad else [None] * len(windows)
-    return [LayerGradients(*own) for own in zip(of_leaves, of_past, of_input, strict=True)]
+    return [LayerGradients(*own) for own in zip(of_leaves, of_past, of_input, of_states, strict=True)]
+
+
+def _states_before(layer: int, window: "BackwardWindow") -> dict[int, States]:
+    """The states before a window in a layer, by mixer, as leaves of a graph; none where an example begins."""
+    store = window.backward.store
+    mixers = mixers_in(layer, store.base.mixers)
+    kept = {mixer.number: store.states.before(mixer.number, window.window) for mixer in mixers}
+    return {
+        number: tuple(state.detach().requires_grad_() for state in states)
+        for number, states in kept.items()
+        if states is not None
+    }
+
+
+def _owed_states(windows: "Sequence[BackwardWindow]", rows: ReplayedRows) -> Iterator[tuple[Tensor, Tensor]]:
+    """States in the graph after windows, each with its gradient from the window behind."""
+    for number, after in rows.left.items():
+        for own, left in zip(windows, after, strict=True):
+            owed = own.backward.store.states.owed(number, own.window)
+            for state, gradient in zip(left, owed or (), strict=owed is not None):
+                if gradient is not None:
+                    yield state, gradient
 
 
 def _kv_grads(layer: int, windows: "Sequence[BackwardWindow]", rows: ReplayedRows) -> KV | None:
@@ -242,12 +273,14 @@ class BackwardWindow:
         return self.backward.store.kv.grads(layer, self.window, self.gradient.dtype)
 
     def accumulate(self, layer: int, gradients: LayerGradients) -> None:
-        """Adds the gradients of the window's pass through a layer to those of parameters and of earlier keys
-        and values, and moves the window below the layer."""
+        """Adds the gradients of the window's pass through a layer to those of parameters, of earlier keys and
+        values, and of the state before it, and moves the window below the layer."""
         kv = self.backward.store.kv
         self.backward.accumulate(self.backward.leaves(layer), gradients.leaves)
         kv.drop_grads(layer, self.window)
         kv.add_past_grads(layer, self.window, gradients.past)
+        for mixer in mixers_in(layer, self.backward.store.base.mixers):
+            self.backward.store.states.owe(mixer.number, self.window, gradients.states.get(mixer.number, ()))
         self.reached = layer
         if gradients.input is not None:
             self.gradient = gradients.input

@@ -13,6 +13,7 @@ import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import exact_type
+from coserve.attention.states import state_nbytes
 from coserve.core.row_buckets import RowBuckets
 from coserve.memory.ledger import Account
 from coserve.model.base import Base
@@ -88,6 +89,8 @@ def job_needs(
         Account.ACTIVATIONS: activation_bytes(base, at_once, kept, given),
     }
     window = largest if steps.window is None else min(steps.window, largest)
+    # A state where each window ends, and what one of them is owed.
+    own[Account.ACTIVATIONS] += (at_once // window + 1 + steps.in_flight) * state_nbytes(base.mixers)
     shared = max(backward_bytes(base, window), moments if steps.offloaded else 0)
     return JobNeeds(own, shared)
 
@@ -157,6 +160,9 @@ def backward_bytes(base: Base, window: int) -> int:
 
 
 def replayed_bytes(base: Base, window: int) -> int:
-    """The most bytes of a window's rows in the graph of the widest layer."""
+    """The most bytes of a window's rows in the graph of the widest layer, with what recurrent mixers keep
+    there and as much again for gradients."""
     widest = max(sum(_wide(base, block.path)) for block in base.chain)
-    return window * _REPLAYED * widest * base.dtype.itemsize
+    kinds = {tuple(mixer.shapes): mixer for mixer in base.mixers}.values()
+    mixed = max((2 * mixer.graph_nbytes(window) for mixer in kinds), default=0)
+    return window * _REPLAYED * widest * base.dtype.itemsize + mixed

@@ -7,6 +7,7 @@ be re-run for a window of rows or with stored outputs, are found before a job st
 """
 
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses, exact_type
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.sites import Kind
+from coserve.attention.states import Core
 from coserve.core.sequence import Direction, Span
 from coserve.errors import UnsupportedModel
 from coserve.kernels import reference
@@ -36,6 +38,8 @@ from coserve.train.window_group import ForwardWindow, KeptRows
 
 _EXAMPLES: Final = (8, 5)  # rows: 13 in all, a size that hardly occurs elsewhere in a model
 _WINDOWS: Final = ((0, 6), (6, 7))  # (start, rows): the second goes on within the first example
+# Some mixers have other code for one row after a state than for several.
+_STATE_WINDOWS: Final = ((0, 4), (4, 3), (7, 6))
 _RANK: Final = 2
 # Of the largest gradient: smaller ones (of queries that hardly choose) are mostly rounding.
 _SMALL: Final = 0.1
@@ -114,7 +118,8 @@ class _Proof:
         self._bypasses = Bypasses({}, self._adapter)
         (tokens,) = draw(base, sum(_EXAMPLES))
         self._store = ActivationStore(base, _EXAMPLES, tokens, tokens.roll(-1), fates)
-        self._windows = [self._store.window(*window) for window in _WINDOWS]
+        windows = _STATE_WINDOWS if base.mixers else _WINDOWS
+        self._windows = [self._store.window(*window) for window in windows]
         self._all = self._store.window(0, sum(_EXAMPLES))
         like = self._store.hidden.last(self._all)
         self._gradients = {layer: self._draw(*like.shape) for layer in layers}
@@ -235,6 +240,10 @@ class _WholeRows(GraphRows):
                 reference.attention(queries, keys, values, spec.scale, allowed, spec.softcap, spec.sinks)
             )
         return torch.cat(outputs, 2).transpose(1, 2)
+
+    def mix(self, core: Core) -> Tensor:
+        spans = (slice(*span) for span in pairwise(accumulate(_EXAMPLES, initial=0)))
+        return torch.cat([core.run(rows, 1, None)[0] for rows in spans], 1)
 
 
 def _accumulate(leaf: Tensor, gradient: Tensor) -> None:

@@ -6,7 +6,7 @@ their own window: a NaN in one window reaches no other, and each window gets the
 of one. A group of one joins and splits rows without copies.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import LayerPaths
+from coserve.attention.states import Core, States
 from coserve.core.sequence import Span
 from coserve.kernels.attention import Attended, AttentionSpec
 from coserve.kernels.native.lora import LayerLora
@@ -23,6 +24,7 @@ from coserve.model.graph import GraphRows, stand_in
 from coserve.model.placement import Placement
 from coserve.train.activations import ActivationStore
 from coserve.train.save_policy import Fate
+from coserve.train.states import mix_window
 from coserve.train.window import KV, PastKV, Window, attend_window, attend_window_keeping
 
 StoredWindow = tuple[ActivationStore, Window]  # a window, and the store of its micro-batch
@@ -96,6 +98,18 @@ class KeptRows:
         ]
         return concat_rows(parts, 1)
 
+    def mix(self, core: Core, start: int) -> Tensor:
+        self._check()
+        outputs = []
+        for store, window in self._windows:
+            kept = store.states.before(core.number, window)
+            before = kept and tuple(state.clone() for state in kept)  # a row may write into what it is given
+            out, after = mix_window(core, window, start, before)
+            store.states.save(core.number, window, after)
+            outputs.append(out)
+            start += window.rows
+        return concat_rows(outputs, 1)
+
     def _of_each(self, x: Tensor) -> "zip[tuple[StoredWindow, Tensor]]":
         """Each window with its rows of x [rows, width]."""
         return zip(self._windows, split_rows(x, self._sizes), strict=True)
@@ -109,10 +123,11 @@ def _checked(check: Callable[[], object], gradient: Tensor) -> None:
 class ReplayedRows(GraphRows):
     """A window group's rows while a layer is re-run for its gradient.
 
-    Stored outputs are not recomputed, nor those on which no gradient depends. `past` is one per window, as
-    leaves of the graph. `current` are the graph's own keys and values [1, groups, rows, width], None where
-    the layer reads another layer's. `check` is called between products, in both directions, and may raise
-    (`train.pause`); not where they are computed elsewhere, as answers under way are not left alone.
+    Stored outputs are not recomputed, nor those on which no gradient depends. `past` and `states` (those
+    before it, by mixer) are one per window, as leaves of the graph. `current` are the graph's own keys and
+    values [1, groups, rows, width], None where the layer reads another layer's. `check` is called between
+    products, in both directions, and may raise (`train.pause`); not where they are computed elsewhere, as
+    answers under way are not left alone.
     """
 
     def __init__(
@@ -121,11 +136,14 @@ class ReplayedRows(GraphRows):
         bypasses: Sequence[Bypasses],
         past: Sequence[PastKV],
         check: Callable[[], object] = int,
+        states: Sequence[Mapping[int, States]] = (),
     ) -> None:
         super().__init__(bypasses, [window.rows for _, window in windows])
         self._windows, self._past, self.check = windows, past, check
         self._whole = _as_one_window(windows)
         self.current: KV | None = None
+        self._states = states
+        self.left: dict[int, list[States]] = {}  # the graph's states after each window, by mixer
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         y = super().linear(path, placement, x)
@@ -179,6 +197,16 @@ class ReplayedRows(GraphRows):
             for i, (_, window) in enumerate(self._windows)
         ]
         return concat_rows(parts, 1)
+
+    def mix(self, core: Core) -> Tensor:
+        outputs, start = [], 0
+        after = self.left[core.number] = list[States]()
+        for (_, window), states in zip(self._windows, self._states, strict=True):
+            out, left = mix_window(core, window, start, states.get(core.number))
+            outputs.append(out)
+            after.append(left)
+            start += window.rows
+        return concat_rows(outputs, 1)
 
     def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, Sequence[bool]]:
         fates = [store.saved.fates.of(path) for store, _ in self._windows]

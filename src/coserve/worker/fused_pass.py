@@ -12,6 +12,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
+from coserve.attention.states import PassStates
 from coserve.core.plan import BasePlan, InferenceSegment, PassesAlone, Prefix, Sampled, TrainingSegment
 from coserve.errors import CoserveError
 from coserve.memory.exhausted import failing_alone, run_shared, run_together
@@ -83,9 +84,10 @@ class FusedPass:
 
     def _recorder(self) -> Record | None:
         """The recorder of answers' passes; None on a processor, where layers are not in memory as they are or
-        computed elsewhere, and where attention waits for the device."""
+        computed elsewhere, where attention waits for the device, and where layers have states: a graph would
+        write the half of the store that it was recorded with."""
         base = self.base
-        if base.device.type != "cuda" or base.makes_calls or base.reader is not None:
+        if base.device.type != "cuda" or base.makes_calls or base.reader is not None or base.mixers:
             return None
         return CudaGraphs(base.device) if self.attention.is_capturable else None
 
@@ -290,18 +292,25 @@ class FusedPass:
         adapters: list[tuple[slice, Bypasses]],
     ) -> InferenceBatch:
         hidden, calls = self._embed(tokens, common.positions, adapters)
-        part = self._part(segments, common, hidden.shape[1])
+        states = self.table.pass_states(segments, common)
+        part = self._part(segments, common, hidden.shape[1], states)
         layers = range(self.base.depth)
-        return InferenceBatch(segments, common.query_lens, hidden, part, calls, adapters, layers)
+        return InferenceBatch(
+            segments, common.query_lens, hidden, part, calls, adapters, layers, states=states
+        )
 
     def _part(
-        self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata, count: int
+        self,
+        segments: Sequence[InferenceSegment],
+        common: CommonAttentionMetadata,
+        count: int,
+        states: PassStates | None,
     ) -> InferenceRows | SplitRows:
         """The rows' attention: to pages on the device, and elsewhere for the last segments if they are
         offloaded."""
         elsewhere = [s for s in segments if s.offloaded]
         if not elsewhere or self._offloaded is None:
-            return InferenceRows(self.attention, common, count)
+            return InferenceRows(self.attention, common, count, states)
         here = len(segments) - len(elsewhere)
         lens, resident = common.query_lens[:here], None
         if here:

@@ -1,7 +1,7 @@
 """The inference rows of a step, with their sequences and adapters."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.lora_batch import SlotRows
 from coserve.attention.backend import InferenceRows
+from coserve.attention.states import PassStates
 from coserve.core.plan import InferenceSegment
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.worker.offloaded import SplitRows
@@ -17,11 +18,13 @@ from coserve.worker.offloaded import SplitRows
 
 @dataclass(slots=True)
 class PassedRows:
-    """Inference rows of one pass, segment by segment; `hidden` [1, rows, width] is their state so far."""
+    """Inference rows of one pass, segment by segment; `hidden` [1, rows, width] is what they have come to so
+    far. `states` are those of their sequences in recurrent layers."""
 
     segments: Sequence[InferenceSegment]
     counts: Sequence[int]  # of rows each segment has here
     hidden: Tensor
+    states: PassStates | None = field(default=None, kw_only=True)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.attention.backend import CacheShape, InferenceRows
+from coserve.attention.states import Core
 from coserve.core.plan import OffloadReads
 from coserve.errors import CoserveError, OffloadFailed
 from coserve.kernels.attention import AttentionSpec
@@ -213,6 +214,9 @@ class SplitRows:
         if padding := self.count - start:
             outputs.append(v.new_zeros(1, padding, q.shape[1], v.shape[-1]))
         return torch.cat(outputs, dim=1)
+
+    def mix(self, core: Core, start: int) -> Tensor:
+        raise AssertionError("no sequence of a base with recurrent layers is offloaded")
 
 
 def _row_nbytes(cache: CacheShape, dtype: torch.dtype) -> int:

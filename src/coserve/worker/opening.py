@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import AttentionBackend
+from coserve.attention.states import StateStore
 from coserve.attention.store import Int8KVStore, KVStore
 from coserve.config import EngineConfig
 from coserve.core.plan import CopyKind
@@ -133,6 +134,8 @@ def open_stitched(
     if len(legs) != len(hosts):
         raise ConfigError("a chain of two bases needs both in one process: engine.executor = local")
     first, second = legs
+    if any(leg.base.mixers for leg in legs):
+        raise ConfigError("a chain of two bases has pages alone, and one of the two has recurrent layers")
     base = StitchedBase(first.base, second.base, Stitch.read(folder))
     worker = _make(base, config, grammars, 0, None, StitchedWorker)
     assert isinstance(worker, StitchedWorker)
@@ -238,16 +241,30 @@ def _make(
         ) from error
     most = -(-min(config.cache_tokens, base.max_positions) // config.page_size)
     sampling = SamplingTable(config.max_running, base.vocabulary, eos_ids(base), base.device, grammars)
-    table = SequenceTable(config.max_running, most, attention, sampling)
+    table = SequenceTable(config.max_running, most, attention, sampling, _states(base, config))
     offload = offload_for(base.device, config.scratch) if config.offload else None
     elsewhere = _elsewhere(base, attention, config)
     return kind(base, attention, table, offload, grown, streaming, *elsewhere)
+
+
+def _states(base: Base, config: EngineConfig) -> StateStore | None:
+    """The states of recurrent layers, of as many sequences as run at once; None without such layers."""
+    if not base.mixers:
+        return None
+    try:
+        return StateStore([mixer.shapes for mixer in base.mixers], config.max_running, base.device)
+    except RuntimeError as error:  # torch is out of memory
+        raise ConfigError(
+            f"engine.max_running: states of {config.max_running} sequences do not fit into memory"
+        ) from error
 
 
 def _elsewhere(
     base: Base, attention: AttentionBackend[Any], config: EngineConfig
 ) -> tuple[SwapSpace | None, OffloadedCache | None, str]:
     """Pages of preempted sequences and of longer ones in one page store; and why none of the latter."""
+    if base.mixers:
+        return None, None, "the states of its recurrent layers stay on the device"
     if not config.swap_nbytes:
         return None, None, "engine.swap_space has no room for pages elsewhere"
     try:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
+from coserve.attention.states import PassStates
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
 from coserve.errors import CoserveError, RequestError
 from coserve.kernels.rows import concat_rows
@@ -27,7 +28,7 @@ _NO_TOKEN_LEFT = (
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """Results of a pass of `segments`: `tokens` [n] of the sequences `keys` at `rows` [n] of the table, with
-    their log-probabilities, and those of scored prompt tokens by key."""
+    their log-probabilities, and those of scored prompt tokens by key; and the states of its sequences."""
 
     segments: Sequence[InferenceSegment]
     scored: dict[int, tuple[TokenLogprobs, ...]]
@@ -35,6 +36,7 @@ class Drawn:
     rows: Tensor
     tokens: Tensor
     logprobs: Sequence[TokenLogprobs | None]
+    states: PassStates | None
 
 
 class Sampler:
@@ -70,18 +72,17 @@ class Sampler:
         keys = [segment.key for segment in segments]
         rows = self.table.rows(segments)
         if not done:
-            return Drawn(batch.segments, scored, keys, rows, rows, [])
+            return Drawn(batch.segments, scored, keys, rows, rows, [], batch.states)
         adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
         logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
         tokens = self._choose(logits, rows, torch.tensor(self.table.lengths(keys), device=rows.device))
         wanted = [self.table[key].request.sampling.logprobs for key in keys]
-        return Drawn(
-            batch.segments, scored, keys, rows, tokens, self._logprobs(logits, tokens.clamp(min=0), wanted)
-        )
+        logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
+        return Drawn(batch.segments, scored, keys, rows, tokens, logprobs, batch.states)
 
     def note(self, passes: Sequence[Drawn]) -> dict[int, Sampled]:
-        """Makes the tokens of passes their sequences' newest ones; returns results by sequence key. Where
-        memory runs out nothing has changed, and the passes may be repeated."""
+        """Makes the tokens of passes their sequences' newest ones, and states their current ones; returns
+        results by sequence key. Where memory runs out nothing has changed, and the passes may be repeated."""
         results = {segment.key: Sampled(None) for drawn in passes for segment in drawn.segments}
         if done := [drawn for drawn in passes if drawn.keys]:
             keys = [key for drawn in done for key in drawn.keys]
@@ -94,6 +95,8 @@ class Sampler:
                 key: Sampled(token, own) for key, token, own in zip(keys, found, logprobs, strict=True)
             }
         for drawn in passes:
+            if drawn.states is not None:
+                drawn.states.commit()
             for key, of_prompt in drawn.scored.items():
                 earlier = results[key].prompt_logprobs
                 results[key] = replace(results[key], prompt_logprobs=(*earlier, *of_prompt))

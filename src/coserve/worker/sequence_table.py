@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, PageCopy
+from coserve.attention.states import PassStates, StateStore
 from coserve.core.plan import InferenceSegment
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence as Answer
@@ -43,17 +44,25 @@ class SequenceTable:
     in its block table and are only read; virtual tokens that do not fill a page are copied into its first own
     page.
 
+    `states` has the states of recurrent layers by the same rows. They need no cleaning: a sequence begins
+    without.
+
     A sequence gets its row with the plan that first names it and loses it when its key is released: when it
     ended, or was preempted, after which a later plan names it anew.
     """
 
     def __init__(
-        self, capacity: int, max_pages: int, attention: AttentionBackend[Any], sampling: SamplingTable
+        self,
+        capacity: int,
+        max_pages: int,
+        attention: AttentionBackend[Any],
+        sampling: SamplingTable,
+        states: StateStore | None = None,
     ) -> None:
         device = sampling.device
         self.capacity = self.padding_row = capacity  # a row of no sequence, which has no pages
         self.most_pages = max_pages
-        self.sampling = sampling
+        self.sampling, self.states = sampling, states
         self._attention = attention
         self._last_token = torch.zeros(capacity + 1, dtype=torch.long, device=device)
         self._block_table = torch.full(
@@ -145,6 +154,14 @@ class SequenceTable:
             block_table, self._tensor(positions), query_lens, seq_lens, num_decodes
         )
         return tokens, common
+
+    def pass_states(
+        self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata
+    ) -> PassStates | None:
+        """The segments' states in recurrent layers, for one pass; None where the base has no such layers."""
+        if self.states is None:
+            return None
+        return PassStates(self.states, self.places(segments), common.query_lens, common.seq_lens)
 
     def known(self, segments: Sequence[InferenceSegment], num_decodes: int) -> tuple[list[int], list[int]]:
         """Positions and tokens of the segments' rows on the host, where the first `num_decodes` tokens are

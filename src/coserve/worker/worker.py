@@ -100,7 +100,7 @@ class Worker:
         return ExecutorSpec(
             sequences=self.table.capacity,
             eos_ids=self.table.sampling.eos_ids,
-            cache_nbytes=self.attention.nbytes,
+            cache_nbytes=self.attention.nbytes + (self.table.states.nbytes if self.table.states else 0),
             grown=self._grown,
             host_room=self.held.host_copies.room,
             fingerprint=self.base.fingerprint,

@@ -97,6 +97,8 @@ def _path_of(model: PreTrainedModel, module: nn.Module | None) -> str | None:
 
 def say_what_stays(model: PreTrainedModel, inside: tuple[str, ...]) -> None:
     """Logs the weights of layers that keep their type."""
-    stays = sum(p.nbytes for path, p in model.named_parameters() if path.startswith(inside) and p.ndim > 2)
+    modules = (module for path, module in model.named_modules() if f"{path}.".startswith(inside))
+    own = (p for m in modules if not isinstance(m, nn.Conv1d) for p in m.parameters(recurse=False))
+    stays = sum(p.nbytes for p in own if p.ndim > 2)
     if stays:
         _log.warning("fused experts are not quantized: %.1f GB of weights stay as they are", stays / 1e9)
