@@ -1,14 +1,26 @@
-"""Small configurations of every causal language model of transformers, made by shrinking its default."""
+"""Small configurations of every causal language model of transformers, and of every multimodal one, made by
+shrinking its default."""
 
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from models import POSITIONS, VOCABULARY, WINDOW, spread
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MULTIMODAL = tuple(sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
 MOST = 14_000_000  # parameters; what stays larger is not tried
 _SIZES: dict[int, tuple[str, ...]] = {
     64: ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "index_topk"),
@@ -44,6 +56,20 @@ _SIZES: dict[int, tuple[str, ...]] = {
     WINDOW: ("sliding_window",),
     0: ("pad_token_id", "bos_token_id", "eos_token_id"),
 }  # fmt: skip
+# Of towers for images and sound, where the field is a number.
+_TOWERS: dict[int, tuple[str, ...]] = {
+    32: ("hidden_size", "embed_dim", "d_model", "width", "embedding_size", "hidden_dim"),
+    2: (
+        "num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "encoder_layers", "num_heads",
+        "num_attention_heads", "n_heads", "heads", "encoder_attention_heads", "attention_heads",
+    ),
+    64: (
+        "intermediate_size", "mlp_dim", "encoder_ffn_dim", "out_hidden_size", "projection_dim", "output_dim",
+        "vision_output_dim", "projector_input_dim", "projector_output_dim", "text_hidden_size",
+    ),
+    28: ("image_size",),
+    14: ("patch_size",),
+}  # fmt: skip
 _DROPOUTS = (
     "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "input_dropout",
     "hidden_dropout",
@@ -61,6 +87,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "mamba2": {"num_heads": 8, "head_dim": 16},
 }
+_OF_WHOLES: dict[str, dict[str, Any]] = {}
 # Models whose types have recurrent layers, and these have none.
 WITHOUT_RECURRENCE: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid dense": ("granitemoehybrid", {"num_local_experts": 0}),
@@ -87,6 +114,26 @@ def shrunk(name: str) -> dict[str, Any]:
         return shrunk(name) | {"layer_types": ["full_attention"] * 6} | own
     default = CONFIG_MAPPING[name]()
     text = default.get_text_config()
+    parts = {key: getattr(default, key, None) for key in default.sub_configs}
+    fields: dict[str, Any] = {
+        key: {"model_type": part.model_type} | (_text_fields(part) if part is text else _tower_fields(part))
+        for key, part in parts.items()
+        if part is not None
+    }
+    if text is default:
+        fields |= _text_fields(text)
+    return fields | _OF_WHOLES.get(name, {})
+
+
+def _tower_fields(tower: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of a small tower for images or sound, which no text passes."""
+    names = tower.to_dict().keys() | getattr(tower, "attribute_map", {}).keys()
+    given = {f: size for size, of in _TOWERS.items() for f in of if f in names}
+    return {f: size for f, size in given.items() if isinstance(getattr(tower, f, None), int | None)}
+
+
+def _text_fields(text: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of a small language model."""
     known = text.to_dict()
     names = known.keys() | getattr(text, "attribute_map", {}).keys()
     fields: dict[str, Any] = {f: size for size, of in _SIZES.items() for f in of if f in names}
@@ -96,26 +143,29 @@ def shrunk(name: str) -> dict[str, Any]:
     if known.get("kv_lora_rank"):  # latent attention has as many keys as queries
         fields.pop("head_dim", None)
         fields["num_key_value_heads"] = 4
+    rope = known.get("rope_parameters") or {}
+    if "mrope_section" in rope:  # of half a head, by time, height and width
+        half = int(rope.get("partial_rotary_factor", 1.0) * 8)
+        section = [half - half // 4 * 2, half // 4, half // 4]
+        fields["rope_parameters"] = rope | {"mrope_section": section}
     if known.get("mlp_layer_types") is not None:
         fields["mlp_layer_types"] = None
     if known.get("layer_types") is not None:
         fields["layer_types"] = None
-    fields |= _OWN.get(text.model_type, {})
-    if text is default:
-        return fields
-    return {next(key for key in default.sub_configs if getattr(default, key, None) is text): fields}
+    return fields | _OWN.get(text.model_type, {})
 
 
 def build(name: str, seed: int = 0) -> PreTrainedModel:
     """In float32; the same weights every time. Raises whatever transformers does, and ValueError for what
     stays large."""
     fields, kind = shrunk(name), WITHOUT_RECURRENCE.get(name, (name,))[0]
+    auto: Any = AutoModelForMultimodalLM if kind in MULTIMODAL else AutoModelForCausalLM
     with torch.device("meta"):
-        sketch = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+        sketch = auto.from_config(AutoConfig.for_model(kind, **fields))
     if (count := sketch.num_parameters()) > MOST:
         raise ValueError(f"{count} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shrunk(name)))
+        model: PreTrainedModel = auto.from_config(AutoConfig.for_model(kind, **shrunk(name)))
     spread(model, seed)
     return model.float().eval()

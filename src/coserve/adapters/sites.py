@@ -209,6 +209,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     found: nn.Module = model.get_decoder()
     if found is model.get_output_embeddings():
         found = model.base_model
+    if isinstance(found, PreTrainedModel) and found.get_output_embeddings() is not None:
+        found = found.get_decoder()  # Llama 4's wrapper has a language model with a head of its own
     return found
 
 

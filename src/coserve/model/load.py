@@ -4,7 +4,7 @@ Loading ends with a proof (`model/probe.py`): the driven model must reproduce th
 model that differs or fails in any way is refused with the reason.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from coserve.adapters.sites import Kind, decoder_layers
+from coserve.adapters.text_part import auto_class, is_multimodal, keep_text, made_of
 from coserve.attention.backend import CacheShape
 from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound, UnsupportedModel
 from coserve.model.base import Base, attention_function
@@ -41,8 +41,6 @@ from coserve.model.placing import Holds, place_linears
 from coserve.model.probe import Own, ProbeRows, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import (
-    multimodal,
-    reads_more_than_text,
     refuse_layers,
     refuse_quantized,
     refusing,
@@ -99,16 +97,13 @@ def drive(base: Base) -> Base:
 
 
 def adopt(loaded: PreTrainedModel) -> dict[str, nn.Module]:
-    """Freezes a model; returns its decoder layers by path. Raises UnsupportedModel."""
+    """Freezes a model, of a multimodal one the text part; returns its decoder layers by path. Raises
+    UnsupportedModel."""
     refuse_quantized(loaded.config.to_dict())
     refuse_layers(loaded.config, loaded)
+    keep_text(loaded)
     loaded.eval().requires_grad_(False)
-    try:
-        return decoder_layers(loaded)
-    except UnsupportedModel as error:
-        if reads_more_than_text(loaded.config):
-            raise multimodal(loaded.config.model_type) from error
-        raise
+    return decoder_layers(loaded)
 
 
 def make_base(
@@ -166,10 +161,12 @@ def usable_device(device: str | torch.device, setting: str = "engine.device") ->
 def load_model(
     model: str | Path, dtype: torch.dtype | str, change: Callable[[PreTrainedModel], None] | None = None
 ) -> PreTrainedModel:
-    """Loads a folder or hub name. `change` may replace modules of the model while its parameters are on the
-    meta device: of files in safetensors only tensors for those that are left are read. Raises ModelError."""
+    """Loads a folder or hub name, of a multimodal model the text part. `change` may replace modules of the
+    model while its parameters are on the meta device: of files in safetensors only tensors for those that are
+    left are read. Raises ModelError."""
     config = read_config(model)
-    kind = AutoModelForCausalLM if change is None else hooked_class(config, partial(_changed, change))
+    changes = [*([keep_text] if is_multimodal(config) else []), *([] if change is None else [change])]
+    kind = hooked_class(config, partial(_changed, changes)) if changes else auto_class(config)
     return load_class(kind, model, config, dtype)
 
 
@@ -197,8 +194,7 @@ def model_of_shapes(model: str | Path, config: PreTrainedConfig, dtype: torch.dt
     if dtype == "auto":
         dtype = config.dtype or saved_type(folder_of(model)) or torch.float32
     own = deepcopy(config)  # a model writes into its configuration
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_config(own, dtype=dtype, trust_remote_code=False)
-    return loaded.eval()
+    return made_of(own, dtype=dtype).eval()
 
 
 OwnLoader = Callable[..., tuple[Any, Any]]  # transformers' step that fills a model with weights
@@ -209,7 +205,7 @@ def hooked_class(config: PreTrainedConfig, load: Callable[..., tuple[Any, Any]])
     """The model's class with another step that fills a model with weights: `load(own, model, state_dict,
     files, options, ...)`, where `own` is the class's own step."""
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        kind = type(auto_class(config).from_config(config, trust_remote_code=False))
     own: OwnLoader = getattr(kind, _HOOK)
     names = {_HOOK: staticmethod(partial(load, own)), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), names)
@@ -221,7 +217,7 @@ def plain_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _changed(
-    change: Callable[[PreTrainedModel], None],
+    changes: Sequence[Callable[[PreTrainedModel], object]],
     own: OwnLoader,
     model: PreTrainedModel,
     state_dict: Any,
@@ -230,7 +226,8 @@ def _changed(
 ) -> tuple[Any, Any]:
     if not files or not all(file.endswith(".safetensors") for file in files):
         raise UnsupportedModel("weights of a model can be left unread in files of safetensors only")
-    change(model)
+    for change in changes:
+        change(model)
     model._keys_to_ignore_on_load_unexpected = {"."}  # no warning for those that are left
     return own(model, state_dict, files, *args)
 

@@ -73,16 +73,14 @@ def unsupported(model: str, part: str, instead: str = INSTEAD) -> UnsupportedMod
 
 
 def refuse_kind(name: str) -> None:
-    """Raises UnsupportedModel for a type of models that are no language models of text alone."""
-    own = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name)
-    if name in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if own is None else own.endswith("Generation"):
-        raise multimodal(name)
-    if own is None and name in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+    """Raises UnsupportedModel for a type of models that are no language models, of text alone or of more."""
+    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or name in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        return
+    if name in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         raise unsupported(name, ENCODER_DECODER)
-    if own is None and name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+    if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         raise encoder(name)
-    if own is None:
-        raise unsupported(name, "it is no language model that continues a text")
+    raise unsupported(name, "it is no language model that continues a text")
 
 
 def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
@@ -100,7 +98,7 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
     if not kinds and getattr(model, "_is_stateful", False):
         raise planned(name, "it has recurrent layers, which are")
     if getattr(text, "cross_attention_layers", None):
-        raise multimodal(name)
+        raise unsupported(name, "some of its layers attend to images instead of text")
     if model is not None and text.model_type.startswith("gemma3n"):
         raise unsupported(name, "it carries several hidden states from layer to layer")
     if model is not None and "position_ids" not in signature(decoder_of(model).forward).parameters:
@@ -135,19 +133,9 @@ def refuse_quantized(fields: Mapping[str, Any], made_of: str = "") -> None:
     )
 
 
-def reads_more_than_text(config: Any) -> bool:
-    """Tells whether a configuration has parts for images or sound."""
-    return any(name in getattr(config, "sub_configs", {}) for name in ("vision_config", "audio_config"))
-
-
 def planned(name: str, part: str) -> UnsupportedModel:
     """The error for a part of a model that a later version will support."""
     return UnsupportedModel(f"{name} is not supported yet: {part} planned; until then {INSTEAD}")
-
-
-def multimodal(name: str) -> UnsupportedModel:
-    """The error for a model that reads more than text."""
-    return planned(name, "it is multimodal, and the text part of such models is")
 
 
 def encoder(name: str) -> UnsupportedModel:
