@@ -75,7 +75,18 @@ _DROPOUTS = (
     "hidden_dropout",
 )  # fmt: skip
 _FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 3
+def _sections(*pairs: int) -> dict[str, Any]:
+    """Pairs of a head's 8 (or of the part that turns) by time, height and width."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [*pairs]}}
+
+
 _OWN: dict[str, dict[str, Any]] = {
+    **{
+        f"{name}_text": _sections(4, 2, 2)
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "paddleocr_vl")
+    },
+    "glm4v_moe_text": _sections(2, 1, 1),
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "rope_parameters": None},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {"layer_types": _FULL_AND_SLIDING},
@@ -87,7 +98,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "mamba2": {"num_heads": 8, "head_dim": 16},
 }
-_OF_WHOLES: dict[str, dict[str, Any]] = {}
+_OF_WHOLES: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "vision_config": {
+            "model_type": "gemma4_vision", "hidden_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+        },
+    },
+}  # fmt: skip
 # Models whose types have recurrent layers, and these have none.
 WITHOUT_RECURRENCE: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid dense": ("granitemoehybrid", {"num_local_experts": 0}),
@@ -143,11 +161,6 @@ def _text_fields(text: PreTrainedConfig) -> dict[str, Any]:
     if known.get("kv_lora_rank"):  # latent attention has as many keys as queries
         fields.pop("head_dim", None)
         fields["num_key_value_heads"] = 4
-    rope = known.get("rope_parameters") or {}
-    if "mrope_section" in rope:  # of half a head, by time, height and width
-        half = int(rope.get("partial_rotary_factor", 1.0) * 8)
-        section = [half - half // 4 * 2, half // 4, half // 4]
-        fields["rope_parameters"] = rope | {"mrope_section": section}
     if known.get("mlp_layer_types") is not None:
         fields["mlp_layer_types"] = None
     if known.get("layer_types") is not None:
@@ -155,17 +168,17 @@ def _text_fields(text: PreTrainedConfig) -> dict[str, Any]:
     return fields | _OWN.get(text.model_type, {})
 
 
-def build(name: str, seed: int = 0) -> PreTrainedModel:
+def build(name: str, seed: int = 0, most: int = MOST, **changes: Any) -> PreTrainedModel:
     """In float32; the same weights every time. Raises whatever transformers does, and ValueError for what
-    stays large."""
-    fields, kind = shrunk(name), WITHOUT_RECURRENCE.get(name, (name,))[0]
+    stays larger than `most` parameters."""
+    fields, kind = shrunk(name) | changes, WITHOUT_RECURRENCE.get(name, (name,))[0]
     auto: Any = AutoModelForMultimodalLM if kind in MULTIMODAL else AutoModelForCausalLM
     with torch.device("meta"):
         sketch = auto.from_config(AutoConfig.for_model(kind, **fields))
-    if (count := sketch.num_parameters()) > MOST:
+    if (count := sketch.num_parameters()) > most:
         raise ValueError(f"{count} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = auto.from_config(AutoConfig.for_model(kind, **shrunk(name)))
+        model: PreTrainedModel = auto.from_config(AutoConfig.for_model(kind, **(shrunk(name) | changes)))
     spread(model, seed)
     return model.float().eval()

@@ -56,24 +56,29 @@ Sites = Mapping[str, Site]
 class Modules:
     """Names in a model, by which PEFT's configurations choose: `paths` of all modules in order, `linears` of
     those that "all-linear" means (subclasses of linears too, without the head), `fused` of those with weights
-    of several experts in one tensor, and `parameters`."""
+    of several experts in one tensor, and `parameters`. `decoder` is the module with the layers, `head` that
+    of the logits; each is empty where there is none below the model."""
 
     paths: tuple[str, ...]
     linears: frozenset[str]
     fused: frozenset[str]
     parameters: tuple[str, ...]
+    decoder: str
+    head: str
 
     @staticmethod
     def of(model: PreTrainedModel) -> "Modules":
         """Reads the names of an unmodified model, whose tensors need no data."""
         modules = dict(model.named_modules(remove_duplicate=False))
         del modules[""]
-        head = model.get_output_embeddings()
+        head, decoder = model.get_output_embeddings(), decoder_of(model)
         return Modules(
             tuple(modules),
             frozenset(p for p, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head),
             frozenset(path for path, module in modules.items() if _is_fused(module)),
             tuple(name for name, _ in model.named_parameters(remove_duplicate=False)),
+            next((path for path, module in modules.items() if module is decoder), ""),
+            next((path for path, module in modules.items() if module is head), ""),
         )
 
 
