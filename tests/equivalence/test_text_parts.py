@@ -12,13 +12,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import shrunk
 from bases import check_scored
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.errors import AdapterMismatch
 from coserve.streamed.files import WeightFile
 from coserve.streamed.load import load_streamed
 from coserve.train.example import Example
+from coserve_benchmarks.models import shrunk
 from models import edit_config, linear_paths, logits_of, prompts, save, with_lora
 
 NAMES = (
@@ -205,5 +205,3 @@ def test_weights_of_towers_are_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     streamed, _ = load_streamed(tmp_path, 700_000)
     assert "tower.safetensors" not in read and "text.safetensors" in read and in_memory(tower) < 1 << 20
     assert streamed.fingerprint == served.base.fingerprint
-
-

@@ -86,7 +86,6 @@ class Renaming:
                 found[name] = value
         return found
 
-
     def _chosen(self, field: str, name: str) -> str:
         """A path, or the ending of one, by the base's names. PEFT shortens many targets to endings that tell
         them from towers', such as "language_model.layers.0.self_attn.q_proj"; there are none here."""

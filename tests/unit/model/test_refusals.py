@@ -11,9 +11,9 @@ import pytest
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import shrunk
 from coserve.errors import ModelError, ModelNotFound, UnsupportedModel
 from coserve.model.load import load_base
+from coserve_benchmarks.models import shrunk
 from models import save, tiny
 
 # Names of classes, modules and exceptions, dumps of shapes.

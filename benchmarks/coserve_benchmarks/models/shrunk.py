@@ -4,6 +4,7 @@ shrinking its default."""
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -17,8 +18,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from models import POSITIONS, VOCABULARY, WINDOW, spread
-
+VOCABULARY = 96
+POSITIONS = 256
+WINDOW = 20  # of the sliding attentions
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = tuple(sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
 MOST = 14_000_000  # parameters; what stays larger is not tried
@@ -75,6 +77,8 @@ _DROPOUTS = (
     "hidden_dropout",
 )  # fmt: skip
 _FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 3
+
+
 def _sections(*pairs: int) -> dict[str, Any]:
     """Pairs of a head's 8 (or of the part that turns) by time, height and width."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [*pairs]}}
@@ -182,3 +186,15 @@ def build(name: str, seed: int = 0, most: int = MOST, **changes: Any) -> PreTrai
         model: PreTrainedModel = auto.from_config(AutoConfig.for_model(kind, **(shrunk(name) | changes)))
     spread(model, seed)
     return model.float().eval()
+
+
+@torch.no_grad()
+def spread(model: nn.Module, seed: int) -> None:
+    """Weights that make answers depend on their prompts; biases, norms and sinks that are not 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.add_(0.1 * noise)
