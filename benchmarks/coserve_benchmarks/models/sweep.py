@@ -42,7 +42,7 @@ ANSWERS: Final = 2e-5  # largest error of a log-probability, of the largest logi
 TRAINING: Final = 2e-3  # of a gradient, of its norm or of a hundredth of all
 _LENGTHS: Final = (9, 30, 4)  # of prompts and of training texts: beyond sliding windows, beyond a chunk
 _NEW: Final = 4  # tokens of an answer
-_CONFIG: Final[dict[str, Any]] = {
+CONFIG: Final[dict[str, Any]] = {
     "calibrate": False, "cache_tokens": 512, "page_size": 4, "scheduler": {"max_prefill_rows": 16},
 }  # fmt: skip
 _ROUNDED: Final = 64 << 10  # bytes by which small blocks grow as they are rounded up to pages
@@ -92,16 +92,16 @@ def _try(outcome: Outcome) -> None:
     name, texts = outcome.name, training_tokens(list(_LENGTHS), shrunk.VOCABULARY, 0)
     try:
         oracle = shrunk.build(name)
-        _logits(oracle, texts[0])
+        logits_of(oracle, texts[0])
     except Exception as error:  # transformers', of every kind
         outcome.unbuilt = _words(error)
         return
     try:
-        engine = Engine(shrunk.build(name), EngineConfig(**_CONFIG))
+        engine = Engine(shrunk.build(name), EngineConfig(**CONFIG))
     except CoserveError as error:
         outcome.refused = str(error)
         return
-    outcome.answers = _answers(engine, oracle, texts)
+    outcome.answers = answer_error(engine, oracle, texts)
     for method, fields in METHODS.items():
         try:
             fresh_adapter(engine.base, method, settings_of(fields), 0)
@@ -109,7 +109,7 @@ def _try(outcome: Outcome) -> None:
             outcome.without.append(method)
             outcome.words[method] = str(error)
     with _refusals(outcome, "training"):
-        outcome.training = _training(engine, oracle, texts)
+        outcome.training = gradient_error(engine, oracle, texts)
     with _refusals(outcome, "streamed"):
         outcome.streamed = _streamed(name, oracle, texts)
     _expect(outcome)
@@ -134,7 +134,7 @@ def _refusals(outcome: Outcome, what: str) -> Iterator[None]:
         outcome.words[what] = str(error)
 
 
-def _answers(engine: Engine, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
+def answer_error(engine: Engine, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
     """Largest error of a log-probability of texts and their answers, side by side and in chunks, of the
     largest logit."""
     sampling = SamplingParams(max_tokens=_NEW, ignore_eos=True, prompt_logprobs=3, logprobs=3)
@@ -144,7 +144,7 @@ def _answers(engine: Engine, oracle: PreTrainedModel, texts: list[Tokens]) -> fl
 
 
 def _error(oracle: PreTrainedModel, text: Tokens, answer: Completion) -> float:
-    logits = _logits(oracle, [*text, *answer.tokens[:-1]])
+    logits = logits_of(oracle, [*text, *answer.tokens[:-1]])
     wanted = logits.double().log_softmax(-1)
     scores = [*answer.prompt_logprobs, *answer.logprobs]
     errors = [
@@ -160,13 +160,13 @@ def _error(oracle: PreTrainedModel, text: Tokens, answer: Completion) -> float:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, tokens: list[int] | Tokens) -> Tensor:
+def logits_of(model: PreTrainedModel, tokens: list[int] | Tokens) -> Tensor:
     """Logits [rows, vocabulary] of one text."""
     found: Tensor = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return found
 
 
-def _training(engine: Engine, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
+def gradient_error(engine: Engine, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
     """Largest error of a gradient of a job on LoRA beside all linears of the layers, which is read off one
     step of plain descent."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -231,7 +231,7 @@ def _beside(a: Tensor, b: Tensor) -> Callable[..., Tensor]:
 
 
 def _streamed(name: str, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
-    """As `_answers`, of a base that is read from its folder for each pass, but for what must stay."""
+    """As `answer_error`, of a base that is read from its folder for each pass, but for what must stay."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         shrunk.build(name).save_pretrained(folder)
@@ -239,8 +239,8 @@ def _streamed(name: str, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
             shapes = load_base(shrunk.build(name), torch.float32)
         stored = stored_bytes(folder, [block.path for block in shapes.chain])
         budget = enough_to_stream(shapes, stored) + _ROUNDED
-        config = EngineConfig(**_CONFIG, base_memory=budget)
-        return _answers(Engine(folder, config, word_tokenizer(shrunk.VOCABULARY)), oracle, texts)
+        config = EngineConfig(**CONFIG, base_memory=budget)
+        return answer_error(Engine(folder, config, word_tokenizer(shrunk.VOCABULARY)), oracle, texts)
 
 
 def _words(error: Exception) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from coserve.adapters.sites import Weights
 from coserve.core.plan import WeightReads
 from coserve.core.sequence import Direction
+from coserve.model.indexed_attention import NOTHING
 from coserve.model.parameters import ModuleParameters, parameters_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -100,15 +101,15 @@ class ModelPart(ABC):
 class Block(ModelPart):
     """One decoder layer. `run` computes it; within the model's own forward it returns a preset answer.
 
-    `path` is its name in the model, `module` the layer, `returns_tuple` whether this model's layers wrap
-    their hidden state (set once that is known), `shortcut` a faster way to the same output, which gives None
-    where it does not lead there.
+    `path` is its name in the model, `module` the layer, `returns` the number of outputs that this model's
+    layers have in a tuple, the hidden state first (0: no tuple; set once that is known), `shortcut` a faster
+    way to the same output, which gives None where it does not lead there.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__()
         self.path, self.module = path, module
-        self.returns_tuple = False
+        self.returns = 0
         self.shortcut: Callable[[Tensor, Call], Tensor | None] | None = None
         self._forward: Callable[..., Any] = module.forward
         self._answer: Callable[[Tensor, Call], Tensor] | None = None
@@ -147,7 +148,7 @@ class Block(ModelPart):
             with self.visit(Direction.INFER):
                 return self._forward(hidden, *args, **kwargs)
         out = self._answer(hidden, (args, kwargs))
-        return (out,) if self.returns_tuple else out
+        return (out, *[NOTHING] * (self.returns - 1)) if self.returns else out
 
 
 class Ends(ModelPart):

@@ -31,6 +31,7 @@ from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
 from coserve.model.contents import ModelContents
 from coserve.model.foreign import folder_of, read_config, saved_type
+from coserve.model.legacy_attention import set_attention, with_plain_linears
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
@@ -38,6 +39,7 @@ from coserve.model.native_layer import find_native_layers
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placement import Placed, Placement, place_locally
 from coserve.model.placing import Holds, place_linears
+from coserve.model.positions import positions_of
 from coserve.model.probe import Own, ProbeRows, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import (
@@ -102,6 +104,7 @@ def adopt(loaded: PreTrainedModel) -> dict[str, nn.Module]:
     refuse_quantized(loaded.config.to_dict())
     refuse_layers(loaded.config, loaded)
     keep_text(loaded)
+    with_plain_linears(loaded)
     loaded.eval().requires_grad_(False)
     return decoder_layers(loaded)
 
@@ -110,8 +113,7 @@ def make_base(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], origin: Origin, cell: BatchCell
 ) -> Base:
     """A base whose modules are the model's own; `complete` makes it one that can be driven."""
-    text = model.config.get_text_config()
-    positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
+    positions = positions_of(model.config.get_text_config())
     return Base(model, [Block(path, layer) for path, layer in layers.items()], origin, cell, positions)
 
 
@@ -139,7 +141,7 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
     a block at the latest when the pass comes to it."""
     masks = Masks(base.model.config.model_type)
     for block in base.chain:
-        block.returns_tuple = own.returns_tuple
+        block.returns = own.returns
     _fit(base, masks, placed)
     prove(base, own, masks, shorten=partial(find_native_layers, base))
     _refuse_shorter_cache(base)
@@ -238,7 +240,7 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
     name = f"coserve-{id(base.cell):x}"
     AttentionInterface.register(name, attention_function(base.cell, caches, masks))
     AttentionMaskInterface.register(name, masks.make)
-    model.set_attn_implementation(name)
+    set_attention(model, name)
     with placed():
         base.learn_arguments()
         looking = _look(base)
@@ -247,7 +249,7 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
     _keep_sites_of_rows(base, looking)
     _hand_over_copies(base, looking)
     _keep_sites_that_layers_see(base)
-    _refuse_other_masks(base, masks.windows)
+    _limit_to_masks(base, masks.windows)
 
 
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
@@ -336,9 +338,13 @@ def _keep_sites_that_layers_see(base: Base) -> None:
         base.sites = {path: site for path, site in base.sites.items() if site.kind is not Kind.EMBEDDING}
 
 
-def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
-    """Raises UnsupportedModel for windows that are in masks alone. Masks are not used here, and the probe's
-    prompts are shorter than most windows, so it would miss them."""
+def _limit_to_masks(base: Base, masked: set[int | None]) -> None:
+    """Limits sequences to windows and chunks that are in masks alone (Llama 4, Phi-3.5 MoE), as masks are not
+    used here: they mask nothing in sequences of that length. The probe's prompts are shorter than most
+    windows, so it would miss them. Raises UnsupportedModel for windows that are in layers alone."""
+    own = {cache.window for cache in base.caches}
+    alone = [window for window in masked if window and window not in own]
+    base.max_positions = min([base.max_positions, *alone])
     attended = {_felt(cache.window, base.max_positions) for cache in base.caches}
     asked = {_felt(window, base.max_positions) for window in masked}
     if not attended <= asked or not asked - {None} <= attended:

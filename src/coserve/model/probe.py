@@ -43,14 +43,14 @@ _SAME: Final = 1e-5  # relative difference of two forwards that do the same arit
 @dataclass(frozen=True, slots=True)
 class Own:
     """Results of the model's own forward on each of the probe's prompts: `hidden` [1, rows, width] behind
-    each layer, `logits` [rows, vocabulary], and its routers' choices. `returns_tuple` says whether its layers
-    wrap their hidden state."""
+    each layer, `logits` [rows, vocabulary], and its routers' choices. `returns` is the number of
+    outputs of its layers, 0 where that is the hidden state alone, in no tuple."""
 
     prompts: list[Tensor]
     hidden: list[list[Tensor]]
     logits: list[Tensor]
     choices: list[list[Tensor]]
-    returns_tuple: bool
+    returns: int
 
 
 def draw(base: Base, *lengths: int) -> list[Tensor]:
@@ -90,9 +90,9 @@ def own_forward(base: Base) -> Own:
         found = in_lockstep(base.chain.blocks, [partial(run, ids) for ids in prompts])
     hidden = [[out[0] if isinstance(out, tuple) else out for out in outs] for outs, _, _ in found]
     choices = [chosen for _, _, chosen in found]
-    return Own(
-        prompts, hidden, [logits for _, logits, _ in found], choices, isinstance(found[0][0][0], tuple)
-    )
+    first = found[0][0][0]
+    returns = len(first) if isinstance(first, tuple) else 0
+    return Own(prompts, hidden, [logits for _, logits, _ in found], choices, returns)
 
 
 class ProbeRows:

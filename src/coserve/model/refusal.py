@@ -18,6 +18,7 @@ from transformers.models.auto import modeling_auto as auto
 from coserve.adapters.sites import decoder_of
 from coserve.errors import CoserveError, ModelError, UnsupportedModel
 from coserve.memory.exhausted import is_out_of_memory
+from coserve.model.legacy_attention import counts_no_positions
 
 ENCODER_DECODER: Final = "it is an encoder-decoder model"
 INSTEAD: Final = "use a decoder such as Llama, Qwen3 or Gemma 3"
@@ -29,7 +30,7 @@ _RECURRENT: Final = {
     "hybrid_sliding": "layers with a state beside their attention",
 }
 _SPARSE: Final = frozenset(
-    {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+    {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 )
 # Fields of a configuration that say how weights were quantized: transformers', compressed-tensors' old one,
 # and MLX's.
@@ -101,13 +102,10 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
         raise unsupported(name, "some of its layers attend to images instead of text")
     if model is not None and text.model_type.startswith("gemma3n"):
         raise unsupported(name, "it carries several hidden states from layer to layer")
-    if model is not None and "position_ids" not in signature(decoder_of(model).forward).parameters:
+    if model is not None and not (
+        "position_ids" in signature(decoder_of(model).forward).parameters or counts_no_positions(model)
+    ):
         raise unsupported(name, "it counts positions itself, where rows of several texts have their own")
-    rope = getattr(text, "rope_parameters", None) or {}
-    each = (rope, *(own for own in rope.values() if isinstance(own, dict)))
-    if moving := {own.get("rope_type") for own in each} & {"dynamic", "longrope"}:
-        part = f"its {moving.pop()} rotary scaling has tables that depend on the longest sequence present"
-        raise unsupported(name, part)
 
 
 def refuse_quantized(fields: Mapping[str, Any], made_of: str = "") -> None:

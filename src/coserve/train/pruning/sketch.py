@@ -35,6 +35,7 @@ from coserve.adapters.sites import (
 )
 from coserve.adapters.text_part import keep_text, made_of
 from coserve.attention.backend import CacheShape
+from coserve.model.legacy_attention import set_attention
 from coserve.train.pruning import operators
 
 ROWS: Final = 24  # of a trace; everything is counted by the row
@@ -83,7 +84,7 @@ class Sketch:
             model = made(config, dtype=torch.get_default_dtype()).eval().requires_grad_(False)
             keep_text(model)
         model.config.dtype = DTYPE
-        model.set_attn_implementation(name)
+        set_attention(model, name)
         self.model = model
         self.layers = decoder_layers(model)
         self.sites, self.modules = find_sites(model, self.layers), Modules.of(model)
