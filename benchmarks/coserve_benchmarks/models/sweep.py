@@ -27,7 +27,8 @@ from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.errors import CoserveError
 from coserve.memory.fake_tensors import fake_tensors
-from coserve.model.load import load_base
+from coserve.model.foreign import read_config
+from coserve.model.load import load_base, model_of_shapes
 from coserve.streamed.model_files import stored_bytes
 from coserve.streamed.shapes import enough_to_stream
 from coserve.train.config import TrainingConfig
@@ -236,7 +237,7 @@ def _streamed(name: str, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
         folder = Path(scratch) / "model"
         shrunk.build(name).save_pretrained(folder)
         with fake_tensors():
-            shapes = load_base(shrunk.build(name), torch.float32)
+            shapes = load_base(model_of_shapes(folder, read_config(folder), torch.float32))
         stored = stored_bytes(folder, [block.path for block in shapes.chain])
         budget = enough_to_stream(shapes, stored) + _ROUNDED
         config = EngineConfig(**CONFIG, base_memory=budget)

@@ -31,10 +31,6 @@ class Spelling:
     decoder: str
     head: str
 
-    def has(self, path: str) -> bool:
-        """Tells whether a module's or parameter's path is one below the decoder or the head."""
-        return path.startswith((f"{self.decoder}.", f"{self.head}."))
-
     def renamed(self, path: str, other: "Spelling") -> str:
         """A module's or parameter's path in this spelling as it is in another; other names as they are."""
         for own, new in ((self.decoder, other.decoder), (self.head, other.head)):
@@ -116,9 +112,13 @@ def renaming_of(names: Iterable[str], modules: Modules) -> Renaming | None:
         return None
     paths = [name.removeprefix(PREFIX) for name in names]
     for file in _KNOWN:
-        if any(map(file.has, paths)):
+        if any(path.startswith(f"{file.decoder}.") for path in paths):
             return None if file == base else Renaming(file, base, modules)
-    return None
+    # Beside the head alone: most spellings have the same name for it.
+    if any(path.startswith(f"{base.head}.") for path in paths):
+        return None
+    heads = (file for file in _KNOWN if any(path.startswith(f"{file.head}.") for path in paths))
+    return next((Renaming(file, base, modules) for file in heads), None)
 
 
 def with_own_names(

@@ -147,7 +147,7 @@ _FORMS: Final[dict[str, Callable[[Any, Any], None]]] = {
 def with_distances(query: Tensor, key: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [1, heads, rows, width + 8] and keys of as many heads whose product is that of `query` and
     `key` plus `slopes` [heads] times (key's position - query's position)."""
-    exact = torch.promote_types(query.dtype, torch.float32)
+    exact = torch.float64  # which has the products of slopes in float32 with halves of positions
     own = slopes.to(query.dtype).to(exact)[:, None]
     high, low = (half.to(exact)[0] for half in (positions // _LOW, positions % _LOW))
     ones, none = torch.ones_like(high), torch.zeros_like(high)
