@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from bases import check_scored
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.merge import merge_adapter
 from coserve.errors import AdapterMismatch
 from coserve.streamed.files import WeightFile
 from coserve.streamed.load import load_streamed
@@ -107,10 +108,17 @@ def test_adapters_load_by_either_spelling_and_are_saved_for_the_whole_model(tmp_
 def test_a_whole_models_adapter_loads_beside_the_language_model_alone(tmp_path: Path) -> None:
     whole = shrunk.build("gemma3")
     tuned = with_lora(whole, 7, target_modules=text_linears(whole))
-    tuned.save_pretrained(str(tmp_path))
+    tuned.save_pretrained(str(tmp_path / "a"))
     served = engine(alone(shrunk.build("gemma3")))
-    served.adapters.register("a", tmp_path)
+    served.adapters.register("a", tmp_path / "a")
     check(tuned, served, "alone", "a")
+    # Merged into the whole model, whose towers stay.
+    save(shrunk.build("gemma3"), tmp_path / "whole")
+    merged = AutoModelForImageTextToText.from_pretrained(
+        merge_adapter(tmp_path / "whole", tmp_path / "a", tmp_path / "merged")
+    )
+    assert merged.num_parameters() == shrunk.build("gemma3").num_parameters()
+    check(merged.eval(), served, "merged", "a")
 
 
 def test_what_is_trained_loads_in_peft_on_the_whole_model(tmp_path: Path) -> None:

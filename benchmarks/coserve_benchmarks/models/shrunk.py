@@ -172,11 +172,21 @@ def _text_fields(text: PreTrainedConfig) -> dict[str, Any]:
     return fields | _OWN.get(text.model_type, {})
 
 
+def kind_of(name: str) -> str:
+    """transformers' type of a model of this name."""
+    return WITHOUT_RECURRENCE.get(name, (name,))[0]
+
+
+def auto_class(kind: str) -> Any:
+    """transformers' class that makes a model of this type, a multimodal one as a whole."""
+    return AutoModelForMultimodalLM if kind in MULTIMODAL else AutoModelForCausalLM
+
+
 def build(name: str, seed: int = 0, most: int = MOST, **changes: Any) -> PreTrainedModel:
     """In float32; the same weights every time. Raises whatever transformers does, and ValueError for what
     stays larger than `most` parameters."""
-    fields, kind = shrunk(name) | changes, WITHOUT_RECURRENCE.get(name, (name,))[0]
-    auto: Any = AutoModelForMultimodalLM if kind in MULTIMODAL else AutoModelForCausalLM
+    fields, kind = shrunk(name) | changes, kind_of(name)
+    auto = auto_class(kind)
     with torch.device("meta"):
         sketch = auto.from_config(AutoConfig.for_model(kind, **fields))
     if (count := sketch.num_parameters()) > most:

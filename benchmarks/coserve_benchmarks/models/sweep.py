@@ -112,7 +112,7 @@ def _try(outcome: Outcome) -> None:
     with _refusals(outcome, "training"):
         outcome.training = gradient_error(engine, oracle, texts)
     with _refusals(outcome, "streamed"):
-        outcome.streamed = _streamed(name, oracle, texts)
+        outcome.streamed = _streamed(name, texts)
     _expect(outcome)
 
 
@@ -231,11 +231,13 @@ def _beside(a: Tensor, b: Tensor) -> Callable[..., Tensor]:
     return beside
 
 
-def _streamed(name: str, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
-    """As `answer_error`, of a base that is read from its folder for each pass, but for what must stay."""
+def _streamed(name: str, texts: list[Tokens]) -> float:
+    """As `answer_error`, of a base that is read from its folder for each pass, but for what must stay; the
+    oracle is what transformers reads from there."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         shrunk.build(name).save_pretrained(folder)
+        oracle = shrunk.auto_class(shrunk.kind_of(name)).from_pretrained(folder).eval()
         with fake_tensors():
             shapes = load_base(model_of_shapes(folder, read_config(folder), torch.float32))
         stored = stored_bytes(folder, [block.path for block in shapes.chain])

@@ -138,4 +138,6 @@ def planned(name: str, part: str) -> UnsupportedModel:
 
 def encoder(name: str) -> UnsupportedModel:
     """The error for bidirectional attention."""
-    return unsupported(name, "it is an encoder, which generates no text")
+    if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return unsupported(name, "it is an encoder, which generates no text")
+    return unsupported(name, "its attention looks ahead, as an encoder's does")  # PaliGemma's, in prompts
