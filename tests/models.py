@@ -16,9 +16,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
-VOCABULARY = 96
-POSITIONS = 256
-WINDOW = 20  # of the sliding attentions
+from coserve_benchmarks.models.shrunk import POSITIONS as POSITIONS
+from coserve_benchmarks.models.shrunk import VOCABULARY as VOCABULARY
+from coserve_benchmarks.models.shrunk import WINDOW as WINDOW
+from coserve_benchmarks.models.shrunk import spread as spread
+
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -122,18 +124,6 @@ def make_eager(model: PreTrainedModel) -> None:
     model.set_attn_implementation("eager")
     if model.config.model_type in MIXTURES:
         model.set_experts_implementation("eager")
-
-
-@torch.no_grad()
-def spread(model: nn.Module, seed: int) -> None:
-    """Weights that make answers depend on their prompts; biases, norms and sinks that are not 0 or 1."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim > 1:
-            parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
-        else:
-            parameter.add_(0.1 * noise)
 
 
 def prompts(draws: random.Random, lengths: Sequence[int]) -> list[list[int]]:

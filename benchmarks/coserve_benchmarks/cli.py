@@ -287,6 +287,20 @@ def zoo(
 
 
 @app.command()
+def models(
+    json_file: Figures = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A type of models; all by default. May be given several times.")
+    ] = None,
+) -> None:
+    """Builds every type of language models small, and compares answers and training with transformers."""
+    check_writable("--json", json_file)
+    from coserve_benchmarks.models.run import print_models, run_models
+
+    print_models(run_models(only or None, json_file))
+
+
+@app.command()
 def draw(
     results: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File that --json wrote.")

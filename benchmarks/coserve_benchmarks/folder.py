@@ -18,11 +18,16 @@ def save_shape(shape: ModelShape, folder: Path, device: str = "cpu") -> Path:
     path = folder / f"shape-{shape.name}"
     logging.disable_progress_bar()
     shape.build(device).save_pretrained(path)
-    vocabulary = {_word(token): token for token in range(shape.vocabulary)}
+    word_tokenizer(shape.vocabulary).save_pretrained(path)
+    return path
+
+
+def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of `size` tokens in which every token is a word."""
+    vocabulary = {_word(token): token for token in range(size)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token=_word(0)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-    return path
+    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 def training_file(shape: ModelShape, examples: int, length: int, seed: int) -> bytes:

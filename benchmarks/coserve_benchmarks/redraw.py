@@ -36,6 +36,8 @@ def _place(found: Mapping[str, Any], kind: str) -> tuple[str, str] | None:
     ours = "coserve_benchmarks."
     series = found.get("series") or {}
     if kind == "table":
+        if "types" in found:
+            return ours + "models.page", "write_page"
         if "cells" in found:
             return ours + "policies.sheet", "write_cells"
         return (ours + "rows_page", "write_rows") if "bars" in found else None

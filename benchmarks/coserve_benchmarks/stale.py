@@ -82,6 +82,7 @@ RESULTS: Final[Mapping[str, Presented]] = {
         (*_ENGINE, "src/coserve/plan", *_MEASURING, *_bench("memory", "peers.py", "saved.py", "plans.py")),
     ),
     "methods.json": Presented("docs/results/methods.md", (*_ENGINE, *_MEASURING, *_bench("methods"))),
+    "models.json": Presented("docs/models.md", (*_ENGINE, "src/coserve/streamed", *_bench("models"))),
     "plan.json": Presented(
         "docs/results/plan.md",
         tuple(f"src/coserve/{room}" for room in ("adapters", "kernels", "memory", "model", "plan", "train")),

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import shrunk
 from adapters import lora_adapter
 from coserve import Engine, EngineConfig, SamplingParams, SavePolicy
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.sites import Kind
 from coserve.errors import UnsupportedModel
+from coserve_benchmarks.models import shrunk
 from models import greedy, prompts
 from passages import LORA, Case, Passage, examples, mean_loss, worst
 

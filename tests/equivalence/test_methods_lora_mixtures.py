@@ -17,10 +17,10 @@ from peft import LoraConfig, PeftModel
 from coserve import Engine, EngineConfig, LoRAConfig
 from coserve.adapters.files import write_adapter
 from coserve.train.fresh import fresh_adapter
+from coserve_benchmarks.models.shrunk import shrunk
 from methods import SMALL, forward_errors, served, spread, with_peft
 from models import logits_of, tiny
 from rounding import allowed, both_ways, error
-from shrunk import shrunk
 
 NAMES: dict[str, dict[str, Any]] = {
     "afmoe": {},

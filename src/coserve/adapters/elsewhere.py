@@ -22,6 +22,7 @@ from coserve.adapters.folder import unreadable
 from coserve.adapters.merge import WholeModel, load_whole
 from coserve.adapters.saved import PREFIX
 from coserve.adapters.sites import Kind
+from coserve.adapters.text_part import keep_text, put_back
 from coserve.attention.backend import CacheShape
 from coserve.errors import AdapterError
 
@@ -44,10 +45,13 @@ def check_adapter(folder: str | Path, model_folder: str | Path) -> tuple[LoaderR
     """Checks an adapter of the model in `model_folder`. Raises ModelNotFound, and AdapterError for files that
     cannot be read, or where PEFT is not installed."""
     model = load_whole(Path(model_folder))
+    beside_text = keep_text(model)
     whole = WholeModel(model)
     kinds = (Kind.LINEAR, Kind.EMBEDDING)
     names = {site.path.rpartition(".")[2] for site in whole.sites.values() if site.kind in kinds}
-    return check_own(folder, model), check_peft(folder, model), check_vllm(folder, names)
+    own = check_own(folder, model)
+    put_back(model, beside_text)
+    return own, check_peft(folder, model), check_vllm(folder, names)
 
 
 def check_own(folder: str | Path, model: PreTrainedModel) -> LoaderReport:

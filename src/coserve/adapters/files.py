@@ -28,6 +28,7 @@ from coserve.adapters.parameters import mistaken, name_weights
 from coserve.adapters.replace import copies_of
 from coserve.adapters.saved import TYPES, Saved, expect_numbers, shown
 from coserve.adapters.sites import Frame
+from coserve.adapters.spelling import renaming_of, with_own_names
 from coserve.errors import AdapterError
 
 _LIST: Final = "COSERVE_LIST"
@@ -98,10 +99,12 @@ def check_weights(folder: str | Path, name: str, frame: Frame, dtype: torch.dtyp
     peaks, copies = {}, copies_of(frame)
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
+            renaming = renaming_of(file.keys(), frame.modules)
             for tensor_name in file.keys():  # noqa: SIM118  # no mapping
                 tensor = file.get_tensor(tensor_name)
                 expect_numbers(str(folder), tensor_name, tensor, torch.finfo(dtype).max)
-                is_copy = tensor_name in copies  # which is compared value by value
+                own_name = tensor_name if renaming is None else renaming.tensor(tensor_name)
+                is_copy = own_name in copies  # which is compared value by value
                 peaks[tensor_name] = tensor if is_copy else _peaks(tensor, exact_type(dtype))
     except (OSError, SafetensorError) as error:
         raise unreadable(folder / WEIGHTS, error) from error
@@ -134,9 +137,8 @@ def _assemble(
             raise AdapterError(f"{folder}: task_type={shown(task)} is none of PEFT's")
         if not own_tensors:
             raise AdapterError(f"{folder / WEIGHTS} holds no tensors of its {reader.peft_type} adapter")
-        saved = Saved(
-            str(folder), own_fields, own_tensors, exact_type(dtype), device, largest, rest, is_known
-        )
+        named = with_own_names(str(folder), own_fields, own_tensors, frame.modules)
+        saved = Saved(str(folder), *named, exact_type(dtype), device, largest, rest, is_known)
         parts.append(reader.read(saved, frame))
         saved.finish()
     return AdapterVersion(name, 0, tuple(parts))

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from coserve.adapters.bypass import Dense, Side, exact_type
 from coserve.adapters.files import read_adapter
@@ -22,13 +22,14 @@ from coserve.adapters.sites import (
     gain_of,
     layer_width,
 )
+from coserve.adapters.text_part import auto_class, keep_text, put_back
 from coserve.attention.backend import CacheShape
 from coserve.errors import AdapterError, ModelNotFound
 
 # What else a folder holds that the model is of no use without.
 _COPIED: Final = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
-    "chat_template*",
+    "chat_template*", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 
 
@@ -43,6 +44,7 @@ def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise AdapterError(f"{out} exists already and is not empty: nothing is merged over it")
     model = load_whole(model_folder)
+    beside_text = keep_text(model)
     whole = WholeModel(model)
     adapter = read_adapter(adapter_folder, "merged", whole, torch.float64, torch.device("cpu"))
     merged: dict[str, Dense] = {}
@@ -52,6 +54,7 @@ def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str
         merged[place.path] = bypass.merged(before, place.side)
     for path, dense in merged.items():
         whole.frozen.replace(path, dense)
+    put_back(model, beside_text)
     model.save_pretrained(out)
     for file in out.glob("*.safetensors"):  # the library lets nobody else read what it writes
         file.chmod((out / "config.json").stat().st_mode & 0o777)
@@ -152,7 +155,7 @@ def load_whole(folder: Path) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "quantization_config", None):
             raise AdapterError(f"{folder} was saved quantized: merge into the model that it was made of")
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = auto_class(config).from_pretrained(
             folder, config=config, dtype="auto", trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:

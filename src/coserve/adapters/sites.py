@@ -56,12 +56,15 @@ Sites = Mapping[str, Site]
 class Modules:
     """Names in a model, by which PEFT's configurations choose: `paths` of all modules in order, `linears` of
     those that "all-linear" means (subclasses of linears too, without the head), `fused` of those with weights
-    of several experts in one tensor, and `parameters`."""
+    of several experts in one tensor, and `parameters`. `decoder` is the module with the layers, `head` that
+    of the logits; each is empty where there is none below the model."""
 
     paths: tuple[str, ...]
     linears: frozenset[str]
     fused: frozenset[str]
     parameters: tuple[str, ...]
+    decoder: str
+    head: str
     tied: bool = False
 
     @staticmethod
@@ -69,12 +72,14 @@ class Modules:
         """Reads the names of an unmodified model, whose tensors need no data."""
         modules = dict(model.named_modules(remove_duplicate=False))
         del modules[""]
-        head = model.get_output_embeddings()
+        head, decoder = model.get_output_embeddings(), decoder_of(model)
         return Modules(
             tuple(modules),
             frozenset(p for p, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head),
             frozenset(path for path, module in modules.items() if _is_fused(module)),
             tuple(name for name, _ in model.named_parameters(remove_duplicate=False)),
+            next((path for path, module in modules.items() if module is decoder), ""),
+            next((path for path, module in modules.items() if module is head), ""),
             head is not None and head.weight is model.get_input_embeddings().weight,
         )
 
@@ -220,6 +225,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     found: nn.Module = model.get_decoder()
     if found is model.get_output_embeddings():
         found = model.base_model
+    if isinstance(found, PreTrainedModel) and found.get_output_embeddings() is not None:
+        found = found.get_decoder()  # Llama 4's wrapper has a language model with a head of its own
     return found
 
 

@@ -14,8 +14,9 @@ from typing import Final
 
 import msgspec
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from coserve.adapters.text_part import made_of
 from coserve.config import EngineConfig
 from coserve.core.plan import BasePlan, BaseResult
 from coserve.errors import EngineLost, error_named
@@ -225,7 +226,7 @@ def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Ba
     loaded = AutoConfig.from_pretrained(model, trust_remote_code=False)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     with fake_tensors():
-        shapes = AutoModelForCausalLM.from_config(loaded, dtype=dtype, trust_remote_code=False)
+        shapes = made_of(loaded, dtype=dtype)
         base = load_base(shapes, dtype, "cpu", config.quantize)
         for path in spec.elsewhere:
             base.linears[path].placement = ShapedPlacement(base.linears[path].placement)

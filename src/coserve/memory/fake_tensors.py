@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_iter
 
@@ -137,6 +137,17 @@ def _zeros(tensor: FakeTensor) -> NDArray[np.float32]:
 
 
 FakeTensor.numpy = _zeros  # type: ignore[assignment]  # torch has none, as there is no data
+
+
+_draw_truncated: Final = nn.init._no_grad_trunc_normal_
+
+
+def _truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch draws again until all numbers are within the bounds, which those of fake tensors never are."""
+    return tensor if is_fake(tensor) else _draw_truncated(tensor, *args, **kwargs)
+
+
+nn.init._no_grad_trunc_normal_ = _truncated
 
 
 def _number(tensor: Tensor) -> bool | int | float:

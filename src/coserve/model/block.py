@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from coserve.adapters.sites import Weights
 from coserve.core.plan import WeightReads
 from coserve.core.sequence import Direction
+from coserve.model.indexed_attention import NOTHING
 from coserve.model.parameters import ModuleParameters, parameters_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -100,8 +101,8 @@ class ModelPart(ABC):
 class Block(ModelPart):
     """One decoder layer. `run` computes it; within the model's own forward it returns a preset answer.
 
-    `path` is its name in the model, `module` the layer, `returns` the number of values in the tuple that this
-    model's layers return, 0 where it is the hidden state alone (set once that is known), `shortcut` a faster
+    `path` is its name in the model, `module` the layer, `returns` the number of outputs that this model's
+    layers have in a tuple, the hidden state first (0: no tuple; set once that is known), `shortcut` a faster
     way to the same output, which gives None where it does not lead there.
     """
 
@@ -147,7 +148,7 @@ class Block(ModelPart):
             with self.visit(Direction.INFER):
                 return self._forward(hidden, *args, **kwargs)
         out = self._answer(hidden, (args, kwargs))
-        return (out, *[None] * (self.returns - 1)) if self.returns else out
+        return (out, *[NOTHING] * (self.returns - 1)) if self.returns else out
 
 
 class Ends(ModelPart):

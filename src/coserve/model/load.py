@@ -4,7 +4,7 @@ Loading ends with a proof (`model/probe.py`): the driven model must reproduce th
 model that differs or fails in any way is refused with the reason.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from coserve.adapters.sites import Kind, decoder_layers
+from coserve.adapters.text_part import auto_class, is_multimodal, keep_text, made_of
 from coserve.attention.backend import CacheShape
 from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound, UnsupportedModel
 from coserve.model.base import Base, attention_function
@@ -31,6 +31,7 @@ from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
 from coserve.model.contents import ModelContents
 from coserve.model.foreign import folder_of, read_config, saved_type
+from coserve.model.legacy_attention import set_attention, with_plain_linears
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
@@ -38,12 +39,11 @@ from coserve.model.native_layer import find_native_layers
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placement import Placed, Placement, place_locally
 from coserve.model.placing import Holds, place_linears
+from coserve.model.positions import positions_of
 from coserve.model.probe import Own, ProbeRows, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.recurrent import find_mixers
 from coserve.model.refusal import (
-    multimodal,
-    reads_more_than_text,
     refuse_layers,
     refuse_quantized,
     refusing,
@@ -100,24 +100,21 @@ def drive(base: Base) -> Base:
 
 
 def adopt(loaded: PreTrainedModel) -> dict[str, nn.Module]:
-    """Freezes a model; returns its decoder layers by path. Raises UnsupportedModel."""
+    """Freezes a model, of a multimodal one the text part; returns its decoder layers by path. Raises
+    UnsupportedModel."""
     refuse_quantized(loaded.config.to_dict())
     refuse_layers(loaded.config, loaded)
+    keep_text(loaded)
+    with_plain_linears(loaded)
     loaded.eval().requires_grad_(False)
-    try:
-        return decoder_layers(loaded)
-    except UnsupportedModel as error:
-        if reads_more_than_text(loaded.config):
-            raise multimodal(loaded.config.model_type) from error
-        raise
+    return decoder_layers(loaded)
 
 
 def make_base(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], origin: Origin, cell: BatchCell
 ) -> Base:
     """A base whose modules are the model's own; `complete` makes it one that can be driven."""
-    text = model.config.get_text_config()
-    positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
+    positions = positions_of(model.config.get_text_config())
     return Base(model, [Block(path, layer) for path, layer in layers.items()], origin, cell, positions)
 
 
@@ -167,10 +164,12 @@ def usable_device(device: str | torch.device, setting: str = "engine.device") ->
 def load_model(
     model: str | Path, dtype: torch.dtype | str, change: Callable[[PreTrainedModel], None] | None = None
 ) -> PreTrainedModel:
-    """Loads a folder or hub name. `change` may replace modules of the model while its parameters are on the
-    meta device: of files in safetensors only tensors for those that are left are read. Raises ModelError."""
+    """Loads a folder or hub name, of a multimodal model the text part. `change` may replace modules of the
+    model while its parameters are on the meta device: of files in safetensors only tensors for those that are
+    left are read. Raises ModelError."""
     config = read_config(model)
-    kind = AutoModelForCausalLM if change is None else hooked_class(config, partial(_changed, change))
+    changes = [*([keep_text] if is_multimodal(config) else []), *([] if change is None else [change])]
+    kind = hooked_class(config, partial(_changed, changes)) if changes else auto_class(config)
     return load_class(kind, model, config, dtype)
 
 
@@ -198,8 +197,7 @@ def model_of_shapes(model: str | Path, config: PreTrainedConfig, dtype: torch.dt
     if dtype == "auto":
         dtype = config.dtype or saved_type(folder_of(model)) or torch.float32
     own = deepcopy(config)  # a model writes into its configuration
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_config(own, dtype=dtype, trust_remote_code=False)
-    return loaded.eval()
+    return made_of(own, dtype=dtype).eval()
 
 
 OwnLoader = Callable[..., tuple[Any, Any]]  # transformers' step that fills a model with weights
@@ -210,7 +208,7 @@ def hooked_class(config: PreTrainedConfig, load: Callable[..., tuple[Any, Any]])
     """The model's class with another step that fills a model with weights: `load(own, model, state_dict,
     files, options, ...)`, where `own` is the class's own step."""
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        kind = type(auto_class(config).from_config(config, trust_remote_code=False))
     own: OwnLoader = getattr(kind, _HOOK)
     names = {_HOOK: staticmethod(partial(load, own)), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), names)
@@ -222,7 +220,7 @@ def plain_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _changed(
-    change: Callable[[PreTrainedModel], None],
+    changes: Sequence[Callable[[PreTrainedModel], object]],
     own: OwnLoader,
     model: PreTrainedModel,
     state_dict: Any,
@@ -231,7 +229,8 @@ def _changed(
 ) -> tuple[Any, Any]:
     if not files or not all(file.endswith(".safetensors") for file in files):
         raise UnsupportedModel("weights of a model can be left unread in files of safetensors only")
-    change(model)
+    for change in changes:
+        change(model)
     model._keys_to_ignore_on_load_unexpected = {"."}  # no warning for those that are left
     return own(model, state_dict, files, *args)
 
@@ -242,7 +241,7 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
     name = f"coserve-{id(base.cell):x}"
     AttentionInterface.register(name, attention_function(base.cell, caches, masks))
     AttentionMaskInterface.register(name, masks.make)
-    model.set_attn_implementation(name)
+    set_attention(model, name)
     base.mixers = find_mixers(base)
     with placed():
         base.learn_arguments()
@@ -252,7 +251,7 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
     _keep_sites_of_rows(base, looking)
     _hand_over_copies(base, looking)
     _keep_sites_that_layers_see(base)
-    _refuse_other_masks(base, masks.windows)
+    _limit_to_masks(base, masks.windows)
 
 
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
@@ -343,10 +342,14 @@ def _keep_sites_that_layers_see(base: Base) -> None:
         base.sites = {path: site for path, site in base.sites.items() if site.kind is not Kind.EMBEDDING}
 
 
-def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
-    """Raises UnsupportedModel for windows that are in masks alone. Masks are not used here, and the probe's
-    prompts are shorter than most windows, so it would miss them."""
-    attended = {_felt(cache.window, base.max_positions) for cache in base.caches if cache.groups}
+def _limit_to_masks(base: Base, masked: set[int | None]) -> None:
+    """Limits sequences to windows and chunks that are in masks alone (Llama 4, Phi-3.5 MoE), as masks are not
+    used here: they mask nothing in sequences of that length. The probe's prompts are shorter than most
+    windows, so it would miss them. Raises UnsupportedModel for windows that are in layers alone."""
+    own = {cache.window for cache in base.caches if cache.groups}
+    alone = [window for window in masked if window and window not in own]
+    base.max_positions = min([base.max_positions, *alone])
+    attended = {_felt(window, base.max_positions) for window in own}
     asked = {_felt(window, base.max_positions) for window in masked}
     if not attended <= asked or not asked - {None} <= attended:
         shown = [", ".join(sorted(map(str, windows))) or "none" for windows in (asked, attended)]

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 from coserve.kernels.attention import causal_mask
+from coserve.model.indexed_attention import NO_MASK
 from coserve.model.refusal import encoder, unsupported
 
 
@@ -58,7 +59,7 @@ class Masks:
         """
         if getattr(attention, "is_causal", True) is False:
             raise encoder(self._name)
-        if mask is None:
+        if mask is None or mask is NO_MASK:
             return
         if not self._own.checked:
             raise unsupported(self._name, "it makes attention masks of its own")

@@ -44,8 +44,8 @@ _SAME: Final = 1e-5  # relative difference of two forwards that do the same arit
 @dataclass(frozen=True, slots=True)
 class Own:
     """Results of the model's own forward on each of the probe's prompts: `hidden` [1, rows, width] behind
-    each layer, `logits` [rows, vocabulary], and its routers' choices. `returns` is the number of values
-    that its layers return in a tuple, 0 where they return their hidden state alone."""
+    each layer, `logits` [rows, vocabulary], and its routers' choices. `returns` is the number of
+    outputs of its layers, 0 where that is the hidden state alone, in no tuple."""
 
     prompts: list[Tensor]
     hidden: list[list[Tensor]]
@@ -91,8 +91,8 @@ def own_forward(base: Base) -> Own:
         found = in_lockstep(base.chain.blocks, [partial(run, ids) for ids in prompts])
     hidden = [[out[0] if isinstance(out, tuple) else out for out in outs] for outs, _, _ in found]
     choices = [chosen for _, _, chosen in found]
-    out = found[0][0][0]
-    returns = len(out) if isinstance(out, tuple) else 0
+    first = found[0][0][0]
+    returns = len(first) if isinstance(first, tuple) else 0
     return Own(prompts, hidden, [logits for _, logits, _ in found], choices, returns)
 
 

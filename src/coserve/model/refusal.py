@@ -18,12 +18,13 @@ from transformers.models.auto import modeling_auto as auto
 from coserve.adapters.sites import decoder_of
 from coserve.errors import CoserveError, ModelError, UnsupportedModel
 from coserve.memory.exhausted import is_out_of_memory
+from coserve.model.legacy_attention import counts_no_positions
 
 ENCODER_DECODER: Final = "it is an encoder-decoder model"
 INSTEAD: Final = "use a decoder such as Llama, Qwen3 or Gemma 3"
 # Types of layers as transformers names them.
 _SPARSE: Final = frozenset(
-    {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+    {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 )
 # Fields of a configuration that say how weights were quantized: transformers', compressed-tensors' old one,
 # and MLX's.
@@ -67,16 +68,14 @@ def unsupported(model: str, part: str, instead: str = INSTEAD) -> UnsupportedMod
 
 
 def refuse_kind(name: str) -> None:
-    """Raises UnsupportedModel for a type of models that are no language models of text alone."""
-    own = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name)
-    if name in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if own is None else own.endswith("Generation"):
-        raise multimodal(name)
-    if own is None and name in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+    """Raises UnsupportedModel for a type of models that are no language models, of text alone or of more."""
+    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or name in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        return
+    if name in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         raise unsupported(name, ENCODER_DECODER)
-    if own is None and name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+    if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         raise encoder(name)
-    if own is None:
-        raise unsupported(name, "it is no language model that continues a text")
+    raise unsupported(name, "it is no language model that continues a text")
 
 
 def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
@@ -89,17 +88,13 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
     if kinds & _SPARSE:
         raise unsupported(name, "its sparse attention chooses keys by an index of its own")
     if getattr(text, "cross_attention_layers", None):
-        raise multimodal(name)
+        raise unsupported(name, "some of its layers attend to images instead of text")
     if model is not None and text.model_type.startswith("gemma3n"):
         raise unsupported(name, "it carries several hidden states from layer to layer")
     # Where all layers are recurrent there may be no positions; the proof sees one that counts its own.
-    if model is not None and not (takes_positions(model) or getattr(model, "_is_stateful", False)):
+    is_told = model is None or takes_positions(model) or counts_no_positions(model)
+    if not (is_told or getattr(model, "_is_stateful", False)):
         raise unsupported(name, "it counts positions itself, where rows of several texts have their own")
-    rope = getattr(text, "rope_parameters", None) or {}
-    each = (rope, *(own for own in rope.values() if isinstance(own, dict)))
-    if moving := {own.get("rope_type") for own in each} & {"dynamic", "longrope"}:
-        part = f"its {moving.pop()} rotary scaling has tables that depend on the longest sequence present"
-        raise unsupported(name, part)
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
@@ -130,21 +125,13 @@ def refuse_quantized(fields: Mapping[str, Any], made_of: str = "") -> None:
     )
 
 
-def reads_more_than_text(config: Any) -> bool:
-    """Tells whether a configuration has parts for images or sound."""
-    return any(name in getattr(config, "sub_configs", {}) for name in ("vision_config", "audio_config"))
-
-
 def planned(name: str, part: str) -> UnsupportedModel:
     """The error for a part of a model that a later version will support."""
     return UnsupportedModel(f"{name} is not supported yet: {part} planned; until then {INSTEAD}")
 
 
-def multimodal(name: str) -> UnsupportedModel:
-    """The error for a model that reads more than text."""
-    return planned(name, "it is multimodal, and the text part of such models is")
-
-
 def encoder(name: str) -> UnsupportedModel:
     """The error for bidirectional attention."""
-    return unsupported(name, "it is an encoder, which generates no text")
+    if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return unsupported(name, "it is an encoder, which generates no text")
+    return unsupported(name, "its attention looks ahead, as an encoder's does")  # PaliGemma's, in prompts

@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError as HubError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from coserve.adapters.text_part import made_of
 from coserve.errors import ConfigError, ModelNotFound, UnsupportedModel
 from coserve.model.foreign import saved_type
+from coserve.model.load import load_model
 
 _WANTED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
@@ -32,7 +34,7 @@ class Subject:
             torch.manual_seed(0)
             own = deepcopy(self.config)  # a model writes into its configuration
             try:
-                model: PreTrainedModel = AutoModelForCausalLM.from_config(own, dtype=self.dtype)
+                model = made_of(own, dtype=self.dtype)
             except ValueError as error:
                 raise UnsupportedModel(f"{self.name} is no decoder-only language model") from error
         return model.eval()
@@ -45,10 +47,7 @@ class Subject:
         """The model in the folder, or one with random weights where there is none."""
         if self.folder is None:
             return self.build()
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=self.dtype, trust_remote_code=False
-        )
-        return model.eval()
+        return load_model(self.folder, self.dtype).eval()
 
 
 def subject_of(name: str, config: Any, dtype: str = "auto", folder: Path | None = None) -> Subject:

@@ -18,7 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from coserve.adapters.sites import decoder_of, layer_width
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.block import Block, Call
+from coserve.model.legacy_attention import set_attention
 from coserve.model.load import adopt
+from coserve.model.positions import positions_of
 from coserve.split.messages import SpanShape
 from coserve.split.spans import BaseSpan, digest_beside, is_small, linears_of, passes_trial
 
@@ -56,7 +58,7 @@ def _found(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> li
         if set(own[number]) <= set(linears) and is_small(block.module, own[number].values())
     }
     decoder.leave([block.module for block in chosen.values()])
-    positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST)
+    positions = positions_of(model.config.get_text_config())
     found: list[BaseSpan] = []
     for number, block in chosen.items():
         layers, longest = {block.path: digest_beside(block.module)}, min(LONGEST, positions)
@@ -67,6 +69,10 @@ def _found(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> li
         if passes_trial(span, like):  # in which its window is seen
             span.shape = msgspec.structs.replace(shape, window=decoder.windows.get(number))
             found.append(span)
+    # Windows and chunks in masks alone, which are not made here, mask nothing in sequences of that length.
+    alone = [window for window in decoder.masked if window and window not in decoder.windows.values()]
+    for span in found:
+        span.shape = msgspec.structs.replace(span.shape, longest=min([span.shape.longest, *alone]))
     return found
 
 
@@ -80,11 +86,12 @@ class _Decoder:
         self._sequences = _Sequences()
         self._preparing = threading.Lock()  # several products may be computed at once
         self.windows: dict[int, int | None] = {}  # of the layers that have run, by number
+        self.masked: set[int | None] = set()  # windows of the masks that were asked for
         self.blocks = [Block(path, layer) for path, layer in adopt(model).items()]
         name = f"coserve-blocks-{id(self):x}"
         AttentionInterface.register(name, self._attention)
-        AttentionMaskInterface.register(name, lambda *_, **__: None)  # a layer's window says all
-        model.set_attn_implementation(name)
+        AttentionMaskInterface.register(name, self._mask)
+        set_attention(model, name)
 
     def leave(self, kept: Sequence[nn.Module]) -> None:
         """Frees the embedding and layers other than these: nothing reads them."""
@@ -120,6 +127,10 @@ class _Decoder:
                 block.answer_with(note)
             self._decoder(inputs_embeds=rows, position_ids=positions, use_cache=False)
         return calls
+
+    def _mask(self, *_: Any, local_size: int | None = None, **__: Any) -> None:
+        """Makes no mask: a layer's window says all."""
+        self.masked.add(local_size)
 
     def _attention(
         self,

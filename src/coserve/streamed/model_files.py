@@ -13,9 +13,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from coserve.adapters.sites import decoder_layers
+from coserve.adapters.text_part import keep_text
 from coserve.errors import ModelError, UnsupportedModel
 from coserve.model.block import Block
 from coserve.model.foreign import read_config
@@ -51,9 +53,12 @@ class ModelFiles:
         self._own_loader = own
         if not files or not all(file.endswith(".safetensors") for file in files):
             raise UnsupportedModel("only a model in files of safetensors can be streamed")
+        keep_text(model)
+        has_place = _places(model, options)
         for file in map(Path, files):
             weights = WeightFile(file)
-            self._stored |= {name: (weights, tensor) for name, tensor in read_header(file).items()}
+            found = read_header(file).items()
+            self._stored |= {name: (weights, tensor) for name, tensor in found if has_place(name)}
         self._files, self._options = files, options
         layers = decoder_layers(model)
         self._tails = {path: ".".join(path.split(".")[-2:]) for path in layers}
@@ -110,6 +115,20 @@ class ModelFiles:
         """The path of the layer that has the tensor of this name: files may leave out or rename what is
         before and after "layers.7"."""
         return next((path for path, tail in self._tails.items() if f".{tail}." in f".{name}"), None)
+
+
+def _places(model: PreTrainedModel, options: Any) -> Callable[[str], bool]:
+    """Tells by its name in the files whether the model has a place for a tensor, as transformers' own loader
+    does: not for towers of images, which may have layers of the same names."""
+    mapping, state = options.weight_mapping or (), model.state_dict()
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+
+    def has_place(name: str) -> bool:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        return renamed in state or name in state
+
+    return has_place
 
 
 def stored_bytes(folder: Path, paths: Iterable[str]) -> dict[str, int]:

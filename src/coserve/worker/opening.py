@@ -159,9 +159,9 @@ def dtype_of(config: EngineConfig) -> torch.dtype | str:
 
 def eos_ids(base: Base) -> tuple[int, ...]:
     """Tokens that end an answer, as the model says."""
-    eos = getattr(base.model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = base.model.config.get_text_config().eos_token_id
+    config = base.model.config
+    told = (base.model.generation_config, config, config.get_text_config())  # some have no such field
+    eos = next((own for one in told if (own := getattr(one, "eos_token_id", None)) is not None), None)
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 

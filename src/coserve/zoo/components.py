@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coserve.adapters.saved import PREFIX
 from coserve.adapters.sites import Kind, decoder_layers, sublayers
+from coserve.adapters.text_part import is_multimodal
 from coserve.errors import CoserveError, UnsupportedModel, ZooError
 from coserve.zoo.manifest import MOST_LAYERS, Component, ComponentKind
 
@@ -66,6 +67,10 @@ class Architecture:
         ):
             (Path(folder) / CONFIG).write_bytes(configuration)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if is_multimodal(config) and config.get_text_config() is not config:
+                raise UnsupportedModel(
+                    f"{name} is a {config.model_type}, which is multimodal: a zoo stores models of text alone"
+                )
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             return Architecture.of_model(model)
 

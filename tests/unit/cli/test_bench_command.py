@@ -22,6 +22,7 @@ COMMANDS = {
     "streamed",
     "training",
     "zoo",
+    "models",
     "draw",
     "stale",
 }

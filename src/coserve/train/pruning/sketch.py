@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -34,7 +33,9 @@ from coserve.adapters.sites import (
     find_sites,
     layer_width,
 )
+from coserve.adapters.text_part import keep_text, made_of
 from coserve.attention.backend import CacheShape
+from coserve.model.legacy_attention import set_attention
 from coserve.train.pruning import operators
 
 ROWS: Final = 24  # of a trace; everything is counted by the row
@@ -79,11 +80,12 @@ class Sketch:
         name = f"coserve-sketch-{id(self):x}"
         AttentionInterface.register(name, self._attention(found))
         AttentionMaskInterface.register(name, lambda *_, **__: None)
-        made: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+        made: Any = made_of if kind is None else kind._from_config
         with self.mode, _InType():
             model = made(config, dtype=torch.get_default_dtype()).eval().requires_grad_(False)
+            keep_text(model)
         model.config.dtype = DTYPE
-        model.set_attn_implementation(name)
+        set_attention(model, name)
         self.model = model
         self.layers = decoder_layers(model)
         self.sites, self.modules = find_sites(model, self.layers), Modules.of(model)

@@ -1,14 +1,28 @@
-"""Small configurations of every causal language model of transformers, made by shrinking its default."""
+"""Small configurations of every causal language model of transformers, and of every multimodal one, made by
+shrinking its default."""
 
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
-from models import POSITIONS, VOCABULARY, WINDOW, spread
-
+VOCABULARY = 96
+POSITIONS = 256
+WINDOW = 20  # of the sliding attentions
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MULTIMODAL = tuple(sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
 MOST = 14_000_000  # parameters; what stays larger is not tried
 _SIZES: dict[int, tuple[str, ...]] = {
     64: ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "index_topk"),
@@ -44,12 +58,39 @@ _SIZES: dict[int, tuple[str, ...]] = {
     WINDOW: ("sliding_window",),
     0: ("pad_token_id", "bos_token_id", "eos_token_id"),
 }  # fmt: skip
+# Of towers for images and sound, where the field is a number.
+_TOWERS: dict[int, tuple[str, ...]] = {
+    32: ("hidden_size", "embed_dim", "d_model", "width", "embedding_size", "hidden_dim"),
+    2: (
+        "num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "encoder_layers", "num_heads",
+        "num_attention_heads", "n_heads", "heads", "encoder_attention_heads", "attention_heads",
+    ),
+    64: (
+        "intermediate_size", "mlp_dim", "encoder_ffn_dim", "out_hidden_size", "projection_dim", "output_dim",
+        "vision_output_dim", "projector_input_dim", "projector_output_dim", "text_hidden_size",
+    ),
+    28: ("image_size",),
+    14: ("patch_size",),
+}  # fmt: skip
 _DROPOUTS = (
     "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "input_dropout",
     "hidden_dropout",
 )  # fmt: skip
 _FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 3
+
+
+def _sections(*pairs: int) -> dict[str, Any]:
+    """Pairs of a head's 8 (or of the part that turns) by time, height and width."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [*pairs]}}
+
+
 _OWN: dict[str, dict[str, Any]] = {
+    **{
+        f"{name}_text": _sections(4, 2, 2)
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "paddleocr_vl")
+    },
+    "glm4v_moe_text": _sections(2, 1, 1),
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "rope_parameters": None},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {"layer_types": _FULL_AND_SLIDING},
@@ -61,6 +102,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "mamba2": {"num_heads": 8, "head_dim": 16},
 }
+_OF_WHOLES: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "vision_config": {
+            "model_type": "gemma4_vision", "hidden_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+        },
+    },
+}  # fmt: skip
 # Models whose types have recurrent layers, and these have none.
 WITHOUT_RECURRENCE: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid dense": ("granitemoehybrid", {"num_local_experts": 0}),
@@ -87,6 +136,26 @@ def shrunk(name: str) -> dict[str, Any]:
         return shrunk(name) | {"layer_types": ["full_attention"] * 6} | own
     default = CONFIG_MAPPING[name]()
     text = default.get_text_config()
+    parts = {key: getattr(default, key, None) for key in default.sub_configs}
+    fields: dict[str, Any] = {
+        key: {"model_type": part.model_type} | (_text_fields(part) if part is text else _tower_fields(part))
+        for key, part in parts.items()
+        if part is not None
+    }
+    if text is default:
+        fields |= _text_fields(text)
+    return fields | _OF_WHOLES.get(name, {})
+
+
+def _tower_fields(tower: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of a small tower for images or sound, which no text passes."""
+    names = tower.to_dict().keys() | getattr(tower, "attribute_map", {}).keys()
+    given = {f: size for size, of in _TOWERS.items() for f in of if f in names}
+    return {f: size for f, size in given.items() if isinstance(getattr(tower, f, None), int | None)}
+
+
+def _text_fields(text: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of a small language model."""
     known = text.to_dict()
     names = known.keys() | getattr(text, "attribute_map", {}).keys()
     fields: dict[str, Any] = {f: size for size, of in _SIZES.items() for f in of if f in names}
@@ -100,22 +169,42 @@ def shrunk(name: str) -> dict[str, Any]:
         fields["mlp_layer_types"] = None
     if known.get("layer_types") is not None:
         fields["layer_types"] = None
-    fields |= _OWN.get(text.model_type, {})
-    if text is default:
-        return fields
-    return {next(key for key in default.sub_configs if getattr(default, key, None) is text): fields}
+    return fields | _OWN.get(text.model_type, {})
 
 
-def build(name: str, seed: int = 0) -> PreTrainedModel:
+def kind_of(name: str) -> str:
+    """transformers' type of a model of this name."""
+    return WITHOUT_RECURRENCE.get(name, (name,))[0]
+
+
+def auto_class(kind: str) -> Any:
+    """transformers' class that makes a model of this type, a multimodal one as a whole."""
+    return AutoModelForMultimodalLM if kind in MULTIMODAL else AutoModelForCausalLM
+
+
+def build(name: str, seed: int = 0, most: int = MOST, **changes: Any) -> PreTrainedModel:
     """In float32; the same weights every time. Raises whatever transformers does, and ValueError for what
-    stays large."""
-    fields, kind = shrunk(name), WITHOUT_RECURRENCE.get(name, (name,))[0]
+    stays larger than `most` parameters."""
+    fields, kind = shrunk(name) | changes, kind_of(name)
+    auto = auto_class(kind)
     with torch.device("meta"):
-        sketch = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
-    if (count := sketch.num_parameters()) > MOST:
+        sketch = auto.from_config(AutoConfig.for_model(kind, **fields))
+    if (count := sketch.num_parameters()) > most:
         raise ValueError(f"{count} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shrunk(name)))
+        model: PreTrainedModel = auto.from_config(AutoConfig.for_model(kind, **(shrunk(name) | changes)))
     spread(model, seed)
     return model.float().eval()
+
+
+@torch.no_grad()
+def spread(model: nn.Module, seed: int) -> None:
+    """Weights that make answers depend on their prompts; biases, norms and sinks that are not 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.add_(0.1 * noise)

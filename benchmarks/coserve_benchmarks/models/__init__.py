@@ -1,0 +1,1 @@
+"""Every type of language models that transformers knows, each tried small."""

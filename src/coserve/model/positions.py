@@ -1,0 +1,35 @@
+"""How long a sequence may be in a model: as long as each row is computed alike whatever comes after it.
+
+Some models change their rotary tables, for all rows of a sequence, once it is longer than they were first
+trained for (longrope, dynamic). Keys that lie in pages were computed before that, beside other sequences that
+are shorter. Up to that length these models are exact, and longer sequences are refused as those beyond the
+last position are. So are those that an index of sparse attention would choose from. Masks may be a limit too
+(`load._limit_to_masks`).
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from coserve.model.legacy_attention import MOST_POSITIONS
+
+_UNLIMITED: Final = 1 << 30
+
+
+def positions_of(text: Any) -> int:
+    """The most positions of a sequence, given the configuration of a language model."""
+    return min(_lengths(text), default=_UNLIMITED)
+
+
+def _lengths(text: Any) -> Iterator[int]:
+    if longest := getattr(text, "max_position_embeddings", None):
+        yield int(longest)
+    if text.model_type == "bloom":
+        yield MOST_POSITIONS
+    if "indexed_attention" in (getattr(text, "layer_types", None) or ()):
+        yield int(text.index_topk)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for own in (rope, *(each for each in rope.values() if isinstance(each, dict))):
+        if own.get("rope_type") in ("longrope", "dynamic"):
+            original = own.get("original_max_position_embeddings")
+            if original := original or getattr(text, "original_max_position_embeddings", None):
+                yield int(original)
