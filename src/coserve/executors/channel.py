@@ -15,6 +15,7 @@ import msgspec
 
 from coserve.config import EngineConfig
 from coserve.executors.executor import ExecutorSpec
+from coserve.parallel.ranks import Rank
 
 # First byte of a message on the steps' socket. After PLAN come the numbers of the last pause that was asked
 # for and of the last that is withdrawn.
@@ -27,13 +28,14 @@ ALIVE: Final = b"."
 
 
 class ExecutorStart(msgspec.Struct, frozen=True):
-    """The first message: the model to open. `threads` are torch's; `tokenizer` is its folder, None without
-    grammars."""
+    """The first message: the model to open, or of it what `rank` has. `threads` are torch's; `tokenizer` is
+    its folder, None without grammars."""
 
     model: str
     config: EngineConfig
     threads: int
     tokenizer: str | None = None
+    rank: Rank = Rank(0, 1, "")
 
 
 class ExecutorOpened(msgspec.Struct, frozen=True):

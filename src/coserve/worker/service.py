@@ -14,6 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -41,6 +42,7 @@ from coserve.executors.executor import Command, DeviceWorker
 from coserve.executors.local import LocalExecutor
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
+from coserve.parallel.ranks import join
 from coserve.text.tokenizer import load_tokenizer
 from coserve.wire.frames import FrameReader, send_frame
 from coserve.wire.plans import decode_plan, encode_result
@@ -170,10 +172,16 @@ def main(descriptors: Sequence[int]) -> None:
         return
     start = msgspec.msgpack.decode(first, type=ExecutorStart)
     torch.set_num_threads(start.threads)
+    config = start.config
+    if start.rank.count > 1 and torch.device(config.device).type == "cuda":
+        config = replace(config, device=f"cuda:{start.rank.number}")
     try:
         folder = start.tokenizer
         opened = open_local(
-            start.model, start.config, lambda: None if folder is None else load_tokenizer(folder)
+            start.model,
+            config,
+            lambda: None if folder is None else load_tokenizer(folder),
+            join(start.rank, torch.device(config.device)),
         )
     except CoserveError as error:
         fault = ExecutorOpened(fault=(type(error).__name__, str(error)))
